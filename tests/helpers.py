@@ -1,0 +1,49 @@
+"""What tests share: waiting with a deadline instead of sleeping, and counting descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+POLL_S = 0.002  # short enough that a test costs little more than what it waits for
+
+
+def until(predicate: Callable[[], T], what: str, deadline_s: float = 30.0) -> T:
+    """Poll until `predicate()` is truthy and return its value; fail with `what` at the deadline."""
+    end = time.monotonic() + deadline_s
+    while True:
+        value = predicate()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {deadline_s:g} s in vain for {what}")
+        time.sleep(POLL_S)
+
+
+async def auntil(predicate: Callable[[], T], what: str, deadline_s: float = 30.0) -> T:
+    """`until` for tests on an event loop: the loop runs between two polls."""
+    end = time.monotonic() + deadline_s
+    while True:
+        value = predicate()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {deadline_s:g} s in vain for {what}")
+        await asyncio.sleep(POLL_S)
+
+
+def open_fds(pid: int | None = None) -> dict[int, str]:
+    """Every open descriptor of `pid` (default: this process) and what it points at."""
+    base = f"/proc/{pid or os.getpid()}/fd"
+    found = {}
+    for name in os.listdir(base):
+        try:
+            found[int(name)] = os.readlink(f"{base}/{name}")
+        except FileNotFoundError:
+            continue  # the descriptor of the listing itself
+    return found
