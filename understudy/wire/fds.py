@@ -1,0 +1,82 @@
+"""One owner per file descriptor, in a type.
+
+A function that takes an `OwnedFd` owns it from then on and closes it whatever happens; one that
+borrows takes an `int`. Descriptors that leak keep device memory alive, so a forgotten one warns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterable
+from types import TracebackType
+
+
+class OwnedFd:
+    """A file descriptor with exactly one owner; closed once, by `close` or the `with` block."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        """Take ownership of `fd`."""
+        if fd < 0:
+            raise ValueError(f"not a file descriptor: {fd}")
+        self._fd = fd
+
+    def fileno(self) -> int:
+        """Lend the number; it is valid while this object is open.
+
+        Raises:
+            ValueError: already closed or detached.
+        """
+        if self._fd < 0:
+            raise ValueError("this file descriptor is closed")
+        return self._fd
+
+    @property
+    def is_closed(self) -> bool:
+        return self._fd < 0
+
+    def detach(self) -> int:
+        """Give the number away; the caller closes it."""
+        fd = self.fileno()
+        self._fd = -1
+        return fd
+
+    def duplicate(self) -> OwnedFd:
+        """A second descriptor of the same open file, close-on-exec, with an owner of its own."""
+        return OwnedFd(os.dup(self.fileno()))
+
+    def close(self) -> None:
+        """Close once; again is harmless."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> OwnedFd:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            warnings.warn(f"file descriptor {self._fd} was never closed", ResourceWarning, 2)
+            with contextlib.suppress(OSError):
+                self.close()
+
+    def __repr__(self) -> str:
+        return f"OwnedFd({'closed' if self.is_closed else self._fd})"
+
+
+def close_all(fds: Iterable[OwnedFd]) -> None:
+    """Close every one of `fds`, whatever closing any of them raises."""
+    with contextlib.ExitStack() as stack:
+        for fd in fds:
+            stack.callback(fd.close)

@@ -1,0 +1,35 @@
+"""Every limit of the wire, each with its reason. A limit that is hit is an error with a code."""
+
+from __future__ import annotations
+
+# Control messages are small; a status document of a pod with dozens of waiters is about 30 KiB.
+FRAME_BYTES_MAX = 256 * 1024
+
+# A manifest of 12,000 tensors is about 2 MiB of MessagePack; the largest checkpoints have ~60,000.
+MANIFEST_FRAME_BYTES_MAX = 16 * 1024 * 1024
+
+# The kernel's SCM_MAX_FD is 253 (net/scm.h); larger sets are sent in several frames.
+FDS_PER_FRAME_MAX = 250
+
+# A pod has a handful of engines with up to 8 ranks each, and a few observers.
+CONNECTIONS_MAX = 128
+
+# What one slow reader may hold in our memory: two of the largest frames, or 64 small ones.
+QUEUED_BYTES_FRAMES = 64
+
+# One recvmsg. Larger than almost every frame, so that a frame costs one system call.
+RECEIVE_BYTES = 64 * 1024
+
+# A peer that connects speaks at once, and a frame that has begun is written in one go: five
+# seconds is thousands of times the usual, and short enough that a silent peer costs little.
+FIRST_FRAME_DEADLINE_S = 5.0
+FRAME_DEADLINE_S = 5.0
+
+# How long a closing connection may take to hand its last frame (an error) to the peer.
+FLUSH_DEADLINE_S = 1.0
+
+# ETOOMANYREFS and EMFILE end when somebody else closes descriptors; this is how often we look.
+RETRY_S = 0.05
+
+# struct sockaddr_un: sun_path is 108 bytes with its terminator (man 7 unix).
+SOCKET_PATH_BYTES_MAX = 107
