@@ -1,0 +1,138 @@
+"""What /proc knows of processes: trees, memory, who has a file open, who holds a flock.
+
+Every answer is a moment old and a pid may be gone by the time it is read: "gone" is an answer
+here, never an error. Where /proc hides a process (another PID namespace, another uid) it is left
+out. A pid proves nothing about identity: where it matters, use a pidfd.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+TCP_LISTEN = "0A"  # include/net/tcp_states.h
+
+
+def pids() -> Iterator[int]:
+    """Every process visible here."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            yield int(name)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether `pid` runs; a zombie does not."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] not in "ZX"
+
+
+def name(pid: int) -> str:
+    """The command name of `pid`, "" if it is gone."""
+    return _read(f"/proc/{pid}/comm").strip()
+
+
+def parent(pid: int) -> int | None:
+    fields = _stat(pid)
+    return None if fields is None else int(fields[1])
+
+
+def start_time(pid: int) -> int | None:
+    """When `pid` started, in clock ticks since boot: with the pid, it tells two processes apart."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
+
+
+def rss_bytes(pid: int) -> int | None:
+    """Resident memory of `pid`."""
+    fields = _read(f"/proc/{pid}/statm").split()
+    return int(fields[1]) * PAGE_BYTES if len(fields) > 1 else None
+
+
+def children(pid: int) -> list[int]:
+    """The processes whose parent is `pid`, zombies included."""
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found
+    for thread in threads:
+        # Needs CONFIG_PROC_CHILDREN, which every distribution's kernel and gVisor's too has.
+        found += [int(child) for child in _read(f"/proc/{pid}/task/{thread}/children").split()]
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """The whole tree under `pid`, parents before children, without `pid` itself."""
+    found: list[int] = []
+    seen = {pid}
+    pending = [pid]
+    while pending:
+        for child in children(pending.pop()):
+            if child not in seen:
+                seen.add(child)
+                found.append(child)
+                pending.append(child)
+    return found
+
+
+def holders_of(dev: int, ino: int) -> list[int]:
+    """The processes that have the file (st_dev, st_ino) open, where they are visible."""
+    return [pid for pid in pids() if any(_is_file(pid, fd, dev, ino) for fd in _fds(pid))]
+
+
+def flock_held(pid: int, fd: int, dev: int | None = None, ino: int | None = None) -> bool:
+    """Whether descriptor `fd` of `pid` carries a flock (and is that file, where one is given)."""
+    if dev is not None and ino is not None and not _is_file(pid, fd, dev, ino):
+        return False
+    lines = _read(f"/proc/{pid}/fdinfo/{fd}").splitlines()
+    return any(line.startswith("lock:") and "FLOCK" in line.split() for line in lines)
+
+
+def listener_pid(port: int) -> int | None:
+    """Who listens on TCP `port` here, if it is visible."""
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in _read(table).splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == TCP_LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                sockets.add(f"socket:[{fields[9]}]")
+    if not sockets:
+        return None
+    for pid in pids():
+        for fd in _fds(pid):
+            try:
+                if os.readlink(f"/proc/{pid}/fd/{fd}") in sockets:
+                    return pid
+            except OSError:
+                continue
+    return None
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/pid/stat from the third (state) on: the name may hold anything."""
+    text = _read(f"/proc/{pid}/stat")
+    return text.rpartition(")")[2].split() if text else None
+
+
+def _fds(pid: int) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/fd")]
+    except OSError:
+        return []
+
+
+def _is_file(pid: int, fd: int, dev: int, ino: int) -> bool:
+    try:
+        status = os.stat(f"/proc/{pid}/fd/{fd}")
+    except OSError:
+        return False
+    return (status.st_dev, status.st_ino) == (dev, ino)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read()
+    except OSError:
+        return ""
