@@ -1,0 +1,42 @@
+"""Backends by name: each is a command line, so that no supervisor imports what a backend needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from understudy.errors import UsageError
+
+Launcher = Callable[[Sequence[str]], list[str]]
+
+
+def _reference(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "engine.backends.reference.http", *arguments]
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    """Any program that speaks the channel: `engine run --backend command -- PROGRAM ARGS…`."""
+    if not arguments:
+        raise UsageError(
+            "engine.no_command", "--backend command needs a program: give it after `--`"
+        )
+    return list(arguments)
+
+
+REGISTRY: Mapping[str, Launcher] = {"reference": _reference, "command": _command}
+
+
+def command_line(backend: str, arguments: Sequence[str]) -> list[str]:
+    """What to execute for `backend` with the user's `arguments`.
+
+    Raises:
+        UsageError: `engine.unknown_backend`.
+    """
+    launcher = REGISTRY.get(backend)
+    if launcher is None:
+        raise UsageError(
+            "engine.unknown_backend",
+            f"there is no backend {backend!r}; known are {', '.join(sorted(REGISTRY))}",
+            backend=backend,
+        )
+    return launcher(arguments)

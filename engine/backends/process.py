@@ -1,0 +1,114 @@
+"""What every process of a backend does first, before it opens a device or maps a weight.
+
+Owns the order: die with the parent, hold the witness on descriptor 0, then register. In any other
+order a process could outlive its supervisor unseen, and the lock server would take its device
+for free. Must not know what the process is for, and must not import asyncio or numpy.
+
+The surprising thing: descriptor 0 is the witness from then on, so nothing here reads stdin. A
+child inherits it unless it is given another stdin, and then counts as alive for the lock server,
+which is what is wanted of a process that may touch the device.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.messages import CHANNEL, CONTROL, Attached, Load, MayLoad, Register
+from lockserver.client import witness
+from understudy.errors import UsageError
+from understudy.service import parent
+from understudy.wire.blocking import BlockingClient
+
+CHANNEL_ENV = "UNDERSTUDY_CHANNEL"
+WITNESS_ENV = "UNDERSTUDY_WITNESS"
+INCARNATION_ENV = "UNDERSTUDY_INCARNATION"
+ENGINE_SOCKET_ENV = "ENGINE_SOCKET"
+ENGINE_ID_ENV = "ENGINE_ID"
+
+# The supervisor answers between two turns of its loop; this is for a machine that swaps.
+ANSWER_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the tree of `incarnation`, known to its supervisor as `name`."""
+
+    name: str
+    engine: str
+    incarnation: str
+    control: BlockingClient
+
+    def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> Load:
+        """Wait for leave to go to the weights; the answer says in which mode.
+
+        Raises:
+            WaitTimeoutError: another engine has been loading for longer than `timeout_s`.
+            UnreachableError: the supervisor is gone.
+        """
+        reply = self.control.request(
+            MayLoad(self.incarnation, rank=rank, ranks=ranks), timeout_s=timeout_s
+        )
+        assert isinstance(reply.message, Load)
+        return reply.message
+
+    def attached(self, epoch: str, identity: dict[str, Any], rank: int = 0) -> None:
+        """Say that this rank has its weights mapped, so that the next engine may load."""
+        self.control.request(
+            Attached(self.incarnation, rank=rank, epoch=epoch, identity=identity),
+            timeout_s=ANSWER_TIMEOUT_S,
+        )
+
+
+def enter(name: str, environ: Mapping[str, str] = os.environ) -> Member:
+    """Become a process of the incarnation that the environment names.
+
+    Raises:
+        UsageError: `engine.not_a_backend`, this was not started by an engine supervisor.
+        UnderstudyError: the witness is sealed or replaced: this incarnation is over, so exit.
+        UnreachableError: the supervisor is gone.
+    """
+    witness_path = _required(environ, WITNESS_ENV)
+    incarnation = _required(environ, INCARNATION_ENV)
+    engine = _required(environ, ENGINE_ID_ENV)
+    parent.arm_from_environment()
+    witness.join(witness_path)
+    control = BlockingClient(_required(environ, ENGINE_SOCKET_ENV), CONTROL)
+    control.request(Register(incarnation, name, os.getpid()), timeout_s=ANSWER_TIMEOUT_S)
+    return Member(name, engine, incarnation, control)
+
+
+def take_channel() -> socket.socket:
+    """The socket to the supervisor, for the backend's main process; once.
+
+    The variable and inheritance end here: a child that kept a copy would keep the supervisor from
+    seeing the channel's end.
+    """
+    number = _required(os.environ, CHANNEL_ENV)
+    del os.environ[CHANNEL_ENV]
+    os.set_inheritable(int(number), False)
+    return socket.socket(fileno=int(number))
+
+
+def blocking_channel() -> BlockingClient:
+    """The channel for a main process without an event loop."""
+    return BlockingClient.from_socket(take_channel(), CHANNEL)
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for a child that will `enter`; start it from a thread that lives on."""
+    return {**os.environ, **parent.environment()}
+
+
+def _required(environ: Mapping[str, str], variable: str) -> str:
+    value = environ.get(variable)
+    if not value:
+        raise UsageError(
+            "engine.not_a_backend",
+            f"{variable} is not set: a backend is started by `engine run`, not by hand",
+            variable=variable,
+        )
+    return value
