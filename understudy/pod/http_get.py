@@ -1,0 +1,69 @@
+"""One small HTTP GET, for probes and status pages on this machine.
+
+Owns nothing but the exchange. aiohttp would do it too, at 20 MiB and half a second of imports for
+a command that prints ten lines. HTTP/1.0 on purpose: the answer ends where the connection does, so
+there is no chunked encoding to take apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+BODY_MAX_BYTES = 4 * 1024 * 1024  # a status page is a few KiB; /metrics some dozens
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`status` is 0 when nobody answered; `reason` then says why."""
+
+    status: int
+    body: bytes = b""
+    reason: str = ""
+
+    def json(self) -> dict[str, Any]:
+        """The body as a JSON object, or an empty one if it is something else."""
+        try:
+            document = json.loads(self.body)
+        except ValueError:
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def why(self) -> str:
+        """One phrase for people: what the probe said, or why there is no answer."""
+        if self.status == 0:
+            return self.reason
+        said = self.json().get("reason")
+        return f"{self.status}: {said}" if said else f"answered {self.status}"
+
+
+async def get(url: str, timeout_s: float = 2.0) -> Answer:
+    """GET `url` (http only); never raises: an unreachable server is an `Answer` with status 0."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "127.0.0.1", parts.port or 80
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _exchange(host, port, path)
+    except TimeoutError:
+        return Answer(0, reason=f"no answer from {host}:{port} within {timeout_s:g} s")
+    except (OSError, ValueError, IndexError) as error:
+        return Answer(0, reason=f"nothing answers at {host}:{port} ({error})")
+
+
+async def _exchange(host: str, port: int, path: str) -> Answer:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
+        received = bytearray()
+        while piece := await reader.read(65536):
+            received += piece
+            if len(received) > BODY_MAX_BYTES:
+                raise ValueError(f"an answer of more than {BODY_MAX_BYTES} bytes")
+    finally:
+        writer.close()
+    head, _, body = bytes(received).partition(b"\r\n\r\n")
+    return Answer(int(head.split(maxsplit=2)[1]), body)

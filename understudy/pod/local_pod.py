@@ -1,0 +1,168 @@
+"""The standard pod of one machine as a list of containers: lock server, memory, two engines.
+
+Owns the command lines and the ports; a Kubernetes manifest says the same in YAML. Nothing here
+starts anything. The surprising thing: ports are checked before the start. Without that, a second
+pod's probes would be answered by the first one's servers, and the start would look fine.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from understudy.errors import UnderstudyError, UsageError
+from understudy.pod.containers import Container, Startup
+
+SERVICE_PORT = 8000  # DESIGN §9
+LOCKSERVER_PORT = 9400
+GMS_PORT = 9401
+ENGINE_PORT = 9410  # engine n: this plus n
+
+SERVER_STARTUP_S = 60.0  # imports on a busy machine; there is nothing to load
+ENGINE_STARTUP_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Every TCP port of a pod. `engines[n]` is engine n's probe port."""
+
+    service: int = SERVICE_PORT
+    lockserver: int = LOCKSERVER_PORT
+    gms: int = GMS_PORT
+    engines: tuple[int, ...] = (ENGINE_PORT, ENGINE_PORT + 1)
+
+    def all(self) -> tuple[int, ...]:
+        return (self.service, self.lockserver, self.gms, *self.engines)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPod:
+    """What distinguishes one local pod from another.
+
+    `backend_args` go to the backend as they are; `env` is laid over every engine's environment.
+    """
+
+    directory: Path
+    model: Path
+    ports: Ports = field(default_factory=Ports)
+    backend: str = "reference"
+    backend_args: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    memory: str = "host"
+    device_bytes: str = "4GiB"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def service_url(self) -> str:
+        host = "127.0.0.1" if self.host in ("", "0.0.0.0") else self.host
+        return f"http://{host}:{self.ports.service}"
+
+    def containers(self) -> list[Container]:
+        """The pod, in the order in which it starts."""
+        shared = {
+            "UNDERSTUDY_DIR": str(self.directory),
+            "LOCKSERVER_SOCKET": str(self.directory / "lockserver.sock"),
+            "GMS_SOCKET_DIR": str(self.directory),
+        }
+        engines = [
+            self._engine(number, port, shared) for number, port in enumerate(self.ports.engines)
+        ]
+        return [self._lockserver(shared), self._gms(shared), *engines]
+
+    def _lockserver(self, shared: Mapping[str, str]) -> Container:
+        port = self.ports.lockserver
+        command = (
+            *program("lockserver"),
+            "serve",
+            f"--dir={self.directory}",
+            f"--service=active={self.host}:{self.ports.service}",
+            f"--http-port={port}",
+        )
+        startup = Startup(f"http://127.0.0.1:{port}/live", SERVER_STARTUP_S)
+        return Container("lockserver", command, shared, startup, sidecar=True)
+
+    def _gms(self, shared: Mapping[str, str]) -> Container:
+        port = self.ports.gms
+        command = (
+            *program("gms"),
+            "serve",
+            f"--dir={self.directory}",
+            f"--memory={self.memory}",
+            "--devices=1",
+            f"--device-bytes={self.device_bytes}",
+            f"--http-port={port}",
+        )
+        startup = Startup(f"http://127.0.0.1:{port}/startup", SERVER_STARTUP_S)
+        return Container("gms", command, shared, startup, sidecar=True)
+
+    def _engine(self, number: int, port: int, shared: Mapping[str, str]) -> Container:
+        name = f"engine-{number}"
+        command = (
+            *program("engine"),
+            "run",
+            f"--backend={self.backend}",
+            f"--dir={self.directory}",
+            f"--http-port={port}",
+            "--",
+            "--model",
+            str(self.model),
+            *self.backend_args,
+        )
+        env = {**shared, "ENGINE_ID": name, **self.env}
+        startup = Startup(f"http://127.0.0.1:{port}/startup", ENGINE_STARTUP_S)
+        return Container(name, command, env, startup)
+
+
+def program(name: str) -> tuple[str, ...]:
+    """The command of one of our console scripts, the one that belongs to this interpreter."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise UsageError(
+            "pod.not_installed",
+            f"the command {name} is not installed beside {sys.executable}; run `pip install .`",
+        )
+    return (found,)
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """`count` ports that nobody listens on now: for drills, which must not meet a running pod."""
+    held = [socket.socket() for _ in range(count)]
+    try:
+        for sock in held:
+            sock.bind(("127.0.0.1", 0))
+        return tuple(sock.getsockname()[1] for sock in held)
+    finally:
+        for sock in held:
+            sock.close()
+
+
+def free_pod_ports(engines: int = 2) -> Ports:
+    """Ports for a whole pod, picked by the kernel."""
+    service, lockserver, gms, *rest = free_ports(3 + engines)
+    return Ports(service, lockserver, gms, tuple(rest))
+
+
+def check_ports(ports: Sequence[int], host: str = "127.0.0.1") -> None:
+    """Raise if somebody already listens on one of `ports`.
+
+    Raises:
+        UnderstudyError: `pod.port_in_use`, with the number and the way out.
+    """
+    for port in ports:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no owner
+            try:
+                sock.bind((host, port))
+            except OSError as error:
+                raise UnderstudyError(
+                    "pod.port_in_use",
+                    f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}; "
+                    "is another pod running? Stop it, or choose others with --ports",
+                    port=port,
+                ) from error
