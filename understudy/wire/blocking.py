@@ -25,7 +25,7 @@ from understudy.errors import (
 )
 from understudy.wire import sockets
 from understudy.wire.fds import OwnedFd, close_all
-from understudy.wire.frames import FrameDecoder, encode_frame
+from understudy.wire.frames import Frame, FrameDecoder, encode_frame
 from understudy.wire.limits import RETRY_S
 from understudy.wire.messages import Catalogue, Fault, Message
 
@@ -192,17 +192,22 @@ class BlockingClient:
                 raise _closed(error) from error
             if not data and not fds:
                 raise _closed(None)
-            replies = []
-            for frame in self._decoder.receive(data, fds):
-                try:
-                    decoded, request_id = self._catalogue.decode(frame.payload, len(frame.fds))
-                except ProtocolError:
-                    close_all(frame.fds)
-                    raise
-                replies.append(Reply(decoded, frame.fds, request_id))
+            replies = self._decode(self._decoder.receive(data, fds))
             if replies:
                 self._pending.extend(replies[1:])
                 return replies[0]
+
+    def _decode(self, frames: list[Frame]) -> list[Reply]:
+        try:
+            replies = []
+            for frame in frames:
+                message, request_id = self._catalogue.decode(frame.payload, len(frame.fds))
+                replies.append(Reply(message, frame.fds, request_id))
+            return replies
+        except ProtocolError:
+            for frame in frames:
+                close_all(frame.fds)
+            raise
 
     def _poll(self, events: int, end: float, what: str) -> None:
         poll = select.poll()

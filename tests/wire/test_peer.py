@@ -1,0 +1,66 @@
+"""Who is at the other end: the kernel's word for it, and the end of that process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import until
+from understudy.wire import peer
+
+_CONNECT = (
+    "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.recv(1)"
+)
+
+
+@pytest.mark.parametrize("option", [peer.SO_PEERPIDFD, 9999])
+def test_peer_is_known_and_its_death_is_seen(
+    option: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: uid, pid and a pidfd that becomes readable when the process dies, through SO_PEERPIDFD
+    and, where the kernel lacks it, through pidfd_open. Method: a real child, SIGKILL."""
+    monkeypatch.setattr(peer, "SO_PEERPIDFD", option)
+    path = str(tmp_path / "peer.sock")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(1)
+    child = subprocess.Popen([sys.executable, "-c", _CONNECT, path])
+    accepted, _ = listener.accept()
+    found = peer.identify(accepted)
+    assert (found.uid, found.pid) == (os.geteuid(), child.pid)
+    assert found.pidfd_source in ("SO_PEERPIDFD", "pidfd_open")
+    if option == 9999:
+        assert found.pidfd_source == "pidfd_open"
+    pidfd = found.take_pidfd()
+    assert pidfd is not None
+    assert not os.get_inheritable(pidfd.fileno())
+    assert not peer.is_gone(pidfd.fileno())
+    child.kill()
+    until(lambda: peer.is_gone(pidfd.fileno()), "the pidfd to become readable")
+    child.wait()
+    pidfd.close()
+    found.close()
+    accepted.close()
+    listener.close()
+
+
+def test_dead_peer_without_pidfd_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Goal: a peer that is gone and reaped before it is looked at yields no pidfd at all."""
+    monkeypatch.setattr(peer, "SO_PEERPIDFD", 9999)
+    path = str(tmp_path / "peer.sock")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(1)
+    child = subprocess.Popen([sys.executable, "-c", _CONNECT, path])
+    accepted, _ = listener.accept()
+    child.kill()
+    child.wait()
+    found = peer.identify(accepted)
+    assert (found.pidfd, found.pidfd_source) == (None, "none")
+    accepted.close()
+    listener.close()
