@@ -1,0 +1,189 @@
+"""What an engine's supervisor needs of the lock: one connection kept alive, one truth told.
+
+Owns reconnecting, the heartbeat, and the copies of lent service sockets that are handed back after
+a restart of the server. Must not know why something is wanted; `set_want` is told.
+
+The surprising things: the current want is the first message on every connection, and it is all
+that is ever said; a lost grant, a cut connection and a restarted server are mended by saying it
+again. A lost connection is no lost lock: the witness protects its holder, so `on_lost` asks for
+patience, not for anybody's death. While a supervisor reaps its tree it must not call `set_want`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lockserver import witness
+from lockserver.messages import CATALOGUE, Beat, Granted, Service, Want
+from understudy.errors import RemoteError, UnderstudyError
+from understudy.wire.client import connect
+from understudy.wire.connection import Connection
+from understudy.wire.fds import OwnedFd, close_all
+from understudy.wire.messages import Fault, Message
+
+__all__ = ["HEARTBEAT_MS", "LockClient", "witness"]
+
+HEARTBEAT_MS = 500  # six of them fit into the server's silent_ms of 3 s
+CONNECT_DEADLINE_S = 5.0
+RETRY_MS_MIN = 10.0  # a restarted server is found again within a few of these
+RETRY_MS_MAX = 500.0
+
+
+def _ignore(*_: object) -> None:
+    """The default of every callback."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Truth:
+    """The current want, without who says it."""
+
+    incarnation: str | None = None
+    witness: str | None = None
+    locks: tuple[str, ...] = ()
+    tokens: Mapping[str, int] = field(default_factory=dict)
+
+
+class LockClient:
+    """Keeps one supervisor's connection to the lock server.
+
+    Callbacks run on the loop and must not block:
+
+    - `on_granted(lock, incarnation, token)`: `incarnation` (anybody's) holds `lock`. The same
+      grant may come again. Another's grant of a lock that one believes to hold means: lost.
+    - `on_service(lock, address, fd)`: the listening socket of `lock`; takes `fd`. Comes on every
+      connection that did not hand it back. Never `shutdown()` it: that ends it for everybody.
+    - `on_refused(error)`: the server refuses this want (`lock.stale_claim`: the lock is lost, kill
+      the tree; `lock.engine_id_taken`, …). The same want is tried again with back-off.
+    - `on_connected()`, `on_lost(reason)`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        engine: str,
+        supervisor: str | None = None,
+        on_granted: Callable[[str, str, int], object] = _ignore,
+        on_service: Callable[[str, str, OwnedFd], object] | None = None,
+        on_connected: Callable[[], object] = _ignore,
+        on_lost: Callable[[str], object] = _ignore,
+        on_refused: Callable[[UnderstudyError], object] = _ignore,
+        heartbeat_ms: float = HEARTBEAT_MS,
+    ) -> None:
+        self.path = path
+        self.engine = engine
+        self.supervisor = supervisor or secrets.token_hex(8)
+        self._on_granted = on_granted
+        self._on_service = on_service
+        self._on_connected = on_connected
+        self._on_lost = on_lost
+        self._on_refused = on_refused
+        self._heartbeat_ms = heartbeat_ms
+        self._truth = _Truth()
+        self._services: dict[str, OwnedFd] = {}
+        self._conn: Connection | None = None
+        self._ended = asyncio.Event()
+        self._progress = 0
+
+    @property
+    def is_connected(self) -> bool:
+        return self._conn is not None
+
+    def set_want(
+        self,
+        incarnation: str | None,
+        witness: str | None,
+        locks: Sequence[str] = (),
+        tokens: Mapping[str, int] | None = None,
+    ) -> None:
+        """The whole truth from now on; said at once if connected, else first when connected.
+
+        Args:
+            incarnation: None between two launches: the last one has been reaped.
+            witness: the witness's file name inside the directory (a path's directory is ignored).
+            tokens: by lock, what this incarnation believes it holds.
+        """
+        name = witness.rpartition("/")[2] if witness is not None else None
+        self._truth = _Truth(incarnation, name, tuple(locks), dict(tokens or {}))
+        if self._conn is not None:
+            self._conn.send(self._want())
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        retry_ms = RETRY_MS_MIN
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._beat())
+                while True:
+                    self._ended.clear()
+                    with contextlib.suppress(UnderstudyError):  # unreachable: tried again below
+                        await connect(self.path, CATALOGUE, self, CONNECT_DEADLINE_S)
+                        loop = asyncio.get_running_loop()
+                        begun = loop.time()
+                        await self._ended.wait()
+                        if (loop.time() - begun) * 1000 > RETRY_MS_MAX:
+                            retry_ms = RETRY_MS_MIN
+                    await asyncio.sleep(retry_ms / 1000)
+                    retry_ms = min(retry_ms * 2, RETRY_MS_MAX)
+        finally:
+            if self._conn is not None:
+                self._conn.close("the supervisor is ending")
+                self._conn = None
+            close_all(self._services.values())
+            self._services.clear()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_ms / 1000)
+            self._progress += 1
+            if self._conn is not None:
+                self._conn.send(Beat(self._progress))
+
+    def _want(self, services: tuple[str, ...] = ()) -> Want:
+        truth = self._truth
+        return Want(
+            supervisor=self.supervisor,
+            engine=self.engine,
+            incarnation=truth.incarnation,
+            witness=truth.witness,
+            locks=truth.locks,
+            tokens=dict(truth.tokens),
+            services=services,
+        )
+
+    # ------------------------------------------------------------------ as the wire's handler
+
+    def opened(self, conn: Connection) -> None:
+        self._conn = conn
+        copies = [fd.duplicate() for fd in self._services.values()]
+        conn.send(self._want(tuple(self._services)), fds=copies)
+        self._on_connected()
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        if isinstance(message, Granted):
+            self._on_granted(message.lock, message.incarnation, message.token)
+        elif isinstance(message, Service):
+            self._borrow(message, fds[0])
+        elif isinstance(message, Fault):
+            self._on_refused(RemoteError(message.code, message.message, **message.details))
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if self._conn is conn:
+            self._conn = None
+            self._on_lost(reason)
+        self._ended.set()
+
+    def _borrow(self, message: Service, fd: OwnedFd) -> None:
+        """Keep one copy to hand back after a restart of the server; give the engine another."""
+        known = self._services.pop(message.lock, None)
+        if known is not None:
+            known.close()
+        self._services[message.lock] = fd
+        if self._on_service is not None:
+            self._on_service(message.lock, message.address, fd.duplicate())

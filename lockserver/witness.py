@@ -1,0 +1,240 @@
+"""The witness: one file per incarnation on which every process of a backend tree holds a flock.
+
+Owns: making the file, joining it (backends), trying and sealing it (the lock server). It must not
+know locks, tokens or connections. It imports nothing of ours but the errors, because every backend
+process runs it before anything else.
+
+The surprising things:
+
+- A process holds its witness **on descriptor 0**. A dying process lets go of its highest
+  descriptors first; on 60 the witness was seen free 360 ms before the process was gone.
+- The descriptor is inheritable on purpose: a child that forgets to join still holds it, so what a
+  backend starts cannot outlive the evidence.
+- The server always opens the file itself: a flock tried through a received descriptor would
+  convert the holder's own lock.
+- Sealing sets the file's length instead of writing a byte, so that a full disk cannot stop it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+
+from understudy.errors import UnderstudyError, UsageError
+
+PREFIX = "witness_"
+STDIN = 0
+SEALED_BYTES = 1  # an unsealed witness is empty; any length says "this incarnation has ended"
+
+ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # part of file names and of metrics
+INCARNATION = re.compile(r"(?P<engine>[A-Za-z0-9][A-Za-z0-9_.-]{0,62})-(?P<random>[0-9a-f]{16})")
+
+
+class Probe(StrEnum):
+    """What one look at a witness says."""
+
+    FREE = "free"  # nobody holds it: every process that joined is dead
+    HELD = "held"
+    UNPROVEN = "unproven"  # missing, another file, or unreadable: proves nothing
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessFile:
+    """A witness as the server files it: its name in the directory, its device and inode."""
+
+    name: str
+    dev: int
+    ino: int
+
+
+def new_incarnation(engine: str) -> str:
+    """The id of a new launch of `engine`: the engine's id and 64 random bits."""
+    if not ENGINE_ID.fullmatch(engine):
+        raise UsageError(
+            "engine.bad_id",
+            f"{engine!r} is no engine id: letters, digits, '.', '_' and '-', at most 63 of them",
+            engine=engine,
+        )
+    return f"{engine}-{secrets.token_hex(8)}"
+
+
+def name_of(incarnation: str) -> str:
+    """The file name of an incarnation's witness: `witness_<engine>_<16 hex digits>`."""
+    match = INCARNATION.fullmatch(incarnation)
+    if match is None:
+        raise UsageError(
+            "engine.bad_incarnation",
+            f"{incarnation!r} is no incarnation: an engine id, '-', 16 hex digits",
+            incarnation=incarnation,
+        )
+    return f"{PREFIX}{match['engine']}_{match['random']}"
+
+
+def create(directory: str, incarnation: str) -> str:
+    """Make the witness of a new incarnation, mode 0600, and return its path.
+
+    Raises:
+        OSError: the directory is not there, or the file exists already.
+    """
+    path = os.path.join(directory, name_of(incarnation))
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    os.close(os.open(path, flags, 0o600))
+    return path
+
+
+def join(path: str) -> None:
+    """Hold the witness on descriptor 0 for the rest of this process's life.
+
+    To be called before the device is opened. The order matters: lock first, then look for the
+    seal; the server seals while it holds the lock alone, so no process can slip in between.
+
+    Raises:
+        UnderstudyError: `witness.sealed` or `witness.replaced`; the caller must end at once.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError as error:
+        raise _replaced(path) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)  # waits out the server's try, which takes microseconds
+        found = os.fstat(fd)
+        if found.st_size:
+            raise UnderstudyError(
+                "witness.sealed",
+                f"the witness {path} is sealed: this incarnation has been declared dead",
+                path=path,
+            )
+        try:
+            named = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError as error:
+            raise _replaced(path) from error
+        if (named.st_dev, named.st_ino) != (found.st_dev, found.st_ino):
+            raise _replaced(path)
+        if fd != STDIN:
+            os.dup2(fd, STDIN, inheritable=True)
+        else:
+            os.set_inheritable(STDIN, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    if fd != STDIN:
+        os.close(fd)  # descriptor 0 is the same open file: the lock stays
+
+
+def _replaced(path: str) -> UnderstudyError:
+    return UnderstudyError(
+        "witness.replaced",
+        f"the witness {path} was removed or replaced: this incarnation has been declared dead",
+        path=path,
+    )
+
+
+def identify(path: str) -> tuple[WitnessFile | None, Probe]:
+    """Which file is at `path`, and whether anybody holds it. Leaves no mark.
+
+    A sealed witness is never HELD: a process that has it open is about to end, and proves nothing.
+    """
+    with _opened(path) as fd:
+        if fd is None:
+            return None, Probe.UNPROVEN
+        found = os.fstat(fd)
+        file = WitnessFile(os.path.basename(path), found.st_dev, found.st_ino)
+        if found.st_size:
+            return file, Probe.UNPROVEN
+        return file, Probe.FREE if _try_lock(fd) else Probe.HELD
+
+
+def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> Probe:
+    """Try the witness that was filed as (`dev`, `ino`); found free, it is sealed before letting go.
+
+    Returns UNPROVEN if the file is missing or another one, and also if it cannot be sealed: a
+    witness that is free but could be joined a moment later would prove nothing.
+    """
+    with _opened(path) as fd:
+        if fd is None:
+            return Probe.UNPROVEN
+        found = os.fstat(fd)
+        if (found.st_dev, found.st_ino) != (dev, ino):
+            return Probe.UNPROVEN
+        if not _try_lock(fd):
+            return Probe.HELD
+        if seal and not found.st_size:
+            try:
+                os.ftruncate(fd, SEALED_BYTES)
+            except OSError:
+                return Probe.UNPROVEN
+        return Probe.FREE
+
+
+def discard(path: str, dev: int, ino: int) -> bool:
+    """Remove an ended incarnation's witness if it is free; says whether it is gone."""
+    if probe(path, dev, ino) is not Probe.FREE:
+        return not os.path.exists(path)
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return True
+
+
+def scan(directory: str, *, seal: bool = False, keep: frozenset[str] = frozenset()) -> set[str]:
+    """The names of all witnesses in `directory` that somebody holds (or that cannot be tried).
+
+    Args:
+        seal: seal the free ones, except those named in `keep`.
+    """
+    held = set()
+    for name in sorted(os.listdir(directory)):
+        if not name.startswith(PREFIX):
+            continue
+        path = os.path.join(directory, name)
+        with _opened(path) as fd:
+            if fd is None:
+                if os.path.lexists(path):
+                    held.add(name)  # there, but not to be read: assume the worst
+                continue
+            found = os.fstat(fd)
+        result = probe(path, found.st_dev, found.st_ino, seal=seal and name not in keep)
+        if result is Probe.HELD or (result is Probe.UNPROVEN and os.path.lexists(path)):
+            held.add(name)
+    return held
+
+
+def sealed(directory: str) -> list[WitnessFile]:
+    """The sealed witnesses in `directory`: leftovers to remove after the next grant."""
+    found = []
+    for name in os.listdir(directory):
+        if name.startswith(PREFIX):
+            with suppress(FileNotFoundError):
+                state = os.stat(os.path.join(directory, name), follow_symlinks=False)
+                if stat.S_ISREG(state.st_mode) and state.st_size:
+                    found.append(WitnessFile(name, state.st_dev, state.st_ino))
+    return found
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int | None]:
+    """The server's own open file, or None where there is no regular file to open."""
+    try:
+        # O_NONBLOCK: somebody else's fifo of that name must not stop the server.
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        yield None
+        return
+    try:
+        yield fd if stat.S_ISREG(os.fstat(fd).st_mode) else None
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
