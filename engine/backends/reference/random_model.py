@@ -1,0 +1,185 @@
+"""Writes a small random Llama checkpoint: something to serve where there is no model at hand.
+
+`python -m engine.backends.reference.random_model DIRECTORY`. The files are the same for the same
+seed. Its tokenizer is byte-level, and its answers are printable ASCII, one character per token:
+the output rows of all other tokens are zero, so greedy text says exactly which tokens were made.
+The surprising thing: weights are scaled up. A freshly initialised Llama repeats one token whatever
+it is asked; this one must give each prompt an answer of its own, or a drill could not tell a right
+answer from a wrong one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import struct
+import sys
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from engine.backends.reference.config import LlamaConfig, parse_config
+from understudy.errors import UnderstudyError, UsageError
+
+SPECIALS = ("<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+BOS, EOS, END_OF_TURN = "<s>", "</s>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' ~ message.role) }}{% endif %}"
+    "{{ '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+PRINTABLE = range(0x20, 0x7F)
+
+# Standard deviation of a projection's output per unit of input. At 1 the residual stream keeps its
+# past; above, attention and MLP outweigh it and the next token depends on the whole prompt.
+GAIN = 3.0
+WORD_EMBEDDING_STD = 1.0
+
+
+def write_random_model(
+    directory: str,
+    *,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    intermediate: int = 192,
+    max_position: int = 2048,
+) -> None:
+    """Write config.json, model.safetensors (bfloat16), tokenizer files and generation_config.json.
+
+    Raises:
+        UsageError: `model.exists` when the directory holds something already.
+    """
+    os.makedirs(directory, exist_ok=True)
+    if os.listdir(directory):
+        raise UsageError(
+            "model.exists", f"{directory} is not empty; name a new directory for the model."
+        )
+    tokenizer = byte_tokenizer()
+    document = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": max_position,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": tokenizer.token_to_id(BOS),
+        "eos_token_id": tokenizer.token_to_id(EOS),
+    }
+    stops = [tokenizer.token_to_id(name) for name in (EOS, END_OF_TURN)]
+    generation = {"bos_token_id": document["bos_token_id"], "eos_token_id": stops}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "chat_template": CHAT_TEMPLATE,
+        "model_max_length": max_position,
+        "clean_up_tokenization_spaces": False,
+    }
+    config = parse_config(document, generation, os.path.join(directory, "config.json"))
+    save_bfloat16(os.path.join(directory, "model.safetensors"), random_weights(config, seed))
+    tokenizer.save(os.path.join(directory, "tokenizer.json"))
+    _write_json(directory, "tokenizer_config.json", settings)
+    _write_json(directory, "generation_config.json", generation)
+    _write_json(directory, "config.json", document)  # last: without it there is no checkpoint
+
+
+def random_weights(config: LlamaConfig, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Normal weights for every tensor; norms are 1 and the head knows printable ASCII only."""
+    source = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in config.tensor_shapes().items():
+        if len(shape) == 1:
+            weights[name] = np.ones(shape, np.float32)
+            continue
+        std = WORD_EMBEDDING_STD if "embed_tokens" in name else GAIN / shape[1] ** 0.5
+        weights[name] = source.standard_normal(shape, np.float32) * np.float32(std)
+    head = weights["lm_head.weight"]
+    head[: PRINTABLE.start] = 0
+    head[PRINTABLE.stop :] = 0
+    return weights
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """One token per byte, id = the byte; special tokens follow."""
+    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+def byte_letters() -> list[str]:
+    """The letter that byte-level tokenizers (GPT-2's scheme) write for each byte."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return [chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256)]
+
+
+def save_bfloat16(path: str, weights: dict[str, NDArray[np.float32]]) -> None:
+    """A safetensors file of bfloat16, rounded to nearest even.
+
+    Written by hand, since the library takes bfloat16 from torch only.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in weights.items():
+        start, end = end, end + 2 * array.size
+        header[name] = {"dtype": "BF16", "shape": array.shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the format wants the tensors aligned to 8 bytes
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        for array in weights.values():
+            bits = array.view(np.uint32)
+            file.write(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes())
+
+
+def _write_json(directory: str, name: str, document: dict[str, Any]) -> None:
+    with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
+        json.dump(document, file, indent=2)
+        file.write("\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write a small random Llama checkpoint.")
+    parser.add_argument("directory")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hidden", type=int, default=64, help="a multiple of 8 (default 64)")
+    parser.add_argument("--layers", type=int, default=2)
+    options = parser.parse_args(arguments)
+    try:
+        write_random_model(
+            options.directory, seed=options.seed, hidden=options.hidden, layers=options.layers
+        )
+    except UnderstudyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Safetensors files: headers read and checked, bytes read in bounded pieces.
+
+Owns the container format (https://huggingface.co/docs/safetensors: 8 bytes little-endian header
+length, a JSON header, raw tensors). Knows nothing of Llama. The library's own numpy reader is not
+used because it has no bfloat16 and makes a copy of every tensor; here bytes go straight to where
+they shall stay. The surprising thing: offsets come from a file that may be cut or forged, so every
+one is checked against the file's real size before anything is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, BinaryIO, NoReturn
+
+from engine.backends.reference.config import read_json
+from understudy.errors import UsageError
+
+HEADER_MAX_BYTES = 100_000_000  # the limit of the safetensors library itself
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+
+# The sample of a tensor's bytes in the identity: evenly spread windows, both ends included. Two
+# fine-tunes differ nearly everywhere in the tensors that they trained (headers do not differ).
+SAMPLE_WINDOWS = 4
+SAMPLE_WINDOW_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies: `offset` is absolute in the shard, `nbytes` as stored there."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file; `header_hash` is SHA-256 over its header, hex."""
+
+    path: str
+    header_hash: str
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+    def open(self) -> BinaryIO:
+        """The file, unbuffered. Raises UsageError `model.missing|broken`."""
+        return _open(self.path)
+
+    def sample_hash(self) -> str:
+        """SHA-256 over a few windows of each tensor's bytes, hex."""
+        digest = hashlib.sha256()
+        with self.open() as file:
+            for tensor in self.tensors:
+                for start, size in _windows(tensor.nbytes):
+                    digest.update(os.pread(file.fileno(), size, tensor.offset + start))
+        return digest.hexdigest()
+
+
+def read_shards(directory: str) -> tuple[Shard, ...]:
+    """The headers of `model.safetensors`, or of every shard that the index names.
+
+    Raises:
+        UsageError: `model.missing` or `model.broken`; the sentence names the file and the mend.
+    """
+    index_path = os.path.join(directory, INDEX_NAME)
+    if os.path.exists(os.path.join(directory, SINGLE_NAME)):
+        names = [SINGLE_NAME]
+    elif os.path.exists(index_path):
+        names = _shard_names(index_path)
+    else:
+        raise UsageError(
+            "model.missing",
+            f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}; download the safetensors "
+            "files of the checkpoint (PyTorch .bin files are not read).",
+        )
+    return tuple(_read_shard(os.path.join(directory, name)) for name in names)
+
+
+def _shard_names(index_path: str) -> list[str]:
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        _broken(index_path, "it has no weight_map")
+    names = set(weight_map.values())
+    for name in names:
+        if not isinstance(name, str) or os.path.basename(name) != name:
+            _broken(index_path, f"its weight_map names {name!r}, which is not a plain file name")
+    return sorted(names)
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb", buffering=0)
+    except FileNotFoundError:
+        raise UsageError(
+            "model.missing", f"{path} does not exist; download the checkpoint again."
+        ) from None
+    except OSError as error:
+        _broken(path, f"it cannot be opened ({error.strerror})")
+
+
+def _read_shard(path: str) -> Shard:
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = os.pread(file.fileno(), 8, 0)
+        if len(prefix) < 8:
+            _broken(path, f"it is cut short: {size} bytes, less than a header")
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        if header_bytes > HEADER_MAX_BYTES:
+            _broken(path, f"its header claims {header_bytes} bytes: this is no safetensors file")
+        if 8 + header_bytes > size:
+            _broken(path, f"it is cut short: {size} of at least {8 + header_bytes} bytes")
+        raw = os.pread(file.fileno(), header_bytes, 8)
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        _broken(path, f"its header is not valid JSON ({error})")
+    if not isinstance(header, dict):
+        _broken(path, "its header is no JSON object")
+    header.pop("__metadata__", None)
+    base = 8 + header_bytes
+    tensors = sorted(
+        (_stored(path, name, entry, base) for name, entry in header.items()),
+        key=lambda tensor: tensor.offset,
+    )
+    for before, after in pairwise(tensors):
+        if before.offset + before.nbytes > after.offset:
+            _broken(path, f"tensors {before.name} and {after.name} overlap")
+    end = max((tensor.offset + tensor.nbytes for tensor in tensors), default=base)
+    if end > size:
+        _broken(path, f"it is cut short: {size} of {end} bytes")
+    return Shard(path, hashlib.sha256(raw).hexdigest(), tuple(tensors))
+
+
+def _stored(path: str, name: str, entry: Any, base: int) -> StoredTensor:
+    try:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        start, end = entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        _broken(path, f"the header entry of tensor {name} lacks dtype, shape or data_offsets")
+    if not all(type(number) is int and 0 <= number < 1 << 48 for number in (*shape, start, end)):
+        _broken(path, f"the header entry of tensor {name} holds sizes that are no whole numbers")
+    if not isinstance(dtype, str):
+        _broken(path, f"the header entry of tensor {name} has a dtype that is no string")
+    if dtype in ITEM_BYTES and end - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        _broken(path, f"tensor {name} claims {end - start} bytes for {dtype} {list(shape)}")
+    return StoredTensor(name, dtype, shape, path, base + start, end - start)
+
+
+def _windows(nbytes: int) -> list[tuple[int, int]]:
+    """(start, size) of the sampled stretches of a tensor of `nbytes` bytes."""
+    if nbytes <= SAMPLE_WINDOWS * SAMPLE_WINDOW_BYTES:
+        return [(0, nbytes)]
+    last = nbytes - SAMPLE_WINDOW_BYTES
+    return [
+        (last * index // (SAMPLE_WINDOWS - 1), SAMPLE_WINDOW_BYTES)
+        for index in range(SAMPLE_WINDOWS)
+    ]
+
+
+def _broken(path: str, reason: str) -> NoReturn:
+    raise UsageError("model.broken", f"{path}: {reason}; download the file again.", file=path)
