@@ -59,6 +59,7 @@ class HttpServer:
         self._probes = dict(probes)
         self._status = status
         self._metrics = metrics
+        metrics.limit_hits.labels(limit="event_readers")  # a zero from the first scrape
         self._events = events
         self._heartbeat_s = heartbeat_s
         self._streams: set[asyncio.Task[Any]] = set()

@@ -66,10 +66,10 @@ class Metrics:
 
     `values` names the known values of the labels, `{"lock": ("active", "loader")}`: their product
     is exported as zeros from the start. Leave out metrics whose labels are not known yet, and call
-    `.labels(…)` once when they are.
+    `.labels(…)` once when they are. `limits` are the limits that `limit_hits` will name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Sequence[str] = ()) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(namespace=PREFIX, registry=self.registry)
         self._build = self.gauge(
@@ -77,7 +77,10 @@ class Metrics:
         )
         self.build_info()
         self.limit_hits = self.counter(
-            "limit_hits_total", "Times that a limit was reached, by limit.", ("limit",)
+            "limit_hits_total",
+            "Times that a limit was reached, by limit.",
+            ("limit",),
+            {"limit": limits},
         )
 
     def gauge(
