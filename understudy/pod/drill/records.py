@@ -1,0 +1,97 @@
+"""What a drill writes down: requests, kills, findings. Times are CLOCK_MONOTONIC milliseconds.
+
+Only data, shared by the parts that measure and by the verdict that judges. Every process of the
+pod stamps its events with the same clock, so differences between their times mean something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+TARGETS = ("backend-http", "backend-model", "supervisor")
+PHASES = ("detect", "fence", "grant", "wake", "serve")  # DESIGN §8, in the order they happen
+
+
+class End(StrEnum):
+    """How one exchange ended, as the client's socket saw it."""
+
+    DONE = "done"  # the stream's own end mark came
+    CUT = "cut"  # accepted, then the connection ended before the end mark
+    REFUSED = "refused"  # ECONNREFUSED
+    GARBLED = "garbled"  # what came is no answer of an inference server
+    HUNG = "hung"  # nothing came for so long that the client gave up
+
+
+class Outcome(StrEnum):
+    """What an exchange counts as."""
+
+    OK = "ok"
+    LOST = "lost_in_flight"
+    REFUSED = "refused"
+    WRONG = "wrong"
+    HUNG = "hung"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question of the drill: where it goes and its body (greedy, streamed)."""
+
+    key: str
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and what came back.
+
+    `first_turn` and `last_turn` number the turns of the client's event loop in which the first and
+    the last text came. All clients share the loop, and what is readable in one turn is read in it:
+    text in a later turn really came later, which no pair of timestamps taken by a busy process
+    can promise.
+    """
+
+    prompt: str
+    sent_ms: float
+    end: End = End.HUNG
+    ended_ms: float = 0.0
+    status: int = 0
+    engine: str | None = None
+    token: int | None = None
+    first_token_ms: float | None = None
+    last_token_ms: float | None = None
+    first_turn: int = 0
+    last_turn: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    chunks: int = 0
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Kill:
+    """One kill and the moments after it that were observed; None: nobody reported it."""
+
+    target: str
+    engine: str
+    old_token: int
+    killed_ms: float
+    detected_ms: float | None = None
+    fenced_ms: float | None = None
+    granted_ms: float | None = None
+    active_ms: float | None = None
+    new_token: int | None = None
+    new_engine: str | None = None
+
+
+@dataclass(slots=True)
+class Records:
+    """Everything one drill observed. `overlaps`: each a grant made over a living process."""
+
+    exchanges: list[Exchange] = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
+    expected: dict[str, Exchange] = field(default_factory=dict)
+    overlaps: list[str] = field(default_factory=list)
+    grants_checked: int = 0

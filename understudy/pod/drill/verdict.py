@@ -1,0 +1,229 @@
+"""The verdict of a drill: records in, report out. Pure; nothing here measures or waits.
+
+Rules worth knowing. An answer is judged by what came of it: a stream that was cut is lost, but if
+what came before the cut is not how the expected answer begins, it is wrong. Text of an older grant
+that arrives after text of a newer one means that two engines served, whatever else was seen. And
+a drill that measured nothing must not look like one that found nothing: whatever could not be
+checked is a problem, and a drill with problems has failed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from understudy.pod.drill.records import PHASES, TARGETS, End, Exchange, Kill, Outcome, Records
+
+UNAVAILABLE = frozenset({429, 503})  # the server said: not now
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """p50, p99 and max of a sample in milliseconds; None where nothing was measured."""
+
+    p50: float | None
+    p99: float | None
+    max: float | None
+
+    def to_dict(self) -> dict[str, float | None]:
+        return {"p50": self.p50, "p99": self.p99, "max": self.max}
+
+
+@dataclass(slots=True)
+class Report:
+    """What a drill found. `problems` are sentences that say why it cannot be called passed."""
+
+    kills: int
+    killed: dict[str, int]
+    refused: int
+    wrong_tokens: int
+    double_active: int
+    lost_in_flight: int
+    failover_ms: Spread
+    phases_ms: dict[str, Spread]
+    requests: int = 0
+    failovers: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        faults = self.refused + self.wrong_tokens + self.double_active
+        return not faults and not self.problems
+
+    def to_dict(self, backend: str, machine: dict[str, Any]) -> dict[str, Any]:
+        """The one JSON document of `understudy drill --json`."""
+        return {
+            "kills": self.kills,
+            "killed": self.killed,
+            "refused": self.refused,
+            "wrong_tokens": self.wrong_tokens,
+            "double_active": self.double_active,
+            "lost_in_flight": self.lost_in_flight,
+            "failover_ms": self.failover_ms.to_dict(),
+            "phases_ms": {name: spread.to_dict() for name, spread in self.phases_ms.items()},
+            "backend": backend,
+            "machine": machine,
+        }
+
+
+def judge(records: Records, kills_wanted: int) -> Report:
+    """The report of a whole drill."""
+    outcomes = [(exchange, classify(exchange, records.expected)) for exchange in records.exchanges]
+    counts = dict.fromkeys(Outcome, 0)
+    for _, outcome in outcomes:
+        counts[outcome] += 1
+    serving = [first_answer(kill, records.exchanges) for kill in records.kills]
+    failovers = [
+        first.first_token_ms - kill.killed_ms
+        for kill, first in zip(records.kills, serving, strict=True)
+        if first is not None and first.first_token_ms is not None
+    ]
+    phases = [phases_of(kill, first) for kill, first in zip(records.kills, serving, strict=True)]
+    return Report(
+        kills=len(records.kills),
+        killed=_killed(records.kills),
+        refused=counts[Outcome.REFUSED],
+        wrong_tokens=counts[Outcome.WRONG],
+        double_active=len(records.overlaps) + len(served_out_of_order(records.exchanges)),
+        lost_in_flight=counts[Outcome.LOST],
+        failover_ms=spread(failovers),
+        phases_ms={
+            name: spread(phase[name] for phase in phases if name in phase) for name in PHASES
+        },
+        requests=len(records.exchanges),
+        failovers=failovers,
+        problems=_problems(records, outcomes, failovers, kills_wanted),
+    )
+
+
+def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
+    """What one exchange counts as, against the answer that its prompt must have."""
+    if exchange.end is End.REFUSED or exchange.status in UNAVAILABLE:
+        return Outcome.REFUSED
+    if exchange.end is End.HUNG:
+        return Outcome.HUNG
+    if exchange.end is End.GARBLED:
+        return Outcome.WRONG
+    if exchange.status >= 500 or exchange.status == 0:
+        return Outcome.LOST  # accepted, and the engine went before it could answer
+    answer = expected.get(exchange.prompt)
+    if exchange.status != 200 or exchange.token is None or answer is None:
+        return Outcome.WRONG
+    if not answer.text.startswith(exchange.text):
+        return Outcome.WRONG
+    if exchange.end is End.CUT:
+        return Outcome.LOST
+    same = (exchange.text, exchange.finish_reason) == (answer.text, answer.finish_reason)
+    return Outcome.OK if same else Outcome.WRONG
+
+
+def first_answer(kill: Kill, exchanges: Iterable[Exchange]) -> Exchange | None:
+    """The request sent after the kill whose first token, by a newer grant, came first."""
+    served = [
+        exchange
+        for exchange in exchanges
+        if exchange.sent_ms >= kill.killed_ms
+        and exchange.first_token_ms is not None
+        and exchange.token is not None
+        and exchange.token > kill.old_token
+    ]
+    return min(served, key=lambda exchange: exchange.first_token_ms or math.inf, default=None)
+
+
+def phases_of(kill: Kill, first: Exchange | None) -> dict[str, float]:
+    """Milliseconds of each phase of one failover, for those whose both ends were observed.
+
+    Clamped at zero: two processes may see one instant in either order.
+    """
+    moments = [
+        kill.killed_ms,
+        kill.detected_ms,
+        kill.fenced_ms,
+        kill.granted_ms,
+        kill.active_ms,
+        first.first_token_ms if first is not None else None,
+    ]
+    return {
+        name: max(0.0, after - before)
+        for name, before, after in zip(PHASES, moments, moments[1:], strict=False)
+        if before is not None and after is not None
+    }
+
+
+def served_out_of_order(exchanges: Sequence[Exchange]) -> list[Exchange]:
+    """Answers of an older grant with text after the first text of a newer grant."""
+    first_turns: dict[int, int] = {}
+    for exchange in exchanges:
+        if exchange.token is not None and exchange.first_token_ms is not None:
+            turn = first_turns.get(exchange.token, exchange.first_turn)
+            first_turns[exchange.token] = min(turn, exchange.first_turn)
+    late = []
+    for exchange in exchanges:
+        if exchange.token is None or exchange.first_token_ms is None:
+            continue
+        newer = [turn for token, turn in first_turns.items() if token > exchange.token]
+        if newer and exchange.last_turn > min(newer):
+            late.append(exchange)
+    return late
+
+
+def spread(sample: Iterable[float]) -> Spread:
+    """Percentiles by nearest rank, the definition that never invents a value between two."""
+    ordered = sorted(sample)
+    if not ordered:
+        return Spread(None, None, None)
+
+    def rank(percent: float) -> float:
+        return round(ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)], 3)
+
+    return Spread(rank(50), rank(99), round(ordered[-1], 3))
+
+
+def _killed(kills: Sequence[Kill]) -> dict[str, int]:
+    counts = dict.fromkeys(TARGETS, 0)
+    for kill in kills:
+        counts[kill.target] = counts.get(kill.target, 0) + 1
+    return counts
+
+
+def _problems(
+    records: Records,
+    outcomes: Sequence[tuple[Exchange, Outcome]],
+    failovers: Sequence[float],
+    kills_wanted: int,
+) -> list[str]:
+    problems = []
+    kills = len(records.kills)
+    if kills < kills_wanted:
+        problems.append(f"only {kills} of {kills_wanted} kills were made")
+    if len(failovers) < kills:
+        problems.append(f"{kills - len(failovers)} kills were never followed by an answer")
+    if records.grants_checked < kills:
+        missing = kills - records.grants_checked
+        problems.append(f"{missing} grants could not be checked against the old processes")
+    hung = sum(outcome is Outcome.HUNG for _, outcome in outcomes)
+    if hung:
+        problems.append(f"{hung} requests got no answer and no error")
+    if not any(outcome is Outcome.OK for _, outcome in outcomes):
+        problems.append("not one request was answered in full")
+    stray = [
+        exchange
+        for exchange, outcome in outcomes
+        if outcome is Outcome.LOST and not any(_explains(kill, exchange) for kill in records.kills)
+    ]
+    if stray:
+        problems.append(
+            f"{len(stray)} requests were lost though nothing had been killed ({stray[0].detail})"
+        )
+    return problems
+
+
+def _explains(kill: Kill, exchange: Exchange) -> bool:
+    """Whether this kill can have cost this request: it ran on the engine that died."""
+    if exchange.token is not None:
+        return exchange.token == kill.old_token and exchange.ended_ms >= kill.killed_ms
+    # Accepted without a single byte of an answer: the one who accepted it must have been dying.
+    until_ms = kill.active_ms if kill.active_ms is not None else math.inf
+    return exchange.ended_ms >= kill.killed_ms and exchange.sent_ms <= until_ms
