@@ -137,15 +137,17 @@ class Decoder:
         # All queries that share a key head in one product: (kv_heads, group * tokens, head_dim).
         query = query.reshape(count, heads, group, head_dim).transpose(1, 2, 0, 3)
         query = query.reshape(heads, group * count, head_dim)
-        scores = (query @ keys[:, :end].transpose(0, 2, 1)) * self._scale
+        scores: Array = query @ keys[:, :end].transpose(0, 2, 1)
+        scores *= self._scale
         if count > 1:
             hidden_future = np.arange(end) > np.arange(start, end)[:, None]
             scores.reshape(heads, group, count, end)[..., hidden_future] = -np.inf
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         np.divide(scores, scores.sum(axis=-1, keepdims=True), out=scores)
-        mixed = (scores @ values[:, :end]).reshape(heads, group, count, head_dim)
-        projected: Array = mixed.transpose(2, 0, 1, 3).reshape(count, -1) @ layer.out
+        mixed: Array = scores @ values[:, :end]
+        mixed = mixed.reshape(heads, group, count, head_dim).transpose(2, 0, 1, 3)
+        projected: Array = mixed.reshape(count, -1) @ layer.out
         return projected
 
     def _rms_norm(self, hidden: Array, weight: Array) -> Array:
@@ -173,7 +175,7 @@ def _rotate(vectors: Array, cosine: Array, sine: Array) -> Array:
 def rope_frequencies(rope: Rope, head_dim: int) -> Array:
     """Angle per position for each pair, (head_dim / 2,); `modeling_rope_utils.py` in float32."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    plain: Array = 1 / np.float32(rope.theta) ** exponents
+    plain: Array = np.float32(1) / np.power(np.float32(rope.theta), exponents)
     if rope.kind == "default":
         return plain
     stretched: Array = plain / np.float32(rope.factor)
@@ -183,5 +185,5 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Array:
     waves_per_context = np.float32(rope.original_max_position) * plain / np.float32(2 * math.pi)
     low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
     blend: Array = np.clip((waves_per_context - low) / (high - low), 0, 1)
-    blended: Array = (1 - blend) * stretched + blend * plain
+    blended: Array = (np.float32(1) - blend) * stretched + blend * plain
     return blended
