@@ -1,0 +1,89 @@
+"""Who may go to the weights: the ranks of one incarnation and the pod's `loader` lock.
+
+Owns when `loader` is wanted (from the first rank that comes to the weights until every rank is
+attached) and that all ranks have the same weights. Must not know how the lock is had. A role only
+says who may ask: `shadow` never writes, so it never waits for this lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+MODE_WRITE = "rw_or_ro"
+MODE_READ = "ro"
+
+
+class Role(StrEnum):
+    PRIMARY = "primary"
+    SHADOW = "shadow"
+    AUTO = "auto"
+
+    @property
+    def may_write(self) -> bool:
+        return self is not Role.SHADOW
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A rank may go on, in `mode`, under `token` (0 where it may only read)."""
+
+    rank: int
+    mode: str
+    token: int
+
+
+class Loading:
+    """One incarnation's way to its weights."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self._ranks = 1
+        self._waiting: list[int] = []
+        self._attached: dict[int, dict[str, Any]] = {}
+        self._has_asked = False
+        self._token = 0
+
+    @property
+    def wants_loader(self) -> bool:
+        is_done = len(self._attached) >= self._ranks
+        return self._has_asked and self._role.may_write and not is_done
+
+    @property
+    def token(self) -> int:
+        """The token of the loader lock while it is wanted and held, else 0."""
+        return self._token if self.wants_loader else 0
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def asked(self, rank: int, ranks: int) -> list[Leave]:
+        """A rank has come to the weights; who may go on now?"""
+        self._has_asked = True
+        self._ranks = ranks
+        if not self._role.may_write:
+            return [Leave(rank, MODE_READ, 0)]
+        self._waiting.append(rank)
+        return self._let_go() if self.token else []
+
+    def granted(self, token: int) -> list[Leave]:
+        """The loader lock is ours."""
+        self._token = token
+        return self._let_go() if self.token else []
+
+    def attached(self, rank: int, identity: dict[str, Any]) -> str | None:
+        """A rank has its weights; what is wrong with them, if anything."""
+        self._attached[rank] = identity
+        first_rank, first = next(iter(self._attached.items()))
+        names = sorted(
+            name for name in first.keys() | identity.keys() if first.get(name) != identity.get(name)
+        )
+        if not names:
+            return None
+        return f"rank {rank} has other weights than rank {first_rank}: {names[0]} differs"
+
+    def _let_go(self) -> list[Leave]:
+        ranks, self._waiting = self._waiting, []
+        return [Leave(rank, MODE_WRITE, self._token) for rank in ranks]

@@ -1,0 +1,108 @@
+"""The probe table of DESIGN §7, to the letter: four questions, six states, and why.
+
+Owns TABLE. Must not know HTTP. "First" means that no incarnation of this engine has reached
+standby in this pod yet: until then kubelet's startup probe is in charge, afterwards an engine that
+comes back must not take the serving pod out of its Service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.core.lifecycle import State
+
+
+class Rule(StrEnum):
+    YES = "200"
+    NO = "503"
+    UNLESS_FIRST = "503 first, else 200"
+    UNLESS_FIRST_WITHIN_BUDGET = "503 first; later 200 until the budget is spent"
+    WITHIN_BUDGET = "200 until the budget is spent"
+    WHILE_HEALTHY = "200 while generation is healthy"
+    UNLESS_CRASH_LOOP = "200 until the budget is spent or a crash loop is declared"
+
+
+TABLE: Mapping[str, Mapping[State, Rule]] = {
+    "startup": {
+        State.INIT: Rule.UNLESS_FIRST,
+        State.STANDBY: Rule.YES,
+        State.WAKING: Rule.YES,
+        State.ACTIVE: Rule.YES,
+        State.DRAINING: Rule.YES,
+        State.DEAD: Rule.UNLESS_FIRST,
+    },
+    "live": {
+        State.INIT: Rule.UNLESS_FIRST_WITHIN_BUDGET,
+        State.STANDBY: Rule.YES,
+        State.WAKING: Rule.WITHIN_BUDGET,
+        State.ACTIVE: Rule.WHILE_HEALTHY,
+        State.DRAINING: Rule.WITHIN_BUDGET,
+        State.DEAD: Rule.UNLESS_CRASH_LOOP,
+    },
+    "ready": {
+        State.INIT: Rule.NO,
+        State.STANDBY: Rule.YES,
+        State.WAKING: Rule.NO,
+        State.ACTIVE: Rule.YES,
+        State.DRAINING: Rule.NO,
+        State.DEAD: Rule.NO,
+    },
+    "serving": {
+        State.INIT: Rule.NO,
+        State.STANDBY: Rule.NO,
+        State.WAKING: Rule.NO,
+        State.ACTIVE: Rule.YES,
+        State.DRAINING: Rule.NO,
+        State.DEAD: Rule.NO,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the probes look at."""
+
+    state: State
+    was_standby: bool  # some incarnation of this engine, in this pod
+    is_budget_spent: bool  # of this state; while dead, of reaping
+    is_healthy: bool
+    is_crash_loop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Yes or no, one word why, and the rule that decided."""
+
+    ok: bool
+    reason: str
+    rule: Rule
+
+
+def answer(endpoint: str, view: View) -> Answer:
+    """The answer of `endpoint` ("startup", "live", "ready", "serving"), with its reason."""
+    rule = TABLE[endpoint][view.state]
+    objection = _objection(rule, view)
+    return Answer(objection is None, objection or view.state.value, rule)
+
+
+def _objection(rule: Rule, view: View) -> str | None:
+    """What `rule` has against a 200, in one word; None for nothing."""
+    first = None if view.was_standby else "never_standby_yet"
+    spent = "budget_spent" if view.is_budget_spent else None
+    match rule:
+        case Rule.YES:
+            return None
+        case Rule.NO:
+            return f"is_{view.state}"
+        case Rule.UNLESS_FIRST:
+            return first
+        case Rule.UNLESS_FIRST_WITHIN_BUDGET:
+            return first or spent
+        case Rule.WITHIN_BUDGET:
+            return spent
+        case Rule.WHILE_HEALTHY:
+            return None if view.is_healthy else "generation_unhealthy"
+        case Rule.UNLESS_CRASH_LOOP:
+            return "crash_loop" if view.is_crash_loop else spent

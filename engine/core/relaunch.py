@@ -1,0 +1,95 @@
+"""When a dead engine may be launched again, and when it must not be.
+
+Owns back-off, the pause that leaves the machine to whoever takes over, and the verdict of a crash
+loop. Must not know why an incarnation died. The surprising thing: a rehearsed death (a drill)
+counts for nothing, neither for the verdict nor for back-off, however many there are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+BACKOFF_FIRST_MS = 500
+BACKOFF_MAX_MS = 30_000
+DEATHS_MAX = 5
+DEATHS_WINDOW_MS = 600_000
+# Loading is the heaviest thing that an engine does; a takeover takes a fraction of this.
+YIELD_MS = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    at_ms: float
+    cause: str
+    reached_standby: bool
+    is_rehearsed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """When the next launch is due, and what it waits for."""
+
+    at_ms: float
+    reason: str
+
+
+class Relaunch:
+    """The deaths so far and what follows from them."""
+
+    def __init__(
+        self,
+        *,
+        backoff_first_ms: int = BACKOFF_FIRST_MS,
+        backoff_max_ms: int = BACKOFF_MAX_MS,
+        deaths_max: int = DEATHS_MAX,
+        window_ms: int = DEATHS_WINDOW_MS,
+        yield_ms: int = YIELD_MS,
+    ) -> None:
+        self._backoff_first_ms = backoff_first_ms
+        self._backoff_max_ms = backoff_max_ms
+        self._deaths_max = deaths_max
+        self._window_ms = window_ms
+        self._yield_ms = yield_ms
+        self._counted: deque[Death] = deque(maxlen=deaths_max)
+        self._died_ms: float | None = None
+        self.failures = 0  # in a row before standby
+
+    def died(self, death: Death) -> None:
+        self._died_ms = death.at_ms
+        if death.is_rehearsed:
+            return
+        self.failures = 0 if death.reached_standby else self.failures + 1
+        self._counted.append(death)
+
+    def verdict(self) -> str | None:
+        """Why there shall be no further launch, if so."""
+        if len(self._counted) < self._deaths_max:
+            return None
+        first, last = self._counted[0], self._counted[-1]
+        if last.at_ms - first.at_ms > self._window_ms:
+            return None
+        return (
+            f"crash loop: {self._deaths_max} deaths within {self._window_ms / 60_000:g} minutes,"
+            f" the last one: {last.cause}"
+        )
+
+    @property
+    def backoff_ms(self) -> int:
+        if self.failures == 0:
+            return 0
+        # The exponent is bounded so that a long night does not make a number of many digits.
+        doubled = self._backoff_first_ms << min(self.failures - 1, 32)
+        return min(doubled, self._backoff_max_ms)
+
+    def due(self, *, is_other_active: bool) -> Due:
+        """When to launch: after the back-off, and once another engine is active or `yield_ms`."""
+        if self._died_ms is None:
+            return Due(0.0, "first launch")
+        backoff = self._died_ms + self.backoff_ms
+        pause = self._died_ms + (0 if is_other_active else self._yield_ms)
+        if pause > backoff:
+            return Due(pause, "waiting until another engine is active")
+        if self.failures:
+            return Due(backoff, f"backing off after {self.failures} failures before standby")
+        return Due(backoff, "at once")

@@ -1,0 +1,295 @@
+"""The processes of one incarnation: started, watched one by one, killed and reaped together.
+
+Owns pidfds and the proof that nobody is left. Must not know what the processes do, nor what their
+death means for the engine.
+
+How it is certain: the supervisor is PID 1 of its container or a child subreaper, so an orphan of
+the tree becomes its child. `waitpid` answering ECHILD therefore means that the whole tree is gone,
+whatever it forked and whether or not it was ever seen in /proc. The supervisor starts nothing else
+than backends, so everything below it *is* the tree.
+
+The surprising thing: not every process of a tree must live. A backend that starts may run a
+compiler or look for hardware with short-lived programs. Those that must are the main process,
+those that registered, and, from the check for standby on, everybody alive at that check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from understudy.errors import InvariantError, UnderstudyError, UsageError
+from understudy.service import procfs
+from understudy.wire.fds import OwnedFd
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+MAIN = "main"
+
+# Programs of a backend's tree that never open a device and hold no witness, by a part of their
+# command line: Python's multiprocessing starts one that unlinks shared memory after a crash.
+HELPERS = ("multiprocessing.resource_tracker",)
+
+# While a tree dies, orphans that no pidfd has announced are looked for this often.
+SWEEP_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A process that must live has ended. `status` is its wait status where it was our child."""
+
+    pid: int
+    name: str
+    status: int | None
+
+    @property
+    def signal(self) -> int | None:
+        if self.status is None or not os.WIFSIGNALED(self.status):
+            return None
+        return os.WTERMSIG(self.status)
+
+    @property
+    def exit_code(self) -> int | None:
+        if self.status is None or not os.WIFEXITED(self.status):
+            return None
+        return os.WEXITSTATUS(self.status)
+
+    def describe(self) -> str:
+        """`http (pid 12) was killed by SIGKILL`."""
+        if self.signal is not None:
+            how = f"was killed by {signal.Signals(self.signal).name}"
+        elif self.exit_code is not None:
+            how = f"exited with code {self.exit_code}"
+        else:
+            how = "has ended"
+        return f"{self.name} (pid {self.pid}) {how}"
+
+
+@dataclass
+class _Process:
+    pidfd: OwnedFd
+    name: str
+    must_live: bool
+
+
+def become_subreaper() -> None:
+    """Adopt every orphan below this process from now on (prctl(2)); PID 1 does so by itself."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}")
+
+
+class Tree:
+    """One backend's processes. `on_death` is called for the first death that matters, `on_gone`
+    once, when none is left after `kill`; both from the loop."""
+
+    def __init__(
+        self,
+        on_death: Callable[[Death], None],
+        on_gone: Callable[[], None],
+        *,
+        helpers: Sequence[str] = HELPERS,
+    ) -> None:
+        self._on_death = on_death
+        self._on_gone = on_gone
+        self._helpers = tuple(helpers)
+        self._loop = asyncio.get_running_loop()
+        self._processes: dict[int, _Process] = {}
+        self._main: subprocess.Popen[bytes] | None = None
+        self._statuses: dict[int, int] = {}
+        self._sweep: asyncio.TimerHandle | None = None
+        self._is_dying = False
+        self.is_gone = False
+
+    # ------------------------------------------------------------------ starting and knowing
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str], lend: Sequence[int]) -> int:
+        """Start the main process in a session of its own, with the descriptors `lend`; its pid.
+
+        Raises:
+            UsageError: `engine.cannot_start`, there is no such program.
+        """
+        try:
+            self._main = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env=dict(environ),
+                pass_fds=lend,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UsageError(
+                "engine.cannot_start",
+                f"cannot start the backend {command[0]}: {error.strerror}; check --backend",
+                command=list(command),
+            ) from error
+        pid = self._main.pid
+        self._watch(pid, MAIN, must_live=True)
+        return pid
+
+    def register(self, name: str, pid: int) -> None:
+        """`pid` says that it is `name`; from now on it must live.
+
+        Raises:
+            UnderstudyError: `engine.not_of_this_tree`.
+        """
+        if not self._is_ours(pid):
+            raise UnderstudyError(
+                "engine.not_of_this_tree",
+                f"pid {pid} is no descendant of this engine's supervisor (pid {os.getpid()})",
+                pid=pid,
+            )
+        self._watch(pid, name, must_live=True)
+
+    def scan(self) -> None:
+        """Look for processes that have come since, and bury orphans."""
+        if not self.is_gone:
+            self._collect()
+            for pid in procfs.descendants(os.getpid()):
+                self._watch(pid, procfs.name(pid), must_live=False)
+
+    def pids(self) -> dict[str, int]:
+        """The processes that must live, by name."""
+        return {each.name: pid for pid, each in self._processes.items() if each.must_live}
+
+    def pid_of(self, name: str) -> int | None:
+        return next((pid for pid, each in self._processes.items() if each.name == name), None)
+
+    def check_witness(self, dev: int, ino: int) -> str | None:
+        """Whether every process of the tree holds the witness on descriptor 0; who does not.
+
+        From here on, everybody alive now must live.
+        """
+        self.scan()
+        for pid in procfs.descendants(os.getpid()):
+            if not procfs.is_alive(pid) or self._is_helper(pid):
+                continue
+            if not procfs.flock_held(pid, 0, dev, ino):
+                return (
+                    f"{procfs.name(pid) or 'a process'} (pid {pid}) of the backend does not hold"
+                    " the witness on descriptor 0, so its death could not be proven"
+                )
+            if pid in self._processes:
+                self._processes[pid].must_live = True
+        return None
+
+    # ------------------------------------------------------------------ ending
+
+    def kill_one(self, pid: int) -> bool:
+        """SIGKILL to one watched process; False if it is gone already."""
+        return self._signal(pid)
+
+    def kill(self) -> None:
+        """SIGKILL to every process, again and again until none is left, then `on_gone`."""
+        if self.is_gone:
+            raise InvariantError("this tree was reaped already")
+        self._is_dying = True
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+            self._sweep = None
+        if self._collect():
+            self._finish()
+            return
+        self.scan()
+        for pid in list(self._processes):
+            self._signal(pid)
+        self._sweep = self._loop.call_later(SWEEP_S, self._kill_all)
+
+    def _collect(self) -> bool:
+        """Bury every child that has ended; True if there is no child left, dead or alive."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return True
+            if pid == 0:
+                return False
+            if pid in self._processes:  # of others, nobody will ask
+                self._statuses[pid] = status
+            if self._main is not None and pid == self._main.pid:
+                # Popen must not wait for it, nor warn that nobody did.
+                self._main.returncode = os.waitstatus_to_exitcode(status)
+
+    def _finish(self) -> None:
+        self.is_gone = True
+        for process in self._processes.values():
+            self._forget(process)
+        self._processes.clear()
+        self._loop.call_soon(self._on_gone)
+
+    # ------------------------------------------------------------------ watching
+
+    def _watch(self, pid: int, name: str, *, must_live: bool) -> None:
+        known = self._processes.get(pid)
+        if known is not None:
+            if must_live:
+                known.name, known.must_live = name, True
+            return
+        try:
+            pidfd = OwnedFd(os.pidfd_open(pid))
+        except ProcessLookupError:
+            return
+        # The pid may have been given to somebody else between the look and the open.
+        if not self._is_ours(pid):
+            pidfd.close()
+            return
+        self._processes[pid] = _Process(pidfd, name, must_live)
+        self._loop.add_reader(pidfd.fileno(), self._ended, pid)
+
+    def _ended(self, pid: int) -> None:
+        is_last = self._collect()
+        process = self._processes.pop(pid)
+        self._forget(process)
+        status = self._statuses.pop(pid, None)
+        if self._is_dying:
+            if is_last:
+                self._kill_all()
+            return
+        if process.must_live:
+            self._is_dying = True  # one death is enough news; `kill` follows from it
+            self._on_death(Death(pid, process.name, status))
+
+    def _forget(self, process: _Process) -> None:
+        self._loop.remove_reader(process.pidfd.fileno())
+        process.pidfd.close()
+
+    def _signal(self, pid: int) -> bool:
+        process = self._processes.get(pid)
+        if process is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process.pidfd.fileno(), signal.SIGKILL)
+            return True
+        return False
+
+    def _is_ours(self, pid: int) -> bool:
+        """Whether `pid` is below this process. Parents only ever change towards us."""
+        seen = 0
+        ancestor: int | None = pid
+        while ancestor and seen < _DEPTH_MAX:
+            ancestor = procfs.parent(ancestor)
+            if ancestor == os.getpid():
+                return True
+            seen += 1
+        return False
+
+    def _is_helper(self, pid: int) -> bool:
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as stream:
+                line = stream.read().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            return False
+        return any(helper in line for helper in self._helpers)
+
+
+_DEPTH_MAX = 64  # deeper than any tree of processes, and an end should /proc change under our feet
