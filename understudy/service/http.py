@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from understudy.service.metrics import CONTENT_TYPE, Metrics
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+logger = logging.getLogger(__name__)
 
 PORT_MAX = 65535
 STOP_GRACE_S = 0.5  # for answers under way, each of which takes milliseconds
@@ -88,6 +91,7 @@ class HttpServer:
         runner = web.AppRunner(
             app,
             access_log=None,
+            logger=logger,
             handle_signals=False,
             handler_cancellation=True,  # a reader that leaves is known at once, not at a heartbeat
             shutdown_timeout=STOP_GRACE_S,
@@ -176,6 +180,18 @@ class HttpServer:
             host=self.host,
             port=self.port,
         )
+
+
+class _NoPeerFaults(logging.Filter):
+    """Bytes that are no HTTP are their sender's fault: it gets 400, we need no stack trace."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        from aiohttp.http_exceptions import HttpProcessingError
+
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+logger.addFilter(_NoPeerFaults())
 
 
 def _json(document: dict[str, Any], status: int = 200) -> web.Response:
