@@ -1,0 +1,114 @@
+"""How much of a device is used, by whom, and whether one more slab fits.
+
+Pure. Every epoch counts until the kernel says that nobody maps it: memory that a dying process
+still has is not free, whatever our own books say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gms.core.events import EpochPhase
+from gms.core.state import Epoch, Session
+from understudy.errors import UnderstudyError
+
+SLABS_MAX = 4096  # 250 are usual; this is 16 frames of descriptors, and a bound on a mad writer
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """There is room now."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitsLater:
+    """There will be, when memory that was given up is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitsWithout:
+    """There would be without the committed epoch, which nobody reads and may be replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """There is not, and waiting does not help."""
+
+    error: UnderstudyError
+
+
+def free_bytes(epochs: Iterable[Epoch], capacity_bytes: int) -> int:
+    """What is left of the device; never below zero (an orphan may exceed a smaller device)."""
+    return max(0, capacity_bytes - sum(epoch.size_bytes for epoch in epochs))
+
+
+def fit(
+    size_bytes: int,
+    epochs: Iterable[Epoch],
+    capacity_bytes: int,
+    sessions: Mapping[int, Session],
+    *,
+    may_replace: bool,
+) -> Fits | FitsLater | FitsWithout | TooLarge:
+    """Whether `size_bytes` more fit, and if not, what could make them fit."""
+    everything = list(epochs)
+    free = free_bytes(everything, capacity_bytes)
+    if size_bytes <= free:
+        return Fits()
+    going = sum(e.size_bytes for e in everything if e.phase is EpochPhase.RELEASING)
+    if size_bytes <= free + going:
+        return FitsLater()
+    committed = next((e for e in everything if e.phase is EpochPhase.COMMITTED), None)
+    if (
+        may_replace
+        and committed is not None
+        and not committed.readers
+        and size_bytes <= free + going + committed.size_bytes
+    ):
+        return FitsWithout()
+    return TooLarge(_out_of_memory(size_bytes, free, everything, capacity_bytes, sessions))
+
+
+def _out_of_memory(
+    size_bytes: int,
+    free: int,
+    epochs: Iterable[Epoch],
+    capacity_bytes: int,
+    sessions: Mapping[int, Session],
+) -> UnderstudyError:
+    holders = []
+    shown = []
+    for epoch in epochs:
+        if not epoch.size_bytes:
+            continue
+        users = [s.label for s in sessions.values() if s.epoch == epoch.id]
+        users += [f"pid {pid}" for pid in epoch.holders]
+        holders.append(
+            {
+                "epoch": epoch.id,
+                "phase": str(epoch.phase),
+                "size_bytes": epoch.size_bytes,
+                "users": users,
+            }
+        )
+        by = f" used by {', '.join(users)}" if users else " used by nobody"
+        shown.append(f"{epoch.phase} epoch {epoch.id[:8]} {_gib(epoch.size_bytes)}{by}")
+    return UnderstudyError(
+        "gms.out_of_memory",
+        f"a slab of {_gib(size_bytes)} does not fit: the device has {_gib(capacity_bytes)}, "
+        f"{_gib(free)} of it free"
+        + (f"; {'; '.join(shown)}" if shown else "")
+        + ". Use a smaller model, a larger device (--device-bytes), or end what holds the memory",
+        capacity_bytes=capacity_bytes,
+        needed_bytes=size_bytes,
+        free_bytes=free,
+        holders=holders,
+    )
+
+
+def _gib(size_bytes: int) -> str:
+    if size_bytes < GIB // 10:
+        return f"{size_bytes / (1 << 20):.1f} MiB"
+    return f"{size_bytes / GIB:.1f} GiB"

@@ -1,0 +1,117 @@
+"""Who is granted what: one pure function from a request and the epochs of a device to a verdict.
+
+It is speculative (called for every waiter at every change), so it changes nothing and logs
+nothing. The order of its questions is the order of priorities: what is committed is never doubled
+or lost by accident; nobody writes while memory that nobody owns may still be mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gms.core.events import Attach, EpochPhase, Mode
+from gms.core.identity import first_mismatch
+from gms.core.state import Epoch, Session
+from understudy.errors import UnderstudyError
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Grant RO on the committed epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Grant RW: a staging epoch of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class No:
+    """No waiting can help: an error, at once."""
+
+    error: UnderstudyError
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Not yet; `reason` is a code, `message` a sentence that names what is waited for."""
+
+    reason: str
+    message: str
+
+
+Verdict = Read | Write | No | Wait
+
+
+def decide(request: Attach, epochs: Iterable[Epoch], writer: Session | None) -> Verdict:
+    """The verdict on `request`, with `epochs` of the device and its one `writer`, if any."""
+    everything = list(epochs)
+    committed = next((e for e in everything if e.phase is EpochPhase.COMMITTED), None)
+    if committed is not None:
+        verdict = _on_committed(request, committed)
+        if verdict is not None:
+            return verdict
+    unowned = _in_phase(everything, EpochPhase.ORPHANED)
+    if unowned:
+        return Wait(
+            "recovering",
+            "memory of the server before this one is still mapped: "
+            + _holders(unowned)
+            + "; it ends by itself when they exit",
+        )
+    if writer is not None:
+        return Wait("writer", f"{writer.label} is loading the weights")
+    if request.mode is Mode.RO:
+        return Wait("not_committed", "nothing is committed and nobody is loading")
+    unowned = _in_phase(everything, EpochPhase.RELEASING)
+    if unowned:
+        return Wait(
+            "releasing", "memory of a session that has ended is not free yet: " + _holders(unowned)
+        )
+    return Write()
+
+
+def _on_committed(request: Attach, committed: Epoch) -> Verdict | None:
+    """The verdict where something is committed; None: the request means to replace it."""
+    if request.mode is Mode.RW:
+        if request.replace:
+            return None
+        return No(
+            UnderstudyError(
+                "gms.already_committed",
+                f"epoch {committed.id} is committed on this device; attach with rw_or_ro to use "
+                "it, or ask to replace it",
+                epoch=committed.id,
+            )
+        )
+    if request.identity is None or committed.identity is None:
+        return Read()
+    mismatch = first_mismatch(committed.identity, request.identity)
+    if mismatch is None:
+        return Read()
+    if request.mode is Mode.RW_OR_RO and request.replace:
+        return None
+    return No(
+        UnderstudyError(
+            "gms.identity_mismatch",
+            f"the committed weights are not the ones asked for: {mismatch}; start every engine "
+            "with the same checkpoint and settings, or ask to replace the epoch",
+            epoch=committed.id,
+            field=mismatch.field,
+            expected=mismatch.expected,
+            offered=mismatch.offered,
+        )
+    )
+
+
+def _in_phase(epochs: Iterable[Epoch], phase: EpochPhase) -> list[Epoch]:
+    return [epoch for epoch in epochs if epoch.phase is phase]
+
+
+def _holders(epochs: Sequence[Epoch]) -> str:
+    parts = []
+    for epoch in epochs:
+        pids = ", ".join(f"pid {pid}" for pid in epoch.holders)
+        parts.append(f"epoch {epoch.id}" + (f" by {pids}" if pids else ""))
+    return "; ".join(parts)

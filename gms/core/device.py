@@ -1,0 +1,107 @@
+"""What the machine of a device knows: its epochs, its sessions, and the books kept on them.
+
+Pure data with the verbs that must not be done by halves: `drop` (forget a session and give up what
+it alone kept) and `retire` (take the committed epoch out of service). It decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gms.core import events as ev
+from gms.core.events import Effect, EpochPhase, SessionState
+from gms.core.state import WRITER_STATES, Epoch, Session
+from understudy.errors import InvariantError, ProtocolError
+
+
+class Device:
+    """Epochs and sessions of one device and tag."""
+
+    def __init__(
+        self, capacity_bytes: int, granularity_bytes: int, orphans: Iterable[Epoch] = ()
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.granularity_bytes = granularity_bytes
+        self.epochs: dict[str, Epoch] = {epoch.id: epoch for epoch in orphans}
+        self.sessions: dict[int, Session] = {}
+        self.commits_total = 0
+        self.exports_total = 0
+        self.reclaims_total = 0
+        self.oom_waits_total = 0
+        self.problem: str | None = None  # what people should mend: a journal that cannot be written
+
+    @property
+    def committed(self) -> Epoch | None:
+        return self._in_phase(EpochPhase.COMMITTED)
+
+    @property
+    def staging(self) -> Epoch | None:
+        return self._in_phase(EpochPhase.STAGING)
+
+    @property
+    def writer(self) -> Session | None:
+        return next((s for s in self.sessions.values() if s.state in WRITER_STATES), None)
+
+    @property
+    def waiting(self) -> list[Session]:
+        return [s for s in self.sessions.values() if s.state is SessionState.WAITING]
+
+    @property
+    def state(self) -> str:
+        """`recovering`, `committed`, `staging` or `empty`: the device as people see it."""
+        phases = {epoch.phase for epoch in self.epochs.values()}
+        if EpochPhase.ORPHANED in phases:
+            return "recovering"
+        if EpochPhase.COMMITTED in phases:
+            return "committed"
+        return "staging" if EpochPhase.STAGING in phases else "empty"
+
+    def drop(self, session: Session, why: str) -> list[Effect]:
+        """Forget a session that is closed, and give up what it alone kept."""
+        del self.sessions[session.id]
+        epoch = self.epochs.get(session.epoch or "")
+        if epoch is None:
+            return []
+        if epoch.phase is EpochPhase.STAGING:
+            self.problem = None
+            epoch.turn("lose")
+            said = f"staging epoch {epoch.id} of {session.label} is lost: {why}"
+            return [
+                ev.ReleaseEpoch(epoch.id),
+                # Its record may be on disk already; put back what is true.
+                *([self.journal_now()] if session.may_be_journalled else []),
+                ev.Record("gms.reclaim", said, {"epoch": epoch.id}, severity="warning"),
+            ]
+        epoch.readers.discard(session.id)
+        if epoch.phase is EpochPhase.SUPERSEDED and not epoch.readers:
+            epoch.turn("release")
+            return [ev.ReleaseEpoch(epoch.id)]
+        return []
+
+    def retire(self, epoch: Epoch) -> list[Effect]:
+        """Take the committed epoch out of service; its readers keep it until the last leaves."""
+        if epoch.readers:
+            epoch.turn("supersede")
+            return []
+        epoch.turn("release")
+        return [ev.ReleaseEpoch(epoch.id)]
+
+    def journal_now(self) -> ev.WriteJournal:
+        return ev.WriteJournal(None, self.committed.record() if self.committed else None)
+
+    def session(self, event: ev.SessionEvent) -> Session:
+        session = self.sessions.get(event.session)
+        if session is None:
+            raise ProtocolError(
+                "gms.not_attached", f"{type(event).__name__.lower()} needs a session: attach first"
+            )
+        return session
+
+    def epoch_of(self, session: Session) -> Epoch:
+        epoch = self.epochs.get(session.epoch or "")
+        if epoch is None:
+            raise InvariantError(f"session {session.id} is {session.state} without an epoch")
+        return epoch
+
+    def _in_phase(self, phase: EpochPhase) -> Epoch | None:
+        return next((e for e in self.epochs.values() if e.phase is phase), None)

@@ -1,0 +1,284 @@
+"""What the machine of a device is told (events) and what it wants done (effects).
+
+Pure data. A session is named by an integer that the shell chose and never uses again; an epoch by
+a random hex string, never a number: numbers restart with the server and bring stale memory back
+to life. Events named after a driver call (`EpochOpened`, `SlabCreated`, `Sealed`, `Journalled`)
+are completions of the effect of the same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from gms.core.manifest import LayoutHash, TensorRecord
+from understudy.errors import UnderstudyError
+
+
+class Mode(StrEnum):
+    """What a session asks for. Role is configuration and not known here."""
+
+    RW = "rw"
+    RO = "ro"
+    RW_OR_RO = "rw_or_ro"
+
+
+class SessionState(StrEnum):
+    """Where one attached process stands."""
+
+    OPEN = "open"  # attached nothing yet
+    WAITING = "waiting"  # for its grant
+    OPENING = "opening"  # granted RW; the epoch's file is being made
+    WRITING = "writing"
+    ALLOCATING = "allocating"
+    SEALING = "sealing"  # committing: nobody may write from here on
+    JOURNALLING = "journalling"  # committing: sealed, being written down
+    READING = "reading"
+    CLOSED = "closed"  # gone, or refused and about to go
+
+
+class EpochPhase(StrEnum):
+    """What an epoch's memory is to this server."""
+
+    STAGING = "staging"
+    COMMITTED = "committed"
+    SUPERSEDED = "superseded"  # replaced, and still read
+    RELEASING = "releasing"  # given up here; somebody may still map it
+    ORPHANED = "orphaned"  # of a server before this one; somebody still maps it
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRecord:
+    """What is on disk about the committed epoch."""
+
+    epoch: str
+    slab_sizes: tuple[int, ...]
+    layout_hash: LayoutHash
+    identity: Mapping[str, Any]
+
+
+# ---------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEvent(Event):
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attach(SessionEvent):
+    """A process asks for the device's memory. `rank` is its place in a tensor-parallel engine."""
+
+    request_id: int
+    engine: str
+    incarnation: str
+    mode: Mode
+    identity: Mapping[str, Any] | None = None
+    rank: int = 0
+    wait_ms: int = 0
+    replace: bool = False
+    pid: int = 0  # as the kernel says; 0 where its PID namespace is not visible
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate(SessionEvent):
+    request_id: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(SessionEvent):
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(SessionEvent):
+    request_id: int
+    identity: Mapping[str, Any]
+    manifest: tuple[TensorRecord, ...]
+    layout_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOpened(SessionEvent):
+    """The epoch's file exists."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlabCreated(SessionEvent):
+    """The slab that was asked for exists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed(SessionEvent):
+    """Every slab is sealed: nobody can write any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Journalled(SessionEvent):
+    """The record is on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalFailed(SessionEvent):
+    """The record could not be written; it is tried again."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class DriverFailed(SessionEvent):
+    """A driver call for this session failed for good."""
+
+    error: UnderstudyError
+
+
+@dataclass(frozen=True, slots=True)
+class Closed(SessionEvent):
+    """The connection is gone: the process died, or left."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochFree(Event):
+    """The kernel says that nobody holds the file of this epoch, and our own copy is freed."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class HoldersSeen(Event):
+    """Who has the file of a releasing or orphaned epoch open, where that is visible."""
+
+    epoch: str
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(Event):
+    """Time has passed; sent when `Machine.next_deadline_ms` comes."""
+
+
+# The machine's own verdicts on a waiting or writing session. Not accepted from a shell.
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedRead(SessionEvent):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedWrite(SessionEvent):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(SessionEvent):
+    pass
+
+
+# ---------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Something to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Effect):
+    session: int
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellWaiting(Answer):
+    """Say why the grant has not come yet; more answers to the same request follow."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellWriting(Answer):
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellAttached(Answer):
+    """Send the epoch: manifest, sizes, read-only descriptors."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellAllocated(Answer):
+    """Send the descriptor of the slab whose `SlabCreated` is being handled."""
+
+    slab: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellCommitted(Answer):
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(Answer):
+    """Send the error, then close the connection."""
+
+    error: UnderstudyError
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEpoch(Effect):
+    session: int
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class CreateSlab(Effect):
+    session: int
+    epoch: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SealEpoch(Effect):
+    session: int
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJournal(Effect):
+    """Put `record` on disk, then say `Journalled`; without a session there is no answer."""
+
+    session: int | None
+    record: JournalRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseEpoch(Effect):
+    """Close what we hold of it, then watch its file and say `EpochFree` when that is free."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record(Effect):
+    """One event for people and programs, of CONVENTIONS' types `gms.*`."""
+
+    type: str
+    message: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    severity: str = "info"

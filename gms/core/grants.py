@@ -1,0 +1,130 @@
+"""Grants of one device: who may read, who may write, and when the next slab is made.
+
+Pure. `settle` is called after every event and judges everything that waits, in order of arrival;
+the verdicts themselves are pure functions in `decide.py` and `capacity.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gms.core import capacity
+from gms.core import events as ev
+from gms.core.decide import No, Read, Wait, Write, decide
+from gms.core.device import Device
+from gms.core.events import Effect, EpochPhase, SessionState
+from gms.core.state import Epoch, Session
+from understudy.errors import InvariantError, UnderstudyError
+
+Effects = list[Effect]
+
+
+class Grants:
+    """The verdicts on a device's waiting sessions, carried out."""
+
+    def __init__(self, device: Device, new_epoch_id: Callable[[], str]) -> None:
+        self.device = device
+        self._new_epoch_id = new_epoch_id
+
+    def settle(self, now_ms: float) -> Effects:
+        """Judge everything that waits. The writer's slab first: failing it frees the way to RW."""
+        effects = self._settle_allocation(now_ms)
+        for session in self.device.waiting:
+            verdict = decide(session.request, self.device.epochs.values(), self.device.writer)
+            if isinstance(verdict, Read):
+                effects += self._grant_read(session, now_ms)
+            elif isinstance(verdict, Write):
+                effects += self._grant_write(session, now_ms)
+            elif isinstance(verdict, No):
+                effects += self.refuse(session, verdict.error, now_ms)
+        # Reasons last: a grant above may be what somebody earlier in the queue now waits for.
+        for session in self.device.waiting:
+            verdict = decide(session.request, self.device.epochs.values(), self.device.writer)
+            if not isinstance(verdict, Wait):
+                raise InvariantError(f"session {session.id} waits although {verdict}")
+            if verdict.message != session.reason_message:
+                session.reason, session.reason_message = verdict.reason, verdict.message
+                effects.append(
+                    ev.TellWaiting(
+                        session.id, session.request.request_id, verdict.reason, verdict.message
+                    )
+                )
+        return effects
+
+    def _grant_read(self, session: Session, now_ms: float) -> Effects:
+        epoch = self.device.committed
+        if epoch is None:
+            raise InvariantError("RO granted with nothing committed")
+        session.move(ev.GrantedRead, now_ms)
+        session.epoch, session.deadline_ms = epoch.id, None
+        epoch.readers.add(session.id)
+        self.device.exports_total += 1
+        said = f"{session.label} reads epoch {epoch.id}"
+        return [
+            ev.TellAttached(session.id, session.request.request_id, epoch.id),
+            ev.Record("gms.session", said, {"engine": session.request.engine, "epoch": epoch.id}),
+        ]
+
+    def _grant_write(self, session: Session, now_ms: float) -> Effects:
+        session.move(ev.GrantedWrite, now_ms)
+        epoch = Epoch(self._new_epoch_id(), EpochPhase.STAGING)
+        self.device.epochs[epoch.id] = epoch
+        session.epoch, session.deadline_ms = epoch.id, None
+        said = f"{session.label} writes epoch {epoch.id}"
+        return [
+            ev.OpenEpoch(session.id, epoch.id),
+            ev.Record("gms.session", said, {"engine": session.request.engine, "epoch": epoch.id}),
+        ]
+
+    def _settle_allocation(self, now_ms: float) -> Effects:
+        """Issue the writer's slab once it fits; make room where that was asked for."""
+        session = self.device.writer
+        if session is None or session.asked is None or session.is_issued:
+            return []
+        epoch = self.device.epoch_of(session)
+        granularity = self.device.granularity_bytes
+        size = -(-session.asked.size_bytes // granularity) * granularity
+        fit = capacity.fit(
+            size,
+            self.device.epochs.values(),
+            self.device.capacity_bytes,
+            self.device.sessions,
+            may_replace=session.request.replace,
+        )
+        if isinstance(fit, capacity.TooLarge):
+            return self.refuse(session, fit.error, now_ms)
+        if not isinstance(fit, capacity.Fits):
+            # Memory that was given up is on its way; the session's deadline is running.
+            self.device.oom_waits_total += not session.has_waited
+            session.has_waited = True
+            if isinstance(fit, capacity.FitsWithout) and self.device.committed is not None:
+                return [*self.device.retire(self.device.committed), ev.WriteJournal(None, None)]
+            return []
+        session.has_waited = False
+        session.is_issued, session.deadline_ms = True, None
+        epoch.slab_sizes.append(size)  # counted from now on, so that nobody else is promised it
+        return [ev.CreateSlab(session.id, epoch.id, size)]
+
+    def refuse(self, session: Session, error: UnderstudyError, now_ms: float) -> Effects:
+        request_id = pending_request_id(session)
+        session.move(ev.Refused, now_ms)
+        refused = ev.Record(
+            "gms.session",
+            f"{session.label} was refused: {error.message}",
+            {"engine": session.request.engine, "error_code": error.code},
+            severity="warning",
+        )
+        return [
+            ev.Refuse(session.id, request_id, error),
+            refused,
+            *self.device.drop(session, error.message),
+        ]
+
+
+def pending_request_id(session: Session) -> int:
+    """The request that an error for this session answers; 0 where it asks for nothing now."""
+    for request in (session.commit, session.asked):
+        if request is not None:
+            return request.request_id
+    is_attaching = session.state in (SessionState.WAITING, SessionState.OPENING)
+    return session.request.request_id if is_attaching else 0

@@ -1,0 +1,51 @@
+"""Identities of epochs: what the bytes are, as a nested mapping, and where two of them differ.
+
+Pure. It does not know what a field means: the writer and the importers compute the same mapping
+from the same checkpoint, and the first field that differs is what people are told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ABSENT = "absent"  # how a missing field reads in the error
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The first field, in sorted order, in which two identities differ."""
+
+    field: str  # dotted path: `shards.model-00001.header`
+    expected: Any
+    offered: Any
+
+    def __str__(self) -> str:
+        return f"{self.field} is {self.expected!r} there and {self.offered!r} here"
+
+
+def first_mismatch(expected: Any, offered: Any, field: str = "identity") -> Mismatch | None:
+    """Compare two identities field by field; `None` when they are equal.
+
+    Sequences are compared as values: an importer that sends a list and a writer that sent a
+    tuple mean the same thing, because both become arrays on the wire.
+    """
+    if isinstance(expected, dict) and isinstance(offered, dict):
+        for key in sorted(expected.keys() | offered.keys()):
+            inner = str(key) if field == "identity" else f"{field}.{key}"
+            found = first_mismatch(expected.get(key, ABSENT), offered.get(key, ABSENT), inner)
+            if found is not None:
+                return found
+        return None
+    if isinstance(expected, list | tuple) and isinstance(offered, list | tuple):
+        if len(expected) != len(offered):
+            return Mismatch(field, list(expected), list(offered))
+        for index, (left, right) in enumerate(zip(expected, offered, strict=True)):
+            found = first_mismatch(left, right, f"{field}[{index}]")
+            if found is not None:
+                return found
+        return None
+    # True == 1 in Python, but not in a checkpoint's configuration.
+    if type(expected) is not type(offered) or expected != offered:
+        return Mismatch(field, expected, offered)
+    return None

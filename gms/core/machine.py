@@ -1,0 +1,293 @@
+"""The machine of one device (and tag): epochs, sessions, waits. Everything legal is decided here.
+
+Theory of operation. Two kinds of things have states: sessions (one per attached process) and
+epochs (generations of the device's memory); their tables are in `state.py` and enforce
+themselves. The state that people see (`empty`, `staging`, `committed`, `recovering`) is derived
+from the epochs, never stored. After every event all waiters are judged anew, in order of arrival,
+by `grants.py`.
+
+Rules that are easy to break:
+- At most one staging epoch, owned by the one writer session. Losing the writer loses only that.
+- RW is granted only while no memory is mapped that nobody here owns. Such memory (`releasing`:
+  given up by a session; `orphaned`: of the server before this one) ends when the kernel says that
+  the epoch's file is free of flocks, which the shell reports as `EpochFree`. So a device never
+  holds two copies of the weights by accident, not even for as long as a dying process lingers.
+- A completion (`SlabCreated`, …) may arrive after its session has left; it then means nothing.
+  The shell performs driver calls in order, so the release that follows undoes the late call.
+
+Seams for what comes later: getting an epoch back from survivors is one more event, an offer,
+that turns an `orphaned` epoch into `committed` (its journal record is kept in the epoch); taking
+an epoch out of service is `Device.retire` without a successor; ranks are in the request already.
+
+This file knows no sockets, no clock, no descriptors and no logging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from gms.core import capacity
+from gms.core import events as ev
+from gms.core.device import Device
+from gms.core.events import Effect, EpochPhase, SessionState
+from gms.core.grants import Grants, pending_request_id
+from gms.core.identity import first_mismatch
+from gms.core.manifest import check_manifest, layout_hash
+from gms.core.state import COMPLETIONS, Epoch, Session
+from understudy.errors import InvariantError, ProtocolError, UnderstudyError, WaitTimeoutError
+
+WAITERS_MAX = 64  # eight engines of eight ranks; more is a client that attaches in a loop
+JOURNAL_RETRY_MS = 1000  # a full disk is mended by people; once a second is soon enough
+
+Effects = list[Effect]
+
+
+class Machine:
+    """Events in, effects out; see the head of this file."""
+
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        granularity_bytes: int,
+        stall_ms: float,
+        new_epoch_id: Callable[[], str],
+        orphans: Iterable[Epoch] = (),
+    ) -> None:
+        """`orphans` are the epochs of earlier servers whose files exist; each is watched by the
+        shell, as if `ReleaseEpoch` had been asked for it."""
+        self.stall_ms = stall_ms
+        self.device = Device(capacity_bytes, granularity_bytes, orphans)
+        self._grants = Grants(self.device, new_epoch_id)
+        self._on: Mapping[type[ev.Event], Callable[[Any, float], Effects]] = {
+            ev.Attach: self._attach,
+            ev.Allocate: self._allocate,
+            ev.Progress: self._progress,
+            ev.Commit: self._commit,
+            ev.EpochOpened: self._epoch_opened,
+            ev.SlabCreated: self._slab_created,
+            ev.Sealed: self._sealed,
+            ev.Journalled: self._journalled,
+            ev.JournalFailed: self._journal_failed,
+            ev.DriverFailed: self._driver_failed,
+            ev.Closed: self._closed,
+            ev.EpochFree: self._epoch_free,
+            ev.HoldersSeen: self._holders_seen,
+            ev.Tick: self._tick,
+        }
+
+    def next_deadline_ms(self) -> float | None:
+        """When to send the next `Tick`."""
+        times = [s.deadline_ms for s in self.device.sessions.values()]
+        times += [s.retry_ms for s in self.device.sessions.values()]
+        return min((t for t in times if t is not None), default=None)
+
+    def handle(self, event: ev.Event, now_ms: float) -> Effects:
+        """Take one event and say what to do.
+
+        Raises:
+            ProtocolError, UnderstudyError: the peer's fault; nothing has changed, and the shell
+                answers with the error and closes the connection.
+            InvariantError: ours.
+        """
+        if (
+            isinstance(event, (*COMPLETIONS, ev.Closed))
+            and event.session not in self.device.sessions
+        ):
+            return []
+        handler = self._on.get(type(event))
+        if handler is None:
+            raise InvariantError(f"{type(event).__name__} is not an event for a machine")
+        return handler(event, now_ms) + self._grants.settle(now_ms)
+
+    # ------------------------------------------------------------------ what peers say
+
+    def _attach(self, event: ev.Attach, now_ms: float) -> Effects:
+        session = self.device.sessions.get(event.session) or Session(event.session)
+        session.target(ev.Attach)
+        if len(self.device.waiting) >= WAITERS_MAX:
+            raise UnderstudyError(
+                "gms.too_many_waiters",
+                f"{WAITERS_MAX} sessions wait for this device already, which is the limit; "
+                "end some of them and try again",
+            )
+        session.attach = event
+        session.deadline_ms = now_ms + event.wait_ms
+        session.move(ev.Attach, now_ms)
+        self.device.sessions[session.id] = session
+        return []  # the grants are judged after every event
+
+    def _allocate(self, event: ev.Allocate, now_ms: float) -> Effects:
+        session = self.device.session(event)
+        session.target(ev.Allocate)
+        epoch = self.device.epoch_of(session)
+        if len(epoch.slab_sizes) >= capacity.SLABS_MAX:
+            raise ProtocolError(
+                "gms.too_many_slabs",
+                f"this epoch has {capacity.SLABS_MAX} slabs, which is the limit; use larger ones",
+            )
+        session.move(ev.Allocate, now_ms)
+        session.asked, session.is_issued = event, False
+        session.deadline_ms = now_ms + self.stall_ms
+        return []  # it is made as soon as it fits
+
+    def _progress(self, event: ev.Progress, now_ms: float) -> Effects:
+        session = self.device.session(event)
+        session.move(ev.Progress, now_ms)
+        if event.done_bytes > session.done_bytes:  # saying the same again is not progress
+            session.done_bytes = event.done_bytes
+            if session.state is SessionState.WRITING:  # else we are the ones who are slow
+                session.deadline_ms = now_ms + self.stall_ms
+        session.total_bytes = event.total_bytes
+        return []
+
+    def _commit(self, event: ev.Commit, now_ms: float) -> Effects:
+        session = self.device.session(event)
+        session.target(ev.Commit)
+        epoch = self.device.epoch_of(session)
+        check_manifest(event.manifest, epoch.slab_sizes)
+        computed = layout_hash(epoch.slab_sizes, event.manifest)
+        if event.layout_hash != computed:
+            raise ProtocolError(
+                "gms.layout_mismatch",
+                f"the layout hash is {event.layout_hash[:16]} there and {computed[:16]} here: the "
+                "writer and the server do not mean the same memory",
+            )
+        announced = session.request.identity
+        if announced is not None:
+            changed = first_mismatch(announced, event.identity)
+            if changed is not None:
+                raise UnderstudyError(
+                    "gms.identity_changed",
+                    f"the checkpoint changed while it was being loaded: {changed}; load it again",
+                    field=changed.field,
+                )
+        session.move(ev.Commit, now_ms)
+        session.commit, session.deadline_ms = event, None
+        epoch.manifest, epoch.layout_hash = event.manifest, computed
+        epoch.identity = dict(event.identity)
+        return [ev.SealEpoch(session.id, epoch.id)]
+
+    def _closed(self, event: ev.Closed, now_ms: float) -> Effects:
+        session = self.device.session(event)
+        session.move(ev.Closed, now_ms)
+        gone = ev.Record(
+            "gms.session",
+            f"{session.label} left{f': {event.reason}' if event.reason else ''}",
+            {"engine": session.request.engine, "incarnation": session.request.incarnation},
+        )
+        return [gone, *self.device.drop(session, event.reason or "the session ended")]
+
+    # ------------------------------------------------------------------ what the driver says
+
+    def _epoch_opened(self, event: ev.EpochOpened, now_ms: float) -> Effects:
+        session = self.device.session(event)
+        session.move(ev.EpochOpened, now_ms)
+        session.deadline_ms = now_ms + self.stall_ms
+        return [ev.TellWriting(session.id, session.request.request_id, str(session.epoch))]
+
+    def _slab_created(self, event: ev.SlabCreated, now_ms: float) -> Effects:
+        session = self.device.session(event)
+        session.move(ev.SlabCreated, now_ms)
+        asked, session.asked = session.asked, None
+        session.deadline_ms = now_ms + self.stall_ms
+        sizes = self.device.epoch_of(session).slab_sizes
+        if asked is None:
+            raise InvariantError(f"session {session.id} got a slab that it did not ask for")
+        slab = len(sizes) - 1
+        return [ev.TellAllocated(session.id, asked.request_id, slab, sizes[slab])]
+
+    def _sealed(self, event: ev.Sealed, now_ms: float) -> Effects:
+        session = self.device.session(event)
+        session.move(ev.Sealed, now_ms)
+        session.may_be_journalled = True
+        return [ev.WriteJournal(session.id, self.device.epoch_of(session).record())]
+
+    def _journalled(self, event: ev.Journalled, now_ms: float) -> Effects:
+        """On disk: publish. From here on the old epoch is history and the new one is readable."""
+        session = self.device.session(event)
+        session.move(ev.Journalled, now_ms)
+        epoch, commit = self.device.epoch_of(session), session.commit
+        if commit is None:
+            raise InvariantError(f"session {session.id} was journalled without a commit")
+        retired = self.device.retire(self.device.committed) if self.device.committed else []
+        epoch.turn("publish")
+        epoch.readers.add(session.id)
+        session.commit = session.retry_ms = self.device.problem = None
+        self.device.commits_total += 1
+        return [
+            ev.TellCommitted(session.id, commit.request_id, epoch.id),
+            ev.Record(
+                "gms.commit",
+                f"{session.label} committed epoch {epoch.id}",
+                {"epoch": epoch.id, "size_bytes": epoch.size_bytes, "tensors": len(epoch.manifest)},
+            ),
+            *retired,
+        ]
+
+    def _journal_failed(self, event: ev.JournalFailed, now_ms: float) -> Effects:
+        session = self.device.session(event)
+        session.move(ev.JournalFailed, now_ms)
+        session.retry_ms = now_ms + JOURNAL_RETRY_MS
+        told = self.device.problem
+        self.device.problem = (
+            f"a commit waits for the journal, which cannot be written: {event.why}"
+        )
+        if told == self.device.problem:
+            return []
+        return [ev.Record("gms.commit", self.device.problem, severity="error")]
+
+    def _driver_failed(self, event: ev.DriverFailed, now_ms: float) -> Effects:
+        session = self.device.session(event)
+        request_id = pending_request_id(session)
+        session.move(ev.DriverFailed, now_ms)
+        return [
+            ev.Refuse(session.id, request_id, event.error),
+            *self.device.drop(session, event.error.message),
+        ]
+
+    def _epoch_free(self, event: ev.EpochFree, now_ms: float) -> Effects:
+        epoch = self.device.epochs.get(event.epoch)
+        if epoch is None or epoch.phase not in (EpochPhase.RELEASING, EpochPhase.ORPHANED):
+            raise InvariantError(f"epoch {event.epoch} was said to be free while it is in use")
+        del self.device.epochs[epoch.id]
+        self.device.reclaims_total += 1
+        said = f"the memory of epoch {epoch.id} is free"
+        effects: Effects = [
+            ev.Record("gms.reclaim", said, {"epoch": epoch.id, "size_bytes": epoch.size_bytes})
+        ]
+        if epoch.phase is EpochPhase.ORPHANED and epoch.identity is not None:
+            effects.append(ev.WriteJournal(None, None))  # the journalled epoch is gone for good
+        return effects
+
+    def _holders_seen(self, event: ev.HoldersSeen, now_ms: float) -> Effects:
+        if event.epoch in self.device.epochs:
+            self.device.epochs[event.epoch].holders = event.pids
+        return []
+
+    # ------------------------------------------------------------------ time
+
+    def _tick(self, event: ev.Tick, now_ms: float) -> Effects:
+        effects: Effects = []
+        for session in list(self.device.sessions.values()):
+            if session.retry_ms is not None and session.retry_ms <= now_ms:
+                session.retry_ms = None
+                effects.append(ev.WriteJournal(session.id, self.device.epoch_of(session).record()))
+            if session.deadline_ms is not None and session.deadline_ms <= now_ms:
+                effects += self._grants.refuse(session, self._too_late(session), now_ms)
+        return effects
+
+    def _too_late(self, session: Session) -> UnderstudyError:
+        if session.state is SessionState.WAITING:
+            return WaitTimeoutError(
+                "gms.wait_timeout",
+                f"waited {session.request.wait_ms / 1000:g} s for the weights: "
+                f"{session.reason_message}",
+                reason=session.reason,
+            )
+        return WaitTimeoutError(
+            "gms.writer_stalled",
+            f"no progress for {self.stall_ms / 1000:g} s, so what was loaded so far is given up; "
+            "a writer reports progress while it reads from disk",
+        )

@@ -1,0 +1,156 @@
+"""The things a device's machine keeps: epochs and sessions, and the tables of what may follow what.
+
+Pure data. The tables are the enforcer: `move` and `turn` raise on a pair that is not in them and
+change nothing. `docs/states.md` is generated from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gms.core import events as ev
+from gms.core.events import EpochPhase as P
+from gms.core.events import SessionState as S
+from gms.core.manifest import LayoutHash, TensorRecord
+from understudy.errors import InvariantError, ProtocolError
+
+SESSION_TRANSITIONS: Mapping[tuple[S, type[ev.SessionEvent]], S] = {
+    (S.OPEN, ev.Attach): S.WAITING,
+    (S.WAITING, ev.GrantedRead): S.READING,
+    (S.WAITING, ev.GrantedWrite): S.OPENING,
+    (S.OPENING, ev.EpochOpened): S.WRITING,
+    (S.WRITING, ev.Allocate): S.ALLOCATING,
+    (S.ALLOCATING, ev.SlabCreated): S.WRITING,
+    (S.WRITING, ev.Progress): S.WRITING,
+    (S.ALLOCATING, ev.Progress): S.ALLOCATING,
+    (S.WRITING, ev.Commit): S.SEALING,
+    (S.SEALING, ev.Sealed): S.JOURNALLING,
+    (S.JOURNALLING, ev.JournalFailed): S.JOURNALLING,
+    (S.JOURNALLING, ev.Journalled): S.READING,
+    (S.OPENING, ev.DriverFailed): S.CLOSED,
+    (S.ALLOCATING, ev.DriverFailed): S.CLOSED,
+    (S.SEALING, ev.DriverFailed): S.CLOSED,
+    (S.WAITING, ev.Refused): S.CLOSED,
+    (S.WRITING, ev.Refused): S.CLOSED,
+    (S.ALLOCATING, ev.Refused): S.CLOSED,
+    (S.OPEN, ev.Closed): S.CLOSED,
+    (S.WAITING, ev.Closed): S.CLOSED,
+    (S.OPENING, ev.Closed): S.CLOSED,
+    (S.WRITING, ev.Closed): S.CLOSED,
+    (S.ALLOCATING, ev.Closed): S.CLOSED,
+    (S.SEALING, ev.Closed): S.CLOSED,
+    (S.JOURNALLING, ev.Closed): S.CLOSED,
+    (S.READING, ev.Closed): S.CLOSED,
+}
+
+# What a peer may say at the wrong moment: its fault. Any other illegal pair is ours.
+FROM_PEERS = (ev.Attach, ev.Allocate, ev.Progress, ev.Commit)
+
+# Completions may come after the session that asked has left: then they mean nothing.
+COMPLETIONS = (
+    ev.EpochOpened, ev.SlabCreated, ev.Sealed, ev.Journalled, ev.JournalFailed, ev.DriverFailed,
+)  # fmt: skip
+
+EPOCH_TURNS: Mapping[tuple[P, str], P] = {
+    (P.STAGING, "publish"): P.COMMITTED,
+    (P.STAGING, "lose"): P.RELEASING,
+    (P.COMMITTED, "supersede"): P.SUPERSEDED,
+    (P.COMMITTED, "release"): P.RELEASING,
+    (P.SUPERSEDED, "release"): P.RELEASING,
+}
+
+UNKNOWN_LAYOUT = LayoutHash("")
+
+WRITER_STATES = frozenset({S.OPENING, S.WRITING, S.ALLOCATING, S.SEALING, S.JOURNALLING})
+
+
+@dataclass(slots=True)
+class Epoch:
+    """One generation of the device's memory, as far as this server knows it."""
+
+    id: str
+    phase: P
+    slab_sizes: list[int] = field(default_factory=list)
+    identity: Mapping[str, Any] | None = None
+    manifest: tuple[TensorRecord, ...] = ()
+    layout_hash: LayoutHash = UNKNOWN_LAYOUT
+    readers: set[int] = field(default_factory=set)  # sessions
+    holders: tuple[int, ...] = ()  # pids seen with its file open, while nobody here owns it
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.slab_sizes)
+
+    def turn(self, verb: str) -> None:
+        """Move to the next phase, by the table."""
+        target = EPOCH_TURNS.get((self.phase, verb))
+        if target is None:
+            raise InvariantError(f"epoch {self.id} is {self.phase} and cannot {verb}")
+        self.phase = target
+
+    def record(self) -> ev.JournalRecord:
+        return ev.JournalRecord(
+            self.id, tuple(self.slab_sizes), self.layout_hash, dict(self.identity or {})
+        )
+
+
+@dataclass(slots=True)
+class Session:
+    """One connection that asked to attach."""
+
+    id: int
+    state: S = S.OPEN
+    attach: ev.Attach | None = None
+    since_ms: float = 0.0
+    deadline_ms: float | None = None  # of the wait, or of the writer's next progress
+    reason: str = ""  # of the wait: a code, for programs
+    reason_message: str = ""  # and for people
+    epoch: str | None = None
+    asked: ev.Allocate | None = None  # the slab that is being allocated, or waited for
+    is_issued: bool = False  # that slab's driver call is under way
+    has_waited: bool = False  # for room for a slab
+    commit: ev.Commit | None = None
+    may_be_journalled: bool = False
+    retry_ms: float | None = None  # when the journal is tried again
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+    def target(self, kind: type[ev.SessionEvent]) -> S:
+        """The state that `kind` leads to.
+
+        Raises:
+            ProtocolError: `gms.unexpected_message`, the peer said it at the wrong moment.
+            InvariantError: we did.
+        """
+        target = SESSION_TRANSITIONS.get((self.state, kind))
+        if target is not None:
+            return target
+        if kind in FROM_PEERS:
+            raise ProtocolError(
+                "gms.unexpected_message",
+                f"{kind.__name__.lower()} makes no sense now: this session is {self.state}",
+                state=str(self.state),
+            )
+        raise InvariantError(f"{kind.__name__} in state {self.state}")
+
+    def move(self, kind: type[ev.SessionEvent], now_ms: float) -> None:
+        """Change state, by the table."""
+        target = self.target(kind)
+        if target is not self.state:
+            self.state, self.since_ms = target, now_ms
+
+    @property
+    def request(self) -> ev.Attach:
+        """The request that opened this session; every session past OPEN has one."""
+        if self.attach is None:
+            raise InvariantError(f"session {self.id} is {self.state} without a request")
+        return self.attach
+
+    @property
+    def label(self) -> str:
+        """How people are told of it: `engine-0` or `engine-0 rank 1 (pid 123)`."""
+        request = self.request
+        rank = f" rank {request.rank}" if request.rank else ""
+        return f"{request.engine}{rank}" + (f" (pid {request.pid})" if request.pid else "")

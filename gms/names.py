@@ -1,0 +1,57 @@
+"""Names of the files that a device's server and its clients meet at, all in one directory."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from understudy.errors import UsageError
+
+WEIGHTS = "weights"  # the first tag; `kv` comes later
+
+_DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")  # HOST-0, GPU-<uuid>, MIG-<uuid>
+_EPOCH_FILE = re.compile(r"gms_[A-Za-z0-9-]+_[a-z]+_[0-9a-f]{32}\.epoch")
+
+
+def check_device(device: str) -> str:
+    """`device`, if it can be part of a file name.
+
+    Raises:
+        UsageError: `gms.bad_device`.
+    """
+    if not _DEVICE.fullmatch(device):
+        raise UsageError(
+            "gms.bad_device",
+            f"{device!r} is not a device; devices are called HOST-0, HOST-1, … or GPU-<uuid>",
+        )
+    return device
+
+
+def socket_path(directory: str, device: str, tag: str = WEIGHTS) -> str:
+    """The socket of one device's server."""
+    return os.path.join(directory, f"gms_{check_device(device)}_{tag}.sock")
+
+
+def journal_path(directory: str, device: str, tag: str = WEIGHTS) -> str:
+    """What is committed there, for a restarted server."""
+    return os.path.join(directory, f"gms_{check_device(device)}_{tag}.json")
+
+
+def epoch_file(device: str, epoch: str, tag: str = WEIGHTS) -> str:
+    """The file name on which every process that maps `epoch` holds a shared flock."""
+    return f"gms_{device}_{tag}_{epoch}.epoch"
+
+
+def epochs_on_disk(directory: str, device: str, tag: str = WEIGHTS) -> list[str]:
+    """The ids of the epochs of this device that have a file."""
+    prefix = f"gms_{device}_{tag}_"
+    return [
+        name[len(prefix) : -len(".epoch")]
+        for name in sorted(os.listdir(directory))
+        if name.startswith(prefix) and _EPOCH_FILE.fullmatch(name)
+    ]
+
+
+def is_epoch_file(name: str) -> bool:
+    """Whether a server's word for an epoch's file is a plain name of that kind."""
+    return _EPOCH_FILE.fullmatch(name) is not None

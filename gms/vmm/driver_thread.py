@@ -1,0 +1,77 @@
+"""A thread for calls that may take long: driver calls, seals, fsyncs, closes. Never the loop.
+
+Calls run one after the other, in the order in which they were submitted; that order is relied on
+(a release undoes a creation that was submitted before it). Their results come back on the loop.
+Closing the last descriptor of host memory takes 125 ms per GiB, which is why closes get a thread
+of their own: freeing a dead engine's memory must not delay a newcomer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from understudy.errors import UnderstudyError
+
+T = TypeVar("T")
+Call = tuple[Callable[[], Any], Callable[[Any], None], Callable[[UnderstudyError], None]]
+
+
+class DriverThread:
+    """One worker thread and its queue."""
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        # A daemon: a driver call that never returns must not keep a process from ending.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        work: Callable[[], T],
+        done: Callable[[T], None] = lambda _: None,
+        failed: Callable[[UnderstudyError], None] | None = None,
+    ) -> None:
+        """Run `work` on the thread, then `done` with its result on the loop.
+
+        An `UnderstudyError` goes to `failed` on the loop. Without one, and for any other exception,
+        it is raised on the loop: a bug, for the loop's exception handler.
+        """
+        self._queue.put((work, done, failed or _raise))
+
+    def close(self, timeout_s: float) -> bool:
+        """Let what was submitted finish, for at most `timeout_s`; says whether it did."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            call = self._queue.get()
+            if call is None:
+                return
+            work, done, failed = call
+            try:
+                result = work()
+            except UnderstudyError as error:
+                self._tell(failed, error)
+            except BaseException as error:
+                self._tell(_raise, error)
+            else:
+                self._tell(done, result)
+            # Nothing of the last call may live on while this thread waits for the next one.
+            call = work = done = failed = result = None  # type: ignore[assignment]  # on purpose
+
+    def _tell(self, callback: Callable[[Any], None], value: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, value)
+        except RuntimeError:
+            return  # the loop is closed: the process is ending and nobody waits for the result
+
+
+def _raise(error: BaseException) -> None:
+    raise error
