@@ -9,8 +9,6 @@ Enum repeats the metric's name as the label).
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import (
@@ -23,11 +21,10 @@ from prometheus_client import (
     generate_latest,
 )
 
-from understudy import __version__
+from understudy.service.build import build_info
 
 PREFIX = "understudy"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-COMMIT_ENV = "UNDERSTUDY_COMMIT"  # set by the image build; a wheel does not know its commit
 
 # From a grant on an idle machine (1 ms) to a drain budget (30 s) and a first load (10 min).
 DURATION_BUCKETS_S = (
@@ -138,12 +135,7 @@ class Metrics:
     def build_info(self, driver: str = "none") -> None:
         """Say what runs here; again once the GPU driver's version is known."""
         self._build.clear()
-        self._build.labels(
-            version=__version__,
-            commit=os.environ.get(COMMIT_ENV, "unknown"),
-            python=platform.python_version(),
-            driver=driver,
-        ).set(1)
+        self._build.labels(**build_info(), driver=driver).set(1)
 
     def render(self) -> bytes:
         """The page that Prometheus scrapes, of type `CONTENT_TYPE`."""

@@ -1,0 +1,242 @@
+"""Goal: the direction of imports, and where each heavy library may live, hold in every file.
+
+Method: read the sources with `ast`, imports inside functions and under TYPE_CHECKING included, and
+import everything once in a process in which the GPU's libraries do not exist.
+"""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("lockserver", "gms", "engine", "understudy")
+
+# Who may import whom, by dotted prefix; the longest prefix that fits a module is its layer. What
+# is in none of our packages is not looked at here.
+SHARED = ("understudy.wire", "understudy.service", "understudy.errors", "understudy.__version__")
+CLIENTS = ("gms.client", "lockserver.client")
+LAYERS = {
+    "understudy": (),
+    "understudy.errors": (),
+    "understudy.wire": ("understudy.wire", "understudy.errors", "understudy.__version__"),
+    "understudy.service": ("understudy.service", "understudy.errors", "understudy.__version__"),
+    "lockserver": ("lockserver", *SHARED),
+    "gms": ("gms", *SHARED),
+    "engine": ("engine", *CLIENTS, *SHARED),
+    "understudy.pod": ("understudy.pod", "engine", *CLIENTS, *SHARED),
+}
+
+# Libraries that live in a few places only: a path is a directory with its slash, or a file's name
+# or beginning.
+NUMERIC = ("engine/backends/reference/", "engine/backends/vllm/", "gms/torch/")
+PLACES = {
+    "cuda": ("gms/vmm/cuda",),
+    "torch": ("gms/torch/", "engine/backends/vllm/"),
+    "vllm": ("engine/backends/vllm/",),
+    "numpy": NUMERIC,
+    "safetensors": NUMERIC,
+    "tokenizers": NUMERIC,
+    "jinja2": NUMERIC,
+}
+
+# A core is told the time and tells what should happen; it opens, logs and waits for nothing.
+NOT_IN_A_CORE = (
+    *("asyncio", "uvloop", "aiohttp", "socket", "select", "selectors", "signal", "subprocess"),
+    *("threading", "multiprocessing", "logging", "time", "datetime", "click"),
+    *("understudy.service", "understudy.wire.connection", "understudy.wire.server"),
+    *("understudy.wire.client", "understudy.wire.blocking", "understudy.wire.fds"),
+)
+
+# Loading these at start would cost the lock server and the supervisors their memory limits.
+NOT_LOADED_AT_START = ("numpy", "aiohttp", "rich", "psutil", "safetensors", "tokenizers", "jinja2")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name in one file; `at_start` is False inside functions and for type checkers."""
+
+    path: str
+    line: int
+    module: str
+    at_start: bool
+
+    def __str__(self):
+        return f"{self.path}:{self.line} imports {self.module}"
+
+
+def imports_of(path: str, source: str) -> Iterator[Import]:
+    """Every import of the file at `path`, relative to the root; `from a import b` is `a.b`."""
+    package = path.removesuffix(".py").split("/")[:-1]
+
+    def names(node):
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            return [f"{base}.{alias.name}" for alias in node.names]
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+        return []
+
+    def walk(node, at_start):
+        for name in names(node):
+            yield Import(path, node.lineno, name, at_start)
+        later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        )
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, at_start and not later)
+
+    yield from walk(ast.parse(source), at_start=True)
+
+
+def sources() -> dict[str, str]:
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+
+
+def all_imports() -> list[Import]:
+    return [found for path, source in sources().items() for found in imports_of(path, source)]
+
+
+def is_in(module: str, prefixes) -> bool:
+    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
+
+
+def breaks_layers(found: Import) -> bool:
+    module = found.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    layer = max((name for name in LAYERS if is_in(module, (name,))), key=len)
+    return is_in(found.module, PACKAGES) and not is_in(found.module, LAYERS[layer])
+
+
+def breaks_places(found: Import) -> bool:
+    places = PLACES.get(found.module.split(".")[0])
+    return places is not None and not found.path.startswith(places)
+
+
+def breaks_core(found: Import) -> bool:
+    return "/core/" in found.path and is_in(found.module, NOT_IN_A_CORE)
+
+
+def breaks_click(found: Import) -> bool:
+    return is_in(found.module, ("click",)) and not found.path.endswith("/cli.py")
+
+
+def breaks_rich(found: Import) -> bool:
+    return is_in(found.module, ("rich",)) and found.at_start
+
+
+RULES = (breaks_layers, breaks_places, breaks_core, breaks_click, breaks_rich)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_no_file_breaks_the_rule(rule):
+    """Goal: the rule holds everywhere; method: every import of every file."""
+    assert [str(found) for found in all_imports() if rule(found)] == []
+
+
+def test_pynvml_is_in_one_file_at_most():
+    """Goal: one place talks to NVML; method: collect the files that import it."""
+    files = {found.path for found in all_imports() if is_in(found.module, ("pynvml",))}
+    assert len(files) <= 1, files
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [
+        (breaks_layers, "gms/server.py", "def f():\n    from lockserver.client import LockClient"),
+        (breaks_layers, "lockserver/x.py", "import engine.tree"),
+        (breaks_layers, "engine/x.py", "from gms.server import Server"),
+        (breaks_layers, "engine/x.py", "from lockserver import witness"),
+        (breaks_layers, "understudy/wire/x.py", "from understudy.service.clock import Clock"),
+        (breaks_layers, "understudy/service/x.py", "from ..wire import frames"),
+        (breaks_layers, "understudy/errors.py", "import understudy.wire"),
+        (breaks_layers, "engine/x.py", "import understudy.pod.cli"),
+        (breaks_places, "engine/supervisor.py", "import numpy as np"),
+        (breaks_places, "gms/vmm/host.py", "from cuda.bindings import driver"),
+        (breaks_places, "gms/client.py", "importlib.import_module('torch')"),
+        (breaks_core, "gms/core/epochs.py", "from asyncio import Queue"),
+        (breaks_core, "engine/core/probes.py", "if TYPE_CHECKING:\n    import logging"),
+        (breaks_click, "lockserver/server.py", "import click"),
+        (breaks_rich, "understudy/pod/cli.py", "from rich.table import Table"),
+    ],
+)
+def test_each_rule_catches_what_it_forbids(rule, path, source):
+    """Goal: a rule that cannot fail is none; method: one forbidden line for each."""
+    assert [rule(found) for found in imports_of(path, source)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("engine/supervisor.py", "from gms.client import Reader"),
+        ("engine/supervisor.py", "from lockserver.client import LockClient"),
+        ("understudy/pod/drill/killer.py", "import engine.messages"),
+        ("gms/__init__.py", "from . import client"),
+        ("understudy/service/metrics.py", "from understudy import __version__"),
+        ("understudy/service/cli.py", "import click"),
+        ("gms/vmm/cuda_driver.py", "from cuda.bindings import driver"),
+        ("understudy/pod/cli.py", "def show():\n    from rich.table import Table"),
+    ],
+)
+def test_no_rule_forbids_what_is_meant(path, source):
+    """Goal: the rules are the design's, no more; method: one allowed line for each."""
+    (found,) = imports_of(path, source)
+    assert [rule.__name__ for rule in RULES if rule(found)] == []
+
+
+def modules_without_gpu() -> list[str]:
+    """Every module that must be importable on a machine with no GPU, torch or vLLM."""
+    confined = tuple(place for name in ("cuda", "torch", "vllm") for place in PLACES[name])
+    return [
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in sources()
+        if not path.startswith(confined) and not path.endswith("/__main__.py")
+    ]
+
+
+def run_importing(modules, then) -> str:
+    program = textwrap.dedent(
+        """
+        import importlib, sys
+        for name in ("torch", "vllm", "cuda", "pynvml"):
+            sys.modules[name] = None  # importing it now raises ImportError
+        for name in sys.argv[1].split():
+            importlib.import_module(name)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program + then, " ".join(modules)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_module_imports_without_gpu_torch_or_vllm():
+    """Goal: a laptop is enough; method: import all in a process where these do not exist."""
+    assert run_importing(modules_without_gpu(), "print('all')") == "all\n"
+
+
+def test_long_lived_processes_load_nothing_heavy_at_start():
+    """Goal: memory limits of lock server, GMS and supervisor; method: what their modules load."""
+    lean = [
+        module
+        for module in modules_without_gpu()
+        if not is_in(module, ("engine.backends", "understudy.pod"))
+    ]
+    heavy = run_importing(lean, f"print(*sorted(set({NOT_LOADED_AT_START}) & set(sys.modules)))")
+    assert heavy.split() == []

@@ -1,0 +1,19 @@
+"""What runs here: the version, and the commit where the build knows it."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+from understudy import __version__
+
+COMMIT_ENV = "UNDERSTUDY_COMMIT"  # set by an image's build; a wheel does not know its commit
+
+
+def build_info() -> dict[str, str]:
+    """`version`, `commit` ("unknown" where nobody said) and `python`, for people and metrics."""
+    return {
+        "version": __version__,
+        "commit": os.environ.get(COMMIT_ENV) or "unknown",
+        "python": platform.python_version(),
+    }
