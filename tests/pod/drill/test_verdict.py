@@ -114,7 +114,7 @@ def test_text_of_an_older_grant_after_a_newer_one_is_two_active():
     assert served_out_of_order([old, new]) == []  # one turn: no order can be told
     assert served_out_of_order([replace(old, last_turn=21), new]) == [replace(old, last_turn=21)]
     later = served(3, sent=5, first=15)
-    assert served_out_of_order([old, new, later]) == [old, new]
+    assert served_out_of_order([old, new, later]) == [new, old]
 
 
 def test_spread_is_by_nearest_rank():

@@ -10,6 +10,7 @@ checked is a problem, and a drill with problems has failed.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +75,7 @@ def judge(records: Records, kills_wanted: int) -> Report:
     counts = dict.fromkeys(Outcome, 0)
     for _, outcome in outcomes:
         counts[outcome] += 1
-    serving = [first_answer(kill, records.exchanges) for kill in records.kills]
+    serving = first_answers(records.kills, records.exchanges)
     failovers = [
         first.first_token_ms - kill.killed_ms
         for kill, first in zip(records.kills, serving, strict=True)
@@ -132,6 +133,17 @@ def first_answer(kill: Kill, exchanges: Iterable[Exchange]) -> Exchange | None:
     return min(served, key=lambda exchange: exchange.first_token_ms or math.inf, default=None)
 
 
+def first_answers(kills: Sequence[Kill], exchanges: Iterable[Exchange]) -> list[Exchange | None]:
+    """`first_answer` of every kill, each looked for only until the next kill."""
+    ordered = sorted(exchanges, key=lambda exchange: exchange.sent_ms)
+    starts = [bisect_left(ordered, kill.killed_ms, key=lambda e: e.sent_ms) for kill in kills]
+    ends = [*starts, len(ordered)][1:]
+    return [
+        first_answer(kill, ordered[start:end])
+        for kill, start, end in zip(kills, starts, ends, strict=True)
+    ]
+
+
 def phases_of(kill: Kill, first: Exchange | None) -> dict[str, float]:
     """Milliseconds of each phase of one failover, for those whose both ends were observed.
 
@@ -154,18 +166,21 @@ def phases_of(kill: Kill, first: Exchange | None) -> dict[str, float]:
 
 def served_out_of_order(exchanges: Sequence[Exchange]) -> list[Exchange]:
     """Answers of an older grant with text after the first text of a newer grant."""
-    first_turns: dict[int, int] = {}
-    for exchange in exchanges:
-        if exchange.token is not None and exchange.first_token_ms is not None:
-            turn = first_turns.get(exchange.token, exchange.first_turn)
-            first_turns[exchange.token] = min(turn, exchange.first_turn)
+    answered = [
+        (exchange.token, exchange)
+        for exchange in exchanges
+        if exchange.token is not None and exchange.first_token_ms is not None
+    ]
+    answered.sort(key=lambda pair: pair[0], reverse=True)  # newest grant first
     late = []
-    for exchange in exchanges:
-        if exchange.token is None or exchange.first_token_ms is None:
-            continue
-        newer = [turn for token, turn in first_turns.items() if token > exchange.token]
-        if newer and exchange.last_turn > min(newer):
+    newest_first_turn = own_first_turn = math.inf  # of all newer grants; of this grant so far
+    grant = None
+    for token, exchange in answered:
+        if token != grant:
+            grant, newest_first_turn = token, min(newest_first_turn, own_first_turn)
+        if exchange.last_turn > newest_first_turn:
             late.append(exchange)
+        own_first_turn = min(own_first_turn, exchange.first_turn)
     return late
 
 

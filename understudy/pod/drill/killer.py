@@ -1,0 +1,98 @@
+"""Finds the active engine, waits until the pod is whole, and has a process killed.
+
+Owns the question "may the next kill be made?": one engine is active, holds the lock under a token,
+and another waits in standby in the lock server's queue. Killing goes through the engine's control
+socket, so that it works across PID namespaces and a rehearsed death is not taken for a crash loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine import messages as engine_messages
+from understudy.errors import UnderstudyError, UnreachableError, WaitTimeoutError
+from understudy.pod.drill.observer import Observer, OldTree
+from understudy.pod.drill.records import Kill
+from understudy.pod.gather import engine_sockets, gather
+from understudy.pod.peers import ask
+from understudy.pod.view import PARKED
+from understudy.service.clock import SystemClock
+from understudy.service.procfs import descendants
+
+WHOLE_POLL_S = 0.05
+WHOLE_DEADLINE_S = (
+    300.0  # a relaunched engine attaches in seconds; a real one on 2 cores in minutes
+)
+
+clock = SystemClock()
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A pod with redundancy: who serves, under which token, at which address, who waits."""
+
+    engine: str
+    token: int
+    service: str
+    standbys: tuple[str, ...]
+
+
+async def wait_whole(directory: Path, deadline_s: float = WHOLE_DEADLINE_S) -> Whole:
+    """Poll until one engine serves and another is parked in the queue.
+
+    Raises:
+        WaitTimeoutError: `drill.not_whole`, with what is missing.
+    """
+    end_ms = clock.now_ms() + deadline_s * 1000
+    while True:
+        view = await gather(directory)
+        lock = (view["lockserver"].get("locks") or {}).get("active") or {}
+        queued = {waiter.get("engine") for waiter in lock.get("waiters") or []}
+        parked = [
+            engine["engine"]["id"]
+            for engine in view["engines"]
+            if (engine.get("engine") or {}).get("state") == PARKED
+        ]
+        ready = tuple(name for name in parked if name in queued)
+        if view["active"] is not None and view["token"] is not None and ready:
+            service = (view["lockserver"].get("service") or {}).get("active") or {}
+            return Whole(view["active"], view["token"], str(service.get("address")), ready)
+        if clock.now_ms() > end_ms:
+            said = (
+                "; ".join(view["problems"])
+                or f"standby {parked}, queued {sorted(map(str, queued))}"
+            )
+            raise WaitTimeoutError(
+                "drill.not_whole",
+                f"the pod was not whole within {deadline_s:g} s: it is {view['state']}, {said}",
+            )
+        await asyncio.sleep(WHOLE_POLL_S)
+
+
+async def kill_active(directory: Path, target: str, whole: Whole, observer: Observer) -> Kill:
+    """Kill `target` of the active engine; returns as soon as the kill was made.
+
+    Raises:
+        UnderstudyError: the engine would not do it.
+    """
+    path = engine_sockets(directory)[whole.engine]
+    supervisor = (await ask(path, engine_messages.CONTROL, engine_messages.Status())).pid
+    backend = descendants(supervisor) if supervisor else []
+    # A supervisor outlives its backend's death, and must not outlive its own.
+    tree = OldTree.of([supervisor, *backend] if target == "supervisor" else backend)
+    kill = Kill(target, whole.engine, whole.token, killed_ms=clock.now_ms())
+    observer.expect(kill, tree)
+    try:
+        answered = await ask(path, engine_messages.CONTROL, engine_messages.Kill(target))
+    except UnreachableError as error:
+        # A supervisor that ends at once may take its answer with it: the moment before stands.
+        if target != "supervisor":
+            raise UnderstudyError(
+                "drill.kill_failed", f"{whole.engine} did not kill {target}: {error.message}"
+            ) from error
+    else:
+        if isinstance(answered.message, engine_messages.Killing):
+            kill.killed_ms = answered.message.mono_ms
+    return kill

@@ -1,0 +1,152 @@
+"""Sees what a kill leads to: grants, states of engines, deaths of processes.
+
+Owns the pidfds of the engine that is about to be killed, opened *before* the kill: a pidfd names a
+process for ever, a pid may be somebody else's by then. When the lock server tells of the next
+grant, every one of them must be readable; one that is not is a process that could still touch the
+old engine's memory while the new engine has the right to. Nothing is asked of the pod for this:
+the kernel says who lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine import messages as engine_messages
+from lockserver import messages as lock_messages
+from understudy.pod.drill.records import Kill, Records
+from understudy.pod.gather import LOCKSERVER_SOCKET
+from understudy.pod.peers import Watch
+from understudy.service.procfs import name as process_name
+from understudy.wire.messages import Message
+
+
+@dataclass(slots=True)
+class OldTree:
+    """The processes of one engine, held by pidfds."""
+
+    names: dict[int, str] = field(default_factory=dict)  # pidfd → "pid 17 (engine)"
+
+    @classmethod
+    def of(cls, pids: Iterable[int]) -> OldTree:
+        tree = cls()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself a moment ago
+                name = process_name(pid)
+                tree.names[os.pidfd_open(pid)] = f"pid {pid} ({name})"
+        return tree
+
+    def alive(self) -> list[str]:
+        """Those that have not ended at this instant."""
+        poll = select.poll()
+        for pidfd in self.names:
+            poll.register(pidfd, select.POLLIN)
+        ended = {pidfd for pidfd, _ in poll.poll(0)}
+        return [name for pidfd, name in self.names.items() if pidfd not in ended]
+
+    def close(self) -> None:
+        for pidfd in self.names:
+            os.close(pidfd)
+        self.names.clear()
+
+
+class Observer:
+    """Watches the lock server and every engine, and writes into `records`."""
+
+    def __init__(self, directory: Path, engines: Mapping[str, str], records: Records) -> None:
+        self._records = records
+        self._kill: Kill | None = None
+        self._tree = OldTree()
+        self._watches = [
+            Watch(
+                str(directory / LOCKSERVER_SOCKET),
+                lock_messages.CATALOGUE,
+                lock_messages.Watch(),
+                self._heard_lockserver,
+            )
+        ]
+        self._watches += [
+            Watch(
+                path,
+                engine_messages.CONTROL,
+                engine_messages.Watch(),
+                lambda message, engine=engine: self._heard_engine(engine, message),  # type: ignore[misc] # mypy has no types for defaults of lambdas
+            )
+            for engine, path in engines.items()
+        ]
+
+    def expect(self, kill: Kill, tree: OldTree) -> None:
+        """What is heard from now on belongs to `kill`; takes `tree`."""
+        self._tree.close()
+        self._kill, self._tree = kill, tree
+
+    async def close(self) -> None:
+        for watch in self._watches:
+            await watch.close()
+        self._tree.close()
+
+    # ------------------------------------------------------------------ what is heard
+
+    def _heard_lockserver(self, message: Message) -> None:
+        if isinstance(message, lock_messages.Granted) and message.lock == "active":
+            self._granted(message.engine, message.token)
+        elif isinstance(message, lock_messages.EventRecord):
+            record, data = message.record, message.record.get("data") or {}
+            if data.get("lock") != "active":
+                return
+            if record.get("type") == "lock.granted":
+                self._granted(str(data.get("engine")), int(data.get("token", 0)))
+                self._note_grant(data)
+
+    def _granted(self, engine: str, token: int) -> None:
+        """A newer grant: nobody of the old tree may live. Heard twice, as message and as event."""
+        kill = self._kill
+        if kill is None or token <= kill.old_token or kill.new_token is not None:
+            return
+        kill.new_token, kill.new_engine = token, engine
+        alive = self._tree.alive()
+        if self._tree.names:
+            self._records.grants_checked += 1
+        if alive:
+            self._records.overlaps.append(
+                f"token {token} was granted to {engine} while {', '.join(alive)} "
+                f"of {kill.engine} lived"
+            )
+
+    def _note_grant(self, data: Mapping[str, Any]) -> None:
+        kill = self._kill
+        if kill is None or data.get("token") != kill.new_token:
+            return
+        kill.fenced_ms = _after(kill, data.get("fenced_mono_ms"))
+        _earliest_detection(kill, data.get("lost_mono_ms"))
+
+    def _heard_engine(self, engine: str, message: Message) -> None:
+        kill = self._kill
+        if kill is None or not isinstance(message, engine_messages.EngineEvent):
+            return
+        record, data = message.record, message.record.get("data") or {}
+        if record.get("type") == "engine.child_exit" and engine == kill.engine:
+            _earliest_detection(kill, data.get("seen_mono_ms", record.get("mono_ms")))
+        elif record.get("type") == "engine.state" and engine != kill.engine:
+            if data.get("to") == "waking" and kill.granted_ms is None:
+                kill.granted_ms = _after(kill, record.get("mono_ms"))
+            elif data.get("to") == "active" and kill.active_ms is None:
+                kill.active_ms = _after(kill, record.get("mono_ms"))
+
+
+def _after(kill: Kill, mono_ms: Any) -> float | None:
+    """`mono_ms` if it is a time after the kill: an event of an earlier failover is not one."""
+    if isinstance(mono_ms, (int, float)) and mono_ms >= kill.killed_ms:
+        return float(mono_ms)
+    return None
+
+
+def _earliest_detection(kill: Kill, mono_ms: Any) -> None:
+    seen_ms = _after(kill, mono_ms)
+    if seen_ms is not None and (kill.detected_ms is None or seen_ms < kill.detected_ms):
+        kill.detected_ms = seen_ms

@@ -1,0 +1,102 @@
+"""The report of a drill for people, and what the machine was that it ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from understudy.pod.drill.records import PHASES
+from understudy.pod.drill.verdict import Report, Spread
+from understudy.service.procfs import descendants, rss_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Open descriptors and resident bytes of one container's processes, taken together."""
+
+    fds: int
+    rss_bytes: int
+
+
+def usage_of(pid: int) -> Usage:
+    """What `pid` and everything below it use now."""
+    fds = rss = 0
+    for process in (pid, *descendants(pid)):
+        rss += rss_bytes(process) or 0
+        try:
+            fds += len(os.listdir(f"/proc/{process}/fd"))
+        except OSError:
+            continue  # it ended
+    return Usage(fds, rss)
+
+
+def machine() -> dict[str, Any]:
+    """Enough to compare two reports: cores, memory, kernel, Python."""
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": _cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory_bytes,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def print_report(
+    report: Report,
+    console: Console,
+    backend: str,
+    usages: Mapping[str, tuple[Usage, Usage]],
+) -> None:
+    """The table that `understudy drill` ends with."""
+    from rich.table import Table
+
+    about = machine()
+    table = Table(title=f"failover, {backend} backend, {about['cpus']} CPUs ({about['cpu']})")
+    table.add_column("milliseconds")
+    for column in ("p50", "p99", "max"):
+        table.add_column(column, justify="right")
+    for phase in PHASES:
+        table.add_row(f"  {phase}", *_cells(report.phases_ms[phase]))
+    table.add_section()
+    table.add_row("failover", *_cells(report.failover_ms), style="bold")
+    console.print(table)
+    killed = ", ".join(f"{target} {count}" for target, count in report.killed.items())
+    console.print(f"kills            {report.kills} ({killed})")
+    console.print(f"requests         {report.requests}, lost in flight {report.lost_in_flight}")
+    for name, count in (
+        ("refused", report.refused),
+        ("wrong tokens", report.wrong_tokens),
+        ("double active", report.double_active),
+    ):
+        console.print(f"{name:<16} {count}", style="red" if count else "green")
+    for name, (before, after) in usages.items():
+        change = 100 * (after.rss_bytes - before.rss_bytes) / max(1, before.rss_bytes)
+        console.print(
+            f"{name:<16} descriptors {before.fds} → {after.fds}, "
+            f"memory {before.rss_bytes / 2**20:.1f} MiB {change:+.1f} %"
+        )
+    for problem in report.problems:
+        console.print(f"problem          {problem}", style="red", markup=False)
+    console.print("passed" if report.passed else "FAILED", style="bold", markup=False)
+
+
+def _cells(spread: Spread) -> list[str]:
+    return ["-" if value is None else f"{value:.1f}" for value in spread.to_dict().values()]
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.machine()

@@ -1,0 +1,134 @@
+"""One drill from beginning to end: learn the answers, load the pod, kill, wait, kill again.
+
+Owns the order of things and what is said on the way. Measures through `clients` and `observer`,
+acts through `killer`, judges nothing. It is kept lean, because it shares its cores with the pod
+whose speed it reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from understudy.errors import UnderstudyError, WaitTimeoutError
+from understudy.pod.drill.clients import Target, send, stream_without_pause
+from understudy.pod.drill.killer import Whole, kill_active, wait_whole
+from understudy.pod.drill.observer import Observer
+from understudy.pod.drill.prompts import all_prompts, learn_answers
+from understudy.pod.drill.records import TARGETS, Kill, Prompt, Records
+from understudy.pod.gather import engine_sockets
+from understudy.pod.http_get import get
+
+FIRST_WHOLE_DEADLINE_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
+TAKEOVER_DEADLINE_S = 90.0  # past the waking budget (60 s) and the hold (10 s): it will not come
+
+
+@dataclass(frozen=True, slots=True)
+class DrillPlan:
+    """How many kills, of what, under how much load. `targets` are taken in turn."""
+
+    kills: int = 20
+    targets: Sequence[str] = TARGETS
+    clients: int = 4
+
+
+class Drill:
+    """A drill on the pod whose sockets are in `directory`. `records` grows while it runs."""
+
+    def __init__(self, directory: Path, plan: DrillPlan, say: Callable[[str], None]) -> None:
+        self.records = Records()
+        self._directory = directory
+        self._plan = plan
+        self._say = say
+        self._prompts: list[Prompt] = []
+
+    async def prepare(self) -> Target:
+        """Wait until the pod is whole and learn the expected answers from whoever serves.
+
+        Raises:
+            UnderstudyError: the pod does not get whole, or its model answers nothing.
+        """
+        whole = await wait_whole(self._directory, FIRST_WHOLE_DEADLINE_S)
+        host, _, port = whole.service.rpartition(":")
+        host = host.strip("[]")
+        target = Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
+        model = await _model_name(target)
+        self._prompts, self.records.expected = await learn_answers(target, all_prompts(model))
+        self._say(
+            f"{whole.engine} serves {model} at {target.host}:{target.port}, "
+            f"{', '.join(whole.standbys)} stands by; "
+            f"{len(self._prompts)} prompts, {self._plan.clients} clients"
+        )
+        return target
+
+    async def run(self, target: Target) -> None:
+        """All kills under load. Raises what ended it early; `records` stands either way."""
+        stopping = asyncio.Event()
+        engines = engine_sockets(self._directory)
+        observer = Observer(self._directory, engines, self.records)
+        exchanges = self.records.exchanges
+        clients = [
+            asyncio.create_task(
+                stream_without_pause(target, self._prompts, number, exchanges.append, stopping)
+            )
+            for number in range(self._plan.clients)
+        ]
+        try:
+            targets = itertools.cycle(self._plan.targets)
+            for number in range(1, self._plan.kills + 1):
+                whole = await wait_whole(self._directory)
+                await self._kill(number, next(targets), whole, target, observer)
+            await wait_whole(self._directory)  # the last one that was killed comes back, too
+            stopping.set()
+            await asyncio.gather(*clients)
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+            await observer.close()
+
+    async def _kill(
+        self, number: int, what: str, whole: Whole, target: Target, observer: Observer
+    ) -> None:
+        kill = await kill_active(self._directory, what, whole, observer)
+        self.records.kills.append(kill)
+        took_ms = await self._probe(kill, target)
+        self._say(
+            f"kill {number}/{self._plan.kills}  {what} of {kill.engine}  "
+            f"{kill.new_engine or 'the next'} answered after {took_ms:.0f} ms"
+        )
+
+    async def _probe(self, kill: Kill, target: Target) -> float:
+        """Ask afresh, at once, until a newer grant answers; milliseconds since the kill."""
+        prompts = itertools.cycle(self._prompts)
+        end_ms = kill.killed_ms + TAKEOVER_DEADLINE_S * 1000
+        while True:
+            exchange = await send(target, next(prompts))
+            self.records.exchanges.append(exchange)
+            is_newer = exchange.token is not None and exchange.token > kill.old_token
+            if is_newer and exchange.first_token_ms is not None:
+                return exchange.first_token_ms - kill.killed_ms
+            if exchange.ended_ms > end_ms:
+                raise WaitTimeoutError(
+                    "drill.no_takeover",
+                    f"nobody took over from {kill.engine} within {TAKEOVER_DEADLINE_S:g} s; the "
+                    f"last request: {exchange.end}, status {exchange.status}, {exchange.detail}",
+                )
+            # Without this, a port that refuses would be asked thousands of times a second.
+            await asyncio.sleep(0.002)
+
+
+async def _model_name(target: Target) -> str:
+    answer = await get(f"http://{target.host}:{target.port}/v1/models", timeout_s=30)
+    models = answer.json().get("data") or [{}]
+    name = models[0].get("id")
+    if not isinstance(name, str):
+        said = json.dumps(answer.json())[:200] if answer.body else answer.reason
+        raise UnderstudyError(
+            "drill.no_model", f"/v1/models names no model ({answer.status}: {said})"
+        )
+    return name

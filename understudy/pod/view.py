@@ -1,0 +1,187 @@
+"""What a pod looks like from outside: the parts' documents in, one document or a few lines out.
+
+Pure. Owns the three words that people ask for (healthy, degraded, down) and what follows from
+them. Must not ask anybody anything: `gather.py` does. A part that did not answer is None or has an
+`error`, which is shown: a hole in the picture is part of the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+SCHEMA = 1
+PARKED = "standby"
+SERVING = "active"
+
+Document = Mapping[str, Any]
+
+
+def pod_view(
+    directory: str,
+    lockserver: Document,
+    gms: Sequence[Document],
+    engines: Sequence[Document],
+) -> dict[str, Any]:
+    """The document of `understudy status --json`.
+
+    Each part is its own status document, or `{"name", "error"}` where it did not answer.
+    """
+    states = [_engine_state(engine) for engine in engines]
+    holder = _active(lockserver).get("holder") or {}
+    serving = states.count(SERVING) == 1 and _active(lockserver).get("state") == "held"
+    standbys = states.count(PARKED)
+    faults = _faults(lockserver, gms, engines, states)
+    if serving and not standbys:
+        faults.append("no standby: the next death of the active engine is an outage")
+    soundness = "degraded" if faults else "healthy"
+    return {
+        "schema": SCHEMA,
+        "dir": directory,
+        "state": soundness if serving else "down",
+        "active": holder.get("engine") if serving else None,
+        "token": holder.get("token"),
+        "standbys": standbys,
+        "problems": faults,
+        "lockserver": dict(lockserver),
+        "gms": [dict(part) for part in gms],
+        "engines": [dict(engine) for engine in engines],
+    }
+
+
+def is_reachable(view: Document) -> bool:
+    """Whether anybody answered at all."""
+    parts = [view["lockserver"], *view["gms"], *view["engines"]]
+    return any("error" not in part for part in parts)
+
+
+def lines(view: Document, now: datetime) -> list[str]:
+    """The view for people, in less than 15 lines for a pod of two engines and one device."""
+    ready = f"failover ready ({view['standbys']} standby)" if view["standbys"] else "no failover"
+    out = [f"pod    {view['dir']}   {view['state']}   {ready}", _lock_line(view, now)]
+    if view["engines"]:
+        out += _table([_engine_header(), *(_engine_row(part, now) for part in view["engines"])])
+    out += [_gms_line(part, device) for part in view["gms"] for device in _devices(part)]
+    out += [f"! {problem}" for problem in view["problems"][:4]]
+    return out
+
+
+def since(value: str | None, now: datetime) -> str:
+    """`3h12m` from an RFC 3339 time; `-` if there is none."""
+    if not value:
+        return "-"
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError:
+        return "-"
+    seconds = max(0, int((now - moment.astimezone(UTC)).total_seconds()))
+    days, rest = divmod(seconds, 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, seconds = divmod(rest, 60)
+    if days:
+        return f"{days}d{hours}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def size(value: Any) -> str:
+    """A number of bytes for people."""
+    if not isinstance(value, int):
+        return "-"
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= scale:
+            return f"{value / scale:.1f} {unit}"
+    return f"{value} B"
+
+
+def _active(lockserver: Document) -> Document:
+    locks = lockserver.get("locks") or {}
+    return locks.get("active") or {}
+
+
+def _engine(part: Document) -> Document:
+    return part.get("engine") or {}
+
+
+def _engine_state(part: Document) -> str:
+    return str(_engine(part).get("state", "unreachable"))
+
+
+def _faults(
+    lockserver: Document,
+    gms: Sequence[Document],
+    engines: Sequence[Document],
+    states: Sequence[str],
+) -> list[str]:
+    faults = [
+        f"{part['name']}: {part['error']}"
+        for part in (lockserver, *gms, *engines)
+        if "error" in part
+    ]
+    if states.count(SERVING) > 1:
+        faults.append("more than one engine says that it is active")
+    problem = _active(lockserver).get("problem")
+    if problem:
+        faults.append(f"lock active: {problem}")
+    for part in gms:
+        faults += [
+            f"memory of {device.get('device_uuid')} is recovering"
+            for device in _devices(part)
+            if device.get("state") == "recovering"
+        ]
+    return faults
+
+
+def _lock_line(view: Document, now: datetime) -> str:
+    lock = _active(view["lockserver"])
+    if not lock:
+        return "lock   active   unknown: the lock server does not answer"
+    holder = lock.get("holder")
+    if not holder:
+        return f"lock   active   {lock.get('state')}   last token {view['lockserver'].get('token')}"
+    return (
+        f"lock   active   {lock.get('state')} by {holder.get('engine')}   "
+        f"token {holder.get('token')}   since {since(holder.get('since'), now)}"
+    )
+
+
+def _engine_header() -> tuple[str, ...]:
+    return ("engine", "role", "state", "since", "in flight", "reason")
+
+
+def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
+    if "error" in part:
+        return (str(part["name"]), "-", "unreachable", "-", "-", "-")
+    engine = _engine(part)
+    return (
+        str(engine.get("id", "?")),
+        str(engine.get("role", "-")),
+        str(engine.get("state", "?")),
+        since(engine.get("since"), now),
+        str(part.get("inflight", "-")),
+        str(engine.get("reason") or "-")[:60],
+    )
+
+
+def _devices(part: Document) -> Sequence[Document]:
+    devices = part.get("devices")
+    return devices if isinstance(devices, (list, tuple)) else []
+
+
+def _gms_line(part: Document, device: Document) -> str:
+    sessions, waiting = device.get("sessions") or [], device.get("waiting") or []
+    return (
+        f"gms    {device.get('device_uuid', part.get('name'))}   {device.get('state')}   "
+        f"{device.get('tag', 'weights')} {size(device.get('committed_bytes'))}   "
+        f"{len(sessions)} sessions   {len(waiting)} waiting"
+    )
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
