@@ -29,8 +29,8 @@ SPECIALS = ("<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 BOS, EOS, END_OF_TURN = "<s>", "</s>", "<|end|>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "{% if message.role not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('unknown role ' ~ message.role) }}{% endif %}"
+    "{% if message.role not in ['system', 'user', 'assistant'] or message.content is not string %}"
+    "{{ raise_exception('a message needs a known role and a text') }}{% endif %}"
     "{{ '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

@@ -139,7 +139,7 @@ def _read_shard(path: str) -> Shard:
     base = 8 + header_bytes
     tensors = sorted(
         (_stored(path, name, entry, base) for name, entry in header.items()),
-        key=lambda tensor: tensor.offset,
+        key=lambda tensor: (tensor.offset, tensor.nbytes),  # empty ones lie before their neighbour
     )
     for before, after in pairwise(tensors):
         if before.offset + before.nbytes > after.offset:

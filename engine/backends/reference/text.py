@@ -118,8 +118,9 @@ class TextStream:
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         if text.endswith(UNFINISHED):
-            # A later token may complete the last character, and no other.
-            return self._send(text, len(text) - 1)
+            # Later tokens may complete it. Byte-level decoders show one such sign for the bytes so
+            # far, byte-fallback ones one for each byte, and then also for whole characters before.
+            return self._send(text, len(text.rstrip(UNFINISHED)))
         new = self._send(text, len(text))
         if new:
             self._window = self._window[self._known :]

@@ -1,0 +1,91 @@
+"""Checkpoints in plain memory: what shared memory does for the real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from engine.backends.reference.batch import Request, SamplingParams
+from engine.backends.reference.checkpoint import Checkpoint, open_checkpoint
+from engine.backends.reference.decoder import Decoder, KVCache, weights_from
+from engine.backends.reference.generation import Generator, Produced
+
+GOLDEN = os.path.join(os.path.dirname(__file__), "golden")
+GOLDEN_NAMES = sorted(os.listdir(GOLDEN))
+GREEDY = SamplingParams(temperature=0)
+
+
+def golden(name: str) -> str:
+    return os.path.join(GOLDEN, name)
+
+
+def copy_of(name: str, target: Any) -> str:
+    """A golden checkpoint in a directory of its own, to be damaged."""
+    directory = os.path.join(str(target), name)
+    shutil.copytree(golden(name), directory)
+    return directory
+
+
+def load(checkpoint: Checkpoint, misalign_bytes: int = 0) -> dict[str, memoryview]:
+    """The weights in memory, each `misalign_bytes` behind its buffer's start."""
+    memory: dict[str, memoryview] = {}
+
+    def place(name: str, nbytes: int, shape: tuple[int, ...], dtype: str) -> memoryview:
+        assert dtype == "float32"
+        memory[name] = memoryview(bytearray(nbytes + misalign_bytes))[misalign_bytes:]
+        return memory[name][:]
+
+    checkpoint.load_into(place, lambda done, total: None)
+    return memory
+
+
+def decoder_of(directory: str, misalign_bytes: int = 0) -> Decoder:
+    checkpoint = open_checkpoint(directory)
+    memory = load(checkpoint, misalign_bytes)
+    return Decoder(checkpoint.config, weights_from(checkpoint.config, memory.__getitem__))
+
+
+def cache_for(decoder: Decoder, slots: int = 4, max_context: int = 128) -> KVCache:
+    """KV memory full of NaN: a slot that read what nobody wrote would show it."""
+    nbytes = KVCache.bytes_needed(decoder.config, slots, max_context)
+    return KVCache(decoder.config, bytearray(b"\xff" * nbytes), slots, max_context)
+
+
+def run(generator: Generator, requests: Iterable[Request] = ()) -> dict[int, list[Produced]]:
+    """Submit, step until nothing is left, and collect by request."""
+    for request in requests:
+        generator.submit(request)
+    made: dict[int, list[Produced]] = {}
+    while generator.has_work:
+        produced = generator.step()
+        if produced is not None:
+            made.setdefault(produced.request_id, []).append(produced)
+    return made
+
+
+def tokens_of(made: list[Produced]) -> list[int]:
+    return [produced.token for produced in made]
+
+
+def edit_json(path: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    with open(path, encoding="utf-8") as file:
+        document = json.load(file)
+    change(document)
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(document, file)
+
+
+def edit_header(path: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Rewrite a safetensors header in place of the old one, tensors unchanged."""
+    with open(path, "rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+        rest = file.read()
+    change(header)
+    encoded = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded + rest)

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.backends.reference.batch import (
+    PREFILL_CHUNK,
+    Request,
+    SamplingParams,
+    Scheduler,
+    Work,
+    prefill_end,
+)
+from understudy.errors import InvariantError, UnderstudyError, UsageError
+
+CONTEXT = 100
+VOCABULARY = 10
+STOP = 9
+
+
+def request(number: int, prompt: int = 3, max_tokens: int = 4) -> Request:
+    return Request(number, (1,) * prompt, max_tokens, stop_token_ids=(STOP,))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random submit, cancel and work: slots are never shared, lost or idle while somebody waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = Scheduler(3, CONTEXT, VOCABULARY, queue_max=4)
+        self.next_id = 0
+        self.unfinished: dict[int, Request] = {}
+        self.slot_of: dict[int, int] = {}
+        self.position: dict[int, int] = {}
+        self.made: dict[int, int] = {}
+        self.turns_since: dict[int, int] = {}
+
+    def forget(self, number: int) -> None:
+        for table in (self.unfinished, self.slot_of, self.position, self.made, self.turns_since):
+            table.pop(number, None)
+
+    @rule(prompt=st.integers(1, CONTEXT - 1), max_tokens=st.integers(1, 8))
+    def submit(self, prompt: int, max_tokens: int) -> None:
+        self.next_id += 1
+        wanted = request(self.next_id, prompt, max_tokens)
+        if len(self.unfinished) == 3 + 4:
+            with pytest.raises(UnderstudyError) as caught:
+                self.scheduler.submit(wanted)
+            assert caught.value.code == "engine.queue_full"
+            return
+        self.scheduler.submit(wanted)
+        self.unfinished[wanted.id] = wanted
+
+    @precondition(lambda self: self.unfinished)
+    @rule(choice=st.integers(0, 100))
+    def cancel(self, choice: int) -> None:
+        number = sorted(self.unfinished)[choice % len(self.unfinished)]
+        assert self.scheduler.cancel(number)
+        assert not self.scheduler.cancel(number)
+        self.forget(number)
+
+    @rule(token=st.integers(0, VOCABULARY - 1))
+    def work(self, token: int) -> None:
+        work = self.scheduler.next_work()
+        if work is None:
+            assert not self.unfinished
+            return
+        number = work.request_id
+        wanted = self.unfinished[number]
+        self.check_place(work, wanted)
+        reason = self.scheduler.done(work, token if work.samples else None)
+        if not work.samples:
+            assert reason is None
+            return
+        self.made[number] = self.made.get(number, 0) + 1
+        full = len(wanted.prompt) + self.made[number] == CONTEXT
+        expected = "length" if full or self.made[number] == wanted.max_tokens else None
+        assert reason == ("stop" if token == STOP else expected)
+        if reason is not None:
+            self.forget(number)
+
+    def check_place(self, work: Work, wanted: Request) -> None:
+        number = work.request_id
+        # The same slot throughout, and nobody else's.
+        assert self.slot_of.setdefault(number, work.slot) == work.slot
+        assert [slot for slot in self.slot_of.values() if slot == work.slot] == [work.slot]
+        # Positions without a gap, and never beyond the cache.
+        assert work.start == self.position.get(number, 0)
+        self.position[number] = work.start + len(work.tokens)
+        assert self.position[number] <= CONTEXT
+        assert work.index == self.made.get(number, 0)
+        assert work.samples == (self.position[number] >= len(wanted.prompt))
+        # Nobody is starved: everybody else who runs had a turn since.
+        self.turns_since[number] = 0
+        for other in self.turns_since:
+            self.turns_since[other] += other != number
+            assert self.turns_since[other] <= 2 * 3
+
+    @invariant()
+    def slots_are_all_accounted_for(self) -> None:
+        assert self.scheduler.running + self.scheduler.slots_free == 3
+        assert self.scheduler.running + self.scheduler.waiting == len(self.unfinished)
+        assert not self.scheduler.waiting or not self.scheduler.slots_free
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+@given(st.integers(1, 500))
+def test_prefill_end_cuts_by_position_only(prompt: int):
+    """Chunks tile the prompt, and all but the last end where every longer prompt's would."""
+    start = 0
+    while start < prompt:
+        end = prefill_end(start, prompt)
+        assert start < end <= prompt
+        assert end == min(prefill_end(start, 10_000), prompt)
+        assert end % PREFILL_CHUNK == 0 or end == prompt
+        start = end
+
+
+def test_cancel_running_request_gives_its_slot_to_the_first_waiting_one():
+    """A client that leaves frees its slot at once: the next work is the waiting request's."""
+    scheduler = Scheduler(1, CONTEXT, VOCABULARY)
+    for number in (1, 2, 3):
+        scheduler.submit(request(number))
+    scheduler.cancel(1)
+    work = scheduler.next_work()
+    assert work is not None
+    assert work.request_id == 2
+    assert scheduler.waiting == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "code"),
+    [
+        (Request(1, (), 4), "request.prompt_empty"),
+        (request(1, prompt=CONTEXT), "request.prompt_too_long"),
+        (Request(1, (VOCABULARY,), 4), "request.bad_token"),
+        (Request(1, (-1,), 4), "request.bad_token"),
+        (request(1, max_tokens=0), "request.bad_parameter"),
+        (Request(1, (1,), 1, SamplingParams(temperature=-0.1)), "request.bad_parameter"),
+        (Request(1, (1,), 1, SamplingParams(temperature=math.nan)), "request.bad_parameter"),
+        (Request(1, (1,), 1, SamplingParams(temperature=math.inf)), "request.bad_parameter"),
+        (Request(1, (1,), 1, SamplingParams(top_p=0.0)), "request.bad_parameter"),
+        (Request(1, (1,), 1, SamplingParams(top_p=1.1)), "request.bad_parameter"),
+        (Request(1, (1,), 1, SamplingParams(top_k=-1)), "request.bad_parameter"),
+        (Request(1, (1,), 1, SamplingParams(seed=1 << 64)), "request.bad_parameter"),
+        (Request(1, (1,), 1, SamplingParams(logprobs=21)), "request.bad_parameter"),
+    ],
+)
+def test_submit_bad_request_is_refused_and_changes_nothing(bad: Request, code: str):
+    """A request that cannot be served costs its sender only: refuse it, then serve a good one."""
+    scheduler = Scheduler(1, CONTEXT, VOCABULARY)
+    with pytest.raises(UsageError) as caught:
+        scheduler.submit(bad)
+    assert caught.value.code == code
+    assert (scheduler.running, scheduler.waiting, scheduler.slots_free) == (0, 0, 1)
+    scheduler.submit(request(1))
+    with pytest.raises(UsageError, match="already under way"):
+        scheduler.submit(request(1))
+
+
+def test_done_for_work_that_was_not_handed_out_is_our_own_fault():
+    """The caller's slip is not papered over: each misuse raises InvariantError."""
+    scheduler = Scheduler(1, CONTEXT, VOCABULARY)
+    scheduler.submit(request(1))
+    work = scheduler.next_work()
+    assert work is not None
+    with pytest.raises(InvariantError):
+        scheduler.next_work()
+    with pytest.raises(InvariantError):
+        scheduler.cancel(1)
+    with pytest.raises(InvariantError):
+        scheduler.done(work, None)
+    assert scheduler.done(work, STOP) == "stop"
+    with pytest.raises(InvariantError):
+        scheduler.done(work, STOP)

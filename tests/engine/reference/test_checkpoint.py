@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+
+from engine.backends.reference import checkpoint as module
+from engine.backends.reference.checkpoint import identity, open_checkpoint
+from tests.engine.reference.support import (
+    GOLDEN_NAMES,
+    copy_of,
+    edit_header,
+    edit_json,
+    golden,
+    load,
+)
+from understudy.errors import UsageError
+
+SHARDED = "llama3-rope-sharded-bf16"
+
+
+@pytest.mark.parametrize("name", ["tied-f32", "linear-rope-f16"])
+def test_load_into_gives_what_the_safetensors_library_reads(name: str):
+    """Bytes arrive unchanged or exactly widened: compare every tensor with the library's."""
+    memory = load(open_checkpoint(golden(name)))
+    with safetensors.safe_open(os.path.join(golden(name), "model.safetensors"), "np") as file:
+        assert set(memory) == set(file.keys())
+        for key in file.keys():  # noqa: SIM118 - not a dict
+            expected = file.get_tensor(key).astype(np.float32)
+            assert bytes(memory[key]) == expected.tobytes()
+
+
+def test_load_into_bfloat16_is_the_upper_half_of_float32():
+    """Every bfloat16 pattern widens exactly: shift the stored bits by hand and compare."""
+    checkpoint = open_checkpoint(golden("untied-gqa-bf16"))
+    memory = load(checkpoint)
+    for tensor in checkpoint.tensors:
+        with open(tensor.stored.shard, "rb") as file:
+            file.seek(tensor.stored.offset)
+            stored = np.frombuffer(file.read(tensor.stored.nbytes), "<u2")
+        bits = stored.astype(np.uint32) << 16
+        assert bytes(memory[tensor.name]) == bits.tobytes()
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_load_into_small_pieces_report_every_byte(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Progress only grows and ends at the total; pieces that cut tensors change no byte."""
+    whole = {key: bytes(view) for key, view in load(open_checkpoint(golden(name))).items()}
+    monkeypatch.setattr(module, "READ_BYTES", 200)
+    checkpoint = open_checkpoint(golden(name))
+    memory: dict[str, bytearray] = {}
+    seen: list[tuple[int, int]] = []
+
+    def place(key: str, nbytes: int, shape: tuple[int, ...], dtype: str) -> memoryview:
+        memory[key] = bytearray(nbytes)
+        return memoryview(memory[key])
+
+    checkpoint.load_into(place, lambda done, total: seen.append((done, total)))
+    assert {key: bytes(value) for key, value in memory.items()} == whole
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1] == (checkpoint.weights_bytes, checkpoint.weights_bytes)
+    memory[checkpoint.tensors[0].name].clear()  # BufferError if a view had been kept
+
+
+def test_load_into_needs_no_second_copy(monkeypatch: pytest.MonkeyPatch):
+    """Weights must fit beside nothing: the peak beyond their places is the scratch and change."""
+    monkeypatch.setattr(module, "READ_BYTES", 1 << 10)
+    checkpoint = open_checkpoint(golden("untied-gqa-bf16"))
+    places = {tensor.name: bytearray(tensor.nbytes) for tensor in checkpoint.tensors}
+    tracemalloc.start()
+    checkpoint.load_into(lambda name, *_: memoryview(places[name]), lambda done, total: None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < checkpoint.weights_bytes // 4
+
+
+def _remove(name: str) -> Callable[[str], None]:
+    return lambda directory: os.unlink(os.path.join(directory, name))
+
+
+def _cut(name: str, size: int) -> Callable[[str], None]:
+    return lambda directory: os.truncate(os.path.join(directory, name), size)
+
+
+def _header(change: Callable[[dict[str, Any]], Any], name: str = "model.safetensors") -> Any:
+    return lambda directory: edit_header(os.path.join(directory, name), change)
+
+
+def _write(name: str, content: bytes) -> Callable[[str], None]:
+    def write(directory: str) -> None:
+        with open(os.path.join(directory, name), "wb") as file:
+            file.write(content)
+
+    return write
+
+
+NORM = "model.norm.weight"
+EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+DAMAGE: dict[str, tuple[str, Callable[[str], None], str, str]] = {
+    "no config": ("tied-f32", _remove("config.json"), "model.missing", "config.json"),
+    "no weights": ("tied-f32", _remove("model.safetensors"), "model.missing", "neither"),
+    "no shard": (
+        SHARDED,
+        _remove("model-00002-of-00003.safetensors"),
+        "model.missing",
+        "model-00002-of-00003.safetensors",
+    ),
+    "cut tensors": ("tied-f32", _cut("model.safetensors", 50_000), "model.broken", "cut short"),
+    "cut header": ("tied-f32", _cut("model.safetensors", 100), "model.broken", "cut short"),
+    "empty file": ("tied-f32", _cut("model.safetensors", 0), "model.broken", "cut short"),
+    "cut last byte": (
+        SHARDED,
+        _cut("model-00003-of-00003.safetensors", 11_959),
+        "model.broken",
+        "cut short",
+    ),
+    "not safetensors": (
+        "tied-f32",
+        _write("model.safetensors", b"<html>404 not found</html>"),
+        "model.broken",
+        "no safetensors file",
+    ),
+    "header no json": (
+        "tied-f32",
+        _write("model.safetensors", b"\x04" + b"\0" * 7 + b"oops"),
+        "model.broken",
+        "not valid JSON",
+    ),
+    "index no map": (
+        SHARDED,
+        _write("model.safetensors.index.json", b"{}"),
+        "model.broken",
+        "weight_map",
+    ),
+    "index climbs": (
+        SHARDED,
+        _write("model.safetensors.index.json", b'{"weight_map": {"a": "../../etc/passwd"}}'),
+        "model.broken",
+        "plain file name",
+    ),
+    "missing tensor": ("tied-f32", _header(lambda h: h.pop(NORM)), "model.broken", NORM),
+    "foreign tensor": (
+        "tied-f32",
+        _header(lambda h: h.update({"extra.bias": EMPTY})),
+        "model.unsupported",
+        "extra.bias",
+    ),
+    "wrong shape": (
+        "tied-f32",
+        _header(lambda h: h[NORM].update(shape=[4, 8])),
+        "model.broken",
+        "[4, 8]",
+    ),
+    "wrong dtype": (
+        "tied-f32",
+        _header(lambda h: h[NORM].update(dtype="I32")),
+        "model.unsupported",
+        "I32",
+    ),
+    "unknown dtype": (
+        "tied-f32",
+        _header(lambda h: h[NORM].update(dtype="F4")),
+        "model.unsupported",
+        "F4",
+    ),
+    "size lies": (
+        "tied-f32",
+        _header(lambda h: h[NORM].update(shape=[33])),
+        "model.broken",
+        "claims",
+    ),
+    "offset lies": (
+        "tied-f32",
+        _header(lambda h: h[NORM].update(data_offsets=[-128, 0])),
+        "model.broken",
+        "no whole numbers",
+    ),
+    "entry lacks": ("tied-f32", _header(lambda h: h[NORM].pop("dtype")), "model.broken", "lacks"),
+    "overlap": (
+        "tied-f32",
+        _header(lambda h: h[NORM].update(data_offsets=[0, 128])),
+        "model.broken",
+        "overlap",
+    ),
+    "directory as file": (
+        "tied-f32",
+        lambda d: (os.unlink(f"{d}/model.safetensors"), os.mkdir(f"{d}/model.safetensors"))[1],
+        "model.broken",
+        "cannot be opened",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_open_checkpoint_damaged_is_one_sentence(case: str, tmp_path: Any):
+    """Every kind of damage is found before any weight is read, with the cause and the mend."""
+    name, damage, code, words = DAMAGE[case]
+    directory = copy_of(name, tmp_path)
+    damage(directory)
+    with pytest.raises(UsageError) as caught:
+        open_checkpoint(directory)
+    assert caught.value.code == code
+    assert words in caught.value.message
+    assert "\n" not in caught.value.message
+    assert caught.value.exit_code == 2
+
+
+def test_open_checkpoint_no_directory_is_one_sentence(tmp_path: Any):
+    """A mistyped path is the commonest mistake: say what is wanted instead."""
+    with pytest.raises(UsageError, match="not a directory"):
+        open_checkpoint(str(tmp_path / "nowhere"))
+
+
+def test_load_into_file_cut_after_opening_is_refused(tmp_path: Any):
+    """A checkpoint replaced under the loader's feet: cut the file between header and load."""
+    directory = copy_of("tied-f32", tmp_path)
+    checkpoint = open_checkpoint(directory)
+    os.truncate(os.path.join(directory, "model.safetensors"), 60_000)
+    with pytest.raises(UsageError, match="while it was read"):
+        load(checkpoint)
+
+
+def test_open_checkpoint_tolerates_a_tied_tensor_stored_twice(tmp_path: Any):
+    """Some exporters store lm_head beside the tied embedding: it is left aside, not refused."""
+    directory = copy_of("tied-f32", tmp_path)
+    path = os.path.join(directory, "model.safetensors")
+    edit_header(path, lambda header: header.update({"lm_head.weight": EMPTY}))
+    assert "lm_head.weight" not in load(open_checkpoint(directory))
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_identity_is_stable_and_plain(name: str):
+    """Two engines must agree: twice the same, and it survives JSON."""
+    once = identity(golden(name))
+    assert identity(golden(name)) == once
+    assert json.loads(json.dumps(once)) == once
+    assert identity(golden(name), rank=1, size=2) != once
+
+
+def test_identity_sees_a_fine_tune_whose_headers_are_equal(tmp_path: Any):
+    """Same structure, other weights: flip one byte at the start of one tensor."""
+    directory = copy_of("tied-f32", tmp_path)
+    before = identity(directory)
+    stored = open_checkpoint(directory).tensors[3].stored
+    with open(stored.shard, "r+b") as file:
+        file.seek(stored.offset)
+        byte = file.read(1)[0]
+        file.seek(stored.offset)
+        file.write(bytes([byte ^ 1]))
+    after = identity(directory)
+    changed = {key for key in before if before[key] != after[key]}
+    assert changed == {"shards"}
+    assert (
+        before["shards"]["model.safetensors"]["header"]
+        == (after["shards"]["model.safetensors"]["header"])
+    )
+
+
+def test_identity_sees_another_config(tmp_path: Any):
+    """The same weights under another rope are another model: change one number."""
+    directory = copy_of("linear-rope-f16", tmp_path)
+    before = identity(directory)
+    path = os.path.join(directory, "config.json")
+    edit_json(path, lambda document: document["rope_parameters"].update(factor=2.0))
+    assert identity(directory)["config"] != before["config"]

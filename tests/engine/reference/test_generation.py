@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from engine.backends.reference.batch import Request, SamplingParams
+from engine.backends.reference.decoder import Decoder, KVCache
+from engine.backends.reference.generation import Generator, canary
+from tests.engine.reference.support import (
+    GOLDEN_NAMES,
+    GREEDY,
+    cache_for,
+    decoder_of,
+    golden,
+    run,
+    tokens_of,
+)
+from understudy.errors import UnderstudyError
+
+LOGPROBS = SamplingParams(temperature=0.9, top_p=0.9, seed=7, logprobs=3)
+
+
+@pytest.fixture(scope="module", name="decoder")
+def decoder_fixture() -> Decoder:
+    return decoder_of(golden("untied-gqa-bf16"))
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    source = random.Random(f"{length} {seed}")
+    return tuple(source.randrange(3, 128) for _ in range(length))
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_step_logits_do_not_depend_on_the_batch(name: str):
+    """Bit for bit: spy on the logits of a request alone and between others that come and go."""
+    decoder = decoder_of(golden(name))
+    watched = Request(1, prompt(45), 20, LOGPROBS)
+
+    class Spy(Decoder):
+        def __init__(self) -> None:
+            self.__dict__ = dict(decoder.__dict__)
+            self.seen: list[bytes] = []
+            self.slot: int | None = None
+
+        def forward(self, cache, slot, tokens, start):  # type: ignore[no-untyped-def] # as above
+            logits = super().forward(cache, slot, tokens, start)
+            if slot == self.slot:
+                self.seen.append(logits.tobytes())
+            return logits
+
+    alone = Spy()
+    alone.slot = 0
+    expected = run(Generator(alone, cache_for(decoder)), [watched])[1]
+
+    company = Spy()
+    company.slot = 2
+    generator = Generator(company, cache_for(decoder))
+    for number in (8, 9):
+        generator.submit(Request(number, prompt(number), 50, GREEDY))
+    generator.submit(watched)
+    made = []
+    for step in range(200):
+        if step % 7 == 0 and generator.in_flight < 4:
+            generator.submit(Request(100 + step, prompt(step % 70 + 1), step % 9 + 1, LOGPROBS))
+        if step == 30:
+            generator.cancel(8)
+        produced = generator.step()
+        if produced is not None and produced.request_id == 1:
+            made.append(produced)
+            if produced.finish_reason:
+                break
+    assert made == expected
+    assert company.seen == alone.seen
+
+
+def test_forward_does_not_depend_on_where_the_weights_lie(decoder: Decoder):
+    """Two processes map weights and KV at other addresses: shift them, compare bit for bit."""
+    expected = decoder.forward(cache_for(decoder), 0, prompt(40), 0).tobytes()
+    for misalign_bytes in (4, 8, 20, 32, 60):
+        moved = decoder_of(golden("untied-gqa-bf16"), misalign_bytes)
+        nbytes = KVCache.bytes_needed(moved.config, 3, 77)
+        buffer = memoryview(bytearray(nbytes + misalign_bytes))[misalign_bytes:]
+        cache = KVCache(moved.config, buffer, 3, 77)
+        assert moved.forward(cache, 2, prompt(40), 0).tobytes() == expected
+
+
+def test_step_seeded_request_repeats_and_unseeded_does_not(decoder: Decoder):
+    """A seed is a promise: twice the same tokens with one, other tokens with another or none."""
+
+    def answer(seed: int | None) -> list[int]:
+        sampling = SamplingParams(temperature=1.5, seed=seed)
+        made = run(Generator(decoder, cache_for(decoder)), [Request(1, prompt(5), 30, sampling)])
+        return tokens_of(made[1])
+
+    assert answer(3) == answer(3)
+    assert answer(3) != answer(4)
+    assert answer(None) != answer(None)
+
+
+def test_step_stop_token_ends_the_request_and_is_reported(decoder: Decoder):
+    """The token that stops is counted: make the third greedy token a stop token."""
+    generator = Generator(decoder, cache_for(decoder))
+    free = run(generator, [Request(1, prompt(6), 10, GREEDY)])[1]
+    assert [produced.finish_reason for produced in free] == [None] * 9 + ["length"]
+    tokens = tokens_of(free)
+    stop = next(token for token in tokens if tokens.index(token) >= 2)
+    stopped = run(generator, [Request(2, prompt(6), 10, GREEDY, (stop,))])[2]
+    assert tokens_of(stopped) == tokens[: tokens.index(stop) + 1]
+    assert stopped[-1].finish_reason == "stop"
+    assert generator.in_flight == 0
+
+
+def test_step_full_context_ends_the_request(decoder: Decoder):
+    """max_tokens beyond the context is cut there: fill the cache to its last position."""
+    generator = Generator(decoder, cache_for(decoder, slots=1, max_context=16))
+    made = run(generator, [Request(1, prompt(15), 100, GREEDY), Request(2, prompt(6), 100, GREEDY)])
+    assert len(made[1]) == 1
+    assert len(made[2]) == 10
+    assert made[2][-1].finish_reason == "length"
+
+
+def test_step_long_prompt_progresses_and_does_not_hold_up_others(decoder: Decoder):
+    """Prefill is progress: each step of a long prompt counts, and a short one answers between."""
+    generator = Generator(decoder, cache_for(decoder))
+    generator.submit(Request(1, prompt(120), 2, GREEDY))
+    generator.submit(Request(2, prompt(1), 2, GREEDY))
+    made = []
+    for expected in range(1, 7):
+        made.append(generator.step())
+        assert generator.progress == expected
+    assert [produced.request_id if produced else None for produced in made] == [
+        None,
+        2,
+        None,
+        2,
+        None,
+        1,
+    ]
+
+
+def test_step_logprobs_describe_the_distribution(decoder: Decoder):
+    """Logprobs are of the plain distribution: compare with a softmax in float64."""
+    sampling = SamplingParams(temperature=0, logprobs=5)
+    produced = run(Generator(decoder, cache_for(decoder)), [Request(1, prompt(9), 1, sampling)])[1][
+        0
+    ]
+    logits = decoder.forward(cache_for(decoder), 0, prompt(9), 0).astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum())
+    assert produced.logprob is not None
+    assert produced.logprob.top[0] == (produced.token, produced.logprob.logprob)
+    assert [token for token, _ in produced.logprob.top] == list(np.argsort(-expected)[:5])
+    for token, value in produced.logprob.top:
+        assert value == pytest.approx(expected[token], abs=1e-9)
+
+
+def test_canary_repeats_and_damaged_weights_fail_it():
+    """The canary gates `active`: equal twice over; NaN in the weights is an error, not a token."""
+    decoder = decoder_of(golden("tied-f32"))
+    first = canary(decoder, cache_for(decoder, slots=1, max_context=64))
+    assert canary(decoder, cache_for(decoder)) == first
+    decoder._embedding = np.full_like(decoder._embedding, np.nan)
+    with pytest.raises(UnderstudyError) as caught:
+        canary(decoder, cache_for(decoder))
+    assert caught.value.code == "engine.canary_failed"
+
+
+def test_kv_cache_smaller_than_needed_is_refused(decoder: Decoder):
+    """Too little memory is a sentence, not a crash in the middle of a request."""
+    nbytes = KVCache.bytes_needed(decoder.config, 2, 64)
+    with pytest.raises(UnderstudyError) as caught:
+        KVCache(decoder.config, bytearray(nbytes - 1), 2, 64)
+    assert caught.value.code == "engine.kv_too_small"
+    with pytest.raises(ValueError, match="exceed"):
+        decoder.forward(cache_for(decoder, 1, 16), 0, prompt(17), 0)

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from engine.backends.reference.batch import SamplingParams
+from engine.backends.reference.sampling import choose, logprobs, uniform
+from understudy.errors import UnderstudyError
+
+LOGITS = arrays.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1000, 1000, width=32))
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.one_of(st.just(0.0), st.floats(1e-300, 100.0)),
+    top_p=st.floats(1e-6, 1.0),
+    top_k=st.integers(0, 50),
+)
+
+
+@given(LOGITS, PARAMS, st.integers(0, 2**63), st.integers(0, 10_000))
+@settings(max_examples=300, deadline=None)
+def test_choose_any_parameters_give_an_allowed_token(logits, params, seed, index):
+    """Whatever is asked, the token is within top-k and repeats: random logits and parameters."""
+    token = choose(logits, params, seed, index)
+    assert choose(logits.copy(), params, seed, index) == token
+    better = int((logits > logits[token]).sum())
+    if params.temperature == 0:
+        assert better == 0
+    if params.top_k:
+        assert better < params.top_k
+
+
+@given(LOGITS, st.floats(0.01, 0.99), st.integers(0, 1000))
+@settings(deadline=None)
+def test_choose_top_p_keeps_the_smallest_set_that_reaches_it(logits, top_p, seed):
+    """Nucleus: the likelier tokens together stay below top_p, up to rounding."""
+    token = choose(logits, SamplingParams(top_p=top_p), seed, 0)
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    probabilities = weights / weights.sum()
+    assert probabilities[logits > logits[token]].sum() < top_p + 1e-9
+
+
+def test_choose_frequencies_follow_the_softmax():
+    """Drawn tokens have the right odds: 20,000 indices of one seed against the softmax."""
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
+    params = SamplingParams(temperature=1.0)
+    drawn = np.bincount([choose(logits, params, 5, index) for index in range(20_000)])
+    np.testing.assert_allclose(drawn / 20_000, [0.5, 0.3, 0.15, 0.05], atol=0.015)
+    sharp = SamplingParams(temperature=0.5, top_k=2)
+    drawn = np.bincount([choose(logits, sharp, 5, index) for index in range(20_000)])
+    np.testing.assert_allclose(drawn / 20_000, [0.25 / 0.34, 0.09 / 0.34], atol=0.015)
+
+
+def test_choose_equal_logits_take_the_lowest_id():
+    """Greedy has no chance in it, also with equals, which top_k must not draw from."""
+    logits = np.array([1, 3, 3, 3], dtype=np.float32)
+    assert choose(logits, SamplingParams(temperature=0), 0, 0) == 1
+    assert {choose(logits, SamplingParams(top_k=2), 0, index) for index in range(99)} == {1, 2}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_choose_logits_that_are_not_finite_are_an_error(bad: float):
+    """Damaged weights must not become fluent nonsense: one bad logit ends the request."""
+    logits = np.zeros(8, dtype=np.float32)
+    logits[3] = bad
+    with pytest.raises(UnderstudyError) as caught:
+        choose(logits, SamplingParams(temperature=0), 0, 0)
+    assert caught.value.code == "engine.logits_not_finite"
+
+
+@given(LOGITS, st.integers(0, 20))
+def test_logprobs_are_a_distribution_in_order(logits, top):
+    """Logprobs never exceed 0 and fall; with all tokens asked for they sum to 1."""
+    found = logprobs(logits, int(logits.argmax()), top)
+    values = [value for _, value in found.top]
+    assert found.logprob <= 1e-9
+    assert values == sorted(values, reverse=True)
+    assert len(values) == min(top, len(logits))
+    everything = logprobs(logits, 0, len(logits))
+    assert sum(np.exp(value) for _, value in everything.top) == pytest.approx(1)
+
+
+def test_uniform_is_pinned():
+    """Seeded answers must survive releases: the numbers are part of the interface."""
+    assert [round(uniform(0, index), 6) for index in range(3)] == [0.170962, 0.999844, 0.554216]
+    numbers = [uniform(42, index) for index in range(2000)]
+    assert all(0 <= number < 1 for number in numbers)
+    assert 0.48 < sum(numbers) / len(numbers) < 0.52

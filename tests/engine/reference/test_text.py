@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models
+
+from engine.backends.reference.random_model import SPECIALS, byte_tokenizer, write_random_model
+from engine.backends.reference.text import StopStrings, Tokenizer
+from tests.engine.reference.support import edit_json
+from understudy.errors import UsageError
+
+BYTES = Tokenizer(byte_tokenizer(), {}, None)
+
+
+def sentencepiece() -> Tokenizer:
+    """Llama 2's kind: "▁" is a space, the first of which is stripped; bytes as <0xNN>."""
+    pieces = ["<unk>", "▁a", "b", "▁", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
+    raw = RawTokenizer(
+        models.BPE(
+            vocab={piece: number for number, piece in enumerate(pieces)},
+            merges=[],
+            byte_fallback=True,
+        )
+    )
+    raw.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return Tokenizer(raw, {}, None)
+
+
+SENTENCEPIECE = sentencepiece()
+
+
+def streamed(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    stream = tokenizer.stream()
+    return [*(stream.push(token) for token in tokens), stream.finish()]
+
+
+@given(st.text())
+def test_encode_decode_any_text_comes_back(text: str):
+    """The byte-level tokenizer loses nothing: random text through and back."""
+    assert BYTES.decode(BYTES.encode(text)) == text
+
+
+@given(st.text(max_size=30))
+def test_stream_valid_text_never_shows_half_a_character(text: str):
+    """One byte per token: every piece is whole characters, and a character is never late."""
+    tokens = BYTES.encode(text, special=False)
+    pieces = streamed(BYTES, tokens)
+    assert "".join(pieces) == text
+    assert pieces[-1] == ""
+    expected = [part for letter in text for part in [""] * (len(letter.encode()) - 1) + [letter]]
+    if "\ufffd" not in text:  # written out in the text, it cannot be told from an unfinished one
+        assert pieces[:-1] == expected
+
+
+@given(st.lists(st.integers(0, 255 + len(SPECIALS)), max_size=60))
+@settings(max_examples=300)
+def test_stream_any_bytes_equal_decoding_at_once(tokens: list[int]):
+    """Also what is no UTF-8: the pieces together are what decoding everything gives."""
+    assert "".join(streamed(BYTES, tokens)) == BYTES.decode(tokens)
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4]), max_size=30))
+def test_stream_sentencepiece_keeps_inner_spaces(tokens: list[int]):
+    """A decoder that strips the first space must not strip one per piece."""
+    assert "".join(streamed(SENTENCEPIECE, tokens)) == SENTENCEPIECE.decode(tokens)
+
+
+@given(st.text(max_size=8))
+def test_stream_byte_fallback_joins_bytes_to_characters(text: str):
+    """Characters without a token come as bytes between ordinary tokens."""
+    tokens = [1, *(5 + byte for byte in text.encode()), 2]
+    assert "".join(streamed(SENTENCEPIECE, tokens)) == SENTENCEPIECE.decode(tokens)
+
+
+def cut_at_once(text: str, stops: list[str]) -> tuple[str, bool]:
+    """The definition, letter by letter: the first end of a stop string; of two, the longer one."""
+    for end in range(1, len(text) + 1):
+        lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if lengths:
+            return text[: end - max(lengths)], True
+    return text, False
+
+
+@given(
+    st.lists(st.text("ab", max_size=4), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+)
+@settings(max_examples=400)
+def test_stop_strings_any_pieces_cut_like_the_whole_text(pieces: list[str], stops: list[str]):
+    """How text was cut into pieces does not matter: compare with the definition."""
+    cutter = StopStrings(stops)
+    sent, stopped = "", False
+    for piece in pieces:
+        text, stopped = cutter.push(piece)
+        sent += text
+        if stopped:
+            break
+    else:
+        sent += cutter.finish()
+    assert (sent, stopped) == cut_at_once("".join(pieces), stops)
+
+
+def test_stop_strings_hold_back_no_more_than_needed():
+    """Streaming stays live: only what may begin a stop string is held."""
+    cutter = StopStrings(["###"])
+    assert cutter.push("ab#") == ("ab", False)
+    assert cutter.push("c##") == ("#c", False)
+    assert cutter.finish() == "##"
+    assert StopStrings([]).push("x") == ("x", False)
+    assert StopStrings([""]).push("x") == ("x", False)
+
+
+@pytest.fixture(scope="module", name="model")
+def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = str(tmp_path_factory.mktemp("text") / "model")
+    write_random_model(directory)
+    return directory
+
+
+def test_render_chat_gives_a_prompt_that_encodes_with_its_special_tokens(model: str):
+    """Roles become special tokens; what a user types as one is a matter of the template."""
+    tokenizer = Tokenizer.load(model)
+    text = tokenizer.render_chat([{"role": "user", "content": "hé"}])
+    assert text == "<s><|user|>hé<|end|><|assistant|>"
+    assert tokenizer.encode(text, special=False) == [256, 259, 104, 195, 169, 261, 260]
+    assert tokenizer.encode("h") == [256, 104]
+    assert tokenizer.token_text(256) == "<s>"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[{"role": "tool", "content": "x"}], [{"role": "user"}], [None], [{"content": "x"}]],
+)
+def test_render_chat_messages_the_template_refuses_are_the_senders_fault(
+    model: str, messages: list[Any]
+):
+    """The template's own complaint reaches the client as an error of the request."""
+    with pytest.raises(UsageError) as caught:
+        Tokenizer.load(model).render_chat(messages)
+    assert caught.value.code == "request.bad_messages"
+
+
+def test_render_chat_template_is_sandboxed():
+    """A template is somebody else's program: reaching for Python's insides is refused."""
+    tokenizer = Tokenizer(byte_tokenizer(), {}, "{{ messages.__class__.__mro__ }}")
+    with pytest.raises(UsageError):
+        tokenizer.render_chat([])
+    looping = Tokenizer(byte_tokenizer(), {}, "{% for x in range(10**9) %}{% endfor %}")
+    with pytest.raises(UsageError):
+        looping.render_chat([])
+
+
+def test_load_tokenizer_damaged_is_one_sentence(model: str, tmp_path: Any):
+    """Missing, cut, foreign: each is refused by the file's name."""
+    for content, code in ((None, "model.missing"), ("{", "model.broken"), ("{}", "model.broken")):
+        path = tmp_path / "tokenizer.json"
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(UsageError, match=r"tokenizer\.json") as caught:
+            Tokenizer.load(str(tmp_path))
+        assert caught.value.code == code
+        assert "\n" not in caught.value.message
+
+
+def test_load_chat_template_from_each_place(model: str, tmp_path: Any):
+    """A file of its own wins, then the settings, plain or named; without any, a sentence."""
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    settings_path = tmp_path / "tokenizer_config.json"
+    settings_path.write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    with pytest.raises(UsageError) as caught:
+        Tokenizer.load(str(tmp_path)).render_chat([])
+    assert caught.value.code == "model.no_chat_template"
+    named = [{"name": "default", "template": "named {{ eos_token }}"}]
+    edit_json(str(settings_path), lambda settings: settings.update(chat_template=named))
+    assert Tokenizer.load(str(tmp_path)).render_chat([]) == "named </s>"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert Tokenizer.load(str(tmp_path)).render_chat([]) == "file"
+    (tmp_path / "chat_template.jinja").write_text("{% if")
+    with pytest.raises(UsageError, match="not valid jinja2"):
+        Tokenizer.load(str(tmp_path))
+    assert os.path.exists(os.path.join(model, "tokenizer_config.json"))
