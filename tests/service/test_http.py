@@ -201,7 +201,11 @@ def test_port_in_use_ends_a_program_with_one_sentence_and_exit_code_1():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         done = subprocess.run(
-            [sys.executable, "-c", program, str(port)], capture_output=True, text=True, check=False
+            [sys.executable, "-c", program, str(port)],
+            env={**os.environ, "PYTHONDEVMODE": "", "PYTHONASYNCIODEBUG": ""},  # they print too
+            capture_output=True,
+            text=True,
+            check=False,
         )
     assert done.returncode == 1
     (sentence,) = done.stderr.splitlines()

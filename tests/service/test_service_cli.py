@@ -130,7 +130,7 @@ def run_program(body, **environ):
     program = "from understudy.service.cli import run_async\n" + textwrap.dedent(body)
     return subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, **environ},
+        env={**os.environ, "PYTHONDEVMODE": "", "PYTHONASYNCIODEBUG": "", **environ},
         capture_output=True,
         text=True,
         check=False,
