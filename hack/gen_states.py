@@ -1,0 +1,111 @@
+"""Write docs/states.md from the tables that the program runs on; `--check` fails if it is stale.
+
+The tables are the enforcer, so a page made from them cannot be wrong about what may happen.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from engine.core import lifecycle, probes
+from gms.core import state as gms_state
+from lockserver.core import lock
+
+PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs/states.md")
+
+HEAD = """# States
+
+Generated from the transition tables by `make docs`; `.ci/run` fails if the two differ.
+An event that is not in a table for the current state is refused and changes nothing.
+"""
+
+Edge = tuple[str, str, str]  # from, event, to
+
+
+def diagram(edges: Iterable[Edge]) -> list[str]:
+    """A Mermaid state diagram: one arrow for each pair of states, events joined."""
+    arrows: Mapping[tuple[str, str], list[str]] = defaultdict(list)
+    for source, event, target in edges:
+        if source != target:
+            arrows[source, target].append(event)
+    lines = ["```mermaid", "stateDiagram-v2"]
+    for (source, target), events in arrows.items():
+        lines.append(f"    {source} --> {target}: {', '.join(events)}")
+    return [*lines, "```", ""]
+
+
+def table(edges: Iterable[Edge]) -> list[str]:
+    lines = ["| in | on | then |", "|---|---|---|"]
+    lines += [f"| {source} | {event} | {target} |" for source, event, target in edges]
+    return [*lines, ""]
+
+
+def engine_edges() -> list[Edge]:
+    found = lifecycle.TRANSITIONS.items()
+    return [(str(source), event.__name__, str(target)) for (source, event), target in found]
+
+
+def lock_edges() -> list[Edge]:
+    found = lock.TRANSITIONS.items()
+    return [(str(source), str(signal), str(target)) for (source, signal), target in found]
+
+
+def session_edges() -> list[Edge]:
+    found = gms_state.SESSION_TRANSITIONS.items()
+    return [(str(source), event.__name__, str(target)) for (source, event), target in found]
+
+
+def epoch_edges() -> list[Edge]:
+    found = gms_state.EPOCH_TURNS.items()
+    return [(str(source), verb, str(target)) for (source, verb), target in found]
+
+
+def probe_table() -> list[str]:
+    states = list(lifecycle.State)
+    lines = ["| | " + " | ".join(states) + " |", "|---" * (len(states) + 1) + "|"]
+    for endpoint, rules in probes.TABLE.items():
+        cells = " | ".join(rules[state].value for state in states)
+        lines.append(f"| `/{endpoint}` | {cells} |")
+    return [*lines, ""]
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [HEAD, "## An engine", ""]
+    lines += diagram(engine_edges()) + table(engine_edges())
+    lines += ["### Its probes", "", *probe_table()]
+    lines += [
+        "*First*: no incarnation of this engine has reached standby in this pod yet.",
+        "",
+        "## A lock",
+        "",
+    ]
+    lines += diagram(lock_edges()) + table(lock_edges())
+    lines += ["Nobody is granted in `releasing` or `recovering`, however long it takes.", ""]
+    lines += ["## A session with the GPU memory service", ""]
+    lines += diagram(session_edges()) + table(session_edges())
+    lines += ["## An epoch of weights", "", *diagram(epoch_edges()), *table(epoch_edges())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    wanted = page()
+    if "--check" in sys.argv[1:]:
+        found = ""
+        if os.path.exists(PAGE):
+            with open(PAGE, encoding="utf-8") as file:
+                found = file.read()
+        if found != wanted:
+            print("docs/states.md is not what the tables say; run `make docs`", file=sys.stderr)
+            return 1
+        return 0
+    with open(PAGE, "w", encoding="utf-8") as file:
+        file.write(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
