@@ -1,0 +1,232 @@
+"""What the lock machine hears and what it has done: plain values, no behaviour.
+
+Inputs come from the shell (`server.py`, or a simulation); effects go back to it, in order. The
+only effect with an answer is `Persist`: the shell says `Persisted` or `PersistFailed` before it
+hands in anything else, so that nothing is ever sent that is not on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockserver.witness import Probe, WitnessFile
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lock, as it is filed: enough to find the evidence again after a restart."""
+
+    engine: str
+    incarnation: str
+    supervisor: str
+    witness: WitnessFile
+    token: int
+    since_mono_ms: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine,
+            "incarnation": self.incarnation,
+            "supervisor": self.supervisor,
+            "witness": self.witness.name,
+            "dev": self.witness.dev,
+            "ino": self.witness.ino,
+            "token": self.token,
+            "since_mono_ms": self.since_mono_ms,
+        }
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Holder:
+        """The holder that `to_dict` wrote; KeyError, TypeError or ValueError if it is another."""
+        return cls(
+            engine=str(raw["engine"]),
+            incarnation=str(raw["incarnation"]),
+            supervisor=str(raw["supervisor"]),
+            witness=WitnessFile(str(raw["witness"]), int(raw["dev"]), int(raw["ino"])),
+            token=int(raw["token"]),
+            since_mono_ms=float(raw["since_mono_ms"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is on disk: the token, every lock's holder, and the locks whose holder is unknown."""
+
+    token: int = 0
+    holders: Mapping[str, Holder] = field(default_factory=dict)
+    unknown: frozenset[str] = frozenset()
+
+
+# ---------------------------------------------------------------------- inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A supervisor's whole truth, with what the shell saw of its witness and its process."""
+
+    conn: int
+    supervisor: str
+    engine: str
+    incarnation: str | None
+    witness: str | None
+    locks: tuple[str, ...]
+    tokens: Mapping[str, int]
+    witness_file: WitnessFile | None = None
+    witness_state: Probe = Probe.UNPROVEN
+    pid: int = 0
+    process: str = "none"  # where the pidfd came from, "none": there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Beaten:
+    conn: int
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionClosed:
+    conn: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGone:
+    """The pidfd of a supervisor has become readable."""
+
+    supervisor: str
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessFree:
+    """The witness that `probes_due` named was found free and is sealed."""
+
+    lock: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryScanned:
+    """The witnesses in the directory that somebody holds; the free strangers are sealed."""
+
+    held: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Persisted:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class PersistFailed:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; handed in several times per `silent_ms`."""
+
+
+Input = (
+    Wanted
+    | Beaten
+    | ConnectionClosed
+    | ProcessGone
+    | WitnessFree
+    | DirectoryScanned
+    | Persisted
+    | PersistFailed
+    | Tick
+)
+
+
+# ---------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class SendGrant:
+    conn: int
+    lock: str
+    holder: Holder
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell every connected supervisor but the holder's, and every observer."""
+
+    lock: str
+    holder: Holder
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Send an error frame and close."""
+
+    conn: int
+    code: str
+    message: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    conn: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """The first `want` of this connection was accepted: lend it the service sockets."""
+
+    conn: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareService:
+    """Stop answering on the lock's service socket: a grant is about to be sent."""
+
+    lock: str
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Ended incarnations whose end is on disk: remove their witnesses."""
+
+    witnesses: tuple[WitnessFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """This supervisor's process no longer matters: stop watching it."""
+
+    supervisor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """One event for people; with `evidence`, the shell adds who has that witness open."""
+
+    type: str
+    message: str
+    severity: str = "info"
+    data: Mapping[str, Any] = field(default_factory=dict)
+    evidence: WitnessFile | None = None
+
+
+Effect = (
+    SendGrant
+    | Announce
+    | Refuse
+    | Close
+    | Lend
+    | PrepareService
+    | Persist
+    | Discard
+    | Forget
+    | Happened
+)

@@ -1,0 +1,142 @@
+"""The token, the next grant, and the one write under way.
+
+A grant is chosen, written, and only then made: `next_write` chooses it and says what is to be on
+disk; `written` makes it and sends it. In between nothing else may happen, so what is on disk is
+never behind what was sent. A write that fails chooses anew a second later.
+
+The surprising thing: the same token may be written twice for different engines, if the first write
+failed; it was never sent, so nobody has seen it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from lockserver.core import sentences
+from lockserver.core.events import (
+    Announce,
+    Discard,
+    Effect,
+    Happened,
+    Holder,
+    Persist,
+    PrepareService,
+    Record,
+    SendGrant,
+)
+from lockserver.core.evidence import Locks, Supervisors
+from lockserver.core.lock import Lock, LockState, Signal
+from lockserver.core.queue import Waiter, next_waiter
+from lockserver.witness import WitnessFile
+
+RETRY_MS = 1000.0  # a grant that cannot be written is tried again this often
+ENDED_MAX = 256  # witnesses to be removed after the next grant; more stay until a later start
+
+
+@dataclass(frozen=True, slots=True)
+class _Grant:
+    lock: Lock
+    holder: Holder
+    waiter: Waiter
+
+
+class Ledger:
+    """What is on disk and what is about to be."""
+
+    def __init__(self, record: Record) -> None:
+        self.token = record.token
+        self.problem: str | None = None  # why grants cannot be written
+        self.is_writing = False
+        # After a lost file the next token up may have been granted already: leave it out.
+        self._token_step = 2 if record.unknown else 1
+        self._grant: _Grant | None = None
+        self._is_stale = False  # what is on disk lacks something that is true already
+        self._retry_ms = 0.0
+        self._ended: dict[str, WitnessFile] = {}
+
+    def claim(self, token: int) -> None:
+        """A living holder of a lost file has shown its token."""
+        self.token, self._token_step, self._is_stale = max(self.token, token), 2, True
+
+    def end(self, witness: WitnessFile) -> None:
+        """An incarnation is over: its witness is removed once no file on disk may need it."""
+        if len(self._ended) < ENDED_MAX:
+            self._ended[witness.name] = witness
+
+    def next_write(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> list[Effect]:
+        """Choose the next grant, or nothing; `Persist` is always the last effect."""
+        if self.is_writing or (self.problem is not None and now_ms < self._retry_ms):
+            return []
+        self._grant = self._choose(locks, supervisors, now_ms)
+        if self._grant is None and not self._is_stale:
+            return []
+        self.is_writing = True
+        record = self._record(locks)
+        if self._grant is None:
+            return [Persist(record)]
+        return [PrepareService(self._grant.lock.name), Persist(record)]
+
+    def _choose(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> _Grant | None:
+        silent = {s.id for s in supervisors.values() if s.is_silent}
+        for lock in locks.values():
+            waiter = next_waiter(lock.waiters, silent)
+            if lock.state is not LockState.FREE or waiter is None:
+                continue
+            witness = supervisors[waiter.supervisor].witness
+            assert witness is not None  # nobody queues without one
+            token = self.token + self._token_step
+            holder = Holder(
+                engine=waiter.engine,
+                incarnation=waiter.incarnation,
+                supervisor=waiter.supervisor,
+                witness=witness,
+                token=token,
+                since_mono_ms=now_ms,
+            )
+            return _Grant(lock, holder, waiter)
+        return None
+
+    def _record(self, locks: Mapping[str, Lock]) -> Record:
+        holders = {lock.name: lock.holder for lock in locks.values() if lock.holder is not None}
+        token = self.token
+        if self._grant is not None:
+            holders[self._grant.lock.name] = self._grant.holder
+            token = self._grant.holder.token
+        return Record(token, holders, frozenset(k.name for k in locks.values() if k.is_unknown))
+
+    def written(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> Iterable[Effect]:
+        """The record is on disk: now the grant is true."""
+        self.is_writing = self._is_stale = False
+        if self.problem is not None:
+            self.problem = None
+            yield Happened("lock.write_mended", "grants can be written again")
+        grant, self._grant = self._grant, None
+        if grant is not None:
+            yield from self._make(grant, supervisors, now_ms)
+        on_file = {lock.holder.witness.name for lock in locks.values() if lock.holder is not None}
+        over = tuple(w for name, w in self._ended.items() if name not in on_file)
+        self._ended = {name: w for name, w in self._ended.items() if name in on_file}
+        if over:
+            yield Discard(over)
+
+    def _make(self, grant: _Grant, supervisors: Supervisors, now_ms: float) -> Iterable[Effect]:
+        lock, holder = grant.lock, grant.holder
+        event = sentences.granted(lock, holder, grant.waiter, now_ms)
+        lock.fire(Signal.GRANTED, now_ms, holder)
+        lock.waiters.remove(grant.waiter)
+        self.token, self._token_step = holder.token, 1
+        conn = supervisors[holder.supervisor].conn
+        assert conn is not None  # who disconnects leaves the queue
+        yield SendGrant(conn, lock.name, holder)
+        yield Announce(lock.name, holder)
+        yield event
+
+    def failed(self, reason: str, now_ms: float) -> Iterable[Effect]:
+        """Nothing was written, or nobody knows: nothing is sent."""
+        self.is_writing, self._grant = False, None
+        is_new = self.problem is None
+        self.problem = f"grants cannot be written: {reason}; tried again every second"
+        self._retry_ms = now_ms + RETRY_MS
+        if is_new:
+            yield Happened("lock.write_failed", self.problem, "error")

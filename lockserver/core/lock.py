@@ -1,0 +1,136 @@
+"""One lock: four states that people see, and the table of what may change them.
+
+    free ──granted──▶ held ──not wanted, process gone, connection closed──▶ releasing
+     ▲                 ▲ ◀──────── confirmed (its own want) ─────────────────┘ │
+     │                 └── confirmed, claimed ── recovering                    │
+     └────────────────── evidence gone ◀───────────┴──────────────────────────┘
+
+Rules of this file:
+
+- Everything about one lock's state is in TRANSITIONS; a pair that is not there raises and changes
+  nothing. Nobody is granted in `releasing` or `recovering`, however long it takes.
+- A lock whose want was withdrawn (`is_ended`) is not confirmed again: its incarnation was reaped.
+- `recovering` without a holder means that the state file could not be read: `is_unknown`.
+- The only way to `free` is EVIDENCE_GONE. Who may give that signal is decided in `machine.py`, and
+  for a fenced lock it is a witness that the server itself locked and sealed.
+- `held` may go to `free` directly: a silent holder whose witness is free is dead, whoever still
+  keeps its connection open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from lockserver.core.events import Holder
+from lockserver.core.queue import Waiter
+from understudy.errors import InvariantError
+
+
+class LockState(StrEnum):
+    FREE = "free"
+    HELD = "held"
+    RELEASING = "releasing"
+    RECOVERING = "recovering"
+
+
+class Signal(StrEnum):
+    GRANTED = "granted"
+    CONFIRMED = "confirmed"
+    CLAIMED = "claimed"
+    NOT_WANTED = "not_wanted"
+    PROCESS_GONE = "process_gone"
+    CONNECTION_CLOSED = "connection_closed"
+    EVIDENCE_GONE = "evidence_gone"
+
+
+TRANSITIONS: Mapping[tuple[LockState, Signal], LockState] = {
+    (LockState.FREE, Signal.GRANTED): LockState.HELD,
+    (LockState.HELD, Signal.CONFIRMED): LockState.HELD,
+    (LockState.HELD, Signal.NOT_WANTED): LockState.RELEASING,
+    (LockState.HELD, Signal.PROCESS_GONE): LockState.RELEASING,
+    (LockState.HELD, Signal.CONNECTION_CLOSED): LockState.RELEASING,
+    (LockState.HELD, Signal.EVIDENCE_GONE): LockState.FREE,
+    (LockState.RELEASING, Signal.CONFIRMED): LockState.HELD,
+    (LockState.RELEASING, Signal.NOT_WANTED): LockState.RELEASING,
+    (LockState.RELEASING, Signal.PROCESS_GONE): LockState.RELEASING,
+    (LockState.RELEASING, Signal.CONNECTION_CLOSED): LockState.RELEASING,
+    (LockState.RELEASING, Signal.EVIDENCE_GONE): LockState.FREE,
+    (LockState.RECOVERING, Signal.CONFIRMED): LockState.HELD,
+    (LockState.RECOVERING, Signal.CLAIMED): LockState.HELD,
+    (LockState.RECOVERING, Signal.NOT_WANTED): LockState.RELEASING,
+    (LockState.RECOVERING, Signal.EVIDENCE_GONE): LockState.FREE,
+}
+
+
+class IllegalTransition(InvariantError):
+    """A signal that the table does not have for this state. The state is unchanged."""
+
+
+@dataclass(slots=True)
+class Lock:
+    """One lock and its queue."""
+
+    name: str
+    is_fenced: bool
+    state: LockState = LockState.FREE
+    holder: Holder | None = None
+    waiters: list[Waiter] = field(default_factory=list)
+    is_ended: bool = False  # the holder's supervisor says that this incarnation is over
+    cause: str | None = None  # why it is not simply held
+    lost_ms: float | None = None  # when the last holder was lost, and when its end was certain
+    fenced_ms: float | None = None
+    is_reported: bool = False  # people have been told what this state waits for
+    previous: Holder | None = None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Somebody may hold it, and the state file does not say who."""
+        return self.state is LockState.RECOVERING and self.holder is None
+
+    @property
+    def may_serve(self) -> bool:
+        """Whether an engine that holds it may be alive and accepting connections.
+
+        A cut connection and a restart of this server say nothing about the holder's backend.
+        """
+        return self.state in (LockState.HELD, LockState.RECOVERING) or (
+            self.state is LockState.RELEASING and self.cause == Signal.CONNECTION_CLOSED
+        )
+
+    def fire(self, signal: Signal, now_ms: float, holder: Holder | None = None) -> None:
+        """Apply one signal; `holder` comes with GRANTED and CLAIMED, and only with these.
+
+        Raises:
+            IllegalTransition: nothing has changed.
+        """
+        target = TRANSITIONS.get((self.state, signal))
+        names_holder = signal in (Signal.GRANTED, Signal.CLAIMED)
+        is_lawful = names_holder == (holder is not None)
+        if signal is Signal.CONFIRMED:
+            is_lawful = self.holder is not None and not self.is_ended
+        if signal is Signal.CLAIMED:
+            is_lawful = is_lawful and self.is_unknown
+        if target is None or not is_lawful:
+            raise IllegalTransition(f"lock {self.name}: {signal} in state {self.state}")
+        self._enter(target, signal, now_ms, holder)
+
+    def _enter(
+        self, target: LockState, signal: Signal, now_ms: float, holder: Holder | None
+    ) -> None:
+        if target is LockState.HELD:
+            self.holder = holder or self.holder
+            self.cause, self.is_reported = None, False
+            self.lost_ms = self.fenced_ms = None
+        elif target is LockState.RELEASING:
+            self.lost_ms = now_ms if self.lost_ms is None else self.lost_ms
+            if not self.is_ended:  # the supervisor's own word says more than its connection
+                self.cause = str(signal)
+            self.is_ended = self.is_ended or signal is Signal.NOT_WANTED
+        else:
+            self.lost_ms = now_ms if self.lost_ms is None else self.lost_ms
+            self.fenced_ms = now_ms
+            self.previous, self.holder = self.holder, None
+            self.is_ended, self.cause, self.is_reported = False, None, False
+        self.state = target

@@ -1,0 +1,173 @@
+"""The lock server's words: every event and refusal as people read it. Nothing is decided here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockserver.core.events import Happened, Holder, Refuse, Wanted
+from lockserver.core.lock import Lock, LockState
+from lockserver.core.queue import Waiter
+from lockserver.core.wants import Supervisor
+
+
+def facts(lock: Lock, holder: Holder) -> dict[str, Any]:
+    return {
+        "lock": lock.name,
+        "engine": holder.engine,
+        "incarnation": holder.incarnation,
+        "token": holder.token,
+    }
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def stale_claim(lock: Lock, want: Wanted, claimed: int) -> Refuse:
+    has_it = "nobody holds it"
+    if lock.holder is not None:
+        has_it = f"{lock.holder.engine} holds it with token {lock.holder.token}"
+    elif lock.is_unknown:
+        has_it = "nothing proves that it lives, because no process holds its witness"
+    return Refuse(
+        want.conn,
+        "lock.stale_claim",
+        f"{want.incarnation} no longer holds {lock.name} with token {claimed}: {has_it}",
+        {"lock": lock.name, "token": claimed, "incarnation": want.incarnation},
+    )
+
+
+def unproven(lock: Lock, want: Wanted) -> Refuse:
+    return Refuse(
+        want.conn,
+        "lock.witness_unproven",
+        f"{want.incarnation} asks for {lock.name} while no process holds its witness"
+        f" {want.witness} ({want.witness_state})",
+        {"lock": lock.name, "witness": want.witness, "state": str(want.witness_state)},
+    )
+
+
+def incarnation_ended(lock: Lock, want: Wanted) -> Refuse:
+    return Refuse(
+        want.conn,
+        "lock.incarnation_ended",
+        f"{want.incarnation} gave {lock.name} up; only a new incarnation may ask for it again",
+        {"lock": lock.name, "incarnation": want.incarnation},
+    )
+
+
+def engine_id_taken(conn: int, engine: str, pid: int) -> Refuse:
+    return Refuse(
+        conn,
+        "lock.engine_id_taken",
+        f"engine {engine} already has a living supervisor, pid {pid}; stop that one, or choose"
+        " another ENGINE_ID",
+        {"engine": engine, "pid": pid},
+    )
+
+
+# ---------------------------------------------------------------------- events
+
+
+def recovering(lock: Lock) -> Happened:
+    if lock.holder is None:
+        message = (
+            f"who holds {lock.name} is not on file; a claim with a token is accepted, else it is"
+            " free once no witness is held by a stranger"
+        )
+        return Happened("lock.recovering", message, "warning", {"lock": lock.name})
+    holder = lock.holder
+    message = f"{holder.engine} held {lock.name}, token {holder.token}; waiting to hear from it"
+    return Happened("lock.recovering", message, data=facts(lock, holder))
+
+
+def queued(lock: Lock, waiter: Waiter) -> Happened:
+    data = {"lock": lock.name, "engine": waiter.engine, "incarnation": waiter.incarnation}
+    return Happened("lock.queue", f"{waiter.engine} waits for {lock.name}", data=data)
+
+
+def confirmed(lock: Lock, holder: Holder) -> Happened:
+    message = f"{holder.engine} is back and keeps {lock.name}, token {holder.token}"
+    return Happened("lock.confirmed", message, data=facts(lock, holder))
+
+
+def claimed(lock: Lock, holder: Holder) -> Happened:
+    message = f"{holder.engine} says that it holds {lock.name}, token {holder.token}: believed"
+    return Happened("lock.claimed", message, "warning", facts(lock, holder))
+
+
+def releasing(lock: Lock, holder: Holder) -> Happened:
+    data = {**facts(lock, holder), "cause": lock.cause, "lost_mono_ms": lock.lost_ms}
+    message = f"{holder.engine} loses {lock.name}: {str(lock.cause).replace('_', ' ')}"
+    return Happened("lock.releasing", message, data=data)
+
+
+def dead_in_silence(lock: Lock, holder: Holder, now_ms: float) -> Happened:
+    data = {**facts(lock, holder), "cause": "silent", "lost_mono_ms": now_ms}
+    message = f"{holder.engine} is silent and none of its processes lives"
+    return Happened("lock.releasing", message, "warning", data)
+
+
+def freed(lock: Lock, holder: Holder | None) -> Happened:
+    why = f"{holder.incarnation} is gone" if holder else "nobody can hold it"
+    data = {
+        "lock": lock.name,
+        "incarnation": holder.incarnation if holder else None,
+        "lost_mono_ms": lock.lost_ms,
+        "fenced_mono_ms": lock.fenced_ms,
+    }
+    return Happened("lock.free", f"{lock.name} is free: {why}", data=data)
+
+
+def granted(lock: Lock, holder: Holder, waiter: Waiter, now_ms: float) -> Happened:
+    """To be made before the lock changes: it says what was lost and when it was fenced."""
+    previous = lock.previous
+    data = {
+        **facts(lock, holder),
+        "lost_mono_ms": lock.lost_ms,
+        "fenced_mono_ms": lock.fenced_ms,
+        "contended": previous is not None and previous.engine != holder.engine,
+        "previous": previous.incarnation if previous else None,
+        "waited_ms": round(now_ms - waiter.since_ms, 3),
+    }
+    message = f"{lock.name} granted to {holder.engine}, token {holder.token}"
+    return Happened("lock.granted", message, data=data)
+
+
+def heard(supervisor: Supervisor) -> Happened:
+    data = {"engine": supervisor.engine, "incarnation": supervisor.incarnation}
+    return Happened("lock.heard", f"{supervisor.engine} is heard again", data=data)
+
+
+def silent(supervisor: Supervisor) -> Happened:
+    data = {"engine": supervisor.engine, "incarnation": supervisor.incarnation}
+    message = f"{supervisor.engine} is silent and is passed over until it is heard"
+    return Happened("lock.silent", message, "warning", data)
+
+
+def unresponsive(lock: Lock, holder: Holder, supervisor: Supervisor) -> Happened:
+    message = (
+        f"{holder.engine} holds {lock.name} and is silent; nobody else is granted while its"
+        f" processes live: if it hangs, kill its supervisor (pid {supervisor.pid}) and them"
+    )
+    data = {**facts(lock, holder), "pid": supervisor.pid}
+    return Happened("lock.unresponsive", message, "warning", data, holder.witness)
+
+
+def overdue(lock: Lock) -> Happened:
+    """What a lock that is nobody's has been waiting for, too long for it to be a death alone."""
+    if lock.holder is None:
+        message = (
+            f"who holds {lock.name} is not on file, and engines that are not connected hold"
+            " witnesses in the directory; kill their processes"
+        )
+        return Happened("lock.waiting_evidence", message, "warning", {"lock": lock.name})
+    holder = lock.holder
+    kind = "lock.waiting_evidence"
+    message = f"{lock.name} waits: processes of {holder.incarnation} are still alive"
+    if lock.state is LockState.RECOVERING:
+        kind = "lock.unresponsive"
+        message = (
+            f"{holder.engine} held {lock.name} (token {holder.token}) before this server started"
+            " and has not been heard since, but its processes live: if it hangs, kill them"
+        )
+    return Happened(kind, message, "warning", facts(lock, holder), holder.witness)
