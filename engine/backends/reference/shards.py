@@ -99,11 +99,10 @@ def _shard_names(index_path: str) -> list[str]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         _broken(index_path, "it has no weight_map")
-    names = set(weight_map.values())
-    for name in names:
+    for name in weight_map.values():
         if not isinstance(name, str) or os.path.basename(name) != name:
             _broken(index_path, f"its weight_map names {name!r}, which is not a plain file name")
-    return sorted(names)
+    return sorted(set(weight_map.values()))
 
 
 def _open(path: str) -> BinaryIO:

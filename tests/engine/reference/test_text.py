@@ -16,6 +16,8 @@ from tests.engine.reference.support import edit_json
 from understudy.errors import UsageError
 
 BYTES = Tokenizer(byte_tokenizer(), {}, None)
+# Without "<": a special token written out in a text becomes that token, as everywhere.
+PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=30)
 
 
 def sentencepiece() -> Tokenizer:
@@ -47,13 +49,13 @@ def streamed(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
-@given(st.text())
+@given(PLAIN)
 def test_encode_decode_any_text_comes_back(text: str):
     """The byte-level tokenizer loses nothing: random text through and back."""
     assert BYTES.decode(BYTES.encode(text)) == text
 
 
-@given(st.text(max_size=30))
+@given(PLAIN)
 def test_stream_valid_text_never_shows_half_a_character(text: str):
     """One byte per token: every piece is whole characters, and a character is never late."""
     tokens = BYTES.encode(text, special=False)
