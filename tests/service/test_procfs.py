@@ -36,6 +36,37 @@ def test_tree_of_processes(tree):
     assert procfs.parent(child) == process.pid
 
 
+def test_children_never_misses_one_while_others_come_and_go():
+    """Goal: a living child is always listed; method: 500 readings while siblings are reaped."""
+    program = textwrap.dedent(
+        """
+        import subprocess
+        short = [subprocess.Popen(["true"]) for _ in range(4)]
+        lasting = subprocess.Popen(["cat"])
+        print(lasting.pid, flush=True)
+        while True:
+            for process in short:
+                process.wait()
+            short = [subprocess.Popen(["true"]) for _ in range(4)]
+        """
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        lasting = int(process.stdout.readline())
+        try:
+            assert all(lasting in procfs.children(process.pid) for _ in range(500))
+        finally:
+            process.kill()
+
+
+def test_children_without_the_kernels_list_are_found_by_their_parent(tree, monkeypatch):
+    """Goal: kernels without CONFIG_PROC_CHILDREN; method: hide the list."""
+    process, child = tree
+    monkeypatch.setattr(procfs, "_children_once", lambda pid: None)
+    assert procfs.children(process.pid) == [child]
+
+
 def test_what_is_known_of_a_living_process(tree):
     """Goal: name, memory, start; method: compare with what must be so."""
     process, child = tree

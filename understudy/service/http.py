@@ -69,7 +69,7 @@ class HttpServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Bind and serve.
+        """Bind and serve. Loads aiohttp, which holds the loop for 0.1 s: start this early.
 
         Raises:
             UnderstudyError: `service.port_in_use`, naming the port and who has it.

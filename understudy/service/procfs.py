@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+READINGS_MAX = 8  # of a list that changes all the time, before every process is looked at
 TCP_LISTEN = "0A"  # include/net/tcp_states.h
 
 
@@ -50,16 +51,18 @@ def rss_bytes(pid: int) -> int | None:
 
 
 def children(pid: int) -> list[int]:
-    """The processes whose parent is `pid`, zombies included."""
-    found: list[int] = []
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return found
-    for thread in threads:
-        # Needs CONFIG_PROC_CHILDREN, which every distribution's kernel and gVisor's too has.
-        found += [int(child) for child in _read(f"/proc/{pid}/task/{thread}/children").split()]
-    return found
+    """The processes whose parent is `pid`, zombies included; no living one is missed.
+
+    The kernel's list skips a process when another is reaped while it is read (proc(5)). That
+    other one was in the list and is not in the next, so two equal readings have missed nobody.
+    """
+    last = _children_once(pid)
+    for _ in range(READINGS_MAX):
+        again = _children_once(pid)
+        if again is not None and again == last:
+            return again
+        last = again
+    return [each for each in pids() if parent(each) == pid]
 
 
 def descendants(pid: int) -> list[int]:
@@ -107,6 +110,21 @@ def listener_pid(port: int) -> int | None:
             except OSError:
                 continue
     return None
+
+
+def _children_once(pid: int) -> list[int] | None:
+    """One reading; None where the kernel has no such list (CONFIG_PROC_CHILDREN)."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as stream:
+                found += [int(child) for child in stream.read().split()]
+    except FileNotFoundError:
+        # A thread that ended leaves its children to another, a process to another process.
+        return None if os.path.exists(f"/proc/{pid}") else []
+    except OSError:
+        return []
+    return found
 
 
 def _stat(pid: int) -> list[str] | None:
