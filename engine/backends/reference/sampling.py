@@ -72,7 +72,8 @@ def _candidates(
     tokens = np.arange(len(weights))
     if params.top_k == 0 and params.top_p == 1:
         return tokens, weights
-    tokens = np.argsort(-weights, kind="stable")  # equals by id: a choice must not depend on chance
+    # By logit, not by weight, where unlike tokens may round to one number; true equals by id.
+    tokens = np.argsort(-logits, kind="stable")
     if params.top_k:
         tokens = tokens[: params.top_k]
     weights = weights[tokens]
