@@ -1,0 +1,63 @@
+"""The standard pod as data, and its ports."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from understudy.errors import UnderstudyError, UsageError
+from understudy.pod.containers import stop_order
+from understudy.pod.local_pod import LocalPod, Ports, check_ports, free_pod_ports, program
+
+
+def test_standard_pod_starts_sidecars_first_and_stops_them_last():
+    """Goal: the order of DESIGN §2. Method: names in order, and the order of stopping."""
+    pod = LocalPod(Path("/run/understudy"), Path("/models/m"))
+    containers = pod.containers()
+    assert [c.name for c in containers] == ["lockserver", "gms", "engine-0", "engine-1"]
+    assert [[c.name for c in step] for step in stop_order(containers)] == [
+        ["engine-1", "engine-0"],
+        ["gms"],
+        ["lockserver"],
+    ]
+
+
+def test_standard_pod_uses_the_ports_and_directory_of_the_design():
+    """Goal: DESIGN §9's surface. Method: read the command lines and environments."""
+    lock, gms, one, two = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
+    assert "--service=active=127.0.0.1:8000" in lock.command
+    assert "--http-port=9400" in lock.command
+    assert "--http-port=9401" in gms.command
+    assert [c.env["ENGINE_ID"] for c in (one, two)] == ["engine-0", "engine-1"]
+    assert "--http-port=9410" in one.command
+    assert "--http-port=9411" in two.command
+    assert one.env["LOCKSERVER_SOCKET"] == "/run/understudy/lockserver.sock"
+    assert one.command[one.command.index("--") + 1 :] == ("--model", "/models/m")
+    urls = [c.startup.url for c in (lock, gms, one) if c.startup is not None]
+    assert [url.rsplit("/", 1)[1] for url in urls] == ["live", "startup", "startup"]
+
+
+def test_free_ports_of_two_pods_differ():
+    """Goal: drills beside a running pod. Method: all ports of one pod are distinct and unused."""
+    ports = free_pod_ports(engines=3)
+    assert len(set(ports.all())) == 6
+    check_ports(ports.all())
+
+
+def test_check_ports_names_the_one_that_is_taken():
+    """Goal: cause and mend in one sentence. Method: a real listener on one of them."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UnderstudyError, match=rf"port {port} .*another pod") as caught:
+            check_ports(Ports(service=port).all()[:1])
+        assert caught.value.code == "pod.port_in_use"
+
+
+def test_program_that_is_not_installed_is_named():
+    """Goal: a sentence instead of FileNotFoundError. Method: a name nobody has."""
+    with pytest.raises(UsageError, match="no-such-program"):
+        program("no-such-program")

@@ -1,0 +1,102 @@
+"""The pod's view as pure code: what is called healthy, degraded, down, and what people read."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from understudy.pod.view import is_reachable, lines, pod_view, since, size
+
+NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
+EARLIER = "2030-01-01T08:48:00.000Z"
+
+
+def lockserver(state: str = "held", holder: str | None = "engine-0") -> dict:
+    found = {"engine": holder, "token": 17, "since": EARLIER} if holder else None
+    lock = {"state": state, "holder": found, "waiters": [], "problem": None}
+    return {"schema": 1, "token": 17, "locks": {"active": lock}}
+
+
+def engine(name: str, state: str) -> dict:
+    about = {"id": name, "role": "auto", "state": state, "since": EARLIER, "reason": "as it should"}
+    return {"schema": 1, "engine": about, "inflight": 2}
+
+
+def memory(state: str = "committed") -> dict:
+    device = {
+        "device_uuid": "HOST-0",
+        "tag": "weights",
+        "state": state,
+        "committed_bytes": 3 * 2**29,
+        "sessions": [{}, {}],
+        "waiting": [],
+    }
+    return {"schema": 1, "devices": [device]}
+
+
+ACTIVE, STANDBY = engine("engine-0", "active"), engine("engine-1", "standby")
+SILENT = {"name": "engine-1", "error": "nobody listens on engine_engine-1.sock"}
+
+
+@pytest.mark.parametrize(
+    ("lock", "gms", "engines", "state", "word"),
+    [
+        (lockserver(), [memory()], [ACTIVE, STANDBY], "healthy", ""),
+        (lockserver(), [memory()], [ACTIVE, engine("engine-1", "init")], "degraded", "no standby"),
+        (lockserver(), [memory()], [ACTIVE, SILENT], "degraded", "nobody listens"),
+        (lockserver(), [memory("recovering")], [ACTIVE, STANDBY], "degraded", "recovering"),
+        (lockserver("free", None), [memory()], [STANDBY], "down", ""),
+        (lockserver("releasing"), [memory()], [STANDBY], "down", ""),
+        (lockserver(), [memory()], [ACTIVE, engine("engine-1", "active")], "down", "more than one"),
+        ({"name": "lockserver", "error": "gone"}, [memory()], [ACTIVE, STANDBY], "down", "gone"),
+        ({"name": "lockserver", "error": "gone"}, [], [], "down", "gone"),
+    ],
+)
+def test_pod_view_state_follows_from_the_parts(lock, gms, engines, state, word):
+    """Goal: one word that can be trusted. Method: one thing amiss at a time."""
+    view = pod_view("/run/understudy", lock, gms, engines)
+    assert view["state"] == state
+    assert word in " ".join(view["problems"])
+
+
+def test_lines_of_a_standard_pod_fit_below_fifteen():
+    """Goal: CONVENTIONS §2.1. Method: the healthy pod, and one with more trouble than fits."""
+    view = pod_view("/run/understudy", lockserver(), [memory()], [ACTIVE, STANDBY])
+    text = lines(view, NOW)
+    assert len(text) < 15
+    assert "healthy" in text[0]
+    assert "failover ready (1 standby)" in text[0]
+    assert "held by engine-0" in text[1]
+    assert "token 17   since 3h12m" in text[1]
+    assert any("HOST-0" in line and "1.5 GiB" in line and "2 sessions" in line for line in text)
+    broken = [{"name": f"part-{number}", "error": "gone"} for number in range(4)]
+    assert len(lines(pod_view("/d", broken[0], broken[1:2], broken[2:]), NOW)) < 15
+
+
+def test_is_reachable_when_anybody_answers():
+    """Goal: exit code 3 only for silence. Method: all silent, then one voice."""
+    silent = {"name": "lockserver", "error": "gone"}
+    assert not is_reachable(pod_view("/d", silent, [], []))
+    assert is_reachable(pod_view("/d", silent, [], [STANDBY]))
+
+
+@pytest.mark.parametrize(
+    ("ago", "text"),
+    [
+        (timedelta(seconds=4), "4s"),
+        (timedelta(minutes=3, seconds=2), "3m02s"),
+        (timedelta(hours=3, minutes=12), "3h12m"),
+        (timedelta(days=2, hours=5), "2d5h"),
+        (timedelta(seconds=-5), "0s"),
+    ],
+)
+def test_since_reads_like_people_talk(ago, text):
+    """Goal: short durations. Method: one per unit, and a clock that is ahead."""
+    assert since((NOW - ago).isoformat(), NOW) == text
+
+
+def test_since_and_size_of_nothing_are_a_dash():
+    """Goal: a hole is shown as one. Method: values that are missing or broken."""
+    assert (since(None, NOW), since("soon", NOW), size(None)) == ("-", "-", "-")
+    assert (size(12), size(2048), size(3 * 2**20)) == ("12 B", "2.0 KiB", "3.0 MiB")

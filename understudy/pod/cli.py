@@ -1,0 +1,205 @@
+"""The `understudy` command: the pod for people.
+
+Owns flags and what is printed. Everything else is elsewhere: `local_pod` says what runs, `runner`
+runs it, `gather` and `view` look at it, `drill` breaks it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+import understudy
+from understudy.errors import DegradedError, UnreachableError, UsageError
+from understudy.pod import sessions
+from understudy.pod.drill.records import TARGETS
+from understudy.pod.drill.report import machine, print_report
+from understudy.pod.drill.run import DrillPlan
+from understudy.pod.follow import Record, follow_events
+from understudy.pod.gather import gather
+from understudy.pod.local_pod import LocalPod, Ports
+from understudy.pod.settings import DRILL_OPTIONS, STATUS_OPTIONS, UP_OPTIONS
+from understudy.pod.view import is_reachable, lines
+from understudy.service.cli import INTERRUPTED, options, plain_errors, run_async
+from understudy.service.config import Resolved, resolve
+from understudy.service.paths import runtime_dir
+
+json_flag = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+
+
+@click.group()
+def main() -> None:
+    """Understudy: a parked engine takes over from a dead one, on weights loaded once."""
+
+
+@main.command()
+@options(UP_OPTIONS, command="up")
+def up(config: Resolved) -> None:
+    """Start a lock server, a GPU memory service and two engines here, and keep them running."""
+    model = _model(config["model"])
+    first = config["engine_port"]
+    pod = LocalPod(
+        Path(runtime_dir(config["dir"])),
+        model or Path(),
+        Ports(
+            config["service_port"],
+            config["lockserver_port"],
+            config["gms_port"],
+            (first, first + 1),
+        ),
+        backend=config["backend"],
+        host=config["host"],
+        device_bytes=config["device_bytes"],
+        # Whoever reads this terminal reads text; a log collector sets LOG_FORMAT itself.
+        env={"LOG_FORMAT": "text"}
+        if sys.stdout.isatty() and "LOG_FORMAT" not in os.environ
+        else {},
+    )
+    run_async(lambda: sessions.stay_up(pod, model, click.echo))
+
+
+@main.command()
+@options(STATUS_OPTIONS, command="status")
+@json_flag
+@click.option("--check", is_flag=True, help="Exit with 4 unless the pod is healthy.")
+def status(config: Resolved, as_json: bool, check: bool) -> None:
+    """Is it fine, who is active, since when, and what would happen on a failure?"""
+    directory = Path(os.path.abspath(config["dir"]))
+    view = run_async(lambda: gather(directory))
+    if not is_reachable(view):
+        reason = view["lockserver"].get("error", "nobody answers")
+        raise UnreachableError(
+            "pod.unreachable",
+            f"no part of a pod answers in {directory}: {reason}",
+            dir=str(directory),
+        )
+    if as_json:
+        click.echo(json.dumps(view, default=str))
+    else:
+        click.echo("\n".join(lines(view, datetime.now(UTC))))
+    if check and view["state"] != "healthy":
+        raise DegradedError(
+            "pod.degraded",
+            f"the pod is {view['state']}: {'; '.join(view['problems']) or 'no holder'}",
+        )
+
+
+@main.command()
+@options(DRILL_OPTIONS, command="drill")
+@json_flag
+@click.option("--attach", is_flag=True, help="Drill the pod that runs in --dir.")
+@click.option("--yes", is_flag=True, help="With --attach: do not ask.")
+def drill(config: Resolved, as_json: bool, attach: bool, yes: bool) -> None:
+    """Kill the active engine under load, again and again, and report what came of it."""
+    plan = DrillPlan(config["kills"], config["target"] or TARGETS, config["clients"])
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    if attach:
+        directory = Path(os.path.abspath(config["dir"]))
+        _ask_first(directory, plan, yes=yes)
+        result = run_async(lambda: sessions.drill_running_pod(directory, plan, say))
+    else:
+        model, backend = _model(config["model"]), config["backend"]
+        result = run_async(
+            lambda: sessions.drill_own_pod(model, backend, config["device_bytes"], plan, say)
+        )
+    if result is None:
+        sys.exit(INTERRUPTED)
+    if as_json:
+        click.echo(json.dumps(result.report.to_dict(config["backend"], machine())))
+    else:
+        from rich.console import Console
+
+        print_report(result.report, Console(), config["backend"], result.usages)
+    for problem in result.report.problems:
+        click.echo(f"error: {problem}", err=True)
+    sys.exit(0 if result.report.passed else 1)
+
+
+@main.command()
+@options(STATUS_OPTIONS, command="events")
+@json_flag
+def events(config: Resolved, as_json: bool) -> None:
+    """Follow what happens in the pod: grants, states of engines, deaths. Ctrl-C ends it."""
+
+    def show(record: Record) -> None:
+        if as_json:
+            click.echo(json.dumps(record, default=str))
+        else:
+            source, kind = record.get("source", ""), record.get("type", "")
+            click.echo(f"{record.get('ts')}  {source:<11}  {kind:<20}  {record.get('message')}")
+
+    run_async(lambda: follow_events(Path(os.path.abspath(config["dir"])), show))
+
+
+@main.command()
+@json_flag
+@plain_errors
+def config(as_json: bool) -> None:
+    """Print every setting of `up` and `drill` with its value and where that came from."""
+    described = {
+        "up": resolve(
+            UP_OPTIONS, {}, os.environ, os.environ.get("UNDERSTUDY_CONFIG"), command="up"
+        ),
+        "drill": resolve(
+            DRILL_OPTIONS, {}, os.environ, os.environ.get("UNDERSTUDY_CONFIG"), command="drill"
+        ),
+    }
+    if as_json:
+        document = {command: resolved.describe() for command, resolved in described.items()}
+        click.echo(json.dumps(document, default=str))
+        return
+    for command, resolved in described.items():
+        click.echo(f"[{command}]")
+        for setting in resolved.describe():
+            click.echo(_setting_line(setting))
+
+
+@main.command()
+@json_flag
+def version(as_json: bool) -> None:
+    """Print the version."""
+    about = {"version": understudy.__version__, "python": platform.python_version()}
+    click.echo(json.dumps(about) if as_json else f"understudy {about['version']}")
+
+
+def _setting_line(setting: dict[str, Any]) -> str:
+    value = "-" if setting["value"] in (None, ()) else setting["value"]
+    return f"  {setting['name']:<16} {value!s:<20} {setting['origin']:<12} {setting['env']}"
+
+
+def _model(given: str | None) -> Path | None:
+    """The checkpoint's absolute path. Whether it is a good one, the engine says."""
+    if given is None:
+        return None
+    path = Path(os.path.abspath(given))
+    if not path.is_dir():
+        raise UsageError(
+            "pod.no_model", f"{path} is not a directory; --model takes a Hugging Face checkpoint"
+        )
+    return path
+
+
+def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "drill.unconfirmed", "--attach kills engines that may be in use: add --yes"
+        )
+    question = f"Kill the active engine of the pod in {directory} {plan.kills} times?"
+    if not click.confirm(question, err=True):
+        raise UsageError("drill.declined", "nothing was killed")
+
+
+if __name__ == "__main__":
+    main()

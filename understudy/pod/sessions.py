@@ -1,0 +1,173 @@
+"""The two long sessions of the command line: a pod that stays up, and a drill.
+
+Owns the wiring of runner, pod and drill, and where their files lie. Prints only through `say`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from understudy.errors import UnderstudyError
+from understudy.pod.drill.killer import wait_whole
+from understudy.pod.drill.records import Records
+from understudy.pod.drill.report import Usage, usage_of
+from understudy.pod.drill.run import Drill, DrillPlan
+from understudy.pod.drill.verdict import Report, judge
+from understudy.pod.http_get import get
+from understudy.pod.local_pod import LocalPod, check_ports, free_pod_ports
+from understudy.pod.runner import Runner, run_pod
+from understudy.service.signals import SignalInbox
+
+Say = Callable[[str], None]
+
+WATCHED = ("lockserver", "gms")  # whose descriptors and memory must not grow with kills
+
+# A drill measures failover, not BLAS. Without this, the threads of the engine that loads steal the
+# cores from the one that takes over. Users' own settings win.
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(slots=True)
+class DrillResult:
+    """What a drill found, and what the watched containers used before and after."""
+
+    report: Report
+    usages: dict[str, tuple[Usage, Usage]] = field(default_factory=dict)
+
+
+async def make_random_model(directory: Path) -> Path:
+    """A small random checkpoint in `directory`, unless one is there; made by a process of its own.
+
+    Importing numpy here would cost this process memory and time that it needs for measuring.
+    """
+    if (directory / "config.json").exists():
+        return directory
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "engine.backends.reference.random_model",
+        str(directory),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    if process.returncode:
+        said = output.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise UnderstudyError("pod.no_model", f"the random model was not made: {said[-1]}")
+    return directory
+
+
+async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
+    """Run `pod` until a signal; `say` gets the containers' lines and where to send requests."""
+    check_ports(pod.ports.all(), pod.host)
+    if model is None:
+        pod = replace(pod, model=await make_random_model(pod.directory / "random-model"))
+    runner = Runner(pod.containers(), pod.directory / "log", say)
+
+    async def body() -> None:
+        for line in await _welcome(pod):
+            say(line)
+        await asyncio.Event().wait()
+
+    inbox = SignalInbox()
+    try:
+        await run_pod(runner, body, inbox.get, say)
+    finally:
+        inbox.close()
+
+
+async def drill_own_pod(
+    model: Path | None, backend: str, device_bytes: str, plan: DrillPlan, say: Say
+) -> DrillResult | None:
+    """Start a pod in a directory and on ports of its own, drill it, stop it. None: interrupted.
+
+    The directory, with the containers' logs, is kept when the drill did not pass.
+    """
+    base = Path(tempfile.mkdtemp(prefix="understudy-drill-"))
+    directory = base / "pod"
+    directory.mkdir(mode=0o700)
+    passed = False
+    try:
+        pod = LocalPod(
+            directory,
+            model or await make_random_model(base / "model"),
+            free_pod_ports(),
+            backend=backend,
+            device_bytes=device_bytes,
+            env=ONE_THREAD if model is None else {},
+        )
+        runner = Runner(pod.containers(), directory / "log")
+        say(f"starting a pod in {directory}")
+        result = await _drill(Drill(directory, plan, say), runner, plan, say)
+        passed = result is None or result.report.passed
+        return result
+    finally:
+        if passed:
+            shutil.rmtree(base, ignore_errors=True)
+        else:
+            say(f"what the containers wrote is kept in {directory / 'log'}")
+
+
+async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillResult | None:
+    """Drill the pod in `directory`, which somebody else started and goes on running."""
+    return await _drill(Drill(directory, plan, say), Runner([], directory / "log"), plan, say)
+
+
+async def _drill(drill: Drill, runner: Runner, plan: DrillPlan, say: Say) -> DrillResult | None:
+    usages: dict[str, tuple[Usage, Usage]] = {}
+    failure: list[str] = []
+
+    async def body() -> Records:
+        target = await drill.prepare()
+        before = _usages(runner)
+        try:
+            await drill.run(target)
+        except UnderstudyError as error:
+            failure.append(f"the drill ended early: {error}")
+        after = _usages(runner)
+        usages.update({name: (before[name], after[name]) for name in before.keys() & after.keys()})
+        return drill.records
+
+    inbox = SignalInbox()
+    try:
+        records = await run_pod(runner, body, inbox.get, say)
+    finally:
+        inbox.close()
+    if records is None:
+        return None
+    report = judge(records, plan.kills)
+    report.problems += failure + records.overlaps
+    return DrillResult(report, usages)
+
+
+def _usages(runner: Runner) -> dict[str, Usage]:
+    return {name: usage_of(pid) for name, pid in runner.pids().items() if name in WATCHED}
+
+
+async def _welcome(pod: LocalPod) -> list[str]:
+    """What to do with a pod that is up: one request to copy, and how to look at it."""
+    whole = await wait_whole(pod.directory)
+    answer = await get(f"{pod.service_url}/v1/models", timeout_s=30)
+    models = answer.json().get("data") or [{}]
+    body = {"model": models[0].get("id", "?"), "prompt": "Hello", "max_tokens": 16}
+    return [
+        "",
+        f"{whole.engine} serves and {', '.join(whole.standbys)} stands by. Send requests to "
+        f"{pod.service_url}, for example:",
+        f"  curl {pod.service_url}/v1/completions -H 'Content-Type: application/json' "
+        f"-d '{json.dumps(body)}'",
+        f"  understudy status --dir {pod.directory}",
+        f"  understudy drill --attach --dir {pod.directory}     (Ctrl-C stops the pod)",
+        "",
+    ]
