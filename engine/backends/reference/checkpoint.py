@@ -9,6 +9,7 @@ buffer, because a loader that needs a second copy of the weights does not fit be
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.reference.config import LlamaConfig, read_config
+from engine.backends.reference.config import LlamaConfig, read_config, read_json
 from engine.backends.reference.shards import Shard, StoredTensor, read_shards
 from understudy.errors import UnderstudyError, UsageError
 
@@ -121,12 +122,11 @@ def identity(
     that a checkpoint that is replaced while it is read is never published under the old name.
     """
     shards = read_shards(directory)
-    with open(os.path.join(directory, "config.json"), "rb") as file:
-        config_hash = hashlib.sha256(file.read()).hexdigest()
+    config = json.dumps(read_json(os.path.join(directory, "config.json")), sort_keys=True)
     blas = cast("dict[str, Any]", np.show_config(mode="dicts"))["Build Dependencies"]["blas"]
     return {
         "model": model or os.path.basename(os.path.realpath(directory)),
-        "config": config_hash,
+        "config": hashlib.sha256(config.encode()).hexdigest(),
         "shards": {
             shard.name: {"header": shard.header_hash, "sample": shard.sample_hash()}
             for shard in shards

@@ -26,6 +26,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "compression_config": (None,),
     "sliding_window": (None,),
     "partial_rotary_factor": (1.0, None),
+    "rope_interleaved": (False, None),
     "num_local_experts": (None,),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),

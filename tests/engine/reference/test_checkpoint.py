@@ -269,3 +269,13 @@ def test_identity_sees_another_config(tmp_path: Any):
     path = os.path.join(directory, "config.json")
     edit_json(path, lambda document: document["rope_parameters"].update(factor=2.0))
     assert identity(directory)["config"] != before["config"]
+
+
+def test_identity_of_a_checkpoint_that_went_away_is_a_sentence(tmp_path: Any):
+    """It is computed anew before commit, when the files may be gone: each missing file in turn."""
+    for missing in ("config.json", "model.safetensors"):
+        directory = copy_of("tied-f32", tmp_path / missing)
+        os.unlink(os.path.join(directory, missing))
+        with pytest.raises(UsageError) as caught:
+            identity(directory)
+        assert caught.value.code == "model.missing"

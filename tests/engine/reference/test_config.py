@@ -26,6 +26,7 @@ UNSUPPORTED = [
     ("rope_parameters", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}),
     ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
     ("partial_rotary_factor", 0.5),
+    ("rope_interleaved", True),
 ]
 BROKEN = [
     ("vocab_size", None),
