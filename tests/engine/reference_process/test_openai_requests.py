@@ -147,7 +147,7 @@ def test_chat_content_parts_are_flattened():
     """Goal: text parts reach the template as one string. Method: a message of two parts."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = parse_chat({"messages": [{"role": "user", "content": parts, "name": "n"}]})
-    assert request.prompt == ({"role": "user", "content": "a\nb", "name": "n"},)
+    assert request.messages == ({"role": "user", "content": "a\nb", "name": "n"},)
 
 
 def test_chat_logprobs_without_alternatives():

@@ -20,9 +20,9 @@ class TokenInfo:
     """One token as logprobs show it: its text, its bytes, and the alternatives, best first."""
 
     text: str
-    raw: bytes
+    raw: bytes | None  # None where the token is no whole character by itself
     logprob: float
-    top: tuple[tuple[str, bytes, float], ...] = ()
+    top: tuple[tuple[str, bytes | None, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +177,8 @@ class ChatShape(_Base):
         return {"content": content, "refusal": None}
 
 
-def _entry(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(raw)}
+def _entry(text: str, raw: bytes | None, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": None if raw is None else list(raw)}
 
 
 def model_card(

@@ -71,14 +71,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What both endpoints have in common. `prompt` is text, token ids, or messages of a chat.
+    """What both endpoints have in common: a prompt (text or token ids), or a chat's messages.
 
     `max_tokens` None: 16 for a completion (OpenAI's default), the rest of the context for a chat.
     `logprobs` None: none wanted; else the number of alternatives beside each token.
     """
 
-    prompt: str | tuple[int, ...] | tuple[dict[str, str], ...]
-    is_chat: bool
+    prompt: str | tuple[int, ...]
+    messages: tuple[dict[str, str], ...]
     model: str | None
     max_tokens: int | None
     sampling: SamplingParams
@@ -86,6 +86,10 @@ class GenerationRequest:
     stream: bool = False
     include_usage: bool = False
     ignore_eos: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.messages)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -103,7 +107,7 @@ def parse_completion(document: Mapping[str, Any]) -> GenerationRequest:
     values = _check(document, COMPLETION)
     _require(values, "prompt")
     max_tokens = values.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
-    return _request(values, values["prompt"], False, max_tokens, values.get("logprobs"))
+    return _request(values, max_tokens, values.get("logprobs"))
 
 
 def parse_chat(document: Mapping[str, Any]) -> GenerationRequest:
@@ -117,18 +121,18 @@ def parse_chat(document: Mapping[str, Any]) -> GenerationRequest:
     logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
     if logprobs is None and values.get("top_logprobs"):
         raise bad_value("top_logprobs", "top_logprobs needs logprobs to be true.")
-    return _request(values, values["messages"], True, old if new is None else new, logprobs)
+    return _request(values, old if new is None else new, logprobs)
 
 
 def _request(
-    values: Mapping[str, Any], prompt: Any, is_chat: bool, max_tokens: int | None, logprobs: Any
+    values: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
 ) -> GenerationRequest:
     stream = values.get("stream", False)
     if "stream_options" in values and not stream:
         raise bad_value("stream_options", "stream_options needs stream to be true.")
     return GenerationRequest(
-        prompt=prompt,
-        is_chat=is_chat,
+        prompt=values.get("prompt", ""),
+        messages=values.get("messages", ()),
         model=values.get("model"),
         max_tokens=max_tokens,
         sampling=SamplingParams(

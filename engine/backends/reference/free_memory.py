@@ -1,0 +1,175 @@
+"""The second fence: KV memory is taken only when the machine really has it free.
+
+Owns the reading of /proc/meminfo and of the memory limits of this process's control groups, and
+the wait. Knows no KV cache. The lock says that the old holder's processes are gone; this asks the
+kernel, which does not believe in locks, whether their memory is. Without it, an overcommitting
+kernel hands out addresses at once and kills somebody later, perhaps the GPU memory service.
+
+The surprising thing: what a control group counts as used includes the page cache, which the kernel
+gives back when asked. Its inactive part is therefore counted as free.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from understudy.errors import UnderstudyError, WaitTimeoutError
+
+logger = logging.getLogger(__name__)
+
+# Well inside the waking budget of 60 s, so that the reason is reported before the kill comes.
+DEADLINE_S = 45.0
+POLL_S = 0.005  # a dying process gives back about 15 GiB per second; this is 80 MiB
+
+# Left for everybody else in the machine: page tables, sockets, the next engine's start.
+RESERVE_BYTES = 64 << 20
+
+# Control groups, version 2 (one tree) and version 1 (a tree per controller): limit, use, and where
+# the reclaimable cache is said. Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+V2_FILES = ("memory.max", "memory.current", "inactive_file")
+V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+UNLIMITED_BYTES = 1 << 60  # version 1 says "no limit" with a number close to 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that could be had now, bytes that could ever be had, and who sets that limit."""
+
+    free_bytes: int
+    limit_bytes: int
+    limited_by: str
+
+
+def read_room(root: str = "/") -> Room:
+    """The tightest of the machine and every control group above this process.
+
+    `root` is where the machine's file system begins, so that tests can bring their own.
+    """
+    rooms = [_machine(root), *_control_groups(root)]
+    tightest = min(rooms, key=lambda room: room.free_bytes)
+    smallest = min(rooms, key=lambda room: room.limit_bytes)
+    return Room(tightest.free_bytes, smallest.limit_bytes, smallest.limited_by)
+
+
+def check_can_ever_fit(needed_bytes: int, room: Room) -> None:
+    """Refuse what no waiting would bring.
+
+    Raises:
+        UnderstudyError: `engine.kv_too_large`.
+    """
+    if needed_bytes + RESERVE_BYTES > room.limit_bytes:
+        raise UnderstudyError(
+            "engine.kv_too_large",
+            f"the KV cache needs {_mib(needed_bytes)} and {room.limited_by} allows"
+            f" {_mib(room.limit_bytes)} in all; lower --max-context or --slots",
+            needed_bytes=needed_bytes,
+            limit_bytes=room.limit_bytes,
+        )
+
+
+def wait_for_room(
+    needed_bytes: int,
+    deadline_s: float = DEADLINE_S,
+    read: Callable[[], Room] = read_room,
+) -> None:
+    """Return when `needed_bytes` are free; the reason for a wait is logged once.
+
+    Raises:
+        WaitTimeoutError: `engine.kv_memory_busy`: somebody else still has it.
+    """
+    end = time.monotonic() + deadline_s
+    is_first = True
+    while (room := read()).free_bytes < needed_bytes + RESERVE_BYTES:
+        reason = (
+            f"the KV cache needs {_mib(needed_bytes)} and {_mib(room.free_bytes)} are free"
+            f" ({_mib(RESERVE_BYTES)} stay reserved)"
+        )
+        if time.monotonic() > end:
+            raise WaitTimeoutError(
+                "engine.kv_memory_busy",
+                f"{reason}; waited {deadline_s:g} s for another process to give memory back",
+                needed_bytes=needed_bytes,
+                free_bytes=room.free_bytes,
+            )
+        if is_first:
+            logger.warning("%s; waiting up to %g s", reason, deadline_s)
+            is_first = False
+        time.sleep(POLL_S)
+
+
+def allocate(size_bytes: int) -> mmap.mmap:
+    """Anonymous private memory, zero until touched.
+
+    Large pages where the kernel has them: a process with 4 KiB pages takes 72 ms per GiB to die,
+    and every one of these is between a death and the next grant.
+    """
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without them; the memory is good all the same
+        logger.debug("no large pages here")
+    return memory
+
+
+def _machine(root: str) -> Room:
+    values = {}
+    with open(os.path.join(root, "proc/meminfo"), encoding="ascii") as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            values[name] = int(rest.split()[0]) * 1024
+    return Room(values["MemAvailable"], values["MemTotal"], "this machine's memory")
+
+
+def _control_groups(root: str) -> Iterator[Room]:
+    """One room per group with a limit, from our own up to the root of the tree that we can see."""
+    for mount, path, files in _memory_groups(root):
+        while True:
+            room = _group(os.path.join(root, mount, path.lstrip("/")), path, files)
+            if room is not None:
+                yield room
+            if path in ("", "/"):
+                break
+            path = os.path.dirname(path)
+
+
+def _memory_groups(root: str) -> Iterator[tuple[str, str, tuple[str, str, str]]]:
+    try:
+        with open(os.path.join(root, "proc/self/cgroup"), encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield "sys/fs/cgroup", path, V2_FILES
+        elif "memory" in controllers.split(","):
+            yield "sys/fs/cgroup/memory", path, V1_FILES
+
+
+def _group(directory: str, path: str, files: tuple[str, str, str]) -> Room | None:
+    """A group whose files are not here (hidden by a namespace, or without limits) says nothing."""
+    limit_file, used_file, cache_key = files
+    try:
+        limit = _read(directory, limit_file)
+        if limit == "max" or int(limit) >= UNLIMITED_BYTES:
+            return None
+        used = int(_read(directory, used_file))
+        stat = dict(line.split() for line in _read(directory, "memory.stat").splitlines())
+    except (OSError, ValueError):
+        return None
+    free = int(limit) - used + int(stat.get(cache_key, 0))
+    return Room(max(0, free), int(limit), f"the control group {path}")
+
+
+def _read(directory: str, name: str) -> str:
+    with open(os.path.join(directory, name), encoding="ascii") as file:
+        return file.read().strip()
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):.0f} MiB"

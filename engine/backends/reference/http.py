@@ -1,0 +1,157 @@
+"""The backend's main process: HTTP in front, the model process behind, the supervisor above.
+
+    python -m engine.backends.reference.http --model DIR [--max-context N] [--slots N]
+        [--kv-bytes SIZE] [--served-model-name NAME] [--standalone --port N]
+
+Started by `engine run --backend reference -- …`, or with `--standalone` by hand, to try the decoder
+without lock, memory service or supervisor. Owns the start: the witness first, then the model
+process, and only then the slow imports, which so run beside the load. Knows neither numpy nor
+weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import NoReturn
+
+from engine.backends import process
+from engine.backends.reference.config import read_config
+from engine.backends.reference.link import PROMPT_TOKENS_MAX, Configure
+from engine.messages import CHANNEL, FaultReport
+from understudy.errors import UnderstudyError, UsageError
+from understudy.service.config import size_bytes
+from understudy.service.fd_limit import raise_fd_limit
+from understudy.service.log import configure
+from understudy.wire.blocking import BlockingClient
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SLOTS = 4
+DEFAULT_PORT = 8000
+
+
+class Arguments(argparse.Namespace):
+    model: str
+    max_context: int | None
+    slots: int
+    kv_bytes: int | None
+    served_model_name: str | None
+    standalone: bool
+    port: int
+
+    def settings(self) -> Configure:
+        return Configure(
+            directory=self.model,
+            slots=self.slots,
+            max_context=self.max_context,
+            kv_bytes=self.kv_bytes,
+            is_standalone=self.standalone,
+        )
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or os.path.basename(os.path.realpath(self.model))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError("engine.backend_arguments", f"reference backend: {message}")
+
+
+def parse(argv: list[str]) -> Arguments:
+    """Raises UsageError `engine.backend_arguments`."""
+    parser = _Parser(prog="engine run --backend reference --", allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="directory of a Hugging Face checkpoint")
+    parser.add_argument(
+        "--max-context", type=_whole(2, PROMPT_TOKENS_MAX), help="positions per request"
+    )
+    parser.add_argument("--slots", type=_whole(1, 1024), default=DEFAULT_SLOTS)
+    parser.add_argument("--kv-bytes", type=size_bytes, help="most memory for KV, such as 2GiB")
+    parser.add_argument("--served-model-name", help="default: the directory's name")
+    parser.add_argument("--standalone", action="store_true", help="no lock, no memory service")
+    parser.add_argument("--port", type=_whole(0, 65535), default=DEFAULT_PORT)
+    return parser.parse_args(argv, Arguments())
+
+
+class _whole:
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+
+    def __call__(self, text: str) -> int:
+        value = int(text) if text.isascii() and text.isdigit() else -1
+        if not self._least <= value <= self._most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number from {self._least} to {self._most}"
+            )
+        return value
+
+
+def main() -> int:
+    configure("backend-http")
+    if "--standalone" in sys.argv:
+        return _alone()
+    try:
+        sock = process.take_channel()
+    except UnderstudyError as error:
+        return _refuse(error)
+    try:
+        process.enter("http")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
+        arguments, link, child = _start()
+    except UnderstudyError as error:
+        logger.error("%s", error)
+        _report(sock, error)
+        return error.exit_code
+    from engine.backends.reference import serve
+
+    return serve.run(serve.supervised(arguments.model, arguments.model_name, sock, link, child))
+
+
+def _start() -> tuple[Arguments, socket.socket, subprocess.Popen[bytes]]:
+    """Check what can be checked cheaply, then let the model process begin."""
+    from engine.backends.reference.model_link import spawn
+
+    arguments = parse(sys.argv[1:])
+    read_config(arguments.model)
+    raise_fd_limit()
+    link, child = spawn(arguments.settings())
+    return arguments, link, child
+
+
+def _alone() -> int:
+    try:
+        arguments, link, child = _start()
+        from engine.backends.reference import serve
+
+        return serve.run(
+            serve.alone(arguments.model, arguments.model_name, arguments.port, link, child)
+        )
+    except UnderstudyError as error:
+        return _refuse(error)
+
+
+def _refuse(error: UnderstudyError) -> int:
+    sys.stderr.write(f"error: {error}\n")
+    return error.exit_code
+
+
+def _report(sock: socket.socket, error: UnderstudyError) -> None:
+    report = FaultReport(
+        error.code,
+        error.message[:4096],
+        isinstance(error, UsageError),
+        2 if isinstance(error, UsageError) else 1,
+    )
+    with BlockingClient.from_socket(sock, CHANNEL) as client, contextlib.suppress(UnderstudyError):
+        client.notify(report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""What the HTTP process and the model process say to each other, over a socketpair.
+
+Owns the messages. All of them are notifications: one request of a kind is under way at a time,
+except `submit`, whose answers carry its number. Must not know text: prompts are token ids when
+they come here, and so is what comes back.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from engine.messages import Count, Id, Sentence
+from understudy.wire.messages import Catalogue, Length, Message, Range
+
+LINK_ENV = "UNDERSTUDY_LINK"  # the number of the model process's end, in its environment
+
+TOKEN_BYTES = 4
+# The longest context of any Llama today is 2**20 tokens; a prompt is one frame.
+PROMPT_TOKENS_MAX = 1 << 20
+PROMPT_BYTES_MAX = PROMPT_TOKENS_MAX * TOKEN_BYTES
+# Prompts of all unfinished requests together. A connection is dropped when it holds two frames'
+# worth of unread bytes, and a client must never be able to bring that about.
+PROMPT_BYTES_UNFINISHED_MAX = PROMPT_BYTES_MAX + (1 << 20)
+FRAME_BYTES_MAX = PROMPT_BYTES_MAX + (64 << 10)
+REQUESTS_UNFINISHED_MAX = 1024  # each costs a task and its chunks here; far above slots and queue
+
+TokenId = Annotated[int, Range(0, 2**31 - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Configure(Message):
+    """The first frame: what the command line said. `max_context` None: what fits."""
+
+    TYPE: ClassVar[str] = "configure"
+    directory: str
+    slots: Annotated[int, Range(1, 1024)]
+    max_context: Annotated[int, Range(2, PROMPT_TOKENS_MAX)] | None
+    kv_bytes: Count | None
+    is_standalone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Message):
+    """Weights mapped, decoder tried, no KV."""
+
+    TYPE: ClassVar[str] = "ready"
+    weights_bytes: Count
+    kv_bytes: Count
+    max_context: Count
+    vocab_size: Count
+    stop_token_ids: tuple[int, ...]
+    epoch: Sentence
+    identity: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeMemory(Message):
+    """Allocate the KV cache; answered by `taken`."""
+
+    TYPE: ClassVar[str] = "take_memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken(Message):
+    TYPE: ClassVar[str] = "taken"
+    kv_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Check(Message):
+    """Run the canary; answered by `checked`."""
+
+    TYPE: ClassVar[str] = "check"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked(Message):
+    TYPE: ClassVar[str] = "checked"
+    ok: bool
+    detail: Sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Submit(Message):
+    """Generate; answered by `token` after `token`, or by one `refused`."""
+
+    TYPE: ClassVar[str] = "submit"
+    request: Count
+    prompt: Annotated[bytes, Length(TOKEN_BYTES, PROMPT_BYTES_MAX)]  # see `pack`
+    max_tokens: Count
+    temperature: float
+    top_p: float
+    top_k: Count
+    seed: int | None
+    logprobs: Count | None
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Message):
+    """Nobody waits for it any more. Answered by nothing; a last token may be on its way."""
+
+    TYPE: ClassVar[str] = "cancel"
+    request: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Token(Message):
+    """One token of one request. `finish_reason` "stop": it is the stop token and has no text."""
+
+    TYPE: ClassVar[str] = "token"
+    request: Count
+    token: TokenId
+    progress: Count
+    finish_reason: str | None = None
+    logprob: float | None = None
+    top: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Message):
+    TYPE: ClassVar[str] = "refused"
+    request: Count
+    code: Id
+    message: Sentence
+    is_usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed(Message):
+    """A prefill step was done, which makes no token."""
+
+    TYPE: ClassVar[str] = "progressed"
+    progress: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Message):
+    """The model process ends now, and why. The fields are those of `FaultReport`."""
+
+    TYPE: ClassVar[str] = "failed"
+    code: Id
+    message: Sentence
+    permanent: bool
+    exit_code: Annotated[int, Range(1, 5)]
+
+
+LINK = Catalogue(
+    Configure,
+    Ready,
+    TakeMemory,
+    Taken,
+    Check,
+    Checked,
+    Submit,
+    Cancel,
+    Token,
+    Refused,
+    Progressed,
+    Failed,
+    frame_bytes_max=FRAME_BYTES_MAX,
+)
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Token ids as 32-bit little-endian numbers: a fifth of the work of a list of integers."""
+    numbers = array("I", tokens)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def unpack(packed: bytes) -> tuple[int, ...]:
+    numbers = array("I")
+    numbers.frombytes(packed[: len(packed) - len(packed) % TOKEN_BYTES])
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return tuple(numbers)

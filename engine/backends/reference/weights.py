@@ -1,0 +1,124 @@
+"""Weights in place: written into the GPU memory service by the first engine, mapped by the next.
+
+Owns the order in which a rank comes to its weights: identity, leave to load, session, load and
+commit or map, report. Knows neither HTTP nor KV memory. The surprising thing: which of the two
+happens is the memory service's answer, not a setting; both end with the same read-only mapping.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.backends.process import Member
+from engine.backends.reference.checkpoint import DTYPE, Checkpoint, identity
+from understudy.errors import UnderstudyError
+
+if TYPE_CHECKING:
+    from gms.client import Reader, Writer
+
+logger = logging.getLogger(__name__)
+
+# Another engine may be reading a large checkpoint from a slow disk: the design's budget for that.
+WAIT_S = 2 * 3600.0
+DEVICE = "HOST-0"
+SOCKET_DIR_ENV = "GMS_SOCKET_DIR"
+ALIGN_BYTES = 64  # a cache line, as numpy's own allocator gives
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A committed epoch, mapped. `view(name)` is one tensor's bytes; `session` None: private."""
+
+    epoch: str
+    identity: dict[str, Any]
+    view: Callable[[str], Any]
+    session: Reader | None = None
+
+
+def shared(checkpoint: Checkpoint, member: Member) -> Weights:
+    """Map the weights through the memory service; load them first if we are the one who may.
+
+    Raises:
+        UnderstudyError: with the reason, from the supervisor, the service or the checkpoint.
+    """
+    from gms.client import Writer, open_session
+
+    mine = identity(checkpoint.directory)
+    leave = member.may_load(WAIT_S)
+    session = open_session(
+        os.environ[SOCKET_DIR_ENV],
+        DEVICE,
+        engine=member.engine,
+        incarnation=member.incarnation,
+        mode=leave.mode,
+        identity=mine,
+        wait_s=WAIT_S,
+        on_wait=lambda reason: logger.info("waiting for weights: %s", reason),
+    )
+    reader = _load(checkpoint, session, mine) if isinstance(session, Writer) else session
+    member.attached(reader.epoch, mine)
+    return Weights(reader.epoch, mine, reader.view, reader)
+
+
+def _load(checkpoint: Checkpoint, writer: Writer, before: dict[str, Any]) -> Reader:
+    start = time.monotonic()
+    writer.plan(checkpoint.weights_bytes, max(item.nbytes for item in checkpoint.tensors))
+    try:
+        checkpoint.load_into(writer.place, writer.progress)
+    except UnderstudyError as error:
+        raise _explained(error, checkpoint) from error
+    after = identity(checkpoint.directory)
+    if after != before:
+        changed = sorted(key for key in before if before[key] != after.get(key))
+        writer.abort()
+        raise UnderstudyError(
+            "model.changed",
+            f"{checkpoint.directory} changed while it was read ({', '.join(changed)}); nothing was"
+            " published, and the next attempt reads it anew.",
+        )
+    reader = writer.commit(after)
+    logger.info(
+        "loaded and committed %d MiB in %.1f s",
+        checkpoint.weights_bytes >> 20,
+        time.monotonic() - start,
+    )
+    return reader
+
+
+def _explained(error: UnderstudyError, checkpoint: Checkpoint) -> UnderstudyError:
+    """A device that is full now may have room later; one that is too small never will."""
+    capacity_bytes = error.details.get("capacity_bytes")
+    if error.code != "gms.out_of_memory" or not isinstance(capacity_bytes, int):
+        return error
+    if capacity_bytes >= checkpoint.weights_bytes:
+        return error
+    return UnderstudyError(
+        "gms.larger_than_device",
+        f"the weights of {checkpoint.directory} need {checkpoint.weights_bytes >> 20} MiB as"
+        f" {DTYPE} and the device has {capacity_bytes >> 20} MiB; choose a smaller model, or give"
+        " gms a larger --device-bytes",
+        weights_bytes=checkpoint.weights_bytes,
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def private(checkpoint: Checkpoint) -> Weights:
+    """Weights in this process's own memory: for trying the decoder without the rest of the pod."""
+    offsets, end = {}, 0
+    for tensor in checkpoint.tensors:
+        offsets[tensor.name] = (end, end + tensor.nbytes)
+        end += -(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    memory = memoryview(mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+    def view(name: str) -> memoryview:
+        start, stop = offsets[name]
+        return memory[start:stop]
+
+    checkpoint.load_into(lambda name, nbytes, shape, dtype: view(name), lambda done, total: None)
+    return Weights("private", identity(checkpoint.directory), view)
