@@ -189,3 +189,20 @@ def test_run_async_interrupted_is_130():
         """
     )
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_our_own_fault_in_a_callback_ends_the_process():
+    """Goal: a bug in a callback of the loop is not logged and forgotten: the process ends with its
+    trace, and nothing of it runs afterwards. Method: a real process."""
+    code = (
+        "import asyncio\n"
+        "from understudy.service.cli import run_async\n"
+        "def bug(): raise ZeroDivisionError('a bug')\n"
+        "async def main():\n"
+        "    asyncio.get_running_loop().call_soon(bug)\n"
+        "    await asyncio.sleep(60)\n"
+        "run_async(main)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 70
+    assert "ZeroDivisionError: a bug" in done.stderr

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -24,6 +25,7 @@ from understudy.service.fd_limit import raise_fd_limit
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+OUR_FAULT = 70  # EX_SOFTWARE of sysexits.h
 INTERRUPTED = 130  # what shells report for a program that SIGINT ended
 
 
@@ -61,16 +63,32 @@ def options(declared: Sequence[Option], command: str) -> Callable[[Command], Com
 def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run `main` on uvloop to its end, with as many descriptors as the machine allows.
 
-    An `UnderstudyError` ends the program with its sentence and exit code, SIGINT with 130.
+    An `UnderstudyError` ends the program with its sentence and exit code, SIGINT with 130. Any
+    other exception, also in a callback of the loop, is our own fault and ends it with its trace.
     """
     raise_fd_limit()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.get_loop().set_exception_handler(_crash_on_our_fault)
             return runner.run(main())
     except UnderstudyError as error:
         fail(error)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _crash_on_our_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A process that is wrong about itself must not go on, and nothing of it may run any more.
+
+    What the loop reports without an exception, or with a peer's OSError, is only logged.
+    """
+    error = context.get("exception")
+    if error is None or isinstance(error, OSError):
+        loop.default_exception_handler(context)
+        return
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(OUR_FAULT)
 
 
 def plain_errors(function: Command) -> Command:
