@@ -55,3 +55,8 @@ def epochs_on_disk(directory: str, device: str, tag: str = WEIGHTS) -> list[str]
 def is_epoch_file(name: str) -> bool:
     """Whether a server's word for an epoch's file is a plain name of that kind."""
     return _EPOCH_FILE.fullmatch(name) is not None
+
+
+def is_epoch_id(value: object) -> bool:
+    """Whether `value` is an epoch's id: 32 hex digits, so it is safe in a file name."""
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32}", value) is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gms.core import events as ev
+from gms.core.capacity import free_bytes
 from gms.core.events import Effect, EpochPhase, SessionState
 from gms.core.state import WRITER_STATES, Epoch, Session
 from understudy.errors import InvariantError, ProtocolError
@@ -55,6 +56,10 @@ class Device:
         if EpochPhase.COMMITTED in phases:
             return "committed"
         return "staging" if EpochPhase.STAGING in phases else "empty"
+
+    @property
+    def free_bytes(self) -> int:
+        return free_bytes(self.epochs.values(), self.capacity_bytes)
 
     def drop(self, session: Session, why: str) -> list[Effect]:
         """Forget a session that is closed, and give up what it alone kept."""

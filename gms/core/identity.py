@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from understudy.errors import ProtocolError
+
+DEPTH_MAX = 16  # shards are three levels deep; recursion needs a bound that a peer cannot choose
+
 ABSENT = "absent"  # how a missing field reads in the error
 
 
@@ -49,3 +53,30 @@ def first_mismatch(expected: Any, offered: Any, field: str = "identity") -> Mism
     if type(expected) is not type(offered) or expected != offered:
         return Mismatch(field, expected, offered)
     return None
+
+
+def check_identity(identity: Any, field: str = "identity", depth: int = 0) -> None:
+    """Check that an identity is plain data: what JSON can hold, not too deep.
+
+    Raises:
+        ProtocolError: `gms.bad_identity`, naming the field.
+    """
+    if depth > DEPTH_MAX:
+        raise ProtocolError("gms.bad_identity", f"{field[:80]} is nested too deep", field=field)
+    if isinstance(identity, dict):
+        for key, value in identity.items():
+            if not isinstance(key, str):
+                raise ProtocolError(
+                    "gms.bad_identity", f"{field} has a key that is no string", field=field
+                )
+            check_identity(value, f"{field}.{key}", depth + 1)
+    elif isinstance(identity, list | tuple):
+        for value in identity:
+            check_identity(value, f"{field}[]", depth + 1)
+    elif identity is not None and not isinstance(identity, str | int | float | bool):
+        raise ProtocolError(
+            "gms.bad_identity",
+            f"{field} is a {type(identity).__name__}; identities are made of maps, lists, "
+            "strings, numbers and booleans",
+            field=field,
+        )

@@ -32,7 +32,7 @@ from gms.core import events as ev
 from gms.core.device import Device
 from gms.core.events import Effect, EpochPhase, SessionState
 from gms.core.grants import Grants, pending_request_id
-from gms.core.identity import first_mismatch
+from gms.core.identity import check_identity, first_mismatch
 from gms.core.manifest import check_manifest, layout_hash
 from gms.core.state import COMPLETIONS, Epoch, Session
 from understudy.errors import InvariantError, ProtocolError, UnderstudyError, WaitTimeoutError
@@ -112,6 +112,7 @@ class Machine:
                 f"{WAITERS_MAX} sessions wait for this device already, which is the limit; "
                 "end some of them and try again",
             )
+        check_identity(event.identity)
         session.attach = event
         session.deadline_ms = now_ms + event.wait_ms
         session.move(ev.Attach, now_ms)
@@ -146,6 +147,7 @@ class Machine:
         session = self.device.session(event)
         session.target(ev.Commit)
         epoch = self.device.epoch_of(session)
+        check_identity(event.identity)
         check_manifest(event.manifest, epoch.slab_sizes)
         computed = layout_hash(epoch.slab_sizes, event.manifest)
         if event.layout_hash != computed:

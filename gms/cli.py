@@ -1,0 +1,135 @@
+"""The `gms` command: `serve`, `status`, `inspect`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import sys
+from typing import Any
+
+import click
+
+from gms import report
+from gms.server import STALL_MS, DeviceServer
+from gms.vmm.host import HostMemory
+from understudy.service.cli import options, run_async
+from understudy.service.config import Option, Resolved, size_bytes
+from understudy.service.log import configure
+from understudy.service.parent import arm_from_environment
+from understudy.service.paths import runtime_dir
+from understudy.service.signals import wait_signals
+
+DIRECTORY = Option(
+    "dir", str, "/run/understudy", "The directory shared by all parts.", env="UNDERSTUDY_DIR"
+)
+MEMORY = Option("memory", str, "host", "The kind of memory.", choices=("host",))
+DEVICE_BYTES = Option(
+    "device_bytes", size_bytes, 4 << 30, "What one device of host memory holds.", minimum=1
+)
+STALL = Option(
+    "stall_s", float, STALL_MS / 1000, "A writer without progress for so long is given up.",
+    minimum=0.1,
+)  # fmt: skip
+SERVE = (
+    DIRECTORY,
+    MEMORY,
+    Option("devices", int, 1, "How many devices of host memory.", minimum=1, maximum=64),
+    DEVICE_BYTES,
+    STALL,
+    Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
+    Option("http_port", int, 9401, "Port of probes, status and metrics.", minimum=0, maximum=65535),
+)
+SERVE_DEVICE = (DIRECTORY, MEMORY, Option("device", str, help="Its name."), DEVICE_BYTES, STALL)
+
+
+@click.group()
+def main() -> None:
+    """The memory service: one copy of the weights, mapped by every engine."""
+
+
+@main.command()
+@options(SERVE, command="gms")
+def serve(config: Resolved) -> None:
+    """Serve the devices' memory until SIGTERM."""
+    from gms.supervisor import Supervisor, device_names  # aiohttp comes with it
+
+    configure("gms")
+    arm_from_environment()
+    directory = runtime_dir(config["dir"])
+
+    def command(device: str) -> list[str]:
+        flags = {
+            "--dir": directory,
+            "--memory": config["memory"],
+            "--device": device,
+            "--device-bytes": config["device_bytes"],
+            "--stall-s": config["stall_s"],
+        }
+        words = [str(word) for flag in flags.items() for word in flag]
+        return [sys.executable, "-m", "gms.cli", "serve-device", *words]
+
+    supervisor = Supervisor(
+        directory,
+        device_names(config["devices"]),
+        command,
+        http_host=config["http_host"],
+        http_port=config["http_port"],
+    )
+    sys.exit(run_async(supervisor.run))
+
+
+@main.command("serve-device", hidden=True)
+@options(SERVE_DEVICE, command="gms-device")
+def serve_device(config: Resolved) -> None:
+    """One device's server; started by `serve`."""
+    configure("gms", device_uuid=config["device"])
+    arm_from_environment()
+    run_async(functools.partial(_serve_device, config))
+
+
+async def _serve_device(config: Resolved) -> None:
+    asyncio.get_running_loop().set_exception_handler(_crash)
+    server = DeviceServer(
+        runtime_dir(config["dir"]),
+        config["device"],
+        HostMemory(),
+        config["device_bytes"],
+        stall_ms=config["stall_s"] * 1000,
+    )
+    await server.start()
+    try:
+        await wait_signals()
+    finally:
+        await server.close()
+
+
+def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A bug: a server that is wrong about itself must end. Memory lives on in its readers."""
+    loop.default_exception_handler(context)
+    sys.stderr.flush()
+    report.end_at_once()
+
+
+@main.command()
+@options((DIRECTORY,), command="gms-client")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def status(config: Resolved, as_json: bool) -> None:
+    """What every device holds, who maps it and who waits."""
+    document = report.collect(config["dir"], in_full=False)
+    click.echo(json.dumps(document, indent=1) if as_json else report.render(document))
+    sys.exit(0 if document["online"] else 3)
+
+
+@main.command()
+@options((DIRECTORY,), command="gms-client")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def inspect(config: Resolved, as_json: bool) -> None:
+    """Every epoch with its slabs, readers and tensors."""
+    document = report.collect(config["dir"], in_full=True)
+    click.echo(json.dumps(document, indent=1) if as_json else report.render_in_full(document))
+    sys.exit(0 if document["online"] else 3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""When a device's server that died is started again, and when the whole container gives up.
+
+Pure. A death is restarted in place, because the other devices' servers still serve; the first at
+once, since newcomers wait for it. Several short lives in a row are no accident: then the container
+ends with the child's exit code, and whoever runs the container sees why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEATHS_MAX = 5  # in a row: 0 + 0.5 + 1 + 2 s of back-off and five start-ups, about ten seconds
+LONG_LIFE_MS = 10_000.0  # a server that lived so long did not die of how it was started
+BACKOFF_MS, BACKOFF_MS_MAX = 500.0, 30_000.0
+USAGE_EXIT_CODE = 2  # a bad flag or path does not mend itself
+
+
+@dataclass(frozen=True, slots=True)
+class StartAgain:
+    """Start it again after `delay_ms`."""
+
+    delay_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the container with this exit code."""
+
+    exit_code: int
+
+
+class Restarts:
+    """The deaths in a row of one device's server."""
+
+    def __init__(self) -> None:
+        self.deaths = 0
+        self.deaths_total = 0
+
+    def died(self, lived_ms: float, returncode: int) -> StartAgain | GiveUp:
+        """What to do about a server that lived `lived_ms`; a signal is a negative returncode."""
+        self.deaths_total += 1
+        self.deaths = 1 if lived_ms >= LONG_LIFE_MS else self.deaths + 1
+        if self.deaths >= DEATHS_MAX or returncode == USAGE_EXIT_CODE:
+            # Shells report a death by signal n as 128 + n; a child that "ended well" did not.
+            return GiveUp(128 - returncode if returncode < 0 else returncode or 1)
+        if self.deaths == 1:
+            return StartAgain(0.0)
+        return StartAgain(min(BACKOFF_MS * 2 ** (self.deaths - 2), BACKOFF_MS_MAX))

@@ -1,0 +1,135 @@
+"""What `gms status` and `gms inspect` collect from the sockets of a directory, and how it reads.
+
+Works with a server down: then the journal says what was committed, marked as an offline view.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, NoReturn
+
+from gms import journal
+from gms import messages as msg
+from understudy.errors import UnderstudyError, UnreachableError
+from understudy.wire.blocking import BlockingClient
+from understudy.wire.messages import Message
+
+CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error
+TIMEOUT_S = 5.0
+
+_SOCKET = re.compile(r"gms_([A-Za-z0-9-]+)_([a-z]+)\.(sock|json)")
+_GIB = 1 << 30
+
+
+def collect(directory: str, *, in_full: bool) -> dict[str, Any]:
+    """One document for every device that has, or had, a server in `directory`.
+
+    Raises:
+        UnreachableError: `gms.no_devices`, there is nothing of the service in that directory.
+    """
+    try:
+        found = sorted({m.group(1, 2) for m in map(_SOCKET.fullmatch, os.listdir(directory)) if m})
+    except OSError as error:
+        raise UnreachableError(
+            "gms.no_devices", f"cannot look into {directory}: {error.strerror}; check --dir"
+        ) from error
+    if not found:
+        raise UnreachableError(
+            "gms.no_devices",
+            f"no memory service in {directory}; start one with `gms serve --dir {directory}`",
+        )
+    devices = [_ask(directory, device, tag, in_full=in_full) for device, tag in found]
+    return {"schema": 1, "online": all(d["online"] for d in devices), "devices": devices}
+
+
+def render(document: dict[str, Any]) -> str:
+    """The document for people."""
+    lines = []
+    for device in document["devices"]:
+        lines.append(_headline(device))
+        if not device["online"]:
+            continue
+        lines += [_session(session) for session in device["sessions"]]
+        lines += [_waiter(waiter) for waiter in device["waiting"]]
+        for epoch in device["unowned"]:
+            pids = ", ".join(str(pid) for pid in epoch["holders"]) or "processes not visible here"
+            lines.append(f"  epoch {epoch['epoch'][:8]} is {epoch['phase']}, mapped by {pids}")
+        if device["problem"]:
+            lines.append(f"  problem: {device['problem']}")
+    return "\n".join(lines)
+
+
+def render_in_full(document: dict[str, Any]) -> str:
+    """`render`, and every tensor."""
+    lines = [render(document)]
+    for device in document["devices"]:
+        for epoch in device.get("epochs", ()):
+            total = sum(epoch["slab_sizes"])
+            lines.append(
+                f"\n{device['device_uuid']} epoch {epoch['epoch']} {epoch['phase']}: "
+                f"{len(epoch['slab_sizes'])} slabs, {_gib(total)}, {len(epoch['tensors'])} tensors"
+            )
+            for tensor in epoch["tensors"]:
+                shape = "x".join(str(n) for n in tensor["shape"]) or "scalar"
+                lines.append(
+                    f"  {tensor['name']:48} {tensor['dtype']:10} {shape:16} "
+                    f"slab {tensor['slab']} offset {tensor['offset']} bytes {tensor['nbytes']}"
+                )
+    return "\n".join(lines)
+
+
+def end_at_once() -> NoReturn:
+    """End this process without cleaning up: what it would clean up with may be what is wrong."""
+    os._exit(CRASHED)
+
+
+def _ask(directory: str, device: str, tag: str, *, in_full: bool) -> dict[str, Any]:
+    path = os.path.join(directory, f"gms_{device}_{tag}.sock")
+    question: Message = msg.Inspect() if in_full else msg.Status()
+    try:
+        with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=TIMEOUT_S) as client:
+            answer = client.request(question, timeout_s=TIMEOUT_S).message
+        assert isinstance(answer, msg.StatusReply | msg.InspectReply)
+        return {**answer.document, "online": True}
+    except UnderstudyError as error:
+        record = journal.peek(path.removesuffix(".sock") + ".json")
+        return {
+            "device_uuid": device,
+            "tag": tag,
+            "online": False,
+            "state": "offline",
+            "reason": error.message,
+            "epoch": record.epoch if record else None,
+            "committed_bytes": sum(record.slab_sizes) if record else 0,
+        }
+
+
+def _headline(device: dict[str, Any]) -> str:
+    name = f"gms  {device['device_uuid']}"
+    if not device["online"]:
+        was = f"epoch {device['epoch'][:8]} was committed" if device["epoch"] else "was empty"
+        return f"{name}  offline view: {was}; {device['reason']}"
+    return (
+        f"{name}  {device['state']}, committed {_gib(device['committed_bytes'])}, "
+        f"staging {_gib(device['staging_bytes'])} of {_gib(device['capacity_bytes'])}, "
+        f"{len(device['sessions'])} sessions, {len(device['waiting'])} waiting"
+    )
+
+
+def _session(session: dict[str, Any]) -> str:
+    shown = f"  {session['engine']:12} {session['mode']:4} since {session['since']}"
+    if session.get("total_bytes"):
+        shown += f", {100 * session['done_bytes'] / session['total_bytes']:.0f} % loaded"
+    return shown
+
+
+def _waiter(waiter: dict[str, Any]) -> str:
+    return (
+        f"  {waiter['engine']:12} waits for {waiter['mode']} until {waiter['deadline']}: "
+        f"{waiter['message']}"
+    )
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.2f} GiB"

@@ -1,0 +1,246 @@
+"""`gms serve`: one server process per device, started, asked after, and restarted in place.
+
+It holds no memory and decides nothing about it. The servers die with it (PDEATHSIG), so that no
+server is ever left that nobody watches. A server that does not answer is killed: its memory lives
+on in its readers, and a fresh server is better than one that newcomers wait for in vain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gms import messages as msg
+from gms import names
+from gms.core.restart import GiveUp, Restarts
+from gms.metrics import GmsMetrics
+from understudy.errors import UnreachableError
+from understudy.service import parent
+from understudy.service.clock import Clock, SystemClock
+from understudy.service.events import EventLog
+from understudy.service.http import HttpServer, Probe
+from understudy.service.signals import SignalInbox
+from understudy.wire.client import connect
+from understudy.wire.connection import Connection
+from understudy.wire.fds import OwnedFd, close_all
+from understudy.wire.messages import Hello, Message, Welcome
+from understudy.wire.server import PathGuard
+
+PING_S = 1.0
+FIRST_PING_S = 0.02  # while a server starts: newcomers wait for the first answer
+# Loop stalls of seconds happen on machines under load, of half a minute never.
+HANG_MS = 30_000.0
+STOP_S = 5.0  # for a server to end by itself; it has nothing to save
+
+logger = logging.getLogger(__name__)
+
+
+class Child:
+    """One device's server process, and what it said of itself last. The handler of its pings."""
+
+    def __init__(self, device: str, path: str, clock: Clock, metrics: GmsMetrics) -> None:
+        self.device, self.path = device, path
+        self.restarts = Restarts()
+        self.process: asyncio.subprocess.Process | None = None
+        self.answered_ms: float | None = None  # None: this process has not answered yet
+        self.started_ms = 0.0
+        self._document: dict[str, Any] | None = None
+        self._clock, self._metrics = clock, metrics
+        self._conn: Connection | None = None
+
+    @property
+    def is_answering(self) -> bool:
+        return self.answered_ms is not None
+
+    def status(self) -> dict[str, Any]:
+        """The server's own document, or that there is none."""
+        base = {"online": self.is_answering, "restarts_total": self.restarts.deaths_total}
+        if self._document is None or not self.is_answering:
+            return {"device_uuid": self.device, "tag": names.WEIGHTS, "state": "down", **base}
+        return {**self._document, **base}
+
+    def begin(self, process: asyncio.subprocess.Process) -> None:
+        """Another process serves the device from now on."""
+        self.process, self.started_ms = process, self._clock.now_ms()
+        self.answered_ms = None
+
+    async def ping(self) -> None:
+        """Ask after the server for as long as it runs; kill it when it hangs."""
+        while True:
+            try:
+                if self._conn is None or self._conn.is_closed:
+                    self._conn = await connect(self.path, msg.CATALOGUE, self, deadline_s=PING_S)
+                self._conn.send(Hello(), 1)
+                self._conn.send(msg.Status(), 2)
+            except UnreachableError as error:
+                logger.debug("%s does not answer yet: %s", self.device, error)
+            await asyncio.sleep(PING_S if self.is_answering else FIRST_PING_S)
+            heard_ms = self.answered_ms or self.started_ms
+            silent_ms = self._clock.now_ms() - heard_ms
+            if silent_ms > HANG_MS and self.process is not None:
+                logger.error("the server of %s is silent for %d s", self.device, silent_ms // 1000)
+                self.process.kill()
+                return
+
+    def end(self) -> None:
+        """The process is gone; so is what we knew from it."""
+        self.answered_ms = None
+        if self._conn is not None:
+            self._conn.close("the server is gone")
+
+    def opened(self, conn: Connection) -> None: ...
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        if isinstance(message, Welcome):
+            if self.process is None or message.pid != self.process.pid:
+                conn.close("that is the server before this one, on its way out")
+            else:
+                self.answered_ms = self._clock.now_ms()
+        elif isinstance(message, msg.StatusReply):
+            self._document = message.document
+            self._metrics.update(message.document)
+
+    def closed(self, conn: Connection, reason: str) -> None: ...
+
+
+class Supervisor:
+    """Runs the servers of `devices`; `command(device)` is how one is started."""
+
+    def __init__(
+        self,
+        directory: str,
+        devices: Sequence[str],
+        command: Callable[[str], Sequence[str]],
+        *,
+        http_host: str,
+        http_port: int,
+        clock: Clock | None = None,
+    ) -> None:
+        self.directory = directory
+        self.clock = clock or SystemClock()
+        self.log = EventLog("gms", self.clock)
+        self.metrics = GmsMetrics(devices, names.WEIGHTS)
+        self._command = command
+        self.children = [
+            Child(device, names.socket_path(directory, device), self.clock, self.metrics)
+            for device in devices
+        ]
+        self.http = HttpServer(
+            http_host,
+            http_port,
+            probes={"startup": self._startup, "live": self._live, "ready": self._startup},
+            status=self.status,
+            metrics=self.metrics.metrics,
+            events=self.log,
+        )
+        self._exit_code: asyncio.Future[int] | None = None
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT (0), or until a server cannot be kept alive (its code).
+
+        Raises:
+            UnderstudyError: another supervisor has the directory; the port is in use.
+        """
+        guard_path = os.path.join(self.directory, "gms.lock")
+        with contextlib.closing(PathGuard(guard_path, f"gms in {self.directory}")):
+            self._exit_code = asyncio.get_running_loop().create_future()
+            inbox = SignalInbox()
+            await self.http.start()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [tasks.create_task(self._keep(child)) for child in self.children]
+                    signals = tasks.create_task(self._obey(inbox))
+                    code = await self._exit_code
+                    for task in (*running, signals):
+                        task.cancel()
+            finally:
+                await self._stop_children()
+                await self.http.stop()
+                inbox.close()
+            return code
+
+    def status(self) -> dict[str, Any]:
+        """`{schema, as_of_event_id, devices: […]}`, as fresh as the last ping."""
+        return {
+            "schema": 1,
+            "as_of_event_id": self.log.last_id,
+            "pid": os.getpid(),
+            "devices": [child.status() for child in self.children],
+        }
+
+    async def _keep(self, child: Child) -> None:
+        """Start a server, wait for its end, start it again, until that makes no sense."""
+        while True:
+            child.begin(
+                await asyncio.create_subprocess_exec(
+                    *self._command(child.device),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env={**os.environ, **parent.environment()},
+                )
+            )
+            assert child.process is not None
+            async with asyncio.TaskGroup() as tasks:
+                pinging = tasks.create_task(child.ping())
+                returncode = await child.process.wait()
+                pinging.cancel()
+            child.end()
+            lived_ms = self.clock.now_ms() - child.started_ms
+            verdict = child.restarts.died(lived_ms, returncode)
+            how = signal.Signals(-returncode).name if returncode < 0 else f"code {returncode}"
+            said = f"the server of {child.device} ended ({how}) after {lived_ms / 1000:.1f} s"
+            data = {"device_uuid": child.device, "returncode": returncode}
+            if isinstance(verdict, GiveUp):
+                said += f"; giving up after {child.restarts.deaths} short lives in a row"
+                self.log.record("gms.child_exit", said, "error", data)
+                self._end(verdict.exit_code)
+                return
+            said += f"; starting it again in {verdict.delay_ms:g} ms"
+            self.log.record("gms.child_exit", said, "warning", data)
+            self.metrics.restarted(child.device)
+            await asyncio.sleep(verdict.delay_ms / 1000)
+
+    async def _obey(self, inbox: SignalInbox) -> None:
+        signum = await inbox.get()
+        self.log.record("gms.stopping", f"stopping: {signal.Signals(signum).name}")
+        self._end(0)
+
+    def _end(self, code: int) -> None:
+        if self._exit_code is not None and not self._exit_code.done():
+            self._exit_code.set_result(code)
+
+    async def _stop_children(self) -> None:
+        alive = [c.process for c in self.children if c.process and c.process.returncode is None]
+        for process in alive:
+            process.terminate()
+        for process in alive:
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        for child in self.children:
+            child.end()
+
+    def _startup(self) -> Probe:
+        silent = [child.device for child in self.children if not child.is_answering]
+        if silent:
+            said = f"no answer yet from {', '.join(silent)}"
+            return Probe(False, said, {"silent": silent})
+        return Probe(True, "every device's server answers", {})
+
+    def _live(self) -> Probe:
+        return Probe(True, "this loop runs", {})
+
+
+def device_names(count: int) -> list[str]:
+    """`HOST-0`, `HOST-1`, …: the devices that host memory stands in for."""
+    return [f"HOST-{index}" for index in range(count)]

@@ -1,0 +1,80 @@
+"""The physical memory that one device's server holds: per epoch, its slabs in order.
+
+Used by the driver thread alone, so it needs no locks and may block. It decides nothing: the
+machine says what to make, seal and give up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from gms import epoch_file
+from gms.vmm.interface import Allocation, Memory
+from understudy.errors import UnderstudyError
+from understudy.wire.fds import OwnedFd
+
+
+class Vault:
+    """Slabs by epoch."""
+
+    def __init__(self, memory: Memory, directory: str) -> None:
+        self.memory = memory
+        self._directory = directory
+        self._slabs: dict[str, list[Allocation]] = {}
+
+    def open_epoch(self, epoch: str, file_name: str) -> None:
+        """Make the file of a new epoch.
+
+        Raises:
+            UnderstudyError: `gms.epoch_file`, it cannot be made.
+        """
+        try:
+            epoch_file.create(os.path.join(self._directory, file_name))
+        except OSError as error:
+            raise UnderstudyError(
+                "gms.epoch_file",
+                f"cannot make {file_name} in {self._directory}: {error.strerror}; make room there",
+            ) from error
+        self._slabs[epoch] = []
+
+    def create(self, epoch: str, size_bytes: int) -> OwnedFd:
+        """One more slab; a writable descriptor for its writer.
+
+        Raises:
+            UnderstudyError: `gms.driver_failed`, …
+        """
+        slabs = self._slabs[epoch]
+        slab = self.memory.create(size_bytes, f"understudy-{epoch[:8]}-{len(slabs)}")
+        try:
+            fd = slab.export(writable=True)
+        except BaseException:
+            slab.release()
+            raise
+        slabs.append(slab)
+        return fd
+
+    def seal(self, epoch: str) -> None:
+        """Make every slab read-only for ever.
+
+        Raises:
+            UnderstudyError: `gms.still_writable`, somebody can still write.
+        """
+        for slab in self._slabs[epoch]:
+            slab.seal()
+
+    def export(self, epoch: str) -> list[OwnedFd]:
+        """Read-only descriptors of every slab, in order; the caller owns them.
+
+        Raises:
+            UnderstudyError: `gms.driver_failed`: no descriptors left, for one.
+        """
+        with contextlib.ExitStack() as stack:
+            slabs = self._slabs[epoch]
+            fds = [stack.enter_context(slab.export(writable=False)) for slab in slabs]
+            stack.pop_all()
+            return fds
+
+    def take(self, epoch: str) -> list[Allocation]:
+        """Give an epoch's slabs away, to be released where that may take long."""
+        return self._slabs.pop(epoch, [])
