@@ -22,7 +22,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockserver import witness
 from lockserver.core.events import Holder, Record
@@ -69,9 +69,10 @@ class StateFile:
             ) from error
 
     def _open(self) -> OwnedFd:
-        if self.loaded.problem is not None and os.path.lexists(self.path):
-            self.loaded = Loaded(self.loaded.record, self.loaded.problem, _put_aside(self.path))
-        if not os.path.lexists(self.path):
+        is_there = os.path.lexists(self.path)
+        if is_there and self.loaded.problem is not None:
+            self.loaded = replace(self.loaded, aside=_put_aside(self.path))
+        if not is_there or self.loaded.problem is not None:
             _create(self.path, self.loaded.record)
         fd = OwnedFd(os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
         try:
@@ -193,11 +194,15 @@ def _create(path: str, record: Record) -> None:
 
 
 def _put_aside(path: str) -> str:
-    """Keep what could not be read, under the first free name; the last one is used again."""
+    """Give what could not be read a second name; the first one goes when the new file takes it.
+
+    Linked, not moved: a crash in between must not lose the highest token that can be read.
+    """
     names = [f"{path}.unreadable-{number}" for number in range(1, ASIDE_MAX + 1)]
     aside = next((name for name in names if not os.path.lexists(name)), names[-1])
-    os.rename(path, aside)
-    _sync_directory(path)
+    if os.path.lexists(aside):
+        os.unlink(aside)
+    os.link(path, aside, follow_symlinks=False)
     return aside
 
 

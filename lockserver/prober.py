@@ -1,0 +1,79 @@
+"""When to try the witnesses: nothing announces that one is free, so it is tried often.
+
+Every millisecond for the first second, which is when deaths happen, then every 10 ms. A try takes
+microseconds, so it is done on the loop. Must not decide what a free witness means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from lockserver import witness
+from lockserver.core import evidence
+from lockserver.core.events import DirectoryScanned, Input, WitnessFree
+from lockserver.core.machine import Machine
+
+FAST_S = 0.001
+SLOW_S = 0.010
+FAST_FOR_S = 1.0
+
+
+class Prober:
+    """Tries what the machine finds worth trying and hands the outcome to `feed`."""
+
+    def __init__(self, directory: str, machine: Machine, feed: Callable[[Input], None]) -> None:
+        self._directory = directory
+        self._machine = machine
+        self._feed = feed
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.Handle | None = None
+        self._subject: object = None
+        self._began_s = 0.0
+
+    def kick(self) -> None:
+        """Something has changed: look at once if there is anything to look at."""
+        if self._timer is None and self._find_subject() is not None:
+            self._timer = self._loop.call_soon(self._look)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _find_subject(self) -> object | None:
+        """What is being tried, to tell a new wait from an old one."""
+        machine = self._machine
+        due = evidence.probes_due(machine.locks, machine.supervisors)
+        is_scan = evidence.scan_is_due(machine.locks)
+        return (tuple(due), is_scan) if due or is_scan else None
+
+    def _look(self) -> None:
+        self._timer = None
+        self._try_holders()
+        if evidence.scan_is_due(self._machine.locks):
+            self._try_directory()
+        subject = self._find_subject()
+        now_s = self._loop.time()
+        if subject != self._subject:
+            self._subject, self._began_s = subject, now_s
+        if subject is not None and self._timer is None:
+            delay_s = FAST_S if now_s - self._began_s < FAST_FOR_S else SLOW_S
+            self._timer = self._loop.call_later(delay_s, self._look)
+
+    def _try_holders(self) -> None:
+        for lock, holder in evidence.probes_due(self._machine.locks, self._machine.supervisors):
+            file = holder.witness
+            path = os.path.join(self._directory, file.name)
+            if witness.probe(path, file.dev, file.ino) is witness.Probe.FREE:
+                self._feed(WitnessFree(lock, holder.incarnation))
+
+    def _try_directory(self) -> None:
+        """Look first and seal only if that settles it: newcomers may be just about to lock."""
+        machine = self._machine
+        held = witness.scan(self._directory)
+        if evidence.scan_frees(machine.locks, machine.supervisors, held):
+            kept = evidence.kept_witnesses(machine.supervisors)
+            held = witness.scan(self._directory, seal=True, keep=kept)
+            self._feed(DirectoryScanned(frozenset(held)))

@@ -1,0 +1,58 @@
+"""Random schedules of a pod around the pure lock machine; the seed is in the failure's message."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.sim.lock_world import World
+
+SCHEDULES = int(os.environ.get("SIM_SCHEDULES", "150"))
+SEED = int(os.environ.get("SEED", "1"))
+STEPS = 300
+
+
+@pytest.mark.parametrize("engines", [2, 3])
+@pytest.mark.parametrize("in_container", [True, False], ids=["container", "bare-host"])
+@pytest.mark.parametrize("has_pidfd", [True, False], ids=["pidfd", "no-pidfd"])
+def test_lock_simulation_random_faults_never_two_active_and_somebody_serves_again(
+    engines, in_container, has_pidfd
+):
+    """Goal: one owner, and no schedule that ends for ever. Method: faults in a seeded order."""
+    grants = 0
+    for seed in range(SEED, SEED + SCHEDULES):
+        world = World(seed, engines=engines, in_container=in_container, has_pidfd=has_pidfd)
+        try:
+            for _ in range(STEPS):
+                world.step(fault_rate=0.06)
+            assert world.settle(), "nobody serves although every fault has ended"
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {error!r}; faults: {world.trace}") from error
+        grants += len(world.sent)
+    assert grants > 2 * SCHEDULES  # the schedules did something
+
+
+def test_lock_simulation_witness_ignored_is_caught():
+    """Goal: the simulation can see a split brain. Method: a world whose witnesses always look free,
+    which must break the invariant within the same number of schedules."""
+
+    class Blind(World):
+        def probe(self):
+            assert self.machine is not None
+            for lock in self.machine.locks.values():
+                if lock.holder is not None and lock.state != "held":
+                    lock.is_ended = True
+                    self.feed(_free(lock))
+                    return
+
+    def _free(lock):
+        from lockserver.core.events import WitnessFree
+
+        return WitnessFree(lock.name, lock.holder.incarnation)
+
+    with pytest.raises(AssertionError, match=r"granted to|two active"):
+        for seed in range(SEED, SEED + SCHEDULES):
+            world = Blind(seed, in_container=False)
+            for _ in range(STEPS):
+                world.step(fault_rate=0.06)
