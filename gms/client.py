@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gms import epoch_file, names
+from gms import epoch_file, messages, names
 from gms.attachment import Attachment
 from gms.core.manifest import TensorRecord
 from gms.messages import CATALOGUE, Attach, Attached, Slabs, Waiting, Writing
@@ -36,7 +36,7 @@ from understudy.errors import WaitTimeoutError
 from understudy.wire.blocking import BlockingClient, Reply
 from understudy.wire.fds import OwnedFd, close_all
 
-__all__ = ["Reader", "TensorRecord", "Writer", "open_session"]
+__all__ = ["Reader", "TensorRecord", "Writer", "messages", "open_session"]
 
 # The server answers a wait that is over by itself; this is how much longer we listen for it.
 GRACE_S = 5.0

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lockserver import witness
+from lockserver import messages, witness
 from lockserver.messages import CATALOGUE, Beat, Granted, Service, Want
 from understudy.errors import RemoteError, UnderstudyError
 from understudy.wire.client import connect
@@ -25,7 +25,7 @@ from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd, close_all
 from understudy.wire.messages import Fault, Message
 
-__all__ = ["HEARTBEAT_MS", "LockClient", "witness"]
+__all__ = ["HEARTBEAT_MS", "LockClient", "messages", "witness"]
 
 HEARTBEAT_MS = 500  # six of them fit into the server's silent_ms of 3 s
 CONNECT_DEADLINE_S = 5.0

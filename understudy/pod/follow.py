@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import messages as engine_messages
-from lockserver import messages as lock_messages
+from lockserver.client import messages as lock_messages
 from understudy.errors import UnreachableError
 from understudy.pod.gather import LOCKSERVER_SOCKET, engine_sockets
 from understudy.pod.peers import Watch

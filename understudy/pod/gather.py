@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from engine import messages as engine_messages
-from gms import messages as gms_messages
-from lockserver import messages as lock_messages
+from gms.client import messages as gms_messages
+from lockserver.client import messages as lock_messages
 from understudy.errors import UnderstudyError
 from understudy.pod.peers import ASK_TIMEOUT_S, ask
 from understudy.pod.view import pod_view

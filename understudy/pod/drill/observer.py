@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import messages as engine_messages
-from lockserver import messages as lock_messages
+from lockserver.client import messages as lock_messages
 from understudy.pod.drill.records import Kill, Records
 from understudy.pod.gather import LOCKSERVER_SOCKET
 from understudy.pod.peers import Watch
