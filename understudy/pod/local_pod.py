@@ -44,7 +44,7 @@ class Ports:
 class LocalPod:
     """What distinguishes one local pod from another.
 
-    `backend_args` go to the backend as they are; `env` is laid over every engine's environment.
+    `backend_args` go to the backend as they are; `env` is laid over every container's environment.
     """
 
     directory: Path
@@ -68,6 +68,7 @@ class LocalPod:
             "UNDERSTUDY_DIR": str(self.directory),
             "LOCKSERVER_SOCKET": str(self.directory / "lockserver.sock"),
             "GMS_SOCKET_DIR": str(self.directory),
+            **self.env,
         }
         engines = [
             self._engine(number, port, shared) for number, port in enumerate(self.ports.engines)
@@ -113,7 +114,7 @@ class LocalPod:
             str(self.model),
             *self.backend_args,
         )
-        env = {**shared, "ENGINE_ID": name, **self.env}
+        env = {**shared, "ENGINE_ID": name}
         startup = Startup(f"http://127.0.0.1:{port}/startup", ENGINE_STARTUP_S)
         return Container(name, command, env, startup)
 
