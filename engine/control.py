@@ -1,0 +1,111 @@
+"""The control socket: where backends register and where people ask, drain and rehearse deaths.
+
+Owns who may be answered what and when. Must not know what follows from a request: `Desk` does.
+The surprising thing: `kill supervisor` is answered before it happens, every other kill after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from engine.messages import (
+    CONTROL,
+    Attached,
+    EngineEvent,
+    Kill,
+    Killing,
+    Leave,
+    Load,
+    MayLoad,
+    Ok,
+    Register,
+    Registered,
+    Status,
+    StatusReply,
+    Watch,
+)
+from understudy.errors import ProtocolError
+from understudy.service.events import Event, EventLog
+from understudy.wire.connection import Connection
+from understudy.wire.fds import OwnedFd, close_all
+from understudy.wire.messages import Message
+from understudy.wire.server import Server
+
+
+class Desk(Protocol):
+    """What the control socket needs of the supervisor. Each may raise `UnderstudyError`."""
+
+    def status(self) -> dict[str, Any]: ...
+
+    def leave(self, cause: str) -> str: ...
+
+    def rehearse(self, target: str) -> Killing: ...
+
+    def end_at_once(self) -> None: ...
+
+    def register(self, message: Register) -> None: ...
+
+    def may_load(self, message: MayLoad, reply: Callable[[Load], None]) -> None: ...
+
+    def attached(self, message: Attached) -> None: ...
+
+
+class Control:
+    """Serves `path` for `desk`."""
+
+    def __init__(self, path: str, desk: Desk, events: EventLog) -> None:
+        self._desk = desk
+        self._events = events
+        self.server = Server(path, CONTROL, self, service="engine")
+
+    def opened(self, conn: Connection) -> None:
+        pass
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if conn.state is not None:  # it watched
+            conn.state()
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)  # no message here carries any
+        match message:
+            case Register():
+                self._check_pid(conn, message.pid)
+                self._desk.register(message)
+                conn.send(Registered(), request_id)
+            case MayLoad():
+                self._desk.may_load(message, lambda load: conn.send(load, request_id))
+            case Attached():
+                self._desk.attached(message)
+                conn.send(Ok(), request_id)
+            case Status():
+                conn.send(StatusReply(self._desk.status()), request_id)
+            case Watch():
+                self._watch(conn, request_id)
+            case Leave():
+                conn.send(Ok(self._desk.leave("drain")), request_id)
+            case Kill():
+                conn.send(self._desk.rehearse(message.target), request_id)
+                if message.target == "supervisor":
+                    self._desk.end_at_once()
+            case _:
+                raise ProtocolError(
+                    "engine.not_a_request", f"{message.TYPE} is not for an engine to answer"
+                )
+
+    def _watch(self, conn: Connection, request_id: int) -> None:
+        def tell(event: Event) -> None:
+            conn.send(EngineEvent(event.to_dict()))
+
+        if conn.state is None:
+            conn.state = self._events.subscribe(tell)
+        conn.send(StatusReply(self._desk.status()), request_id)
+
+    def _check_pid(self, conn: Connection, pid: int) -> None:
+        # 0 is what the kernel says of a peer in another PID namespace.
+        if conn.peer.pid not in (0, pid):
+            raise ProtocolError(
+                "engine.false_pid", f"pid {conn.peer.pid} registers itself as pid {pid}"
+            )

@@ -1,0 +1,233 @@
+"""One incarnation: its witness, its processes, its channel, its way to the weights.
+
+Owns the translation between what a backend says and does and the events of the lifecycle. Must not
+know in which state the engine is. It is over once its last process is reaped *and* the channel's
+end has been read: a backend's last words (a checkpoint is broken) often come a moment after its
+death has been seen.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from engine import messages
+from engine.backends import process
+from engine.channel import Channel
+from engine.core import lifecycle
+from engine.core.lifecycle import Event, Failed, Step
+from engine.core.loading import Leave, Loading
+from engine.settings import Settings
+from engine.tree import Death, Tree
+from lockserver.client import witness
+from understudy.errors import UnderstudyError
+from understudy.service import parent
+from understudy.service.events import EventLog
+from understudy.wire.fds import OwnedFd
+from understudy.wire.messages import Message
+
+Reply = Callable[[messages.Load], None]
+
+
+class Launch:
+    """What a supervisor has of one incarnation, from `start` to `on_gone`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        incarnation: str,
+        *,
+        post: Callable[[Event], None],
+        events: EventLog,
+        on_gone: Callable[[], None],
+        on_loader: Callable[[], None],
+    ) -> None:
+        """`on_loader` is called when the loader lock is wanted or no longer wanted."""
+        self.incarnation = incarnation
+        self.witness_path: str | None = None
+        self.loading = Loading(settings.role)
+        self.prepared: messages.Prepared | None = None
+        self.fault: messages.FaultReport | None = None
+        self.rehearsed_ms: float | None = None
+        self.exit: str | None = None
+        self.is_wake_asked = False
+        self._settings = settings
+        self._post = post
+        self._events = events
+        self._on_gone = on_gone
+        self._on_loader = on_loader
+        self._is_over = False
+        self._witness_id = (0, 0)
+        self._loads: dict[int, Reply] = {}
+        self._theirs: socket.socket | None
+        ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.tree = Tree(self._died, self._settle)
+        self.channel = Channel(
+            ours,
+            on_word=self._word,
+            on_fault=lambda text: self._post(Failed("backend_fault", text)),
+            on_closed=lambda reason: self._settle(),
+        )
+
+    # ------------------------------------------------------------------ its life
+
+    def start(self) -> None:
+        """Make the witness and start the main process; a failure is an event like any other."""
+        theirs, self._theirs = self._theirs, None
+        assert theirs is not None
+        with theirs:
+            try:
+                self.witness_path = witness.create(self._settings.directory, self.incarnation)
+                found = os.stat(self.witness_path)
+                self._witness_id = (found.st_dev, found.st_ino)
+                environ = self._environment(theirs.fileno())
+                self.tree.start(self._settings.command, environ, [theirs.fileno()])
+            except UnderstudyError as error:
+                self._post(Failed("cannot_start", error.message, error.exit_code))
+            except OSError as error:
+                text = f"cannot launch: {error.strerror} ({self._settings.directory})"
+                self._post(Failed("cannot_start", text))
+
+    def _environment(self, channel_fd: int) -> dict[str, str]:
+        settings = self._settings
+        return {
+            **os.environ,
+            **parent.environment(),
+            process.CHANNEL_ENV: str(channel_fd),
+            process.WITNESS_ENV: self.witness_path or "",
+            process.INCARNATION_ENV: self.incarnation,
+            process.ENGINE_ID_ENV: settings.engine,
+            process.ENGINE_SOCKET_ENV: settings.control_path,
+            "GMS_SOCKET_DIR": settings.gms_socket_dir,
+            "UNDERSTUDY_DIR": settings.directory,
+        }
+
+    def kill(self) -> None:
+        self.tree.kill()
+
+    def _died(self, death: Death) -> None:
+        self.exit = death.describe()
+        self._events.record(
+            "engine.child_exit",
+            self.exit,
+            "info" if self.rehearsed_ms is not None else "warning",
+            {
+                "child_pid": death.pid,
+                "name": death.name,
+                "signal": death.signal,
+                "exit_code": death.exit_code,
+                "incarnation": self.incarnation,
+                "is_rehearsed": self.rehearsed_ms is not None,
+            },
+        )
+        self._post(Failed("child_exit", self.exit))
+
+    def _settle(self) -> None:
+        if self.tree.is_gone and self.channel.is_closed and not self._is_over:
+            self._is_over = True
+            self._on_gone()
+
+    # ------------------------------------------------------------------ what the backend says
+
+    def _word(self, message: Message) -> None:
+        match message:
+            case messages.Prepared():
+                self.prepared = message
+                objection = self.tree.check_witness(*self._witness_id)
+                if objection is None:
+                    self._post(lifecycle.Prepared())
+                else:
+                    self._post(Failed("witness_missing", objection))
+            case messages.FaultReport():
+                self.fault = message
+                self._events.record(
+                    "engine.fault",
+                    message.message,
+                    "error",
+                    {"error_code": message.code, "permanent": message.permanent},
+                )
+                exit_code = message.exit_code if message.permanent else None
+                self._post(Failed("backend_fault", message.message, exit_code))
+            case _:
+                text = f"the backend said {message.TYPE}, which nobody asked for"
+                self._post(Failed("backend_fault", text))
+
+    # ------------------------------------------------------------------ what it is asked
+
+    def wake(self, token: int, listener: OwnedFd) -> None:
+        """Takes `listener`, the socket that the backend will accept from."""
+        self.is_wake_asked = True
+        self.channel.ask(
+            messages.Wake(token, self._settings.engine),
+            messages.Woken,
+            lambda reply: self._post(lifecycle.Woken()),
+            fds=[listener],
+        )
+
+    def ask(self, step: Step) -> None:
+        if step is Step.CANARY:
+            self.run_canary(self._gate, is_idle=False)
+        elif step is Step.SERVE:
+            self.channel.ask(
+                messages.Serve(), messages.Serving, lambda reply: self._post(lifecycle.Serving())
+            )
+
+    def _gate(self, ok: bool, detail: str) -> None:
+        if ok:
+            self._post(lifecycle.CanaryPassed())
+        else:
+            self._post(Failed("canary_failed", f"the canary failed: {detail or 'wrong tokens'}"))
+
+    def run_canary(self, on_done: Callable[[bool, str], None], *, is_idle: bool) -> None:
+        def done(reply: Message) -> None:
+            assert isinstance(reply, messages.Canary)
+            word = "passed" if reply.ok else "failed"
+            self._events.record(
+                "engine.canary",
+                f"canary {word}" + (f": {reply.detail}" if reply.detail else ""),
+                "info" if reply.ok else "error",
+                {"ok": reply.ok, "detail": reply.detail, "is_idle": is_idle},
+            )
+            on_done(reply.ok, reply.detail)
+
+        self.channel.ask(messages.RunCanary(), messages.Canary, done)
+
+    def ask_health(self, on_reply: Callable[[messages.Healthy], None]) -> None:
+        def answered(reply: Message) -> None:
+            assert isinstance(reply, messages.Healthy)
+            on_reply(reply)
+
+        self.channel.ask(messages.Health(), messages.Healthy, answered)
+
+    def drain(self, budget_ms: int) -> None:
+        self.channel.ask(
+            messages.Drain(budget_ms),
+            messages.Drained,
+            lambda reply: self._post(lifecycle.Drained()),
+        )
+
+    # ------------------------------------------------------------------ the way to the weights
+
+    def may_load(self, rank: int, ranks: int, reply: Reply) -> None:
+        """Call `reply` once `rank` may go to the weights."""
+        self._loads[rank] = reply
+        leaves = self.loading.asked(rank, ranks)
+        self._on_loader()
+        self._let_go(leaves)
+
+    def loader_granted(self, token: int) -> None:
+        leaves = self.loading.granted(token)
+        self._on_loader()
+        self._let_go(leaves)
+
+    def attached(self, rank: int, identity: dict[str, Any]) -> None:
+        objection = self.loading.attached(rank, identity)
+        if objection is not None:
+            self._post(Failed("identity_mismatch", objection))
+        self._on_loader()
+
+    def _let_go(self, leaves: list[Leave]) -> None:
+        for leave in leaves:
+            self._loads.pop(leave.rank)(messages.Load(leave.mode, leave.token))

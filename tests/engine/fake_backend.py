@@ -1,0 +1,168 @@
+"""A backend of real processes that does everything a backend does, except inference.
+
+Run by `engine run --backend command -- python fake_backend.py SWITCHES`. Each switch makes it bad
+in one way. When it serves, it answers every connection with one line: engine and token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from engine import messages as m
+from engine.backends import process
+from understudy.errors import UnreachableError
+from understudy.wire.blocking import BlockingClient, Reply
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--as-child", action="store_true")
+    parser.add_argument("--grandchild", choices=("joined", "bare", "brief"))
+    parser.add_argument("--ignore-sigterm", action="store_true")
+    parser.add_argument("--hang-at", default="", help="a request's type, or `prepare`")
+    parser.add_argument("--crash-at", default="", help="a request's type, or `launch`")
+    parser.add_argument("--crash-if", default="", help="crash at launch while this file exists")
+    parser.add_argument("--fail-canary", action="store_true")
+    parser.add_argument("--fail-canary-if", default="", help="while this file exists")
+    parser.add_argument("--hang-generation-if", default="", help="while this file exists")
+    parser.add_argument("--serve-early", action="store_true", help="answer run_canary wrongly")
+    parser.add_argument("--load", action="store_true", help="ask for leave to load")
+    parser.add_argument("--load-until", default="", help="hold the loader lock until this exists")
+    parser.add_argument("--fault", default="", help="die with these last words")
+    parser.add_argument("--permanent", action="store_true")
+    parser.add_argument("--dirty-mib", type=int, default=0)
+    return parser.parse_args()
+
+
+class Backend:
+    def __init__(self, switches: argparse.Namespace, channel: BlockingClient) -> None:
+        self.switches = switches
+        self.channel = channel
+        self.listener: socket.socket | None = None
+        self.token = 0
+        self.serving = False
+        self.served = 0
+
+    def run(self) -> None:
+        while True:
+            waiting = [self.channel.fileno()]
+            if self.serving and self.listener is not None:
+                waiting.append(self.listener.fileno())
+            ready, _, _ = select.select(waiting, [], [])
+            if self.channel.fileno() in ready:
+                self.answer(self.channel.receive())
+            else:
+                self.accept()
+
+    def answer(self, asked: Reply) -> None:
+        kind = asked.message.TYPE
+        if kind == self.switches.crash_at:
+            os._exit(13)
+        if kind == self.switches.hang_at:
+            hang()
+        self.channel._send(  # the blocking client of the wire only asks; this end answers
+            self.reply_to(asked), asked.request_id, (), time.monotonic() + 5
+        )
+
+    def reply_to(self, asked: Reply) -> m.Message:
+        switches = self.switches
+        match asked.message:
+            case m.Wake(token=token):
+                self.listener = socket.socket(fileno=asked.fds[0].detach())
+                self.token = token
+                return m.Woken(kv_bytes=1024)
+            case m.RunCanary():
+                if switches.serve_early:
+                    return m.Serving()
+                bad = switches.fail_canary or os.path.exists(switches.fail_canary_if)
+                return m.Canary(ok=not bad, detail="token 7 is 8" if bad else "")
+            case m.Serve():
+                self.serving = True
+                return m.Serving()
+            case m.Health():
+                hung = os.path.exists(switches.hang_generation_if)
+                progress = self.served if hung else time.monotonic_ns()
+                return m.Healthy(in_flight=int(hung), progress=progress, accepting=self.serving)
+            case m.Drain():
+                self.serving = False
+                return m.Drained()
+        raise AssertionError(asked.message)
+
+    def accept(self) -> None:
+        assert self.listener is not None
+        with contextlib.suppress(BlockingIOError):
+            conn, _ = self.listener.accept()
+            with conn:
+                conn.sendall(f"{os.environ[process.ENGINE_ID_ENV]} {self.token}\n".encode())
+
+
+def hang() -> None:
+    while True:
+        signal.pause()
+
+
+def spawn(kind: str) -> None:
+    command = [sys.executable, __file__, "--as-child"]
+    if kind == "brief":
+        subprocess.run(["true"], check=True, stdin=subprocess.DEVNULL)
+    elif kind == "joined":
+        subprocess.Popen(command, env=process.child_environment())
+    else:  # its stdin is not the witness, and it never joins
+        subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def load(member: process.Member, switches: argparse.Namespace) -> None:
+    leave = member.may_load(timeout_s=60)
+    if switches.load_until:
+        while not os.path.exists(switches.load_until):
+            time.sleep(0.01)
+    member.attached(epoch="e1", identity={"model": "fake", "mode": leave.mode})
+
+
+def main() -> None:
+    switches = arguments()
+    if switches.ignore_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if switches.as_child:
+        member = process.enter("model")
+        hang()
+    if switches.crash_at == "launch" or os.path.exists(switches.crash_if):
+        os._exit(13)
+    member = process.enter("http")
+    channel = process.blocking_channel()
+    dirty = bytearray(os.urandom(4096)) * (256 * switches.dirty_mib)
+    if switches.fault:
+        channel.notify(m.FaultReport("fake.fault", switches.fault, switches.permanent, exit_code=2))
+        os._exit(1)
+    if switches.grandchild:
+        spawn(switches.grandchild)
+        if switches.grandchild == "joined":
+            wait_for_model(member)
+    if switches.hang_at == "prepare":
+        hang()
+    if switches.load:
+        load(member, switches)
+    channel.notify(m.Prepared(weights_bytes=len(dirty), kv_bytes=1024, epoch="e1", identity={}))
+    with contextlib.suppress(UnreachableError):
+        Backend(switches, channel).run()
+
+
+def wait_for_model(member: process.Member) -> None:
+    while True:
+        reply = member.control.request(m.Status()).message
+        assert isinstance(reply, m.StatusReply)
+        if "model" in reply.document["backend"]["pids"]:
+            return
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

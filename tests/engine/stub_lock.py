@@ -1,0 +1,79 @@
+"""A stand-in for the lock server that does what a test tells it: grants, lends, hears wants."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+from lockserver.messages import CATALOGUE, Beat, Granted, Service, Want
+from understudy.wire.connection import Connection
+from understudy.wire.fds import OwnedFd, close_all
+from understudy.wire.messages import Message
+from understudy.wire.server import Server
+
+
+@dataclass
+class StubLock:
+    """`wants` is all that was heard, newest last; `auto` grants loader (and active) when wanted."""
+
+    path: str
+    auto: tuple[str, ...] = ("loader",)
+    token: int = 0
+    wants: list[Want] = field(default_factory=list)
+    handed_back: int = 0
+
+    def __post_init__(self) -> None:
+        self.server = Server(self.path, CATALOGUE, self, service="stub")
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.granted: dict[tuple[str, str], int] = {}
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.listener.getsockname()
+        return host, port
+
+    @property
+    def want(self) -> Want | None:
+        return self.wants[-1] if self.wants else None
+
+    async def start(self) -> None:
+        await self.server.start()
+
+    async def stop(self) -> None:
+        await self.server.close()
+
+    def close(self) -> None:
+        self.listener.close()
+
+    def grant(self, lock: str, engine: str, incarnation: str) -> int:
+        """Tell everybody, as the real one does; the same incarnation gets the same token again."""
+        if (lock, incarnation) not in self.granted:
+            self.token += 1
+            self.granted[lock, incarnation] = self.token
+        token = self.granted[lock, incarnation]
+        for conn in self.server.connections:
+            conn.send(Granted(lock, engine, incarnation, token))
+        return token
+
+    def opened(self, conn: Connection) -> None:
+        conn.state = False
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        pass
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        self.handed_back += len(fds)
+        close_all(fds)
+        if isinstance(message, Beat):
+            return
+        assert isinstance(message, Want)
+        self.wants.append(message)
+        if not conn.state:
+            conn.state = True
+            copy = OwnedFd(self.listener.dup().detach())
+            conn.send(Service("active", "127.0.0.1:0"), fds=[copy])
+        for lock in message.locks:
+            if lock in self.auto and message.incarnation is not None:
+                self.grant(lock, message.engine, message.incarnation)
