@@ -91,7 +91,8 @@ def test_get_never_raises_and_says_why():
         answers = [b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (BODY_MAX_BYTES + 1)]
         answers.append(b'HTTP/1.1 503 No\r\n\r\n{"reason": "loading"}')
 
-        def reply(reader, writer):
+        async def reply(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
             writer.write(answers.pop(0))
             writer.close()
 
