@@ -85,6 +85,7 @@ def test_get_never_raises_and_says_why():
     """Goal: probes of servers in any state. Method: nobody, garbage, an endless body, silence."""
 
     async def main():
+        before = len(open_fds())
         nobody = await get(f"http://127.0.0.1:{free_port()}/live")
         assert nobody.status == 0
         assert "nothing answers" in nobody.why()
@@ -109,5 +110,6 @@ def test_get_never_raises_and_says_why():
         async with await asyncio.start_server(stay, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/ready"
             assert "no answer" in (await get(url, timeout_s=0.1)).why()
+        await auntil(lambda: len(open_fds()) <= before, "descriptors to be closed")
 
     asyncio.run(main())
