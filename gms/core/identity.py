@@ -37,7 +37,9 @@ def first_mismatch(expected: Any, offered: Any, field: str = "identity") -> Mism
     if isinstance(expected, dict) and isinstance(offered, dict):
         for key in sorted(expected.keys() | offered.keys()):
             inner = str(key) if field == "identity" else f"{field}.{key}"
-            found = first_mismatch(expected.get(key, ABSENT), offered.get(key, ABSENT), inner)
+            if key not in expected or key not in offered:
+                return Mismatch(inner, expected.get(key, ABSENT), offered.get(key, ABSENT))
+            found = first_mismatch(expected[key], offered[key], inner)
             if found is not None:
                 return found
         return None

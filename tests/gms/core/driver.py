@@ -1,0 +1,123 @@
+"""A machine with a driver that answers at once: what the core's tests speak to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from gms.core import events as ev
+from gms.core.events import Mode
+from gms.core.machine import Machine
+from gms.core.manifest import TensorRecord, layout_hash
+from gms.core.state import Epoch
+
+MIB = 1 << 20
+IDENTITY = {"model": "tiny", "shards": {"a": "1"}}
+
+
+class Bench:
+    """Feeds a machine and completes its driver calls; `sent` are the answers, in order."""
+
+    def __init__(
+        self,
+        capacity_bytes: int = 100 * MIB,
+        stall_ms: float = 1000,
+        orphans: Iterable[Epoch] = (),
+        auto: bool = True,
+    ) -> None:
+        ids = (f"{n:032x}" for n in itertools.count(1))
+        self.machine = Machine(
+            capacity_bytes=capacity_bytes,
+            granularity_bytes=4096,
+            stall_ms=stall_ms,
+            new_epoch_id=lambda: next(ids),
+            orphans=orphans,
+        )
+        self.device = self.machine.device
+        self.now_ms = 0.0
+        self.auto = auto  # complete driver calls at once
+        self.mapped: set[str] = set()  # epochs whose file somebody holds
+        self.pending: list[ev.Effect] = []
+        self.sent: list[ev.Answer] = []
+        self.released: list[str] = []
+        self.journal: ev.JournalRecord | None = None
+        self.records: list[ev.Record] = []
+
+    def tell(self, event: ev.Event) -> list[ev.Effect]:
+        effects = self.machine.handle(event, self.now_ms)
+        for effect in effects:
+            if isinstance(effect, ev.Answer):
+                self.sent.append(effect)
+            elif isinstance(effect, ev.Record):
+                self.records.append(effect)
+            else:
+                self.pending.append(effect)
+        if self.auto:
+            self.drain()
+        return effects
+
+    def drain(self) -> None:
+        while self.pending:
+            self.complete(self.pending.pop(0))
+
+    def complete(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.OpenEpoch():
+                self.tell(ev.EpochOpened(effect.session))
+            case ev.CreateSlab():
+                self.tell(ev.SlabCreated(effect.session))
+            case ev.SealEpoch():
+                self.tell(ev.Sealed(effect.session))
+            case ev.WriteJournal():
+                self.journal = effect.record
+                if effect.session is not None:
+                    self.tell(ev.Journalled(effect.session))
+            case ev.ReleaseEpoch():
+                self.released.append(effect.epoch)
+                if effect.epoch not in self.mapped:
+                    self.tell(ev.EpochFree(effect.epoch))
+            case _:
+                raise AssertionError(effect)
+
+    def unmap(self, epoch: str) -> None:
+        """The last process lets go of `epoch`."""
+        self.mapped.discard(epoch)
+        self.tell(ev.EpochFree(epoch))
+
+    def attach(self, session: int, mode: str = "rw_or_ro", **more: Any) -> ev.Answer | None:
+        """Attach and return the last answer to this session, if any."""
+        wanted = {"identity": IDENTITY, "wait_ms": 10_000, **more}
+        self.tell(ev.Attach(session, 1, f"engine-{session}", f"i{session}", Mode(mode), **wanted))
+        return self.last(session)
+
+    def last(self, session: int) -> ev.Answer | None:
+        mine = [answer for answer in self.sent if answer.session == session]
+        return mine[-1] if mine else None
+
+    def allocate(self, session: int, size_bytes: int = MIB) -> ev.Answer | None:
+        self.tell(ev.Allocate(session, 2, size_bytes))
+        return self.last(session)
+
+    def commit(self, session: int, identity: dict[str, Any] | None = None) -> ev.Answer | None:
+        sizes = self.device.epochs[str(self.device.sessions[session].epoch)].slab_sizes
+        manifest = (TensorRecord("t", 0, 0, (4,), "float32", 16),) if sizes else ()
+        told = identity if identity is not None else IDENTITY
+        hashed = layout_hash(sizes, manifest)
+        self.tell(ev.Commit(session, 3, told, manifest, hashed))
+        return self.last(session)
+
+    def load(self, session: int, size_bytes: int = MIB, **more: Any) -> str:
+        """A writer's whole life up to its commit; the committed epoch's id."""
+        assert isinstance(self.attach(session, **more), ev.TellWriting)
+        self.allocate(session, size_bytes)
+        answer = self.commit(session, more.get("identity"))
+        assert isinstance(answer, ev.TellCommitted), answer
+        return answer.epoch
+
+    def close(self, session: int) -> None:
+        self.tell(ev.Closed(session, "gone"))
+
+    def advance(self, ms: float) -> None:
+        self.now_ms += ms
+        self.tell(ev.Tick())

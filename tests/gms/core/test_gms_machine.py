@@ -1,0 +1,275 @@
+"""What the machine grants, refuses, loses and keeps, scenario by scenario."""
+
+from __future__ import annotations
+
+import pytest
+
+from gms.core import events as ev
+from gms.core.events import EpochPhase
+from gms.core.machine import JOURNAL_RETRY_MS, WAITERS_MAX
+from gms.core.state import Epoch
+from tests.gms.core.driver import IDENTITY, MIB, Bench
+from understudy.errors import InvariantError, UnderstudyError
+
+OTHER = {"model": "tiny", "shards": {"a": "2"}}
+
+
+def refusal(answer: ev.Answer | None) -> UnderstudyError:
+    assert isinstance(answer, ev.Refuse), answer
+    return answer.error
+
+
+def test_first_writes_second_waits_then_reads():
+    """RW_OR_RO twice: the first becomes the writer; its commit turns the second into a reader."""
+    bench = Bench()
+    assert isinstance(bench.attach(1), ev.TellWriting)
+    waiting = bench.attach(2)
+    assert isinstance(waiting, ev.TellWaiting)
+    assert waiting.reason == "writer"
+    assert "engine-1" in waiting.message
+    bench.allocate(1)
+    assert isinstance(bench.commit(1), ev.TellCommitted)
+    assert isinstance(bench.last(2), ev.TellAttached)
+    assert bench.device.committed is not None
+    assert bench.device.committed.readers == {1, 2}
+
+
+def test_dead_writer_costs_only_its_staging_and_the_waiter_becomes_the_writer():
+    """Close the writer mid-load; a waiting RW_OR_RO is granted RW on a fresh epoch."""
+    bench = Bench()
+    bench.attach(1)
+    bench.allocate(1)
+    first = bench.device.staging
+    assert first is not None
+    bench.attach(2)
+    bench.close(1)
+    assert isinstance(bench.last(2), ev.TellWriting)
+    assert bench.released == [first.id]
+    assert bench.device.staging is not None
+    assert bench.device.staging.id != first.id
+
+
+def test_nobody_writes_while_a_dead_writers_memory_is_mapped():
+    """The dead writer's file is still held: the waiter waits, names its pids, then writes."""
+    bench = Bench()
+    bench.attach(1)
+    epoch = bench.device.staging
+    assert epoch is not None
+    bench.mapped.add(epoch.id)
+    bench.attach(2)
+    bench.close(1)
+    waiting = bench.last(2)
+    assert isinstance(waiting, ev.TellWaiting)
+    assert waiting.reason == "releasing"
+    bench.tell(ev.HoldersSeen(epoch.id, (77,)))
+    waiting = bench.last(2)
+    assert isinstance(waiting, ev.TellWaiting)
+    assert "pid 77" in waiting.message
+    bench.unmap(epoch.id)
+    assert isinstance(bench.last(2), ev.TellWriting)
+
+
+def test_dead_waiter_is_dropped_and_never_granted():
+    """A client dies while it queues for RW: the next in the queue is granted, not the dead one."""
+    bench = Bench()
+    for session in (1, 2, 3):
+        bench.attach(session)
+    bench.close(2)
+    assert [s.id for s in bench.device.waiting] == [3]
+    bench.close(1)
+    assert isinstance(bench.last(3), ev.TellWriting)
+    assert isinstance(bench.last(2), ev.TellWaiting)
+
+
+def test_plain_rw_on_a_committed_device_is_an_error_at_once():
+    """RW without `replace` where something is committed, also when it was committed meanwhile."""
+    bench = Bench()
+    bench.attach(1)
+    bench.attach(2, "rw")
+    bench.allocate(1)
+    bench.commit(1)
+    assert refusal(bench.last(2)).code == "gms.already_committed"
+    assert refusal(bench.attach(3, "rw")).code == "gms.already_committed"
+
+
+@pytest.mark.parametrize("mode", ["ro", "rw_or_ro"])
+def test_identity_mismatch_names_the_field(mode: str):
+    """Attach with another identity: the error names the differing field and both values."""
+    bench = Bench()
+    bench.load(1)
+    error = refusal(bench.attach(2, mode, identity=OTHER))
+    assert error.code == "gms.identity_mismatch"
+    assert error.details["field"] == "shards.a"
+    assert (error.details["expected"], error.details["offered"]) == ("1", "2")
+
+
+def test_wait_ends_at_its_deadline_with_the_reason():
+    """An RO wait with nothing committed is refused at its deadline, not before."""
+    bench = Bench()
+    bench.attach(1, "ro", wait_ms=500)
+    assert bench.machine.next_deadline_ms() == 500
+    bench.advance(499)
+    assert isinstance(bench.last(1), ev.TellWaiting)
+    bench.advance(1)
+    error = refusal(bench.last(1))
+    assert error.code == "gms.wait_timeout"
+    assert error.details["reason"] == "not_committed"
+    assert bench.machine.next_deadline_ms() is None
+
+
+def test_writer_that_stalls_loses_its_staging_but_slow_progress_is_no_stall():
+    """Progress puts the deadline off, repeating the same figure does not."""
+    bench = Bench(stall_ms=1000)
+    bench.attach(1)
+    for step in range(5):
+        bench.advance(900)
+        bench.tell(ev.Progress(1, step + 1, 100))
+    bench.advance(900)
+    bench.tell(ev.Progress(1, 5, 100))
+    bench.attach(2)
+    bench.advance(100)
+    assert refusal(bench.last(1)).code == "gms.writer_stalled"
+    assert isinstance(bench.last(2), ev.TellWriting)
+
+
+def test_replace_keeps_the_old_epoch_until_its_last_reader_leaves():
+    """Replace with room: old readers keep the superseded epoch, newcomers get the new one."""
+    bench = Bench()
+    old = bench.load(1)
+    new = bench.load(2, mode="rw", replace=True, identity=OTHER)
+    assert bench.device.epochs[old].phase is EpochPhase.SUPERSEDED
+    answer = bench.attach(3, "ro", identity=OTHER)
+    assert isinstance(answer, ev.TellAttached)
+    assert answer.epoch == new
+    bench.close(1)
+    assert bench.released == [old]
+    assert set(bench.device.epochs) == {new}
+
+
+def test_rw_or_ro_with_replace_writes_only_where_the_identity_differs():
+    """`replace` is a permission: the same identity is simply read."""
+    bench = Bench()
+    bench.load(1)
+    assert isinstance(bench.attach(2, replace=True), ev.TellAttached)
+    assert isinstance(bench.attach(3, replace=True, identity=OTHER), ev.TellWriting)
+
+
+def test_replace_without_room_frees_an_epoch_that_nobody_reads():
+    """Two copies do not fit and nobody reads the old one: it goes, and the slab waits for that."""
+    bench = Bench(capacity_bytes=10 * MIB)
+    old = bench.load(1, 6 * MIB)
+    bench.close(1)
+    bench.mapped.add(old)  # a process without a session lingers
+    bench.attach(2, "rw", replace=True, identity=OTHER)
+    assert isinstance(bench.allocate(2, 6 * MIB), ev.TellWriting), "it waits for the memory"
+    assert bench.journal is None
+    bench.unmap(old)
+    assert isinstance(bench.last(2), ev.TellAllocated)
+    assert bench.device.oom_waits_total == 1
+
+
+def test_replace_without_room_names_the_readers():
+    """Two copies do not fit and the old one is read: the writer fails, the readers are named."""
+    bench = Bench(capacity_bytes=10 * MIB)
+    old = bench.load(1, 6 * MIB)
+    bench.attach(2, "rw", replace=True, identity=OTHER)
+    error = refusal(bench.allocate(2, 6 * MIB))
+    assert error.code == "gms.out_of_memory"
+    assert "engine-1" in error.message
+    assert error.details["free_bytes"] == 4 * MIB
+    assert error.details["holders"][0]["users"] == ["engine-1"]
+    assert bench.device.committed is not None
+    assert bench.device.committed.id == old
+
+
+def test_slab_that_waits_for_memory_in_vain_fails_at_its_deadline():
+    """Memory that is being released does not come: the writer's deadline ends the wait."""
+    bench = Bench(capacity_bytes=10 * MIB, stall_ms=1000)
+    old = bench.load(1, 6 * MIB)
+    bench.close(1)
+    bench.mapped.add(old)
+    bench.attach(2, "rw", replace=True, identity=OTHER)
+    bench.allocate(2, 6 * MIB)
+    bench.advance(1000)
+    assert refusal(bench.last(2)).code == "gms.writer_stalled"
+
+
+def test_journal_that_cannot_be_written_is_retried_and_reported():
+    """A full disk at commit: status says so, the commit goes through when there is room."""
+    bench = Bench(auto=False)
+    bench.attach(1)
+    bench.drain()
+    bench.commit(1)
+    bench.complete(bench.pending.pop(0))
+    assert isinstance(bench.pending.pop(0), ev.WriteJournal)
+    bench.tell(ev.JournalFailed(1, "no space"))
+    assert bench.device.problem is not None
+    assert "no space" in bench.device.problem
+    assert bench.device.committed is None
+    bench.advance(JOURNAL_RETRY_MS)
+    bench.drain()
+    assert isinstance(bench.last(1), ev.TellCommitted)
+    assert bench.device.problem is None
+
+
+def test_writer_that_dies_while_its_commit_is_journalled_leaves_a_true_journal():
+    """The record is on disk, the commit not published: the journal is put back."""
+    bench = Bench(auto=False)
+    bench.attach(1)
+    bench.drain()
+    bench.commit(1)
+    bench.complete(bench.pending.pop(0))
+    bench.close(1)
+    bench.drain()
+    assert bench.journal is None
+    assert bench.device.epochs == {}
+
+
+def test_failed_driver_call_refuses_the_writer_and_loses_its_staging():
+    """Sealing fails because somebody can still write: the error goes to the request."""
+    bench = Bench(auto=False)
+    bench.attach(1)
+    bench.drain()
+    bench.commit(1)
+    bench.pending.clear()
+    bench.tell(ev.DriverFailed(1, UnderstudyError("gms.still_writable", "somebody")))
+    answer = bench.last(1)
+    assert refusal(answer).code == "gms.still_writable"
+    assert isinstance(answer, ev.Refuse)
+    assert answer.request_id == 3
+    bench.drain()
+    assert bench.device.epochs == {}
+
+
+def test_recovering_device_grants_nobody_until_the_old_epoch_is_free():
+    """A restarted server with an orphan: RW and RO wait, without a deadline of its own."""
+    orphan = Epoch("a" * 32, EpochPhase.ORPHANED, [MIB], IDENTITY)
+    bench = Bench(orphans=[orphan])
+    assert bench.device.state == "recovering"
+    for session, mode in ((1, "rw"), (2, "ro"), (3, "rw_or_ro")):
+        answer = bench.attach(session, mode)
+        assert isinstance(answer, ev.TellWaiting)
+        assert answer.reason == "recovering"
+    bench.advance(9_000)
+    bench.tell(ev.EpochFree(orphan.id))
+    assert isinstance(bench.last(1), ev.TellWriting)
+    assert bench.device.state == "staging"
+
+
+def test_too_many_waiters_are_refused():
+    """The queue is bounded; the one too many is told so, the others keep their places."""
+    bench = Bench()
+    bench.attach(1000)
+    for session in range(WAITERS_MAX):
+        bench.attach(session)
+    with pytest.raises(UnderstudyError, match=r"gms\.too_many_waiters"):
+        bench.attach(2000)
+    assert len(bench.device.waiting) == WAITERS_MAX
+
+
+def test_epoch_in_use_that_is_said_to_be_free_is_our_own_fault():
+    """A shell that reports a live epoch as free would lose weights: it crashes instead."""
+    bench = Bench()
+    epoch = bench.load(1)
+    with pytest.raises(InvariantError):
+        bench.tell(ev.EpochFree(epoch))

@@ -1,0 +1,188 @@
+"""Suballocator, manifest, identity and restarts: properties by Hypothesis, rules by example."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gms.core.identity import DEPTH_MAX, check_identity, first_mismatch
+from gms.core.manifest import TensorRecord, check_manifest, layout_hash
+from gms.core.restart import DEATHS_MAX, GiveUp, Restarts, StartAgain
+from gms.core.suballocator import ALIGNMENT_BYTES, SLAB_BYTES_MIN, NeedSlab, Suballocator
+from understudy.errors import ProtocolError
+
+GIB = 1 << 30
+PAGE = 4096
+
+
+def place_all(places: Suballocator, sizes: list[int]) -> list[TensorRecord]:
+    records = []
+    for index, nbytes in enumerate(sizes):
+        placement = places.place(nbytes)
+        if isinstance(placement, NeedSlab):
+            places.slab_opened(placement.size_bytes)
+            placement = places.place(nbytes)
+        assert not isinstance(placement, NeedSlab)
+        records.append(
+            TensorRecord(f"t{index}", placement.slab, placement.offset, (nbytes,), "uint8", nbytes)
+        )
+    return records
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 300 << 20), max_size=60),
+    is_planned=st.booleans(),
+    free=st.integers(0, 4 * GIB),
+)
+def test_placed_tensors_never_overlap_and_are_aligned(
+    sizes: list[int], is_planned: bool, free: int
+):
+    """Any sizes, planned or not, on a large or small device: a manifest that passes its check."""
+    places = Suballocator(PAGE, free)
+    if is_planned:
+        places.plan(sum(sizes), max(sizes, default=0))
+    records = place_all(places, sizes)
+    check_manifest(records, places.slab_sizes)
+    assert all(r.offset % ALIGNMENT_BYTES == 0 for r in records)
+    assert all(size % PAGE == 0 for size in places.slab_sizes)
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+@pytest.mark.parametrize("total_gib", [16, 140, 1000])
+def test_slabs_of_a_large_model_fit_one_frame(total_gib: int, is_planned: bool):
+    """Tensors of 40 to 470 MB up to a TiB: at most 250 slabs, little of them wasted."""
+    sizes = []
+    while sum(sizes) < total_gib * GIB:
+        sizes += [470 << 20, 117_440_512, 8192, 33 << 20]
+    places = Suballocator(2 << 20, 4096 * GIB)
+    if is_planned:
+        places.plan(sum(sizes), max(sizes))
+    place_all(places, sizes)
+    assert len(places.slab_sizes) <= 250
+    assert sum(places.slab_sizes) < sum(sizes) * 1.15 + SLAB_BYTES_MIN
+
+
+def test_planned_small_model_takes_what_it_needs():
+    """A model of 5 MiB does not take a slab of 64 MiB, planned or on a device of 10 MiB."""
+    planned = Suballocator(PAGE, GIB)
+    planned.plan(5 << 20, 1 << 20)
+    place_all(planned, [1 << 20] * 5)
+    assert sum(planned.slab_sizes) < 6 << 20
+    small = Suballocator(PAGE, 10 << 20)
+    place_all(small, [1 << 20] * 5)
+    assert sum(small.slab_sizes) == 10 << 20
+
+
+def record(**change: Any) -> TensorRecord:
+    fields: dict[str, Any] = {
+        "name": "t", "slab": 0, "offset": 0, "shape": (4,), "dtype": "float32", "nbytes": 16,
+    }  # fmt: skip
+    return TensorRecord(**{**fields, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"slab": 1}, "slab 1 of 1"),
+        ({"slab": -1}, "slab -1"),
+        ({"offset": 4090}, "outside slab"),
+        ({"offset": -1}, "outside slab"),
+        ({"nbytes": 12}, "does not have 12 bytes"),
+        ({"shape": (-4,)}, "impossible shape"),
+        ({"name": ""}, "name"),
+        ({"name": "x" * 513}, "name"),
+        ({"strides": (1, 1)}, "strides"),
+    ],
+)
+def test_bad_manifest_is_refused_with_its_reason(change: dict[str, Any], word: str):
+    """One wrong field each: the error says which and why."""
+    with pytest.raises(ProtocolError, match=r"gms\.bad_manifest") as caught:
+        check_manifest([record(**change)], [4096])
+    assert word in caught.value.message
+
+
+def test_overlapping_tensors_are_refused_but_tied_ones_are_not():
+    """Half an overlap is a mistake; the very same bytes twice are tied weights."""
+    check_manifest([record(), record(name="tied")], [4096])
+    with pytest.raises(ProtocolError, match="overlap"):
+        check_manifest([record(), record(name="u", offset=8)], [4096])
+    with pytest.raises(ProtocolError, match="twice"):
+        check_manifest([record(), record(offset=64)], [4096])
+
+
+def test_layout_hash_covers_every_field_of_structure():
+    """Change any one field and the hash changes; the same structure hashes the same."""
+    base = layout_hash([4096], [record()])
+    assert base == layout_hash((4096,), (record(),))
+    changed = [
+        layout_hash([8192], [record()]),
+        *(
+            layout_hash([4096], [record(**change)])
+            for change in (
+                {"name": "u"},
+                {"offset": 256},
+                {"shape": (2, 2)},
+                {"dtype": "int32"},
+                {"strides": (1,)},
+            )
+        ),
+    ]
+    assert len({base, *changed}) == len(changed) + 1
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(left=plain, right=plain)
+def test_first_mismatch_is_none_exactly_for_equal_identities(left: Any, right: Any):
+    """Against the equality of their JSON, which tells 1 and true apart; symmetric."""
+    assert first_mismatch(left, left) is None
+    are_equal = json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
+    assert (first_mismatch(left, right) is None) == are_equal
+    assert (first_mismatch(left, right) is None) == (first_mismatch(right, left) is None)
+
+
+def test_mismatch_names_nested_absent_and_typed_fields():
+    """The dotted path of the first difference in sorted order; a missing field reads `absent`."""
+    found = first_mismatch({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}})
+    assert found is not None
+    assert (found.field, found.expected, found.offered) == ("a.b[1]", 2, 3)
+    found = first_mismatch({"a": 1, "dtype": "float32"}, {"a": 1})
+    assert found is not None
+    assert (found.field, found.offered) == ("dtype", "absent")
+    assert first_mismatch({"tied": True}, {"tied": 1}) is not None
+    assert first_mismatch({"dtype": "absent"}, {}) is not None
+
+
+def test_identity_that_is_not_plain_or_too_deep_is_refused():
+    """Bytes and bottomless nesting are a peer's fault, found before anything recurses."""
+    deep: Any = {}
+    for _ in range(DEPTH_MAX + 2):
+        deep = {"d": deep}
+    for bad in ({"x": b"1"}, {"x": [object()]}, deep):
+        with pytest.raises(ProtocolError, match=r"gms\.bad_identity"):
+            check_identity(bad)
+
+
+def test_restarts_back_off_give_up_and_forget():
+    """The first at once, then doubling; a long life starts the count anew; five end it."""
+    restarts = Restarts()
+    delays = [restarts.died(100, -9) for _ in range(DEATHS_MAX - 1)]
+    assert delays == [StartAgain(0), StartAgain(500), StartAgain(1000), StartAgain(2000)]
+    assert restarts.died(20_000, -9) == StartAgain(0)
+    for _ in range(DEATHS_MAX - 2):
+        restarts.died(100, 1)
+    assert restarts.died(100, -9) == GiveUp(137)
+    assert Restarts().died(100, 2) == GiveUp(2)
