@@ -44,6 +44,7 @@ class Loaded:
     record: Record
     problem: str | None = None
     aside: str | None = None  # where an unreadable file was put
+    is_first: bool = False  # nobody was ever launched in this directory
 
 
 class StateFile:
@@ -120,16 +121,22 @@ def _load(directory: str, locks: tuple[str, ...]) -> Loaded:
             raw = stream.read(FILE_BYTES + 1)
     except FileNotFoundError:
         if not any(name.startswith(witness.PREFIX) for name in os.listdir(directory)):
-            return Loaded(Record())  # nobody was ever launched here: the very first start
+            return Loaded(Record(), is_first=True)
         problem = "the state file is missing although engines were launched in this directory"
-        return Loaded(Record(unknown=frozenset(locks)), problem)
+        return Loaded(_lost(0, locks), problem)
     slots = _slots(raw)
     known = [slot for slot in slots if slot is not None]
     if len(known) == len(slots):
         return Loaded(max(known, key=lambda slot: slot[0])[1])
     token = max((record.token for _, record in known), default=0)
     problem = f"{len(slots) - len(known)} of its 2 slots cannot be read ({len(raw)} bytes)"
-    return Loaded(Record(token=token, unknown=frozenset(locks)), problem)
+    return Loaded(_lost(token, locks), problem)
+
+
+def _lost(token: int, locks: tuple[str, ...]) -> Record:
+    """Who holds what is not on file. The next token up may have been granted and lost: leave it
+    out, in both slots of the new file, so that losing one of them again loses no token."""
+    return Record(token=token + 1, unknown=frozenset(locks))
 
 
 def _slots(raw: bytes) -> list[tuple[int, Record] | None]:

@@ -48,16 +48,18 @@ class Ledger:
         self.token = record.token
         self.problem: str | None = None  # why grants cannot be written
         self.is_writing = False
-        # After a lost file the next token up may have been granted already: leave it out.
-        self._token_step = 2 if record.unknown else 1
         self._grant: _Grant | None = None
-        self._is_stale = False  # what is on disk lacks something that is true already
+        self._writes_due = 0  # of what is true already, for lack of it on disk
         self._retry_ms = 0.0
         self._ended: dict[str, WitnessFile] = {}
 
     def claim(self, token: int) -> None:
-        """A living holder of a lost file has shown its token."""
-        self.token, self._token_step, self._is_stale = max(self.token, token), 2, True
+        """A living holder has shown the token that a lost file did not have.
+
+        The one above it may have been granted and lost with the file, so it is left out. Written
+        twice: were only the newest slot to carry it, losing that one would lose it again.
+        """
+        self.token, self._writes_due = max(self.token, token + 1), 2
 
     def end(self, witness: WitnessFile) -> None:
         """An incarnation is over: its witness is removed once no file on disk may need it."""
@@ -69,7 +71,7 @@ class Ledger:
         if self.is_writing or (self.problem is not None and now_ms < self._retry_ms):
             return []
         self._grant = self._choose(locks, supervisors, now_ms)
-        if self._grant is None and not self._is_stale:
+        if self._grant is None and self._writes_due == 0:
             return []
         self.is_writing = True
         record = self._record(locks)
@@ -85,7 +87,7 @@ class Ledger:
                 continue
             witness = supervisors[waiter.supervisor].witness
             assert witness is not None  # nobody queues without one
-            token = self.token + self._token_step
+            token = self.token + 1
             holder = Holder(
                 engine=waiter.engine,
                 incarnation=waiter.incarnation,
@@ -107,7 +109,8 @@ class Ledger:
 
     def written(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> Iterable[Effect]:
         """The record is on disk: now the grant is true."""
-        self.is_writing = self._is_stale = False
+        self.is_writing = False
+        self._writes_due = max(0, self._writes_due - 1)
         if self.problem is not None:
             self.problem = None
             yield Happened("lock.write_mended", "grants can be written again")
@@ -125,7 +128,7 @@ class Ledger:
         event = sentences.granted(lock, holder, grant.waiter, now_ms)
         lock.fire(Signal.GRANTED, now_ms, holder)
         lock.waiters.remove(grant.waiter)
-        self.token, self._token_step = holder.token, 1
+        self.token = holder.token
         conn = supervisors[holder.supervisor].conn
         assert conn is not None  # who disconnects leaves the queue
         yield SendGrant(conn, lock.name, holder)

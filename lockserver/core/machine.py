@@ -97,6 +97,10 @@ class Machine:
         locks = self.locks.values()
         return [sentences.recovering(k) for k in locks if k.state is LockState.RECOVERING]
 
+    def knows(self, conn: int) -> bool:
+        """Whether a supervisor has spoken on this connection."""
+        return self._by_conn(conn) is not None
+
     @singledispatchmethod
     def _on(self, event: Input, now_ms: float) -> Iterable[Effect]:
         raise InvariantError(f"unknown event {event!r}")

@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockserver.core import evidence
 from lockserver.core import events as ev
+from lockserver.core import evidence
 from lockserver.core.machine import Machine
 from lockserver.witness import Probe, WitnessFile, name_of
 
@@ -66,19 +66,18 @@ class World:
         self.random = random.Random(seed)
         self.in_container, self.has_pidfd = in_container, has_pidfd
         self.now_ms = 0.0
-        self.disk: ev.Record | None = ev.Record()
-        self.lost_token = 0
+        self.slots: list[ev.Record | None] = [ev.Record(), ev.Record()]
         self.machine: Machine | None = None
         self.conns: dict[int, Conn] = {}
         self.sups: list[Sup] = []
         self.trees: list[Tree] = []
         self.sent: dict[int, str] = {}
-        self.token_sent_max = 0
         self.disk_fails = False
         self.unreported_deaths: set[str] = set()
         self.closed: deque[int] = deque()
         self._ids = iter(range(1, 1_000_000))
         self.trace: list[str] = []
+        self.token_sent_max = 0
         self.start_server()
         for number in range(engines):
             self.new_sup(f"engine-{number}")
@@ -86,9 +85,13 @@ class World:
     # ------------------------------------------------------------------ the server's shell
 
     def start_server(self) -> None:
-        if self.disk is None:  # lost or unreadable: its token may have survived in the other slot
-            self.disk = ev.Record(self.lost_token, unknown=frozenset({"active", "loader"}))
-        self.machine = Machine(self.disk, self.now_ms)
+        record = self.slots[1]
+        readable = [slot.token for slot in self.slots if slot is not None]
+        if len(readable) < 2 or record is None:  # what the state file does when a slot is lost
+            floor = max(readable, default=self.token_sent_max)
+            record = ev.Record(floor + 1, unknown=frozenset({"active", "loader"}))
+            self.slots = [record, record]
+        self.machine = Machine(record, self.now_ms)
         self.perform(self.machine.begin())
 
     def kill_server(self) -> None:
@@ -109,9 +112,7 @@ class World:
                 if self.disk_fails:
                     self.feed(ev.PersistFailed("a full disk"))
                     return
-                if self.disk is not None:
-                    self.lost_token = self.disk.token
-                self.disk = effect.record
+                self.slots = [self.slots[1], effect.record]
                 self.check_grant(effect.record)
                 if self.random.random() < 0.02:
                     self.trace.append("server dies between writing and sending")
@@ -317,8 +318,8 @@ class World:
             sup.conn = None
         elif kind == "server" and self.machine is not None:
             self.kill_server()
-        elif kind == "lose" and self.machine is None and self.disk is not None:
-            self.disk = None
+        elif kind == "lose" and self.machine is None:
+            self.slots[self.random.randrange(2)] = None
         elif kind == "disk":
             self.disk_fails = not self.disk_fails
         elif kind == "rest":
@@ -330,9 +331,9 @@ class World:
         if self.machine is None:
             self.start_server()
         for sup in list(self.sups):
-            if not sup.is_alive and self.is_process_gone(sup) and sup.id != "restarted":
-                if not any(s.is_alive and s.engine == sup.engine for s in self.sups):
-                    self.new_sup(sup.engine)
+            has_successor = any(s.is_alive and s.engine == sup.engine for s in self.sups)
+            if self.is_process_gone(sup) and not has_successor:
+                self.new_sup(sup.engine)
 
     def step(self, fault_rate: float) -> None:
         self.now_ms += self.random.choice((0, 1, 5, 50, 400, 900))
@@ -394,5 +395,7 @@ class World:
         assert not others, f"granted to {holder.incarnation} while {others} live"
 
     def check_sent(self, holder: ev.Holder) -> None:
-        assert self.sent.setdefault(holder.token, holder.incarnation) == holder.incarnation
+        assert self.sent.setdefault(holder.token, holder.incarnation) == holder.incarnation, (
+            f"token {holder.token} was sent to {self.sent[holder.token]} and {holder.incarnation}"
+        )
         self.token_sent_max = max(self.token_sent_max, holder.token)

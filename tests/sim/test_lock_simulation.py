@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from lockserver.core.events import WitnessFree
 from tests.sim.lock_world import World
 
 SCHEDULES = int(os.environ.get("SIM_SCHEDULES", "150"))
@@ -33,26 +34,27 @@ def test_lock_simulation_random_faults_never_two_active_and_somebody_serves_agai
     assert grants > 2 * SCHEDULES  # the schedules did something
 
 
+class BlindWorld(World):
+    """A world in which every witness looks free to the server."""
+
+    def probe(self):
+        assert self.machine is not None
+        for lock in self.machine.locks.values():
+            if lock.holder is not None and lock.state != "held":
+                lock.is_ended = True
+                self.feed(WitnessFree(lock.name, lock.holder.incarnation))
+                return
+
+
+def run_blind():
+    for seed in range(SEED, SEED + SCHEDULES):
+        world = BlindWorld(seed, in_container=False)
+        for _ in range(STEPS):
+            world.step(fault_rate=0.06)
+
+
 def test_lock_simulation_witness_ignored_is_caught():
-    """Goal: the simulation can see a split brain. Method: a world whose witnesses always look free,
-    which must break the invariant within the same number of schedules."""
-
-    class Blind(World):
-        def probe(self):
-            assert self.machine is not None
-            for lock in self.machine.locks.values():
-                if lock.holder is not None and lock.state != "held":
-                    lock.is_ended = True
-                    self.feed(_free(lock))
-                    return
-
-    def _free(lock):
-        from lockserver.core.events import WitnessFree
-
-        return WitnessFree(lock.name, lock.holder.incarnation)
-
+    """Goal: the simulation can see a split brain. Method: a server to which every witness looks
+    free must break the invariant within the same number of schedules."""
     with pytest.raises(AssertionError, match=r"granted to|two active"):
-        for seed in range(SEED, SEED + SCHEDULES):
-            world = Blind(seed, in_container=False)
-            for _ in range(STEPS):
-                world.step(fault_rate=0.06)
+        run_blind()

@@ -1,0 +1,145 @@
+"""The `lockserver` command: `serve`, `status`, `events`. Owns words and exit codes only."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import click
+
+from understudy.errors import UnreachableError
+from understudy.service.cli import options, run_async
+from understudy.service.config import Option, Resolved
+
+DIR_DEFAULT = "/run/understudy"
+STATUS_TIMEOUT_S = 5.0
+FOLLOW_TIMEOUT_S = 24 * 3600.0  # between two events; a pod may be quiet for a night
+
+DIR = Option("dir", str, DIR_DEFAULT, "The pod's shared directory.", env="UNDERSTUDY_DIR")
+
+
+def _service(text: str) -> tuple[str, str]:
+    from lockserver.service_socket import parse_service
+
+    return parse_service(text)
+
+
+SERVE = (
+    DIR,
+    Option("service", _service, (), "LOCK=HOST:PORT: the address of a lock.", many=True),
+    Option("http_host", str, "127.0.0.1", "Where probes, status and metrics listen."),
+    Option("http_port", int, 9400, "Their port.", minimum=0, maximum=65535),
+    Option("window_ms", float, 10_000.0, "After a restart: when a silent holder is reported."),
+    Option("hold_ms", float, 10_000.0, "Without an active engine: when requests get a 503."),
+    Option("silent_ms", float, 3_000.0, "Without a heartbeat: when an engine counts as silent."),
+)
+
+
+@click.group()
+def main() -> None:
+    """Who may serve: one active engine, granted only when the last one's processes are gone."""
+
+
+@main.command()
+@options(SERVE, command="lockserver")
+def serve(config: Resolved) -> None:
+    """Run the lock server until SIGTERM."""
+    from lockserver.daemon import run
+    from lockserver.server import Settings
+    from understudy.service.log import configure
+    from understudy.service.parent import arm_from_environment
+    from understudy.service.paths import runtime_dir
+
+    configure("lockserver")
+    arm_from_environment()
+    settings = Settings(
+        directory=runtime_dir(config["dir"]),
+        services=dict(config["service"]),
+        window_ms=config["window_ms"],
+        hold_ms=config["hold_ms"],
+        silent_ms=config["silent_ms"],
+    )
+    run_async(lambda: run(settings, config["http_host"], config["http_port"]))
+
+
+@main.command()
+@options((DIR,), command="lockserver")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def status(config: Resolved, as_json: bool) -> None:
+    """Who holds what, who waits, and what for. Without a server: what its state file says."""
+    directory = os.path.abspath(config["dir"])
+    try:
+        document = _ask(directory)
+    except UnreachableError as error:
+        from lockserver.status import offline
+
+        found = offline(directory)
+        if found is None:
+            raise error
+        document = found
+    click.echo(json.dumps(document, indent=2) if as_json else _text(document))
+
+
+@main.command()
+@options((DIR,), command="lockserver")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document per line.")
+def events(config: Resolved, as_json: bool) -> None:
+    """Follow what happens, from now on; ends with the server."""
+    from lockserver.messages import CATALOGUE, EventRecord, Watch
+    from understudy.wire.blocking import BlockingClient
+
+    with BlockingClient(_socket(os.path.abspath(config["dir"])), CATALOGUE) as client:
+        client.request(Watch(), timeout_s=STATUS_TIMEOUT_S)
+        while True:
+            message = client.receive(timeout_s=FOLLOW_TIMEOUT_S).message
+            if isinstance(message, EventRecord):
+                record = message.record
+                line = (
+                    f"{record['ts']}  #{record['id']:<4} {record['type']:<22} {record['message']}"
+                )
+                click.echo(json.dumps(record) if as_json else line)
+
+
+def _socket(directory: str) -> str:
+    return os.path.join(directory, "lockserver.sock")
+
+
+def _ask(directory: str) -> dict[str, Any]:
+    from lockserver.messages import CATALOGUE, Status, StatusReply
+    from understudy.wire.blocking import BlockingClient
+
+    with BlockingClient(_socket(directory), CATALOGUE) as client:
+        reply = client.request(Status(), timeout_s=STATUS_TIMEOUT_S).message
+    assert isinstance(reply, StatusReply)
+    return reply.document
+
+
+def _text(document: dict[str, Any]) -> str:
+    server = document["server"]
+    where = f"pid {server['pid']} since {server['since']}" if server["online"] else "offline view"
+    lines = [f"lockserver  {server['dir']}  {where}  token {document['token']}"]
+    for name, lock in document["locks"].items():
+        holder = lock["holder"]
+        who = f"{holder['engine']}  token {holder['token']}" if holder else "nobody"
+        lines.append(f"{name:<8} {lock['state']:<11} {who}")
+        lines += [f"{'':<8} waits       {w['engine']}{_mark(w)}" for w in lock["waiters"]]
+        if lock["problem"]:
+            lines.append(f"{'':<8} problem     {lock['problem']}")
+        alive = lock["waiting_for"]
+        lines += [f"{'':<8} still alive pid {each['pid']} ({each['name']})" for each in alive]
+    for name, service in document["service"].items():
+        lines.append(f"service  {name} on {service['address']}: {service['state']}")
+        if service["problem"]:
+            lines.append(f"{'':<8} problem     {service['problem']}")
+    if document.get("problem"):
+        lines.append(f"problem  {document['problem']}")
+    return "\n".join(lines)
+
+
+def _mark(waiter: dict[str, Any]) -> str:
+    return "  (silent: passed over)" if waiter["silent"] else ""
+
+
+if __name__ == "__main__":
+    main()
