@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from engine.core.lifecycle import Exit
+from engine.core.effects import Exit
 from engine.messages import FaultReport
 from engine.settings import TERMINATION_LOG, TERMINATION_LOG_BYTES_MAX, Settings
 from understudy.errors import UnderstudyError, UsageError

@@ -7,7 +7,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from engine.core.lifecycle import Event, Lifecycle, Terminate
+from engine.core.events import Event, Terminate
+from engine.core.lifecycle import Lifecycle
 from engine.launch import Launch
 from engine.messages import Attached, Killing, Load, MayLoad, Register
 from engine.tree import MAIN
@@ -30,7 +31,7 @@ class Desk:
         *,
         post: Callable[[Event], None],
         status: Callable[[], dict[str, Any]],
-        events: EventLog,
+        log: EventLog,
         clock: Clock,
     ) -> None:
         """`current` is the incarnation that runs, if any."""
@@ -38,7 +39,7 @@ class Desk:
         self._lifecycle = lifecycle
         self._current = current
         self._post = post
-        self._events = events
+        self._log = log
         self._clock = clock
 
     def leave(self, cause: str) -> str:
@@ -64,7 +65,7 @@ class Desk:
         """Kill what `target` names; the supervisor itself only says that it is about to."""
         if target == SUPERVISOR:
             pid = os.getpid()
-            self._events.record("engine.rehearsal", "about to end itself, as it was asked to")
+            self._log.record("engine.rehearsal", "about to end itself, as it was asked to")
             return Killing(pid, self._clock.now_ms())
         launch = self._current()
         name = target.removeprefix(BACKEND_PREFIX) if target != "backend" else MAIN
@@ -79,7 +80,7 @@ class Desk:
         launch.rehearsed_ms = self._clock.now_ms()
         launch.tree.kill_one(found)
         data = {"target": target, "child_pid": found}
-        self._events.record("engine.rehearsal", f"killed {target} (pid {found})", data=data)
+        self._log.record("engine.rehearsal", f"killed {target} (pid {found})", data=data)
         return Killing(found, launch.rehearsed_ms)
 
     def end_at_once(self) -> None:

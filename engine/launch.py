@@ -16,8 +16,7 @@ from typing import Any
 from engine import messages
 from engine.backends import process
 from engine.channel import Channel
-from engine.core import lifecycle
-from engine.core.lifecycle import Event, Failed, Step
+from engine.core.events import CanaryPassed, Drained, Event, Failed, Prepared, Serving, Step, Woken
 from engine.core.loading import Leave, Loading
 from engine.settings import Settings
 from engine.tree import Death, Tree
@@ -40,7 +39,7 @@ class Launch:
         incarnation: str,
         *,
         post: Callable[[Event], None],
-        events: EventLog,
+        log: EventLog,
         on_gone: Callable[[], None],
         on_loader: Callable[[], None],
     ) -> None:
@@ -55,7 +54,7 @@ class Launch:
         self.is_wake_asked = False
         self._settings = settings
         self._post = post
-        self._events = events
+        self._log = log
         self._on_gone = on_gone
         self._on_loader = on_loader
         self._is_over = False
@@ -109,7 +108,7 @@ class Launch:
 
     def _died(self, death: Death) -> None:
         self.exit = death.describe()
-        self._events.record(
+        self._log.record(
             "engine.child_exit",
             self.exit,
             "info" if self.rehearsed_ms is not None else "warning",
@@ -137,12 +136,12 @@ class Launch:
                 self.prepared = message
                 objection = self.tree.check_witness(*self._witness_id)
                 if objection is None:
-                    self._post(lifecycle.Prepared())
+                    self._post(Prepared())
                 else:
                     self._post(Failed("witness_missing", objection))
             case messages.FaultReport():
                 self.fault = message
-                self._events.record(
+                self._log.record(
                     "engine.fault",
                     message.message,
                     "error",
@@ -162,7 +161,7 @@ class Launch:
         self.channel.ask(
             messages.Wake(token, self._settings.engine),
             messages.Woken,
-            lambda reply: self._post(lifecycle.Woken()),
+            lambda reply: self._post(Woken()),
             fds=[listener],
         )
 
@@ -171,12 +170,12 @@ class Launch:
             self.run_canary(self._gate, is_idle=False)
         elif step is Step.SERVE:
             self.channel.ask(
-                messages.Serve(), messages.Serving, lambda reply: self._post(lifecycle.Serving())
+                messages.Serve(), messages.Serving, lambda reply: self._post(Serving())
             )
 
     def _gate(self, ok: bool, detail: str) -> None:
         if ok:
-            self._post(lifecycle.CanaryPassed())
+            self._post(CanaryPassed())
         else:
             self._post(Failed("canary_failed", f"the canary failed: {detail or 'wrong tokens'}"))
 
@@ -184,7 +183,7 @@ class Launch:
         def done(reply: Message) -> None:
             assert isinstance(reply, messages.Canary)
             word = "passed" if reply.ok else "failed"
-            self._events.record(
+            self._log.record(
                 "engine.canary",
                 f"canary {word}" + (f": {reply.detail}" if reply.detail else ""),
                 "info" if reply.ok else "error",
@@ -205,7 +204,7 @@ class Launch:
         self.channel.ask(
             messages.Drain(budget_ms),
             messages.Drained,
-            lambda reply: self._post(lifecycle.Drained()),
+            lambda reply: self._post(Drained()),
         )
 
     # ------------------------------------------------------------------ the way to the weights

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.lifecycle import Event, Failed, Granted, OtherGranted
+from engine.core.events import Event, Failed, Granted, OtherGranted
 from engine.launch import Launch
 from engine.settings import Settings
 from lockserver.client import LockClient

@@ -6,7 +6,8 @@ the two figures that are no transition: requests in flight and requests refused.
 
 from __future__ import annotations
 
-from engine.core.lifecycle import TRANSITIONS, State
+from engine.core.events import State
+from engine.core.lifecycle import TRANSITIONS
 from engine.core.loading import Role
 from engine.state_file import Memory
 from understudy.service.events import Event

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.core import health, relaunch
-from engine.core.lifecycle import State
+from engine.core.events import State
 from engine.core.loading import Role
 from understudy.service.config import Option, Resolved
 

@@ -9,7 +9,8 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine.core.lifecycle import Situation, State
+from engine.core.events import State
+from engine.core.lifecycle import Situation
 from engine.launch import Launch
 from engine.lock_side import LockSide
 from engine.settings import Settings

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.core.lifecycle import Step
+from engine.core.events import Step
 from engine.state_file import Memory
 from understudy.service.clock import Clock, rfc3339
 from understudy.service.events import EventLog
@@ -63,8 +63,8 @@ class Takeovers:
         elif step is Step.SERVE:
             self.last.canary_mono_ms = self._clock.now_ms()
 
-    def active(self) -> None:
-        last, now_ms = self.last, self._clock.now_ms()
+    def active(self, now_ms: float) -> None:
+        last = self.last
         if last is None or last.canary_mono_ms is None:
             return
         last.active_mono_ms = now_ms

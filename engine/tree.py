@@ -36,8 +36,10 @@ MAIN = "main"
 # command line: Python's multiprocessing starts one that unlinks shared memory after a crash.
 HELPERS = ("multiprocessing.resource_tracker",)
 
-# While a tree dies, orphans that no pidfd has announced are looked for this often.
-SWEEP_S = 0.005
+# While a tree dies, orphans that no pidfd has announced are looked for: at once again at first,
+# since a takeover waits, then less often, since a tree with much memory takes its time.
+SWEEP_S_MIN = 0.001
+SWEEP_S_MAX = 0.020
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class Tree:
         self._main: subprocess.Popen[bytes] | None = None
         self._statuses: dict[int, int] = {}
         self._sweep: asyncio.TimerHandle | None = None
+        self._sweep_s = SWEEP_S_MIN
         self._is_dying = False
         self.is_gone = False
 
@@ -203,7 +206,8 @@ class Tree:
         self.scan()
         for pid in list(self._processes):
             self._signal(pid)
-        self._sweep = self._loop.call_later(SWEEP_S, self._kill_all)
+        self._sweep = self._loop.call_later(self._sweep_s, self._kill_all)
+        self._sweep_s = min(2 * self._sweep_s, SWEEP_S_MAX)
 
     def _collect(self) -> bool:
         """Bury every child that has ended; True if there is no child left, dead or alive."""

@@ -69,9 +69,11 @@ class Loading:
         return self._let_go() if self.token else []
 
     def granted(self, token: int) -> list[Leave]:
-        """The loader lock is ours."""
+        """The loader lock is ours; a grant that comes when it is not wanted means nothing."""
+        if not self.wants_loader:
+            return []
         self._token = token
-        return self._let_go() if self.token else []
+        return self._let_go()
 
     def attached(self, rank: int, identity: dict[str, Any]) -> str | None:
         """A rank has its weights; what is wrong with them, if anything."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.core.lifecycle import State
+from engine.core.events import State
 
 
 class Rule(StrEnum):

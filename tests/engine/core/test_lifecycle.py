@@ -1,0 +1,260 @@
+"""The lifecycle: its table, its main line, every way out, and random schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core import effects as ef
+from engine.core import events as ev
+from engine.core.events import Event, State, Step
+from engine.core.lifecycle import HOLDING, TRANSITIONS, IllegalTransition, Lifecycle
+
+INC = "e-0123456789abcdef"
+SAMPLES: dict[type[Event], Event] = {
+    ev.Launch: ev.Launch(INC),
+    ev.Prepared: ev.Prepared(),
+    ev.Granted: ev.Granted(INC, 7),
+    ev.OtherGranted: ev.OtherGranted("other", 8),
+    ev.Woken: ev.Woken(),
+    ev.CanaryPassed: ev.CanaryPassed(),
+    ev.Serving: ev.Serving(),
+    ev.Failed: ev.Failed("child_exit", "http died"),
+    ev.BudgetSpent: ev.BudgetSpent(1000),
+    ev.Terminate: ev.Terminate(),
+    ev.TerminateNow: ev.TerminateNow(),
+    ev.Drained: ev.Drained(),
+    ev.Reaped: ev.Reaped(),
+}
+MAIN_LINE = [
+    SAMPLES[kind]
+    for kind in (ev.Launch, ev.Prepared, ev.Granted, ev.Woken, ev.CanaryPassed, ev.Serving)
+]
+STEPS_TO = {
+    State.DEAD: 0,
+    State.INIT: 1,
+    State.STANDBY: 2,
+    State.WAKING: 3,
+    State.ACTIVE: 6,
+}
+
+
+def engine_in(state: State) -> Lifecycle:
+    engine = Lifecycle()
+    if state is State.DRAINING:
+        engine = engine_in(State.ACTIVE)
+        engine.handle(ev.Terminate())
+        return engine
+    for event in MAIN_LINE[: STEPS_TO[state]]:
+        engine.handle(event)
+    assert engine.state is state
+    return engine
+
+
+def kinds(effects: list[ef.Effect]) -> list[str]:
+    return [type(effect).__name__ for effect in effects if not isinstance(effect, ef.Record)]
+
+
+def test_every_event_has_a_sample():
+    """The table tests below cover every event there is: compare with the union itself."""
+    assert set(SAMPLES) == set(get_args(Event))
+
+
+@pytest.mark.parametrize("state", list(State))
+@pytest.mark.parametrize("kind", list(SAMPLES))
+def test_table_is_the_enforcer(state, kind):
+    """A pair in the table leads where it says; any other raises and changes nothing."""
+    engine = engine_in(state)
+    before = engine.now
+    if (state, kind) not in TRANSITIONS:
+        with pytest.raises(IllegalTransition):
+            engine.handle(SAMPLES[kind])
+        assert engine.now == before
+        return
+    try:
+        engine.handle(SAMPLES[kind])
+    except IllegalTransition:  # legal in this state, but not at this point of it
+        assert kind in (ev.Reaped, ev.CanaryPassed, ev.Serving, ev.Failed, ev.Launch)
+        assert engine.now == before
+    else:
+        assert engine.state is TRANSITIONS[state, kind]
+
+
+def test_main_line_asks_step_by_step():
+    """Launch to active: each event has exactly the effects that the next step needs."""
+    engine = Lifecycle(number=4)
+    seen = [kinds(engine.handle(event)) for event in MAIN_LINE]
+    assert seen == [
+        ["StartTree", "TellLockServer"],
+        ["TellLockServer"],
+        ["Ask"],
+        ["Ask"],
+        ["Ask"],
+        [],
+    ]
+    assert (engine.state, engine.now.number, engine.now.token) == (State.ACTIVE, 5, 7)
+
+
+def test_active_needs_wake_and_canary():
+    """A backend that says `serving` early is refused: play every wrong order of the steps."""
+    for wrong in (ev.Serving(), ev.CanaryPassed()):
+        engine = engine_in(State.WAKING)
+        with pytest.raises(IllegalTransition):
+            engine.handle(wrong)
+        assert engine.state is State.WAKING
+    engine = engine_in(State.WAKING)
+    assert engine.handle(ev.Woken()) == [ef.Ask(Step.CANARY)]
+    with pytest.raises(IllegalTransition):
+        engine.handle(ev.Serving())
+    with pytest.raises(IllegalTransition):
+        engine.handle(ev.Woken())
+
+
+@pytest.mark.parametrize("state", [State.INIT, State.STANDBY, State.WAKING, State.ACTIVE])
+def test_failure_kills_at_once_and_says_nothing_before_reaped(state):
+    """Any failure: kill the tree, tell the lock server only when it is reaped, then relaunch."""
+    engine = engine_in(state)
+    assert kinds(engine.handle(SAMPLES[ev.Failed])) == ["KillTree"]
+    assert engine.now.incarnation == INC
+    effects = engine.handle(ev.Reaped())
+    assert effects == [ef.TellLockServer(False, False), ef.ScheduleRelaunch()]
+    assert (engine.now.incarnation, engine.now.token) == (None, 0)
+
+
+@pytest.mark.parametrize("state", sorted(HOLDING))
+def test_holder_that_hears_of_another_grant_kills_its_tree(state):
+    """The lock is lost when another was granted: the tree is killed in every holding state."""
+    engine = engine_in(state)
+    effects = engine.handle(ev.OtherGranted("other", 9))
+    assert effects[0] == ef.Record(
+        state, State.DEAD, "lock_lost", "the lock was granted to other, token 9"
+    )
+    assert kinds(effects) == ["KillTree"]
+
+
+def test_waiter_that_hears_of_another_grant_goes_on_waiting():
+    """News for everybody else: nothing changes in init, standby and dead."""
+    for state in (State.INIT, State.STANDBY, State.DEAD):
+        engine = engine_in(state)
+        before = engine.now
+        assert engine.handle(ev.OtherGranted("other", 9)) == []
+        assert engine.now == before
+
+
+def test_repeated_grant_changes_nothing_and_another_token_ends_it():
+    """A reconnect repeats the grant; a different token means that somebody held it between."""
+    engine = engine_in(State.ACTIVE)
+    assert engine.handle(ev.Granted(INC, 7)) == []
+    assert kinds(engine.handle(ev.Granted(INC, 9))) == ["KillTree"]
+    assert engine.now.reason == "granted anew under token 9, it held 7"
+
+
+def test_grant_for_an_earlier_incarnation_is_ignored():
+    """A lost and late grant: it is given back by naming another incarnation, nothing else."""
+    engine = engine_in(State.STANDBY)
+    assert engine.handle(ev.Granted("e-ffffffffffffffff", 7)) == []
+    assert engine.state is State.STANDBY
+    engine.handle(ev.Failed("child_exit", "gone"))
+    assert engine.handle(ev.Granted(INC, 7)) == []
+    assert engine.state is State.DEAD
+
+
+def test_standby_leaves_the_queue_before_it_is_killed():
+    """SIGTERM in standby: no lock is wanted, the incarnation is still named, then exit 0."""
+    engine = engine_in(State.STANDBY)
+    effects = engine.handle(ev.Terminate())
+    assert effects[1:] == [ef.TellLockServer(True, False), ef.KillTree()]
+    assert engine.handle(ev.Reaped()) == [ef.TellLockServer(False, False), ef.Exit(0, None)]
+
+
+def test_active_drains_reaps_releases_exits():
+    """SIGTERM in active: drain first; the lock is named until the tree is reaped; exit 0."""
+    engine = engine_in(State.ACTIVE)
+    assert kinds(engine.handle(ev.Terminate())) == ["DrainBackend"]
+    assert kinds(engine.handle(ev.Terminate())) == []
+    assert kinds(engine.handle(ev.Drained())) == ["KillTree"]
+    assert engine.handle(ev.Reaped()) == [ef.TellLockServer(False, False), ef.Exit(0, None)]
+
+
+@pytest.mark.parametrize("event", [ev.TerminateNow(), ev.BudgetSpent(30), SAMPLES[ev.Failed]])
+def test_draining_can_be_cut_short(event):
+    """Second signal, spent budget, death: the tree is killed at once and nothing is relaunched."""
+    engine = engine_in(State.DRAINING)
+    assert kinds(engine.handle(event)) == ["KillTree"]
+    assert kinds(engine.handle(ev.Reaped())) == ["TellLockServer", "Exit"]
+
+
+def test_permanent_fault_ends_the_engine_with_its_sentence():
+    """A broken checkpoint: exit with the reason, whichever comes first, the words or the death."""
+    fault = ev.Failed("backend_fault", "model.safetensors is cut short", exit_code=2)
+    for events in ([fault], [ev.Failed("child_exit", "exited with code 2"), fault]):
+        engine = engine_in(State.INIT)
+        for event in events:
+            engine.handle(event)
+        assert engine.handle(ev.Reaped())[-1] == ef.Exit(2, "model.safetensors is cut short")
+
+
+def test_crash_loop_ends_the_engine():
+    """The verdict comes with `Reaped`: no relaunch, exit 1 with the verdict as the reason."""
+    engine = engine_in(State.INIT)
+    engine.handle(SAMPLES[ev.Failed])
+    assert engine.handle(ev.Reaped("crash loop: …"))[-1] == ef.Exit(1, "crash loop: …")
+    with pytest.raises(IllegalTransition):
+        engine.handle(ev.Launch("e-1111111111111111"))
+
+
+def test_terminate_while_dead():
+    """Told to end while waiting to relaunch: at once; while reaping: when it is reaped."""
+    engine = engine_in(State.DEAD)
+    assert engine.handle(ev.Terminate()) == [ef.Exit(0, None)]
+    engine = engine_in(State.INIT)
+    engine.handle(SAMPLES[ev.Failed])
+    assert engine.handle(ev.Terminate()) == []
+    assert kinds(engine.handle(ev.Reaped())) == ["TellLockServer", "Exit"]
+
+
+def test_every_state_but_standby_and_active_has_a_way_out_by_time():
+    """No state that can hang lacks a budget edge: read the table."""
+    for state in (State.INIT, State.WAKING, State.DRAINING, State.DEAD):
+        assert (state, ev.BudgetSpent) in TRANSITIONS
+
+
+@given(st.lists(st.sampled_from(list(SAMPLES)), max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_random_schedules_keep_the_invariants(order):
+    """Any order of events, the illegal ones refused: the invariants hold after each of them."""
+    engine = Lifecycle()
+    launches, is_tree_up, names_us = 0, False, False
+    for kind in order:
+        event = SAMPLES[kind]
+        if isinstance(event, ev.Launch):
+            event = replace(event, incarnation=f"e-{launches:016x}")
+        if isinstance(event, ev.Granted) and engine.now.incarnation:
+            event = replace(event, incarnation=engine.now.incarnation)
+        before = engine.now
+        try:
+            effects = engine.handle(event)
+        except IllegalTransition:
+            assert engine.now == before
+            continue
+        for effect in effects:
+            if isinstance(effect, ef.StartTree):
+                assert not is_tree_up, "a second tree"
+                is_tree_up, launches = True, launches + 1
+            if isinstance(effect, ef.TellLockServer):
+                names_us = effect.names_incarnation
+                assert names_us or before.state is State.DEAD, "the lock given away too early"
+            if isinstance(effect, ef.KillTree):
+                assert is_tree_up
+        if isinstance(event, ev.Reaped):
+            is_tree_up = False
+        now = engine.now
+        assert is_tree_up == (not now.is_reaped)
+        assert names_us == is_tree_up
+        assert (now.token > 0) <= (now.state in HOLDING or not now.is_reaped)
+        assert (now.state in HOLDING) <= (now.token > 0)
+        assert (now.step is not None) == (now.state is State.WAKING)

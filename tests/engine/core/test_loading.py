@@ -1,0 +1,54 @@
+"""The ranks' way to the weights: who asks for the loader lock, and for how long."""
+
+from __future__ import annotations
+
+from engine.core.loading import Leave, Loading, Role
+
+
+def test_one_rank_wants_the_loader_until_it_is_attached():
+    """Ask, get the lock, attach: `loader` is wanted exactly in between."""
+    loading = Loading(Role.AUTO)
+    assert not loading.wants_loader
+    assert loading.asked(0, 1) == []
+    assert loading.wants_loader
+    assert loading.is_waiting
+    assert loading.granted(5) == [Leave(0, "rw_or_ro", 5)]
+    assert (loading.token, loading.is_waiting) == (5, False)
+    assert loading.attached(0, {"model": "m"}) is None
+    assert not loading.wants_loader
+    assert loading.token == 0
+
+
+def test_loader_is_kept_until_every_rank_is_attached():
+    """Two ranks, the second one late: it goes on at once, under the same token."""
+    loading = Loading(Role.PRIMARY)
+    loading.asked(0, 2)
+    loading.granted(5)
+    loading.attached(0, {"model": "m"})
+    assert loading.wants_loader
+    assert loading.asked(1, 2) == [Leave(1, "rw_or_ro", 5)]
+    loading.attached(1, {"model": "m"})
+    assert not loading.wants_loader
+
+
+def test_shadow_never_asks_for_the_loader():
+    """A shadow may only read, so it waits for no lock."""
+    loading = Loading(Role.SHADOW)
+    assert loading.asked(0, 1) == [Leave(0, "ro", 0)]
+    assert not loading.wants_loader
+
+
+def test_ranks_with_other_weights_are_refused():
+    """Two ranks that attached different models: the field is named."""
+    loading = Loading(Role.AUTO)
+    loading.asked(0, 2)
+    loading.attached(0, {"model": "a", "dtype": "f32"})
+    objection = loading.attached(1, {"model": "b", "dtype": "f32"})
+    assert objection == "rank 1 has other weights than rank 0: model differs"
+
+
+def test_late_grant_is_nobodys():
+    """A grant that comes when nothing is wanted lets nobody go, neither now nor later."""
+    loading = Loading(Role.AUTO)
+    assert loading.granted(5) == []
+    assert loading.asked(0, 1) == []

@@ -1,0 +1,63 @@
+"""Back-off, the pause for the other engine, and the verdict of a crash loop."""
+
+from __future__ import annotations
+
+from engine.core.relaunch import Death, Relaunch
+
+
+def die(rule: Relaunch, at_ms: float, *, standby: bool = False, rehearsed: bool = False) -> None:
+    rule.died(Death(at_ms, "it fell over", standby, rehearsed))
+
+
+def test_first_launch_is_due_at_once():
+    """Nobody has died yet: no wait."""
+    assert Relaunch().due(is_other_active=False).at_ms == 0
+
+
+def test_backoff_doubles_from_half_a_second_to_thirty():
+    """Failures before standby, an hour apart: the waits of DESIGN §9; a standby resets them."""
+    rule = Relaunch()
+    waits = []
+    for hour in range(9):
+        at = hour * 3_600_000
+        die(rule, at)
+        waits.append(rule.due(is_other_active=True).at_ms - at)
+    assert waits == [500, 1000, 2000, 4000, 8000, 16000, 30000, 30000, 30000]
+    die(rule, 1e9, standby=True)
+    assert rule.due(is_other_active=True).at_ms == 1e9
+
+
+def test_waits_for_the_other_engine_at_most_two_seconds():
+    """After a death: until another is active, or 2 s; the reason says which."""
+    rule = Relaunch()
+    die(rule, 1000, standby=True)
+    waiting = rule.due(is_other_active=False)
+    assert (waiting.at_ms, waiting.reason) == (3000, "waiting until another engine is active")
+    assert rule.due(is_other_active=True).at_ms == 1000
+
+
+def test_fifth_death_in_ten_minutes_is_a_crash_loop():
+    """Five deaths at the edge of the window and just beyond it."""
+    rule = Relaunch()
+    for minute in (0, 3, 6, 9):
+        die(rule, minute * 60_000, standby=True)
+        assert rule.verdict() is None
+    die(rule, 600_000, standby=True)
+    verdict = rule.verdict()
+    assert verdict is not None
+    assert "5 deaths within 10 minutes" in verdict
+    assert "it fell over" in verdict
+
+    rule = Relaunch()
+    for minute in (0, 3, 6, 9, 11):
+        die(rule, minute * 60_000)
+    assert rule.verdict() is None
+
+
+def test_rehearsed_deaths_count_for_nothing():
+    """Twenty rehearsals in a row: no verdict, no back-off."""
+    rule = Relaunch()
+    for n in range(20):
+        die(rule, n * 1000, standby=n % 2 == 0, rehearsed=True)
+    assert rule.verdict() is None
+    assert rule.backoff_ms == 0
