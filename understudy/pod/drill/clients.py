@@ -13,6 +13,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from understudy.errors import ProtocolError
 from understudy.pod.drill.records import End, Exchange, Prompt
@@ -67,9 +68,8 @@ class _Stream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._request)
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in shape only
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self.heard_ms = clock.now_ms()
