@@ -114,9 +114,9 @@ def test_start_of_a_container_that_exits_fails_with_its_own_sentence(tmp_path):
             startup=Startup(f"http://127.0.0.1:{free_port()}/", 60),
         )
         runner = Runner([bad], tmp_path / "log")
-        with pytest.raises(UnderstudyError, match=r"code 2.*error: no model at /nowhere") as caught:
+        with pytest.raises(UnderstudyError, match=r"code 2.*: no model at /nowhere") as caught:
             await runner.start()
-        assert caught.value.code == "pod.start_failed"
+        assert (caught.value.code, caught.value.exit_code) == ("pod.start_failed", 2)
         assert not runner.pids()
         await runner.stop()
 

@@ -32,7 +32,7 @@ def memory(state: str = "committed") -> dict:
         "sessions": [{}, {}],
         "waiting": [],
     }
-    return {"schema": 1, "devices": [device]}
+    return {"schema": 1, **device}
 
 
 ACTIVE, STANDBY = engine("engine-0", "active"), engine("engine-1", "standby")
@@ -70,6 +70,9 @@ def test_lines_of_a_standard_pod_fit_below_fifteen():
     assert "held by engine-0" in text[1]
     assert "token 17   since 3h12m" in text[1]
     assert any("HOST-0" in line and "1.5 GiB" in line and "2 sessions" in line for line in text)
+    from_supervisor = {"schema": 1, "devices": [memory(), memory()]}
+    view = pod_view("/run/understudy", lockserver(), [from_supervisor], [ACTIVE, STANDBY])
+    assert sum("HOST-0" in line for line in lines(view, NOW)) == 2
     broken = [{"name": f"part-{number}", "error": "gone"} for number in range(4)]
     assert len(lines(pod_view("/d", broken[0], broken[1:2], broken[2:]), NOW)) < 15
 

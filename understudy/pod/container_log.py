@@ -53,9 +53,9 @@ class ContainerLog:
         self._write([text])
 
     def last_error(self) -> str:
-        """The container's last word: its last line that begins with `error`, else its last one."""
-        errors = [line for line in self.tail if line.lower().startswith("error")]
-        return (errors or list(self.tail) or ["it wrote nothing"])[-1]
+        """The container's last word: the sentence of its last `error: …` line, else that line."""
+        errors = [line for line in self.tail if line.startswith("error: ")]
+        return (errors or list(self.tail) or ["it wrote nothing"])[-1].removeprefix("error: ")
 
     def _readable(self, reading: int) -> None:
         try:

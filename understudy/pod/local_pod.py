@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,8 +36,17 @@ class Ports:
     gms: int = GMS_PORT
     engines: tuple[int, ...] = (ENGINE_PORT, ENGINE_PORT + 1)
 
+    def by_flag(self) -> list[tuple[str, int]]:
+        """Every port with the flag of `understudy up` that moves it."""
+        return [
+            ("--service-port", self.service),
+            ("--lockserver-port", self.lockserver),
+            ("--gms-port", self.gms),
+            *(("--engine-port", port) for port in self.engines),
+        ]
+
     def all(self) -> tuple[int, ...]:
-        return (self.service, self.lockserver, self.gms, *self.engines)
+        return tuple(port for _, port in self.by_flag())
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +158,22 @@ def free_pod_ports(engines: int = 2) -> Ports:
     return Ports(service, lockserver, gms, tuple(rest))
 
 
-def check_ports(ports: Sequence[int], host: str = "127.0.0.1") -> None:
-    """Raise if somebody already listens on one of `ports`.
+def check_ports(ports: Ports, host: str = "127.0.0.1") -> None:
+    """Raise if somebody already has one of `ports`; `host` is where the service will listen.
 
     Raises:
         UnderstudyError: `pod.port_in_use`, with the number and the way out.
     """
-    for port in ports:
+    for flag, port in ports.by_flag():
+        address = host if port == ports.service else "127.0.0.1"
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no owner
             try:
-                sock.bind((host, port))
+                sock.bind((address, port))
             except OSError as error:
                 raise UnderstudyError(
                     "pod.port_in_use",
-                    f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}; "
-                    "is another pod running? Stop it, or choose others with --ports",
+                    f"port {port} on {address} cannot be used: {os.strerror(error.errno or 0)}; "
+                    f"is another pod running? Stop it, or choose another port with {flag}",
                     port=port,
                 ) from error

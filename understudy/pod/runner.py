@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from understudy.errors import UnderstudyError, WaitTimeoutError
+from understudy.errors import UnderstudyError, UsageError, WaitTimeoutError
 from understudy.pod.container_log import LOG_MAX_BYTES, ContainerLog
 from understudy.pod.containers import Backoff, Container, stop_order
 from understudy.pod.http_get import get
@@ -101,7 +101,9 @@ class Runner:
                 kept.started_once = True
                 return
             if kept.given_up.is_set():
-                raise UnderstudyError(
+                # A usage error of a part is one of whoever started it: same exit code.
+                error = UsageError if kept.exit_code == UsageError.exit_code else UnderstudyError
+                raise error(
                     "pod.start_failed",
                     f"{container.name} {kept.ended} while starting: {kept.log.last_error()} "
                     f"(its log is {kept.log.path})",
@@ -131,6 +133,7 @@ class _Kept:
         self.restarts = 0
         self.started_once = container.startup is None
         self.ended = "has not run"
+        self.exit_code: int | None = None
         self.given_up = asyncio.Event()
         self._stopping = asyncio.Event()
         self._process: Process | None = None
@@ -164,7 +167,7 @@ class _Kept:
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
             began = loop.time()
-            code = await self._run_once()
+            code = self.exit_code = await self._run_once()
             self.ended = f"exited with code {code}" if code >= 0 else f"died of signal {-code}"
             if self._stopping.is_set():
                 return

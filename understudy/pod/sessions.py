@@ -70,7 +70,7 @@ async def make_random_model(directory: Path) -> Path:
 
 async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
     """Run `pod` until a signal; `say` gets the containers' lines and where to send requests."""
-    check_ports(pod.ports.all(), pod.host)
+    check_ports(pod.ports, pod.host)
     if model is None:
         pod = replace(pod, model=await make_random_model(pod.directory / "random-model"))
     runner = Runner(pod.containers(), pod.directory / "log", say)

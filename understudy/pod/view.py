@@ -166,7 +166,8 @@ def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
 
 
 def _devices(part: Document) -> Sequence[Document]:
-    devices = part.get("devices")
+    """A device's server speaks for itself, the service's supervisor for all its devices."""
+    devices = part.get("devices", [part] if "device_uuid" in part else [])
     return devices if isinstance(devices, (list, tuple)) else []
 
 
