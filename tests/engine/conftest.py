@@ -1,0 +1,28 @@
+"""Fixtures of the engine's tests."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.pod import Pod
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A short 0700 directory: pytest's own paths are too long for socket names."""
+    with tempfile.TemporaryDirectory(prefix="us") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def pod(directory: Path) -> Iterator[Pod]:
+    """A pod without a lock server yet; everything it started ends with the test."""
+    made = Pod(directory)
+    try:
+        yield made
+    finally:
+        made.close()

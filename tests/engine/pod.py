@@ -1,0 +1,228 @@
+"""Real processes for the engine's tests: a lock server, engines with fake backends, questions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from engine import messages as m
+from engine.settings import control_path
+from lockserver.messages import CATALOGUE as LOCK_CATALOGUE
+from lockserver.messages import Status as LockStatus
+from lockserver.messages import StatusReply as LockStatusReply
+from tests.engine.stub_lock import StubLock
+from tests.helpers import until
+from understudy.errors import UnderstudyError
+from understudy.service import procfs
+from understudy.wire.blocking import BlockingClient
+
+FAKE = str(Path(__file__).with_name("fake_backend.py"))
+ROOT = str(Path(__file__).parents[2])
+
+
+def program(package: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", f"from {package}.cli import main; main()")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+class Engine:
+    """One `engine run` with the fake backend."""
+
+    def __init__(
+        self, directory: Path, name: str, switches: tuple[str, ...], flags: tuple[str, ...]
+    ):
+        self.directory = directory
+        self.name = name
+        self.port = free_port()
+        self.errors = directory / f"{name}.stderr"
+        command = [
+            *program("engine"),
+            *("run", "--backend", "command"),
+            *("--dir", str(directory), "--http-port", str(self.port), *flags),
+            *("--", sys.executable, FAKE, *switches),
+        ]
+        with open(self.errors, "ab") as stderr:
+            self.process = subprocess.Popen(
+                command, env=environment(ENGINE_ID=name), stderr=stderr, cwd=ROOT
+            )
+
+    def status(self) -> dict[str, Any] | None:
+        """What the engine says of itself, None while it does not answer."""
+        try:
+            with self.client() as client:
+                reply = client.request(m.Status(), timeout_s=5).message
+        except UnderstudyError:
+            return None
+        assert isinstance(reply, m.StatusReply)
+        return reply.document
+
+    def client(self) -> BlockingClient:
+        return BlockingClient(control_path(str(self.directory), self.name), m.CONTROL)
+
+    @property
+    def state(self) -> str:
+        document = self.status()
+        return document["engine"]["state"] if document else "unreachable"
+
+    def until(self, state: str, *, number: int = 0) -> dict[str, Any]:
+        """Wait for `state` in launch `number` or a later one; the status then."""
+
+        def reached() -> dict[str, Any] | None:
+            document = self.status()
+            if document is None:
+                assert self.process.poll() is None, self.errors.read_text()
+                return None
+            engine = document["engine"]
+            return document if engine["state"] == state and engine["number"] >= number else None
+
+        return until(reached, f"{self.name} to be {state}")
+
+    def pids(self) -> dict[str, int]:
+        document = self.status()
+        assert document is not None
+        pids: dict[str, int] = document["backend"]["pids"]
+        return pids
+
+    def kill(self, target: str) -> m.Killing:
+        with self.client() as client:
+            reply = client.request(m.Kill(target)).message
+        assert isinstance(reply, m.Killing)
+        return reply
+
+    def get(self, path: str) -> tuple[int, Any]:
+        conn = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        with contextlib.closing(conn):
+            conn.request("GET", path)
+            response = conn.getresponse()
+            body = response.read().decode()
+            return response.status, body if path == "/metrics" else json.loads(body)
+
+    def wait(self) -> int:
+        """Its exit code, waiting for it."""
+        until(lambda: self.process.poll() is not None, f"{self.name} to end")
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+class Pod:
+    """A directory, and the processes that a test started in it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.chmod(0o700)
+        self.engines: list[Engine] = []
+        self.lockserver: subprocess.Popen[bytes] | None = None
+        self.address = ("127.0.0.1", free_port())
+        self._lock_port = free_port()
+
+    def engine(self, name: str, *switches: str, flags: tuple[str, ...] = ()) -> Engine:
+        engine = Engine(self.directory, name, switches, ("--yield-ms", "300", *flags))
+        self.engines.append(engine)
+        return engine
+
+    def start_lock(self) -> None:
+        host, port = self.address
+        command = [
+            *program("lockserver"),
+            *("serve", "--dir", str(self.directory)),
+            *("--service", f"active={host}:{port}", "--http-port", str(self._lock_port)),
+        ]
+        with open(self.directory / "lockserver.stderr", "ab") as stderr:
+            self.lockserver = subprocess.Popen(command, env=environment(), stderr=stderr, cwd=ROOT)
+
+    def kill_lock(self) -> None:
+        assert self.lockserver is not None
+        self.lockserver.kill()
+        self.lockserver.wait()
+
+    def lock(self) -> dict[str, Any]:
+        """What the lock server says of `active`."""
+        with BlockingClient(str(self.directory / "lockserver.sock"), LOCK_CATALOGUE) as client:
+            reply = client.request(LockStatus()).message
+        assert isinstance(reply, LockStatusReply)
+        lock: dict[str, Any] = reply.document["locks"]["active"]
+        return lock
+
+    def ask(self) -> tuple[str, int]:
+        """Who serves, and under which token: one request to the service's address."""
+        with socket.create_connection(self.address, timeout=20) as sock:
+            sock.settimeout(20)
+            name, token = sock.makefile().readline().split()
+            return name, int(token)
+
+    def close(self) -> None:
+        trees = [procfs.descendants(engine.process.pid) for engine in self.engines]
+        for engine in self.engines:
+            engine.stop()
+        if self.lockserver is not None:
+            self.kill_lock()
+        for pid in (pid for tree in trees for pid in tree):
+            until(
+                lambda pid=pid: not procfs.is_alive(pid), f"the backend's process {pid} to be gone"
+            )
+
+
+class LoopThread:
+    """An event loop on a thread, for the stub lock server beside a test that blocks."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        async def there() -> Any:
+            return function(*args)
+
+        return self.run(there())
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(30)
+        self.loop.close()
+
+
+@contextlib.contextmanager
+def stub_lock(directory: Path, auto: tuple[str, ...]) -> Iterator[tuple[StubLock, LoopThread]]:
+    """A stub lock server in `directory` that grants the locks in `auto` by itself."""
+    thread = LoopThread()
+    stub = StubLock(str(directory / "lockserver.sock"), auto)
+    thread.run(stub.start())
+    try:
+        yield stub, thread
+    finally:
+        thread.run(stub.stop())
+        stub.close()
+        thread.close()
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("UNDERSTUDY_", "ENGINE_"))}
+    return {**kept, "PYTHONPATH": ROOT, "LOG_FORMAT": "text", "PYTHONWARNINGS": "error", **more}

@@ -1,0 +1,117 @@
+"""Two engines with fake backends and a real lock server: every way in which one can go."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.engine.pod import Pod
+from tests.helpers import until
+from understudy.service import procfs
+
+
+@pytest.fixture
+def pair(pod: Pod):
+    """engine-0 active, engine-1 standby, each with two processes."""
+    pod.start_lock()
+    first = pod.engine("engine-0", "--grandchild", "joined", "--load")
+    first.until("active")
+    second = pod.engine("engine-1", "--grandchild", "joined", "--load")
+    second.until("standby")
+    return pod, first, second
+
+
+@pytest.mark.parametrize("target", ["backend-http", "backend-model", "supervisor"])
+def test_any_death_hands_over_and_comes_back(pair, target):
+    """Kill one process of the active engine: the other serves under a newer token, and every
+    process of the old tree is gone by then; a killed backend comes back as a standby."""
+    pod, first, second = pair
+    assert pod.ask() == ("engine-0", 2)
+    old = procfs.descendants(first.process.pid)
+    assert len(old) == 2
+    first.kill(target)
+    second.until("active")
+    assert not any(procfs.is_alive(pid) for pid in old)
+    name, token = pod.ask()
+    assert name == "engine-1"
+    assert token > 2
+    if target == "supervisor":
+        assert first.wait() == -signal.SIGKILL
+        return
+    back = first.until("standby", number=2)
+    assert back["deaths"][0]["is_rehearsed"]
+    assert back["deaths"][0]["cause"] == "child_exit"
+
+
+def test_sigterm_drains_reaps_releases_exits(pair):
+    """SIGTERM to the active engine: exit 0, the other one serves, nothing is relaunched."""
+    pod, first, _ = pair
+    old = procfs.descendants(first.process.pid)
+    first.terminate()
+    assert first.wait() == 0
+    assert not any(procfs.is_alive(pid) for pid in old)
+    assert pod.ask()[0] == "engine-1"
+
+
+def test_sigterm_on_standby_leaves_the_active_one_alone(pair):
+    """SIGTERM to the standby: it leaves and exits 0; the active one keeps its token."""
+    pod, _, second = pair
+    token = pod.ask()[1]
+    second.terminate()
+    assert second.wait() == 0
+    assert pod.ask() == ("engine-0", token)
+
+
+def test_lock_server_death_and_restart_is_no_failover(pair):
+    """SIGKILL the lock server: the active one serves on under its token, before and after."""
+    pod, first, second = pair
+    before = pod.ask()
+    pod.kill_lock()
+    assert pod.ask() == before
+    pod.start_lock()
+    for engine in (first, second):
+        until(lambda engine=engine: engine.status()["lock"]["connected"], "the reconnect")
+    assert pod.ask() == before
+    first.kill("backend-http")
+    second.until("active")
+    assert pod.ask()[0] == "engine-1"
+
+
+def test_stopped_supervisor_is_not_taken_over(pair):
+    """SIGSTOP the active supervisor: its tree lives, so nobody else is granted."""
+    pod, first, second = pair
+    before = pod.ask()
+    os.kill(first.process.pid, signal.SIGSTOP)
+    try:
+        until(lambda: pod.lock()["holder"]["unresponsive"], "the silence to be noticed")
+        assert second.state == "standby"
+        assert pod.ask() == before
+    finally:
+        os.kill(first.process.pid, signal.SIGCONT)
+
+
+def test_memory_and_metrics_of_a_takeover(pair):
+    """After a takeover: the figures on /metrics and in the state, and under 64 MiB resident."""
+    _, first, second = pair
+    status, page = second.get("/metrics")
+    assert status == 200
+    assert 'understudy_failover_attempts_total{engine_id="engine-1"} 0.0' in page
+    assert 'understudy_failover_phase_duration_seconds_count{phase="wake"} 0.0' in page
+    first.kill("backend-http")
+    document = second.until("active")
+    page = second.get("/metrics")[1]
+    assert 'understudy_failover_successes_total{engine_id="engine-1"} 1.0' in page
+    assert 'understudy_failover_phase_duration_seconds_count{phase="wake"} 1.0' in page
+    assert 'understudy_engine_canary_total{result="ok"} 1.0' in page
+    assert 'understudy_engine_state{engine_id="engine-1",role="auto",state="active"} 1.0' in page
+    last = document["last_failover"]
+    assert last["is_contended"]
+    assert last["granted_mono_ms"] < last["canary_mono_ms"] <= last["active_mono_ms"]
+    page = first.get("/metrics")[1]
+    assert 'understudy_failover_phase_duration_seconds_count{phase="detect"} 1.0' in page
+    for engine in (first, second):
+        resident = procfs.rss_bytes(engine.process.pid)
+        assert resident is not None
+        assert resident <= 64 * 2**20
