@@ -182,7 +182,7 @@ class World:
             1,
             f"e{session % 3}",
             f"i{session}",
-            self.rng.choice(list(Mode)),
+            self.rng.choice([*Mode, Mode.RW_OR_RO]),
             self.rng.choice([{"v": 1}, {"v": 1}, {"v": 2}, None]),
             wait_ms=self.rng.choice([0, 1000, 60_000]),
             replace=self.may_replace and self.rng.random() < 0.3,
@@ -201,8 +201,8 @@ class World:
         process.is_busy = choice >= 0.2
         if choice < 0.2:
             self.tell(ev.Progress(session, self.rng.randrange(100), 100))
-        elif choice < 0.7:
-            self.tell(ev.Allocate(session, 2, self.rng.choice([1, 2, 5]) * MIB))
+        elif choice < 0.6:
+            self.tell(ev.Allocate(session, 2, self.rng.choice([1, 2, 4]) * MIB))
         else:
             sizes = self.device.epochs[str(process.holds)].slab_sizes
             manifest = (TensorRecord("t", 0, 0, (4,), "float32", 16),) if sizes else ()
@@ -227,13 +227,15 @@ class World:
         dying = [p for p in self.processes.values() if not p.is_connected]
         idle = [p for p in connected if not p.is_busy]
         moves: list[tuple[float, Any]] = [(3, self.launch if len(self.processes) < 6 else None)]
-        moves.append((6, self.complete_one if self.driver else None))
+        moves.append((12, self.complete_one if self.driver else None))
         moves.append((3, self.look if self.watched else None))
-        moves.append((5, (lambda: self.speak(self.rng.choice(idle))) if idle else None))
-        moves.append((1, (lambda: self.disconnect(self.rng.choice(connected))) if connected else 0))
+        moves.append((10, (lambda: self.speak(self.rng.choice(idle))) if idle else None))
+        moves.append(
+            (0.7, (lambda: self.disconnect(self.rng.choice(connected))) if connected else 0)
+        )
         moves.append((2, (lambda: self.reap(self.rng.choice(dying))) if dying else None))
         moves.append((1, self.pass_time))
-        moves.append((0.1, self.crash))
+        moves.append((0.05, self.crash))
         possible = [(weight, move) for weight, move in moves if move]
         self.rng.choices([m for _, m in possible], [w for w, _ in possible])[0]()
 

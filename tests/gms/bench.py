@@ -1,0 +1,154 @@
+"""Real servers and real clients for the shell's tests: processes, sockets, SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from gms import messages as msg
+from gms import names
+from gms.client import Reader, Writer, open_session
+from tests.helpers import until
+from understudy.errors import UnderstudyError
+from understudy.wire.blocking import BlockingClient
+
+DEVICE = "HOST-0"
+IDENTITY = {"model": "tiny", "shards": {"a": "1"}}
+MIB = 1 << 20
+ANSWER_S = 30.0
+
+
+class GmsProcess:
+    """One device's server, in a process of its own."""
+
+    def __init__(self, directory: str, device_bytes: int = 64 * MIB, stall_s: float = 120) -> None:
+        self.directory = directory
+        self.device_bytes, self.stall_s = device_bytes, stall_s
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> GmsProcess:
+        flags = ["--dir", self.directory, "--device", DEVICE]
+        flags += ["--device-bytes", str(self.device_bytes), "--stall-s", str(self.stall_s)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gms.cli", "serve-device", *flags],
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "UNDERSTUDY_PARENT_PID": str(os.getpid())},
+        )
+        until(self.is_up, "the server's hello")
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def is_up(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, "the server ended"
+        try:
+            return bool(self.status()["pid"] == self.pid)
+        except UnderstudyError:
+            return False
+
+    def client(self) -> BlockingClient:
+        return BlockingClient(names.socket_path(self.directory, DEVICE), msg.CATALOGUE)
+
+    def status(self) -> dict[str, Any]:
+        with self.client() as client:
+            reply = client.request(msg.Status()).message
+        assert isinstance(reply, msg.StatusReply)
+        return reply.document
+
+    def open(self, mode: str = "rw_or_ro", **more: Any) -> Reader | Writer:
+        wanted = {"identity": IDENTITY, "wait_s": 20, "engine": "engine-0", "incarnation": "i-0"}
+        return open_session(self.directory, DEVICE, mode=mode, **{**wanted, **more})
+
+    def writer(self, **more: Any) -> Writer:
+        session = self.open(**more)
+        assert isinstance(session, Writer)
+        return session
+
+    def reader(self, **more: Any) -> Reader:
+        session = self.open("ro", **more)
+        assert isinstance(session, Reader)
+        return session
+
+    def load(self, nbytes: int = 64, **more: Any) -> Reader:
+        """Write one tensor `t` of `nbytes` sevens and commit it."""
+        writer = self.writer(**more)
+        writer.plan(nbytes, nbytes)
+        writer.place("t", nbytes, (nbytes,), "uint8")[:] = b"\7" * nbytes
+        return writer.commit(more.get("identity", IDENTITY))
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            self.process.wait()
+
+
+class ClientProcess:
+    """A client in a process of its own, that does one thing per line; see `client_process.py`."""
+
+    def __init__(self, directory: str, mode: str, engine: str = "engine-9") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.gms.client_process", directory, mode, engine],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "UNDERSTUDY_PARENT_PID": str(os.getpid())},
+        )
+        self._buffer = b""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def line(self) -> dict[str, Any]:
+        """Its next line."""
+        assert self.process.stdout is not None
+        end = time.monotonic() + ANSWER_S
+        while b"\n" not in self._buffer:
+            rest_s = end - time.monotonic()
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0, rest_s))
+            assert ready, "the client said nothing"
+            data = os.read(self.process.stdout.fileno(), 65536)
+            assert data, f"the client ended with {self.process.wait()}"
+            self._buffer += data
+        raw, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(raw)
+        return answer
+
+    def expect(self, what: str) -> dict[str, Any]:
+        """Read lines up to the one that says `what`."""
+        while True:
+            answer = self.line()
+            if answer["is"] == what:
+                return answer
+            assert answer["is"] == "waiting", answer
+
+    def do(self, command: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command.encode() + b"\n")
+        self.process.stdin.flush()
+        return self.line()
+
+    def kill(self) -> int:
+        self.process.kill()
+        return self.end()
+
+    def end(self) -> int:
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+        return self.process.wait()

@@ -1,0 +1,70 @@
+"""A client of the memory service that obeys one command per line and says JSON lines.
+
+Started by `bench.ClientProcess`: `python -m tests.gms.client_process DIRECTORY MODE ENGINE`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from gms.client import Reader, Writer, open_session
+from understudy.errors import UnderstudyError
+from understudy.service.parent import arm_from_environment
+
+MIB = 1 << 20
+
+
+def say(what: str, **more: Any) -> None:
+    print(json.dumps({"is": what, **more}), flush=True)
+
+
+def main() -> None:
+    arm_from_environment()
+    directory, mode, engine = sys.argv[1:4]
+    try:
+        session = open_session(
+            directory,
+            "HOST-0",
+            engine=engine,
+            incarnation=f"{engine}-1",
+            mode=mode,
+            identity={"model": "tiny", "shards": {"a": "1"}},
+            wait_s=60,
+            on_wait=lambda reason: say("waiting", reason=reason),
+        )
+    except UnderstudyError as error:
+        say("refused", code=error.code, message=error.message)
+        return
+    say("writer" if isinstance(session, Writer) else "reader", epoch=session.epoch)
+    views: dict[str, memoryview] = {}
+    for line in sys.stdin:
+        word, *rest = line.split()
+        if word == "place" and isinstance(session, Writer):
+            nbytes = int(rest[0]) * MIB
+            views["t"] = session.place("t", nbytes, (nbytes,), "uint8")
+            views["t"][:] = b"\7" * nbytes
+            say("placed")
+        elif word == "commit" and isinstance(session, Writer):
+            session = session.commit(session._request.identity or {})
+            say("committed", epoch=session.epoch)
+        elif word == "read" and isinstance(session, Reader):
+            say("bytes", first=session.view("t")[0])
+        elif word == "write":  # after a commit this must end the process
+            say("writing")
+            views["t"][0] = 1
+        elif word == "fork":  # a child that keeps every descriptor and mapping
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            say("forked", pid=child)
+        elif word == "close":
+            session.close()
+            say("closed")
+
+
+if __name__ == "__main__":
+    main()

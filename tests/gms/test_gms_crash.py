@@ -1,0 +1,164 @@
+"""The server dies: what readers see, what its successor finds and for how long it waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+from collections.abc import Callable
+
+import pytest
+
+from gms import journal, names
+from gms.core.events import JournalRecord
+from gms.core.manifest import LayoutHash
+from tests.gms.bench import DEVICE, IDENTITY, ClientProcess, GmsProcess
+from tests.helpers import until
+from understudy.errors import UnderstudyError, UnreachableError
+
+Start = Callable[..., ClientProcess]
+
+
+def has_ended(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def test_reader_sees_the_servers_death_and_keeps_its_memory(gms: GmsProcess):
+    """SIGKILL the server: the session's descriptor becomes readable, the bytes stay mapped."""
+    with gms.load() as reader:
+        assert not has_ended(reader.fileno())
+        gms.kill()
+        until(lambda: has_ended(reader.fileno()), "the end of the session")
+        assert bytes(reader.view("t")) == b"\7" * 64
+
+
+def test_client_that_waits_hears_of_the_servers_death(gms: GmsProcess, client: Start):
+    """SIGKILL the server under a client that queues: an error at once, not at its deadline."""
+    with gms.writer():
+        waiter = client(engine="engine-1")
+        waiter.expect("waiting")
+        gms.kill()
+        assert waiter.expect("refused")["code"] == "wire.closed"
+
+
+def test_restarted_server_is_recovering_until_nobody_maps_the_epoch(gms: GmsProcess, client: Start):
+    """Kill and restart under a reader: nobody is granted, status names it; then it is empty."""
+    gms.load().close()
+    survivor = client("ro", engine="engine-0")
+    survivor.expect("reader")
+    gms.kill()
+    gms.start()
+    status = until(
+        lambda: (s := gms.status())["unowned"][0]["holders"] and s, "the survivor to be named"
+    )
+    assert status["state"] == "recovering"
+    assert status["unowned"][0]["holders"] == [survivor.pid]
+    assert status["releasing_bytes"] > 0
+    newcomer = client("rw_or_ro", engine="engine-1")
+    assert "server before this one" in newcomer.expect("waiting")["reason"]
+    with pytest.raises(UnderstudyError, match=r"gms\.wait_timeout"):
+        gms.reader(wait_s=0.05)
+    assert survivor.do("read")["first"] == 7, "its mapping is untouched"
+    survivor.kill()
+    newcomer.expect("writer")
+    assert gms.status()["state"] == "staging"
+    assert journal.peek(names.journal_path(gms.directory, DEVICE)) is None
+
+
+def test_restarted_server_waits_for_a_writer_of_the_old_one(gms: GmsProcess, client: Start):
+    """A writer that outlives its server still maps staging memory: no second copy until it ends."""
+    writer = client(engine="engine-0")
+    writer.expect("writer")
+    writer.do("place 4")
+    gms.kill()
+    gms.start()
+    assert gms.status()["state"] == "recovering"
+    newcomer = client(engine="engine-1")
+    newcomer.expect("waiting")
+    writer.kill()
+    newcomer.expect("writer")
+
+
+def test_restarted_server_without_survivors_is_empty_at_once(gms: GmsProcess):
+    """Nobody maps the journalled epoch: its file and its place in the journal are gone."""
+    gms.load().close()
+    gms.kill()
+    gms.start()
+    until(lambda: gms.status()["state"] == "empty", "the old epoch to be found free")
+    assert names.epochs_on_disk(gms.directory, DEVICE) == []
+    gms.load().close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"schema": 1}', b'{"schema": 9}', b"\xff" * 9])
+def test_broken_journal_is_kept_aside_and_the_server_starts(directory: str, content: bytes):
+    """A truncated or foreign journal: start empty, keep it for people."""
+    path = names.journal_path(directory, DEVICE)
+    with open(path, "wb") as stream:
+        stream.write(content)
+    server = GmsProcess(directory).start()
+    try:
+        assert server.status()["state"] == "empty"
+        with open(f"{path}.unreadable", "rb") as stream:
+            assert stream.read() == content
+    finally:
+        server.stop()
+
+
+def test_broken_journal_does_not_hide_a_survivor(gms: GmsProcess, client: Start):
+    """The journal is lost, a reader lives: its epoch's file alone keeps newcomers waiting."""
+    gms.load().close()
+    survivor = client("ro")
+    survivor.expect("reader")
+    gms.kill()
+    with open(names.journal_path(gms.directory, DEVICE), "w") as stream:
+        stream.write("not json")
+    gms.start()
+    assert gms.status()["state"] == "recovering"
+    survivor.kill()
+    until(lambda: gms.status()["state"] == "empty", "the epoch to be free")
+
+
+def test_commit_waits_for_a_journal_that_cannot_be_written(gms: GmsProcess, client: Start):
+    """The journal's place is blocked: status says so, and the commit goes through once it is not.
+
+    A directory in its place stands for a full disk: both are an OSError of the replacement.
+    """
+    path = names.journal_path(gms.directory, DEVICE)
+    os.mkdir(path)
+    writer = client()
+    writer.expect("writer")
+    writer.do("place 1")
+    assert writer.process.stdin is not None
+    writer.process.stdin.write(b"commit\n")
+    writer.process.stdin.flush()
+    problem = until(lambda: gms.status()["problem"], "the problem to be reported")
+    assert path in problem
+    assert gms.status()["state"] == "staging"
+    os.rmdir(path)
+    assert writer.line()["is"] == "committed"
+    assert gms.status()["problem"] is None
+    with open(path, encoding="utf-8") as stream:
+        assert json.load(stream)["epoch"] == gms.status()["epoch"]
+
+
+def test_journal_keeps_what_it_is_given(directory: str):
+    """Write, read, clear; `peek` of a broken one leaves it alone."""
+    path = names.journal_path(directory, DEVICE)
+    assert journal.read(path) is None
+    record = JournalRecord("a" * 32, (4096, 8192), LayoutHash("h"), IDENTITY)
+    journal.write(path, record)
+    assert journal.read(path) == record
+    journal.write(path, None)
+    assert journal.read(path) is None
+    with open(path, "w") as stream:
+        stream.write("{")
+    assert journal.peek(path) is None
+    assert os.path.exists(path)
+
+
+def test_no_server_is_one_sentence(directory: str):
+    """Attach where nobody serves: unreachable, with what to look at."""
+    with pytest.raises(UnreachableError, match="is the server running"):
+        GmsProcess(directory).reader()

@@ -1,0 +1,238 @@
+"""Memory itself: host allocations, commit in place, and that after it nobody can write."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gms import epoch_file
+from gms.client import open_session
+from gms.server import DeviceServer
+from gms.vmm.host import HostAllocation, HostMemory
+from tests.gms.bench import DEVICE, IDENTITY, MIB, ClientProcess, GmsProcess
+from tests.helpers import auntil, open_fds
+from understudy.errors import InvariantError, RemoteError, UnderstudyError
+from understudy.wire.fds import OwnedFd
+
+Start = Callable[..., ClientProcess]
+PAGE = HostMemory.granularity_bytes
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def refused_with(call: Callable[..., object], *args: object) -> str:
+    try:
+        call(*args)
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+    return "it worked"
+
+
+def test_after_a_commit_nobody_can_write(gms: GmsProcess):
+    """Try every way to write to committed memory: descriptors old and new, mappings, truncation."""
+    with gms.writer() as writer:
+        view = writer.place("t", PAGE, (PAGE,), "uint8")
+        view[:4] = b"good"
+        kept = os.dup(writer._attachment.slabs[0].fileno())  # a writable copy that is kept back
+        assert fcntl.fcntl(kept, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+        reader = writer.commit(IDENTITY)
+    try:
+        assert reader.address("t") == address, "the commit did not move anything"
+        assert bytes(reader.view("t")[:4]) == b"good"
+        with pytest.raises(TypeError):
+            reader.view("t")[0] = 1
+        with gms.reader() as other:
+            for fd in (*reader.slab_fds(), *other.slab_fds()):
+                assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+                assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+            fd = other.slab_fds()[0]
+            assert refused_with(os.pwrite, fd, b"bad", 0) == "EBADF"
+            again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+            for writable in (kept, again):
+                assert refused_with(os.pwrite, writable, b"bad", 0) == "EPERM"
+                assert refused_with(os.ftruncate, writable, 0) == "EPERM"
+                assert refused_with(mmap.mmap, writable, PAGE) == "EPERM"
+                assert refused_with(fcntl.fcntl, writable, fcntl.F_ADD_SEALS, 0) == "EPERM"
+                os.close(writable)
+            for mapped in (reader.address("t"), other.address("t")):
+                assert libc.mprotect(ctypes.c_void_p(mapped), PAGE, 3) == -1
+                assert ctypes.get_errno() == errno.EACCES
+            assert bytes(other.view("t")[:4]) == b"good"
+    finally:
+        reader.close()
+
+
+def test_writing_to_a_view_after_the_commit_ends_the_process(gms: GmsProcess, client: Start):
+    """A writer that keeps a writable view and uses it after its commit dies of SIGSEGV."""
+    writer = client()
+    writer.expect("writer")
+    writer.do("place 1")
+    writer.do("commit")
+    writer.do("write")
+    assert writer.process.wait() == -signal.SIGSEGV
+
+
+def test_commit_is_refused_while_somebody_can_still_write(gms: GmsProcess):
+    """A second writable mapping of a slab: the commit fails and says why, nothing is published."""
+    with gms.writer() as writer:
+        writer.place("t", PAGE, (PAGE,), "uint8")
+        with mmap.mmap(writer._attachment.slabs[0].fileno(), PAGE):
+            with pytest.raises(RemoteError) as caught:
+                writer.commit(IDENTITY)
+            assert caught.value.code == "gms.still_writable"
+    assert gms.status()["commits_total"] == 0
+
+
+def test_unmapped_memory_keeps_its_addresses_and_frees_nothing_of_others():
+    """Map, unmap, map again: the same address; a reservation and an allocation have one undo."""
+    memory = HostMemory()
+    before = open_fds()
+    allocation = memory.create(2 * PAGE, "t")
+    reservation = memory.reserve(2 * PAGE)
+    mapping = reservation.map(allocation, writable=True)
+    assert mapping.address == reservation.address
+    mapping.view()[:1] = b"x"
+    mapping.unmap()
+    mapping.unmap()
+    with pytest.raises(InvariantError):
+        mapping.view()
+    again = reservation.map(allocation, writable=False)
+    assert bytes(again.view()[:1]) == b"x"
+    again.unmap()
+    for undo in (reservation.free, reservation.free, allocation.release, allocation.release):
+        undo()
+    assert open_fds() == before
+
+
+def test_foreign_descriptors_are_not_taken_for_slabs():
+    """A pipe, or memory of another size: refused before anything is mapped, and closed."""
+    memory = HostMemory()
+    before = open_fds()
+    reading, writing = os.pipe()
+    os.close(writing)
+    small = memory.create(PAGE, "small")
+    for fd in (OwnedFd(reading), small.export(writable=False)):
+        with pytest.raises(UnderstudyError, match=r"gms\.bad_slab"):
+            memory.adopt(fd, 2 * PAGE)
+    small.release()
+    assert open_fds() == before
+
+
+def test_sealed_memory_is_never_exported_writable():
+    """Asking for a writable export of sealed memory is our own fault."""
+    allocation = HostMemory().create(PAGE, "t")
+    allocation.seal()
+    with pytest.raises(InvariantError):
+        allocation.export(writable=True)
+    allocation.release()
+
+
+def test_epoch_file_is_held_until_the_last_process_lets_go(directory: str):
+    """Shared flocks keep it; the last one gone it is removed; a late joiner is told to go away."""
+    path = f"{directory}/e"
+    epoch_file.create(path)
+    before = open_fds()
+    first, second = epoch_file.join(path), epoch_file.join(path)
+    first.close()
+    assert epoch_file.is_held(path)
+    assert not epoch_file.remove_if_free(path)
+    second.close()
+    assert not epoch_file.is_held(path)
+    assert epoch_file.remove_if_free(path)
+    assert not os.path.exists(path)
+    with pytest.raises(UnderstudyError, match=r"gms\.stale_epoch"):
+        epoch_file.join(path)
+    assert open_fds() == before
+
+
+def test_joiner_that_opened_the_file_before_it_was_removed_is_stale(directory: str):
+    """Open, then lose the race to the server's removal, then lock: the lock proves nothing."""
+    path = f"{directory}/e"
+    epoch_file.create(path)
+    server = os.open(path, os.O_RDWR)
+    fcntl.flock(server, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(epoch_file.join, path)
+        os.unlink(path)
+        os.close(server)
+        with pytest.raises(UnderstudyError, match=r"gms\.stale_epoch"):
+            joining.result(30)
+
+
+def test_flock_takes_the_low_number_of_its_placeholder(directory: str):
+    """A dying process closes its highest descriptors first: the flock has to be below the slabs."""
+    path = f"{directory}/e"
+    epoch_file.create(path)
+    placeholder = OwnedFd(os.open(os.devnull, os.O_RDONLY))
+    number = placeholder.fileno()
+    slab = OwnedFd(os.memfd_create("slab"))
+    with epoch_file.join(path, placeholder) as held, slab:
+        assert held.fileno() == number < slab.fileno()
+        assert epoch_file.is_held(path)
+        assert not os.get_inheritable(number)
+
+
+class WatchedMemory(HostMemory):
+    """Host memory that writes down which thread makes, seals and frees."""
+
+    def __init__(self) -> None:
+        self.threads: dict[str, set[str]] = {"create": set(), "seal": set(), "release": set()}
+
+    def create(self, size_bytes: int, name: str) -> HostAllocation:
+        self.threads["create"].add(threading.current_thread().name)
+        allocation = super().create(size_bytes, name)
+        for verb in ("seal", "release"):
+            setattr(allocation, verb, self._watched(verb, getattr(allocation, verb)))
+        return allocation
+
+    def _watched(self, verb: str, call: Callable[[], None]) -> Callable[[], None]:
+        def watched() -> None:
+            self.threads[verb].add(threading.current_thread().name)
+            call()
+
+        return watched
+
+
+def test_driver_calls_and_frees_never_run_on_the_loop(directory: str):
+    """Load, commit, replace: slabs are made and sealed on one thread, freed on another."""
+    memory = WatchedMemory()
+    main = threading.current_thread().name
+
+    def load(version: int) -> None:
+        session = open_session(
+            directory,
+            DEVICE,
+            engine="e",
+            incarnation="i",
+            mode="rw",
+            identity={"v": version},
+            wait_s=20,
+            replace=True,
+        )
+        session.place("t", MIB, (MIB,), "uint8")[:] = b"\7" * MIB
+        session.commit({"v": version}).close()
+
+    async def scenario() -> None:
+        server = DeviceServer(directory, DEVICE, memory, 200 * MIB)
+        await server.start()
+        await asyncio.to_thread(load, 1)
+        await asyncio.to_thread(load, 2)
+        await auntil(lambda: server.status()["reclaims_total"] == 1, "the first epoch to be freed")
+        assert main not in set().union(*memory.threads.values())
+        assert memory.threads["release"] == {f"gms-closer-{DEVICE}"}
+        assert memory.threads["seal"] == memory.threads["create"] == {f"gms-driver-{DEVICE}"}
+        await server.close()
+
+    before = open_fds()
+    asyncio.run(scenario())
+    assert open_fds() == before

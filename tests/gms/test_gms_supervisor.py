@@ -1,0 +1,232 @@
+"""`gms serve` as people run it: probes, restarts in place, ends, and the reading commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gms.client import Reader, open_session
+from tests.gms.bench import IDENTITY, GmsProcess
+from tests.helpers import until
+from understudy.service import procfs
+from understudy.service.config import size_bytes
+
+RSS_MAX = size_bytes("64MiB")
+
+
+class Serve:
+    """`gms serve` with two devices."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.stderr = open(f"{directory}/stderr", "w+b")  # noqa: SIM115 - closed by `stop`
+        self.process = self.launch(self.stderr)
+        self.port = until(self._port, "the port to listen on")
+
+    def launch(self, stderr: Any) -> subprocess.Popen[bytes]:
+        flags = ["--dir", self.directory, "--devices", "2", "--http-port", "0"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "gms.cli", "serve", *flags, "--device-bytes", "64MiB"],
+            stderr=stderr,
+            env={**os.environ, "UNDERSTUDY_PARENT_PID": str(os.getpid())},
+        )
+
+    def _port(self) -> int | None:
+        """Which port the kernel gave it: it is in no file, so look at its sockets."""
+        assert self.process.poll() is None, "gms serve ended"
+        for fd in procfs._fds(self.process.pid):
+            try:
+                target = os.readlink(f"/proc/{self.process.pid}/fd/{fd}")
+            except OSError:
+                continue
+            with open("/proc/net/tcp", encoding="ascii") as table:
+                for line in table.readlines()[1:]:
+                    fields = line.split()
+                    if fields[3] == "0A" and target == f"socket:[{fields[9]}]":
+                        return int(fields[1].rpartition(":")[2], 16)
+        return None
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=20) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def devices(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.get("/status")[1])["devices"]
+        return found
+
+    def started(self) -> Serve:
+        until(lambda: self.get("/startup")[0] == 200, "/startup to be 200")
+        until(lambda: all("pid" in d for d in self.devices()), "every device's status")
+        return self
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait()
+        self.stderr.close()
+
+
+@pytest.fixture
+def serve(directory: str) -> Iterator[Serve]:
+    running = Serve(directory)
+    yield running
+    running.stop()
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "gms.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_startup_is_ok_when_every_socket_answers(serve: Serve):
+    """/startup goes 503 → 200; then every device's socket takes a session. Memory is modest."""
+    serve.started()
+    assert serve.get("/live")[0] == serve.get("/ready")[0] == 200
+    for device in ("HOST-0", "HOST-1"):
+        session = open_session(
+            serve.directory, device, engine="e", incarnation="i", mode="rw_or_ro",
+            identity=IDENTITY, wait_s=20,
+        )  # fmt: skip
+        session.close()
+    pids = [serve.process.pid, *(device["pid"] for device in serve.devices())]
+    for pid in pids:
+        assert (procfs.rss_bytes(pid) or 0) <= RSS_MAX
+
+
+def test_metrics_are_there_from_the_first_scrape_and_follow(serve: Serve):
+    """Zeros for both devices before anything happened; a commit shows."""
+    serve.started()
+    page = serve.get("/metrics")[1]
+    assert 'understudy_gms_exports_total{device_uuid="HOST-1"} 0.0' in page
+    assert 'understudy_gms_sessions{device_uuid="HOST-1",mode="ro"} 0.0' in page
+    with GmsProcess(serve.directory).load(4096):
+        wanted = (
+            'understudy_gms_epoch_state{device_uuid="HOST-0",state="committed",tag="weights"} 1'
+        )
+        until(lambda: wanted in serve.get("/metrics")[1], "the commit to show")
+        assert 'sessions{device_uuid="HOST-0",mode="ro"} 1.0' in serve.get("/metrics")[1]
+
+
+def test_dead_server_is_restarted_in_place(serve: Serve):
+    """SIGKILL one device's server: a new one serves it, the other device's never noticed."""
+    first, second = serve.started().devices()
+    os.kill(first["pid"], signal.SIGKILL)
+    until(
+        lambda: serve.devices()[0].get("pid") not in (None, first["pid"]), "another server process"
+    )
+    until(lambda: serve.get("/startup")[0] == 200, "/startup to be 200 again")
+    fresh, other = serve.devices()
+    assert fresh["restarts_total"] == 1
+    assert other["pid"] == second["pid"]
+    assert other["restarts_total"] == 0
+    assert 'gms_restarts_total{device_uuid="HOST-0"} 1.0' in serve.get("/metrics")[1]
+
+
+def test_servers_die_with_their_supervisor(serve: Serve):
+    """SIGKILL the supervisor: its servers go too, and a new one can start at once."""
+    pids = [device["pid"] for device in serve.started().devices()]
+    serve.process.kill()
+    serve.process.wait()
+    until(lambda: not any(map(procfs.is_alive, pids)), "the servers to be gone")
+
+
+def test_sigterm_ends_it_with_exit_code_zero(serve: Serve):
+    """SIGTERM: the servers are stopped, the sockets removed, exit 0, no stack trace."""
+    serve.started()
+    serve.process.terminate()
+    assert serve.process.wait(60) == 0
+    assert not [name for name in os.listdir(serve.directory) if name.endswith(".sock")]
+    serve.stderr.seek(0)
+    assert b"Traceback" not in serve.stderr.read()
+
+
+def test_several_deaths_in_a_row_end_the_container_with_the_childs_code(serve: Serve):
+    """Kill a server as often as it comes: the supervisor gives up with 128 + SIGKILL."""
+    serve.started()
+    killed: set[int] = set()
+
+    def kill_again() -> bool:
+        for pid in procfs.children(serve.process.pid):
+            words = procfs._read(f"/proc/{pid}/cmdline").split("\0")
+            if "HOST-0" in words and pid not in killed and procfs.is_alive(pid):
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+        return serve.process.poll() is not None
+
+    until(kill_again, "the supervisor to give up", 60)
+    assert serve.process.returncode == 128 + signal.SIGKILL
+    assert len(killed) == 5
+
+
+def test_second_supervisor_is_refused_with_a_sentence(serve: Serve):
+    """`gms serve` on a directory that has one: who it is, exit 1, and nothing is disturbed."""
+    serve.started()
+    second = command("serve", "--dir", serve.directory, "--http-port", "0")
+    assert second.returncode == 1
+    assert f"pid {serve.process.pid}" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert serve.get("/startup")[0] == 200
+
+
+def test_status_and_inspect_read_from_the_sockets(serve: Serve):
+    """Both commands, for people and as JSON; the other device is seen too."""
+    serve.started()
+    with GmsProcess(serve.directory).load(4096):
+        document = json.loads(command("status", "--dir", serve.directory, "--json").stdout)
+        assert [d["device_uuid"] for d in document["devices"]] == ["HOST-0", "HOST-1"]
+        assert document["devices"][0]["state"] == "committed"
+        assert document["devices"][0]["sessions"][0]["engine"] == "engine-0"
+        assert "committed" in command("status", "--dir", serve.directory).stdout
+        shown = command("inspect", "--dir", serve.directory)
+        assert shown.returncode == 0, shown.stderr
+        assert "slab 0 offset 0 bytes 4096" in shown.stdout
+        full = json.loads(command("inspect", "--dir", serve.directory, "--json").stdout)
+        assert full["devices"][0]["epochs"][0]["tensors"][0]["name"] == "t"
+
+
+def test_status_without_a_server_is_an_offline_view(gms: GmsProcess):
+    """The server was killed: the journal says what was committed; exit code 3."""
+    session = gms.load(4096)
+    assert isinstance(session, Reader)
+    gms.kill()
+    found = command("status", "--dir", gms.directory)
+    assert found.returncode == 3
+    assert "offline view" in found.stdout
+    assert session.epoch[:8] in found.stdout
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("status", "--dir", "{}"), "no memory service in"),
+        (("status", "--dir", "{}/missing"), "cannot look into"),
+        (("serve", "--dir", "{}/missing/deeper"), "does not exist"),
+        (("serve", "--dir", "{}", "--memory", "cuda"), "one of host"),
+        (("serve", "--dir", "{}", "--device-bytes", "lots"), "like 4GiB"),
+    ],
+)
+def test_bad_usage_is_one_sentence(directory: str, words: tuple[str, ...], sentence: str):
+    """Wrong flags and missing places: a sentence, exit 2 or 3, no stack trace."""
+    found = command(*(word.format(directory) for word in words))
+    assert found.returncode in (2, 3)
+    assert sentence in found.stderr
+    assert "Traceback" not in found.stderr
