@@ -11,10 +11,11 @@ the model may still refuse, and a refusal has a status of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -71,6 +72,22 @@ class Service:
     rejected: int = 0
     ready: Ready | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    handling: int = 0  # requests between their headers and the end of their answer
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        self.handling += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.handling -= 1
+            if not self.handling:
+                self.idle.set()
 
     def limits(self) -> Ready:
         if self.ready is None:
@@ -92,6 +109,7 @@ def make_app(service: Service) -> web.Application:
 class _Routes:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._large = asyncio.Lock()  # one at a time: each holds the loop for a moment
 
     # ------------------------------------------------------------------ around every request
 
@@ -105,7 +123,8 @@ class _Routes:
     @web.middleware
     async def errors_as_json(self, request: web.Request, handler: HandlerFn) -> web.StreamResponse:
         try:
-            return await handler(request)
+            with self._service.request():
+                return await handler(request)
         except ApiError as error:
             refusal = error
         except UnderstudyError as error:
@@ -156,7 +175,12 @@ class _Routes:
             raise errors.unavailable(
                 "engine_draining", "This engine is handing over and takes no new requests."
             )
-        return parse_json(await request.read())
+        body = await request.read()
+        if len(body) <= INLINE_CHARS_MAX:
+            return parse_json(body)
+        async with self._large:
+            await asyncio.sleep(0)  # a probe that has come meanwhile is answered first
+            return parse_json(body)
 
     async def _generate(
         self, request: web.Request, wanted: GenerationRequest
@@ -204,7 +228,8 @@ class _Routes:
         special = not wanted.is_chat  # a chat template writes its own
         if len(text) <= INLINE_CHARS_MAX:
             return tuple(tokenizer.encode(text, special=special))
-        return tuple(await asyncio.to_thread(tokenizer.encode, text, special=special))
+        async with self._large:
+            return tuple(await asyncio.to_thread(encode_aside, tokenizer, text, special))
 
     def _shape(self, wanted: GenerationRequest) -> Shape:
         kind = ChatShape if wanted.is_chat else CompletionShape
@@ -215,6 +240,13 @@ class _Routes:
             wants_logprobs=wanted.sampling.logprobs is not None,
             wants_usage=wanted.include_usage,
         )
+
+
+def encode_aside(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
+    """`Tokenizer.encode` for a thread: the library's `encode` keeps the interpreter lock (a text of
+    4 MB held every probe up for 6 s, measured), its `encode_batch` lets go of it."""
+    encoded = tokenizer._tokenizer.encode_batch([text], add_special_tokens=special)
+    return list(encoded[0].ids)
 
 
 async def _whole(

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from engine.backends.reference.backend import Backend
+from engine.backends.reference.backend import Backend, Phase
 from engine.backends.reference.channel import Channel
 from engine.backends.reference.link import Failed
 from engine.backends.reference.model_link import ModelLink
@@ -97,7 +97,8 @@ async def alone(
         starting.cancel()
         listening.close()
     code = await ended
-    await backend.drain(ALONE_DRAIN_S)
+    if backend.phase is Phase.SERVING:
+        await backend.drain(ALONE_DRAIN_S)
     link.close()
     child.wait(CHILD_EXIT_S)
     return code

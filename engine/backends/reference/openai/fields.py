@@ -7,6 +7,7 @@ number and `true` is no integer.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -74,7 +75,8 @@ def stops(value: Any, param: str) -> tuple[str, ...]:
 
 def prompt(value: Any, param: str) -> str | tuple[int, ...]:
     """A string, an array of token ids, or an array that holds exactly one of these."""
-    if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
+    kinds = set(map(type, value)) if isinstance(value, list) else set()
+    if kinds & {str, list}:
         if len(value) != 1:
             raise bad_value(
                 param, f"{param} holds {len(value)} prompts; send one prompt per request."
@@ -82,10 +84,10 @@ def prompt(value: Any, param: str) -> str | tuple[int, ...]:
         value = value[0]
     if isinstance(value, str):
         return string(value, param)
-    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
-        raise _wrong(param, "a string or an array of token ids", value)
-    if not value:
+    if value == []:
         raise bad_value(param, f"{param} is empty; send at least one token.")
+    if not isinstance(value, list) or set(map(type, value)) != {int} or min(value) < 0:
+        raise _wrong(param, "a string or an array of token ids", value)
     return tuple(value)
 
 
@@ -109,7 +111,7 @@ def _is_text(value: str) -> bool:
 
 
 def _wrong(param: str, wanted: str, value: Any) -> Exception:
-    shown = repr(value)
+    shown = reprlib.repr(value)  # looks at the beginning only, however long the value is
     if len(shown) > SHOWN_CHARS_MAX:
         shown = shown[:SHOWN_CHARS_MAX] + "…"
     return bad_value(param, f"{param} must be {wanted}, not {shown}.")

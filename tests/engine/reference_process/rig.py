@@ -1,0 +1,221 @@
+"""Real backend processes for tests: alone, or under a stub supervisor with a real gms."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine.backends import process
+from engine.messages import (
+    CHANNEL,
+    CONTROL,
+    Attached,
+    FaultReport,
+    Load,
+    MayLoad,
+    Ok,
+    Prepared,
+    Register,
+    Registered,
+)
+from gms.server import DeviceServer
+from gms.vmm.host import HostMemory
+from lockserver.client import witness
+from tests.helpers import auntil
+from understudy.service import parent
+from understudy.wire.client import from_socket
+from understudy.wire.connection import Connection
+from understudy.wire.fds import OwnedFd, close_all
+from understudy.wire.messages import Fault, Message
+from understudy.wire.server import Server
+
+COMMAND = [sys.executable, "-m", "engine.backends.reference.http"]
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def standalone(model: Path, *more: str) -> Iterator[str]:
+    """A backend without a pod; the base URL. Ends by SIGTERM, with exit code 0."""
+    command = [*COMMAND, "--standalone", "--port", "0", "--model", str(model), *more]
+    backend = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert backend.stderr is not None
+    with backend.stderr:
+        try:
+            url = None
+            for line in backend.stderr:
+                if found := re.search(r"serving .* at (http://[0-9.:]+)", line):
+                    url = found[1]
+                    break
+            assert url is not None, f"it ended with {backend.wait(DEADLINE_S)}"
+            drain = threading.Thread(target=backend.stderr.read)
+            drain.start()
+            yield url
+            backend.terminate()
+            assert backend.wait(DEADLINE_S) == 0
+        finally:
+            backend.kill()
+            backend.wait()
+        drain.join(DEADLINE_S)
+
+
+class Supervisor:
+    """Speaks the channel and the control socket; grants everything at once."""
+
+    def __init__(self, directory: Path, engine: str, load_mode: str) -> None:
+        self.engine = engine
+        self.registered: dict[str, int] = {}
+        self.pidfds: dict[str, OwnedFd] = {}
+        self.attached: list[Attached] = []
+        self.words: list[Message] = []
+        self.is_channel_closed = False
+        self.incarnation = witness.new_incarnation(engine)
+        self.witness_path = witness.create(str(directory), self.incarnation)
+        self.control_path = str(directory / f"engine_{engine}.sock")
+        self.backend: subprocess.Popen[bytes]
+        self.channel: Connection
+        self._directory = directory
+        self._load_mode = load_mode
+        self._numbers = iter(range(1, 1000))
+        self._answers: dict[int, asyncio.Future[Message]] = {}
+        self._server = Server(self.control_path, CONTROL, self, service="engine")
+
+    async def start(self, *arguments: str) -> None:
+        await self._server.start()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            environment = {
+                **os.environ,
+                **parent.environment(),
+                process.CHANNEL_ENV: str(theirs.fileno()),
+                process.WITNESS_ENV: self.witness_path,
+                process.INCARNATION_ENV: self.incarnation,
+                process.ENGINE_ID_ENV: self.engine,
+                process.ENGINE_SOCKET_ENV: self.control_path,
+                "GMS_SOCKET_DIR": str(self._directory),
+            }
+            self.backend = subprocess.Popen(  # noqa: ASYNC220 - it dies with its thread
+                [*COMMAND, *arguments], env=environment, pass_fds=[theirs.fileno()]
+            )
+        self.channel = from_socket(ours, CHANNEL, self)
+
+    async def stop(self) -> None:
+        self.channel.close("the test is over")
+        self.backend.kill()
+        self.backend.wait()
+        await self._all_gone()
+        await self._server.close()
+
+    async def _all_gone(self) -> None:
+        """By pidfds: an orphan's place in /proc stays until whoever adopted it reaps it."""
+        for name, pidfd in self.pidfds.items():
+            await auntil(functools.partial(_is_readable, pidfd), f"the {name} process to end")
+            pidfd.close()
+        self.pidfds.clear()
+
+    def word(self, kind: type[Any]) -> Any:
+        return next((word for word in self.words if isinstance(word, kind)), None)
+
+    async def prepared(self) -> Prepared:
+        await auntil(lambda: self.words, "prepared", DEADLINE_S)
+        found = self.word(Prepared)
+        assert isinstance(found, Prepared), self.words
+        return found
+
+    async def fault_report(self) -> FaultReport:
+        await auntil(lambda: self.word(FaultReport), "a fault report", DEADLINE_S)
+        report = self.word(FaultReport)
+        assert isinstance(report, FaultReport)
+        return report
+
+    async def ended(self) -> int:
+        """The exit status of the backend, once both of its processes are gone."""
+        await auntil(lambda: self.backend.poll() is not None, "the HTTP process to end")
+        await self._all_gone()
+        return self.backend.wait()
+
+    async def ask(self, message: Message, *fds: OwnedFd) -> Message:
+        number = next(self._numbers)
+        self._answers[number] = asyncio.get_running_loop().create_future()
+        self.channel.send(message, number, fds)
+        async with asyncio.timeout(DEADLINE_S):
+            return await self._answers[number]
+
+    # ------------------------------------------------------------------ wire.Handler
+
+    def opened(self, conn: Connection) -> None:
+        pass
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if conn is self.channel:
+            self.is_channel_closed = True
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        match message:
+            case Register():
+                self.registered[message.name] = message.pid
+                self.pidfds[message.name] = OwnedFd(os.pidfd_open(message.pid))
+                conn.send(Registered(), request_id)
+            case MayLoad():
+                conn.send(Load(self._load_mode, 1), request_id)
+            case Attached():
+                self.attached.append(message)
+                conn.send(Ok(), request_id)
+            case _ if request_id:
+                self._answers.pop(request_id).set_result(message)
+            case _:
+                self.words.append(message)
+
+
+@asynccontextmanager
+async def memory_service(directory: Path, capacity_bytes: int = 64 << 20) -> Any:
+    server = DeviceServer(str(directory), "HOST-0", HostMemory(), capacity_bytes)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+@asynccontextmanager
+async def supervisor(
+    directory: Path, *arguments: str, engine: str = "engine-0", load_mode: str = "rw_or_ro"
+) -> Any:
+    stub = Supervisor(directory, engine, load_mode)
+    await stub.start(*arguments)
+    try:
+        yield stub
+    finally:
+        await stub.stop()
+
+
+def listening() -> tuple[socket.socket, str]:
+    """The service socket as the lock server makes it, and its URL."""
+    sock = socket.create_server(("127.0.0.1", 0), backlog=128)
+    sock.setblocking(False)
+    return sock, f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+def lend(sock: socket.socket) -> OwnedFd:
+    return OwnedFd(os.dup(sock.fileno()))
+
+
+def is_fault(message: Message, code: str) -> bool:
+    return isinstance(message, Fault) and message.code == code
+
+
+def _is_readable(fd: OwnedFd) -> bool:
+    return bool(select.select([fd], [], [], 0)[0])

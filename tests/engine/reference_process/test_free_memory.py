@@ -1,0 +1,110 @@
+"""The second fence: what counts as free, and waiting for it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from engine.backends.reference.free_memory import (
+    RESERVE_BYTES,
+    Room,
+    allocate,
+    check_can_ever_fit,
+    read_room,
+    wait_for_room,
+)
+from understudy.errors import UnderstudyError, WaitTimeoutError
+
+MIB = 1 << 20
+
+
+def machine(root: Path, total_mib: int, available_mib: int, cgroup: str = "") -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    lines = f"MemTotal: {total_mib * 1024} kB\nMemAvailable: {available_mib * 1024} kB\n"
+    (root / "proc/meminfo").write_text(lines)
+    (root / "proc/self/cgroup").write_text(cgroup)
+    return root
+
+
+def group(directory: Path, **files: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name.replace("__", ".")).write_text(content)
+
+
+def test_machine_without_groups_says_what_is_available(tmp_path: Path):
+    """Goal: MemAvailable counts. Method: a made-up /proc without control groups."""
+    room = read_room(str(machine(tmp_path, 1000, 400)))
+    assert (room.free_bytes, room.limit_bytes) == (400 * MIB, 1000 * MIB)
+
+
+def test_tightest_group_above_us_counts_in_version_2(tmp_path: Path):
+    """Goal: a parent's limit binds, and inactive cache is free. Method: two nested groups."""
+    root = machine(tmp_path, 1000, 900, "0::/pod/box\n")
+    pod = root / "sys/fs/cgroup/pod"
+    group(
+        pod,
+        memory__max=str(500 * MIB),
+        memory__current=str(450 * MIB),
+        memory__stat=f"anon 1\ninactive_file {30 * MIB}\n",
+    )
+    group(pod / "box", memory__max="max", memory__current="5", memory__stat="")
+    room = read_room(str(root))
+    assert (room.free_bytes, room.limit_bytes) == (80 * MIB, 500 * MIB)
+    assert "/pod" in room.limited_by
+
+
+def test_group_limit_in_version_1(tmp_path: Path):
+    """Goal: the older files are understood. Method: one group of the memory controller."""
+    root = machine(tmp_path, 1000, 900, "4:memory:/pod\n0::/\n")
+    group(
+        root / "sys/fs/cgroup/memory/pod",
+        memory__limit_in_bytes=str(100 * MIB),
+        memory__usage_in_bytes=str(60 * MIB),
+        memory__stat=f"total_inactive_file {10 * MIB}\n",
+    )
+    assert read_room(str(root)).free_bytes == 50 * MIB
+
+
+def test_this_machine_can_be_read():
+    """Goal: the real files parse. Method: read them."""
+    room = read_room()
+    assert 0 < room.free_bytes <= room.limit_bytes or room.limit_bytes > 0
+
+
+def test_wait_ends_when_another_gives_memory_back():
+    """Goal: a wait for a dying process. Method: readings that grow at the third look."""
+    looks = itertools.chain([0, 0], itertools.repeat(200 * MIB))
+    seen = []
+
+    def read() -> Room:
+        seen.append(next(looks))
+        return Room(seen[-1], 1000 * MIB, "a test")
+
+    wait_for_room(100 * MIB, 30.0, read)
+    assert len(seen) == 3
+
+
+def test_wait_without_hope_says_what_is_missing():
+    """Goal: the deadline's error names both numbers. Method: a machine that stays full."""
+    with pytest.raises(WaitTimeoutError, match=r"needs 100 MiB and 5 MiB are free") as caught:
+        wait_for_room(100 * MIB, 0.0, lambda: Room(5 * MIB, 1000 * MIB, "a test"))
+    assert caught.value.code == "engine.kv_memory_busy"
+
+
+def test_what_can_never_fit_is_refused_at_once():
+    """Goal: no waiting for the impossible. Method: ask for the whole limit."""
+    check_can_ever_fit(100 * MIB - RESERVE_BYTES, Room(0, 100 * MIB, "a test"))
+    with pytest.raises(UnderstudyError, match="lower --max-context or --slots") as caught:
+        check_can_ever_fit(100 * MIB, Room(0, 100 * MIB, "a test"))
+    assert caught.value.code == "engine.kv_too_large"
+
+
+def test_allocated_memory_is_zero_and_writable():
+    """Goal: KV memory is private and anonymous. Method: allocate, read, write."""
+    with allocate(MIB) as memory:
+        assert memory[MIB - 1] == 0
+        memory[0] = 7
+        assert memory[0] == 7

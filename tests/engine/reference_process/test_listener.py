@@ -1,0 +1,112 @@
+"""Accepting from a socket that others hold too: real sockets, no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from engine.backends.reference.listener import Listener
+from tests.engine.reference_process.rig import lend, listening
+from tests.helpers import auntil
+
+
+class Greeter(asyncio.Protocol):
+    """Greets and hangs up."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(b"hello")
+        transport.close()
+
+
+def backlog_of(sock: socket.socket) -> int:
+    """`tcpi_sacked` of a listening socket is its backlog (tcp_info, net/ipv4/tcp.c)."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    return int.from_bytes(info[28:32], "little")
+
+
+def connect(owner: socket.socket) -> socket.socket:
+    client = socket.create_connection(owner.getsockname())
+    client.setblocking(False)
+    return client
+
+
+def test_nothing_is_accepted_before_start():
+    """Goal: a borrowed socket is not accepted from without leave. Method: connect first."""
+
+    async def main() -> None:
+        owner, _ = listening()
+        with owner, connect(owner) as client:
+            listener = Listener(lend(owner), Greeter)
+            await asyncio.sleep(0)
+            accepted = await asyncio.get_running_loop().run_in_executor(None, is_silent, client)
+            assert accepted
+            listener.start()
+            assert await asyncio.get_running_loop().sock_recv(client, 16) == b"hello"
+            listener.stop()
+
+    asyncio.run(main())
+
+
+def is_silent(client: socket.socket) -> bool:
+    try:
+        client.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def test_backlog_of_the_owner_is_kept():
+    """Goal: `listen` is the owner's alone. Method: read the kernel's backlog before and after."""
+
+    async def main() -> None:
+        owner, _ = listening()
+        with owner:
+            owner.listen(777)
+            listener = Listener(lend(owner), Greeter)
+            listener.start()
+            assert backlog_of(owner) == 777
+            listener.stop()
+            assert backlog_of(owner) == 777
+
+    asyncio.run(main())
+
+
+def test_stop_leaves_the_backlog_to_the_next_one():
+    """Goal: closing our copy ends nobody's listening. Method: two listeners in turn."""
+
+    async def main() -> None:
+        owner, _ = listening()
+        with owner:
+            first = Listener(lend(owner), Greeter)
+            first.start()
+            first.stop()
+            first.stop()
+            with connect(owner) as client:
+                second = Listener(lend(owner), Greeter)
+                second.start()
+                loop = asyncio.get_running_loop()
+                assert await loop.sock_recv(client, 16) == b"hello"
+                second.stop()
+            assert not first.is_accepting
+
+    asyncio.run(main())
+
+
+def test_many_at_once_are_all_accepted():
+    """Goal: more than one turn's worth arrive. Method: 100 connections before start."""
+
+    async def main() -> None:
+        owner, _ = listening()
+        with owner:
+            clients = [connect(owner) for _ in range(100)]
+            listener = Listener(lend(owner), Greeter)
+            listener.start()
+            loop = asyncio.get_running_loop()
+            for client in clients:
+                assert await loop.sock_recv(client, 16) == b"hello"
+                client.close()
+            await auntil(lambda: not listener._arrivals, "no arrival under way")
+            listener.stop()
+
+    asyncio.run(main())

@@ -1,0 +1,349 @@
+"""The backend under a stub supervisor, with a real memory service: its life and its deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine.messages import (
+    Canary,
+    Drain,
+    Drained,
+    Health,
+    Healthy,
+    RunCanary,
+    Serve,
+    Serving,
+    Wake,
+    Woken,
+)
+from tests.engine.reference_process.rig import (
+    is_fault,
+    lend,
+    listening,
+    memory_service,
+    supervisor,
+)
+from understudy.service import procfs
+
+GREEDY = {"prompt": "hello", "temperature": 0, "max_tokens": 12}
+LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
+
+
+async def activate(stub: Any, sock: socket.socket, token: int) -> None:
+    await stub.prepared()
+    assert isinstance(await stub.ask(Wake(token, stub.engine), lend(sock)), Woken)
+    canary = await stub.ask(RunCanary())
+    assert isinstance(canary, Canary)
+    assert canary.ok, canary.detail
+    assert isinstance(await stub.ask(Serve()), Serving)
+
+
+async def health(stub: Any) -> Healthy:
+    answer = await stub.ask(Health())
+    assert isinstance(answer, Healthy)
+    return answer
+
+
+async def complete(client: aiohttp.ClientSession, url: str) -> tuple[Any, Any]:
+    async with client.post(f"{url}/v1/completions", json=GREEDY) as response:
+        assert response.status == 200, await response.text()
+        return response.headers, await response.json()
+
+
+async def progressed(stub: Any, target: int) -> None:
+    async with asyncio.timeout(60):
+        while (await health(stub)).progress < target:
+            pass
+
+
+async def accepting_no_more(stub: Any) -> None:
+    async with asyncio.timeout(60):
+        while (await health(stub)).accepting:
+            pass
+
+
+def anonymous_bytes(pid: int, size_bytes: int) -> list[str]:
+    """Mappings of exactly `size_bytes` without a file."""
+    with open(f"/proc/{pid}/maps") as file:
+        ranges = [line.split() for line in file]
+    spans = [(fields[0].split("-"), fields[4]) for fields in ranges]
+    return [
+        start
+        for (start, end), inode in spans
+        if inode == "0" and int(end, 16) - int(start, 16) >= size_bytes
+    ]
+
+
+def test_whole_life_from_prepared_to_drained(tmp_path: Path, model: Path):
+    """Goal: every step of the channel, in order, as a supervisor asks for them. Method: real
+    processes and memory service; a client that connects early is answered by the same socket."""
+
+    async def main() -> None:
+        sock, url = listening()
+        with sock:
+            async with (
+                memory_service(tmp_path),
+                supervisor(tmp_path, "--model", str(model)) as stub,
+                aiohttp.ClientSession() as client,
+            ):
+                prepared = await stub.prepared()
+                assert set(stub.registered) == {"http", "model"}
+                witness_file = os.stat(stub.witness_path)
+                for pid in stub.registered.values():
+                    where = (pid, 0, witness_file.st_dev, witness_file.st_ino)
+                    assert procfs.flock_held(*where)
+                assert [a.epoch for a in stub.attached] == [prepared.epoch]
+                assert prepared.kv_bytes == 4 * 2 * 2 * 2 * 2048 * 16 * 4
+                assert not (await health(stub)).accepting
+                early = asyncio.ensure_future(complete(client, url))
+
+                assert is_fault(await stub.ask(Serve()), "engine.backend_phase")
+                woken = await stub.ask(Wake(7, "engine-0"), lend(sock))
+                assert woken == Woken(prepared.kv_bytes)
+                assert is_fault(
+                    await stub.ask(Wake(8, "engine-0"), lend(sock)), "engine.backend_phase"
+                )
+                canary = await stub.ask(RunCanary())
+                assert isinstance(canary, Canary)
+                assert canary.ok
+                assert not early.done()
+                assert isinstance(await stub.ask(Serve()), Serving)
+                headers, answer = await early
+                assert headers["X-Understudy-Engine"] == "engine-0"
+                assert headers["X-Understudy-Token"] == "7"
+                assert answer["model"] == model.name
+                report = await health(stub)
+                assert report.accepting
+                assert report.in_flight == 0
+                assert report.progress >= 12
+                assert isinstance(await stub.ask(Drain(5000)), Drained)
+                assert not (await health(stub)).accepting
+                with socket.create_connection(sock.getsockname()):
+                    pass  # the owner's copy still listens
+
+    asyncio.run(main())
+
+
+def test_kv_memory_is_taken_on_wake_and_not_before(tmp_path: Path, model: Path):
+    """Goal: a parked engine holds no KV. Method: look for a mapping of that size before, after."""
+    slots, context = 64, 2048
+
+    async def main() -> None:
+        sock, _ = listening()
+        with sock:
+            async with (
+                memory_service(tmp_path),
+                supervisor(tmp_path, "--model", str(model), "--slots", str(slots)) as stub,
+            ):
+                prepared = await stub.prepared()
+                assert prepared.kv_bytes == slots * 2 * 2 * 2 * context * 16 * 4
+                pid = stub.registered["model"]
+                before = anonymous_bytes(pid, prepared.kv_bytes)
+                await stub.ask(Wake(1, "engine-0"), lend(sock))
+                assert len(anonymous_bytes(pid, prepared.kv_bytes)) == len(before) + 1
+
+    asyncio.run(main())
+
+
+def test_second_engine_maps_what_the_first_has_loaded(tmp_path: Path, model: Path):
+    """Goal: one copy of the weights, and the same tokens whoever serves. Method: load in one,
+    map in another that may only read, kill the first, compare answers."""
+
+    async def main() -> None:
+        sock, url = listening()
+        arguments = ("--model", str(model))
+        with sock:
+            async with (
+                memory_service(tmp_path),
+                aiohttp.ClientSession() as client,
+                supervisor(tmp_path, *arguments) as first,
+            ):
+                await activate(first, sock, 1)
+                epoch = (await first.prepared()).epoch
+                reader = supervisor(tmp_path, *arguments, engine="engine-1", load_mode="ro")
+                async with reader as second:
+                    assert (await second.prepared()).epoch == epoch
+                    _, before = await complete(client, url)
+                    first.backend.kill()
+                    await first.ended()
+                    await activate(second, sock, 2)
+                    headers, after = await complete(client, url)
+        assert headers["X-Understudy-Engine"] == "engine-1"
+        assert headers["X-Understudy-Token"] == "2"
+        assert after["choices"] == before["choices"]
+
+    asyncio.run(main())
+
+
+def test_client_that_leaves_frees_its_slot(tmp_path: Path, model: Path):
+    """Goal: nobody generates for nobody. Method: one slot, a long stream cut, another request."""
+
+    async def main() -> None:
+        sock, url = listening()
+        with sock:
+            async with (
+                memory_service(tmp_path),
+                supervisor(tmp_path, "--model", str(model), "--slots", "1") as stub,
+                aiohttp.ClientSession() as client,
+            ):
+                await activate(stub, sock, 1)
+                post = client.post(f"{url}/v1/completions", json={**LONG, "stream": True})
+                async with post as response:
+                    await response.content.readline()
+                    assert (await health(stub)).in_flight == 1
+                    response.close()
+                waiting = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=LONG))
+                progress = (await health(stub)).progress
+                await progressed(stub, progress + 20)
+                waiting.cancel()  # a whole answer nobody waits for
+                await complete(client, url)
+                assert (await health(stub)).in_flight == 0
+
+    asyncio.run(main())
+
+
+def test_drain_finishes_what_runs_and_refuses_what_comes(tmp_path: Path, model: Path):
+    """Goal: nobody is cut within the budget. Method: drain under a stream; a kept connection
+    asks again; a new one waits in the backlog."""
+
+    async def main() -> None:
+        sock, url = listening()
+        with sock:
+            async with (
+                memory_service(tmp_path),
+                supervisor(tmp_path, "--model", str(model)) as stub,
+                aiohttp.ClientSession() as client,
+            ):
+                await activate(stub, sock, 1)
+                kept = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1))
+                await complete(kept, url)
+                post = client.post(f"{url}/v1/completions", json={**LONG, "stream": True})
+                async with post as response:
+                    await response.content.readline()
+                    draining = asyncio.ensure_future(stub.ask(Drain(60_000)))
+                    await accepting_no_more(stub)
+                    async with kept.post(f"{url}/v1/completions", json=GREEDY) as refused:
+                        assert refused.status == 503
+                        assert refused.headers["Retry-After"] == "1"
+                        error = (await refused.json())["error"]
+                        assert error["code"] == "engine_draining"
+                    body = await response.read()
+                assert body.rstrip().endswith(b"data: [DONE]")
+                assert isinstance(await draining, Drained)
+                await kept.close()
+
+    asyncio.run(main())
+
+
+def test_drain_beyond_its_budget_cuts(tmp_path: Path, model: Path):
+    """Goal: the budget is kept. Method: a stream longer than a budget of nothing."""
+
+    async def main() -> None:
+        sock, url = listening()
+        with sock:
+            async with (
+                memory_service(tmp_path),
+                supervisor(tmp_path, "--model", str(model)) as stub,
+                aiohttp.ClientSession() as client,
+            ):
+                await activate(stub, sock, 1)
+                post = client.post(f"{url}/v1/completions", json={**LONG, "stream": True})
+                async with post as response:
+                    await response.content.readline()
+                    assert isinstance(await stub.ask(Drain(0)), Drained)
+                    with pytest.raises(aiohttp.ClientPayloadError):
+                        await response.read()
+                assert (await health(stub)).in_flight == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("victim", ["http", "model"])
+def test_death_of_either_process_ends_the_other(tmp_path: Path, model: Path, victim: str):
+    """Goal: no half of a backend lingers. Method: SIGKILL one, wait for both."""
+
+    async def main() -> None:
+        async with memory_service(tmp_path), supervisor(tmp_path, "--model", str(model)) as stub:
+            await stub.prepared()
+            os.kill(stub.registered[victim], signal.SIGKILL)
+            status = await stub.ended()
+            if victim == "model":
+                assert status == 1
+                report = await stub.fault_report()
+                assert (report.code, report.permanent) == ("engine.model_died", False)
+
+    asyncio.run(main())
+
+
+def test_without_a_supervisor_it_ends(tmp_path: Path, model: Path):
+    """Goal: nobody serves unowned. Method: close the channel."""
+
+    async def main() -> None:
+        async with memory_service(tmp_path), supervisor(tmp_path, "--model", str(model)) as stub:
+            await stub.prepared()
+            stub.channel.close("gone")
+            assert await stub.ended() == 1
+
+    asyncio.run(main())
+
+
+def test_without_the_memory_service_it_ends_with_the_reason(tmp_path: Path, model: Path):
+    """Goal: the death of gms is seen through the open session. Method: close the server."""
+
+    async def main() -> None:
+        async with (
+            memory_service(tmp_path) as server,
+            supervisor(tmp_path, "--model", str(model)) as stub,
+        ):
+            await stub.prepared()
+            await server.close()
+            report = await stub.fault_report()
+            assert (report.code, report.permanent) == ("engine.gms_lost", False)
+            assert await stub.ended() == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "names", "exit_code"),
+    [
+        (("--model", "/nowhere"), "model.missing", "/nowhere", 2),
+        (("--modle", "x"), "engine.backend_arguments", "--model", 2),
+        (("--model", "MODEL", "--slots", "0"), "engine.backend_arguments", "'0'", 2),
+        (("--model", "MODEL", "--kv-bytes", "much"), "engine.backend_arguments", "much", 2),
+        (("--model", "MODEL", "--max-context", "4096"), "engine.context_too_long", "2048", 2),
+        (
+            ("--model", "MODEL", "--max-context", "2048", "--kv-bytes", "1MiB"),
+            "engine.kv_too_small",
+            "--kv-bytes",
+            2,
+        ),
+        (("--model", "MODEL", "--slots", "1024"), "gms.larger_than_device", "--device-bytes", 1),
+    ],
+)
+def test_what_no_relaunch_can_mend_is_said_for_good(
+    tmp_path: Path, model: Path, arguments: Any, code: str, names: str, exit_code: int
+):
+    """Goal: one sentence that names the cause, marked permanent. Method: wrong input each."""
+    filled = [str(model) if argument == "MODEL" else argument for argument in arguments]
+
+    async def main() -> None:
+        async with (
+            memory_service(tmp_path, capacity_bytes=64 << 10),
+            supervisor(tmp_path, *filled) as stub,
+        ):
+            report = await stub.fault_report()
+            assert (report.code, report.permanent) == (code, True)
+            assert report.exit_code == exit_code
+            assert names in report.message
+            assert await stub.ended() != 0
+
+    asyncio.run(main())
