@@ -1,0 +1,172 @@
+"""Backends that are bad in one way each: what the supervisor makes of them, alone with its lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.engine.pod import Engine, stub_lock
+from tests.helpers import open_fds, until
+from understudy.service import procfs
+
+QUICK = ("--backoff-first-ms", "50", "--yield-ms", "50")
+
+
+@pytest.fixture
+def lock(directory: Path):
+    """A lock server that grants everything at once."""
+    with stub_lock(directory, auto=("loader", "active")) as (stub, _):
+        yield stub
+
+
+def last_death(engine: Engine, deaths: int = 1) -> dict[str, object]:
+    """Wait until the engine has died so often, and say how it died then."""
+
+    def died() -> dict[str, object] | None:
+        document = engine.status()
+        found = document["deaths"] if document else []
+        return found[deaths - 1] if len(found) >= deaths else None
+
+    return until(died, f"{deaths} deaths")
+
+
+@pytest.mark.parametrize(
+    ("switches", "flags", "cause", "words"),
+    [
+        (("--crash-at", "launch"), (), "child_exit", "exited with code 13"),
+        (("--crash-at", "wake"), (), "child_exit", "http (pid"),
+        (("--fail-canary",), (), "canary_failed", "token 7 is 8"),
+        (("--serve-early",), (), "backend_fault", "answered run_canary with serving"),
+        (("--grandchild", "bare"), (), "witness_missing", "does not hold the witness"),
+        (("--fault", "out of luck"), (), "backend_fault", "out of luck"),
+        (("--hang-at", "prepare"), ("--init-ms", "600"), "budget_exceeded", "budget of 0.6 s"),
+        (("--hang-at", "wake"), ("--waking-ms", "200"), "budget_exceeded", "budget of 0.2 s"),
+        (("--hang-at", "health"), ("--answer-ms", "200"), "unhealthy", "did not answer"),
+    ],
+)
+def test_bad_backend_dies_and_is_launched_again(pod, lock, switches, flags, cause, words):
+    """Each fault ends the incarnation with its cause, the tree is gone, the next one begins."""
+    engine = pod.engine("e-0", *switches, flags=(*QUICK, *flags))
+    death = last_death(engine)
+    # A death may be seen before the last words are read: both belong to the same end.
+    assert death["cause"] in (cause, "child_exit")
+    assert words in str(death["message"])
+    until(lambda: engine.status()["engine"]["number"] >= 2, "the relaunch")
+
+
+def test_hung_generation_is_killed_by_the_supervisor(pod, lock, directory):
+    """Requests in flight and no progress: the tree is killed within hang_ms and a look."""
+    switch = directory / "hang"
+    engine = pod.engine(
+        "e-0", "--hang-generation-if", str(switch), flags=(*QUICK, "--hang-ms", "300")
+    )
+    engine.until("active")
+    assert engine.get("/live")[0] == 200
+    switch.touch()
+    death = last_death(engine)
+    assert death["cause"] == "unhealthy"
+    assert "1 requests in flight and no token" in str(death["message"])
+    switch.unlink()
+    engine.until("active", number=2)
+
+
+def test_idle_canary_that_fails_ends_the_incarnation(pod, lock, directory):
+    """The first canary passes, the idle one does not: the tree is killed."""
+    switch = directory / "bad"
+    engine = pod.engine(
+        "e-0", "--fail-canary-if", str(switch), flags=(*QUICK, "--idle-canary-ms", "200")
+    )
+    engine.until("active")
+    switch.touch()
+    assert "the idle canary failed" in str(last_death(engine)["message"])
+
+
+def test_short_lived_helpers_are_no_deaths(pod, lock):
+    """A backend runs a program while it starts: it becomes active as if nothing had been."""
+    engine = pod.engine("e-0", "--grandchild", "brief")
+    assert engine.until("active")["deaths"] == []
+
+
+def test_whole_tree_dies_with_one_process(pod, lock):
+    """Kill the model process: the other one is killed too, although it is well."""
+    engine = pod.engine("e-0", "--grandchild", "joined", "--ignore-sigterm", flags=QUICK)
+    engine.until("active")
+    pids = engine.pids()
+    os.kill(pids["model"], signal.SIGKILL)
+    until(lambda: not procfs.is_alive(pids["http"]), "the other process to be gone")
+    assert last_death(engine)["is_rehearsed"] is False
+    engine.until("active", number=2)
+
+
+def test_hearing_of_another_grant_kills_the_tree(pod, directory):
+    """The stub grants `active` to somebody else: the holder's tree is gone at once."""
+    with stub_lock(directory, auto=("loader", "active")) as (stub, thread):
+        engine = pod.engine("e-0", flags=(*QUICK, "--yield-ms", "5000"))
+        engine.until("active")
+        pid = engine.pids()["http"]
+        thread.call(stub.grant, "active", "e-1", "e-1-0123456789abcdef")
+        until(lambda: not procfs.is_alive(pid), "the tree to be gone")
+        assert last_death(engine)["cause"] == "lock_lost"
+
+
+def test_reconnect_claims_the_token_and_hands_the_socket_back(pod, directory):
+    """The lock server comes back: its first want names the token and brings the socket."""
+    with stub_lock(directory, auto=("loader", "active")) as (stub, thread):
+        engine = pod.engine("e-0")
+        token = engine.until("active")["lock"]["token"]
+        thread.run(stub.stop())
+        until(lambda: not engine.status()["lock"]["connected"], "the loss to be seen")
+        assert engine.state == "active"
+        stub.wants.clear()
+        thread.run(stub.start())
+        want = until(lambda: stub.want, "a want on the new connection")
+        assert want.tokens == {"active": token}
+        assert want.locks == ("active",)
+        assert stub.handed_back == 1
+        assert engine.state == "active"
+
+
+def test_nothing_is_said_between_a_death_and_the_reaping(pod, directory):
+    """The wants of a death: the last one of the old incarnation, then none, then the next."""
+    with stub_lock(directory, auto=("loader", "active")) as (stub, _):
+        engine = pod.engine("e-0", flags=QUICK)
+        first = engine.until("active")["engine"]["incarnation"]
+        engine.kill("backend-http")
+        second = engine.until("active", number=2)["engine"]["incarnation"]
+        named = [want.incarnation for want in stub.wants]
+    assert named[: named.index(second)].count(None) >= 1
+    begun = named.index(first)
+    assert set(named[begun : named.index(None, begun)]) == {first}
+
+
+def test_loader_lock_is_held_from_may_load_to_attached(pod, directory):
+    """The rank waits for the lock, loads, attaches: `loader` is wanted exactly that long."""
+    gate = directory / "gate"
+    with stub_lock(directory, auto=()) as (stub, thread):
+        engine = pod.engine("e-0", "--load", "--load-until", str(gate))
+        want = until(
+            lambda: stub.want if stub.want and stub.want.locks == ("loader",) else None,
+            "the loader lock to be wanted",
+        )
+        assert "waiting for the loader lock" in engine.status()["engine"]["reason"]
+        thread.call(stub.grant, "loader", "e-0", want.incarnation)
+        until(lambda: stub.want.tokens == {"loader": 1}, "the token to be claimed")
+        gate.touch()
+        engine.until("standby")
+        until(lambda: stub.want.locks == ("active",), "the lock to be wanted")
+
+
+def test_no_descriptor_leaks_over_launches(pod, lock):
+    """Eight rehearsed deaths: the supervisor comes back to the descriptors that it had before."""
+    engine = pod.engine("e-0", flags=QUICK)
+    engine.until("active")
+    # A question of ours may still be open at either end: far fewer than eight leaks would be.
+    before = len(open_fds(engine.process.pid))
+    for number in range(1, 9):
+        engine.until("active", number=number)
+        engine.kill("backend-http")
+    assert engine.until("active", number=9)["deaths"][-1]["is_rehearsed"]
+    until(lambda: len(open_fds(engine.process.pid)) <= before, "every descriptor to be closed")

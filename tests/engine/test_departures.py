@@ -1,0 +1,261 @@
+"""How an engine ends, what it says then, and what it answers while it lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engine import messages as m
+from tests.engine.pod import Engine, environment, program, stub_lock
+from tests.helpers import until
+from understudy.errors import RemoteError
+from understudy.service import procfs
+
+QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
+
+
+@pytest.fixture
+def lock(directory: Path):
+    """A lock server that grants everything at once."""
+    with stub_lock(directory, auto=("loader", "active")) as (stub, _):
+        yield stub
+
+
+def errors_of(engine: Engine) -> str:
+    text = engine.errors.read_text()
+    assert "Traceback" not in text
+    return text
+
+
+def test_permanent_fault_ends_with_its_sentence(pod, lock, directory):
+    """A backend whose checkpoint is broken: exit code 2, one sentence, also in the log."""
+    log = directory / "termination"
+    engine = pod.engine(
+        *("e-0", "--fault", "model.safetensors is cut short", "--permanent"),
+        flags=("--termination-log", str(log)),
+    )
+    assert engine.wait() == 2
+    assert errors_of(engine).endswith("error: model.safetensors is cut short [fake.fault]\n")
+    assert log.read_text() == "engine e-0: model.safetensors is cut short\n"
+
+
+def test_missing_backend_program_is_a_sentence(pod, lock):
+    """A program that does not exist: exit code 2 and its name."""
+    done = subprocess.run(
+        [
+            *(*program("engine"), "run", "--backend", "command", "--dir", str(pod.directory)),
+            *("--http-port", "0", "--", "/no/such/program"),
+        ],
+        env=environment(ENGINE_ID="e-9"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "cannot start the backend /no/such/program: No such file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_crash_loop_ends_with_a_verdict(pod, lock, directory):
+    """Five deaths in a row: exit code 1 and the verdict on stderr and in the log."""
+    log = directory / "termination"
+    flags = (*QUICK, "--termination-log", str(log))
+    engine = pod.engine("e-0", "--crash-at", "launch", flags=flags)
+    assert engine.wait() == 1
+    assert "crash loop: 5 deaths within 10 minutes" in errors_of(engine)
+    assert "exited with code 13" in log.read_text()
+
+
+def test_rehearsed_deaths_are_no_crash_loop(pod, lock):
+    """As many rehearsed deaths as make a loop, and one more: the engine comes back."""
+    engine = pod.engine("e-0", flags=(*QUICK, "--deaths-max", "2"))
+    for number in (1, 2, 3):
+        engine.until("active", number=number)
+        engine.kill("backend-http")
+    engine.until("active", number=4)
+
+
+def test_second_signal_kills_at_once(pod, lock):
+    """A backend that never finishes draining: the first SIGTERM waits, the second does not."""
+    engine = pod.engine("e-0", "--hang-at", "drain", "--ignore-sigterm")
+    engine.until("active")
+    pid = engine.pids()["http"]
+    engine.terminate()
+    engine.until("draining")
+    assert engine.get("/ready")[0] == 503
+    assert procfs.is_alive(pid)
+    engine.terminate()
+    assert engine.wait() == 0
+    assert not procfs.is_alive(pid)
+
+
+def test_drain_has_a_budget(pod, lock):
+    """The same backend, one SIGTERM and a short budget: the tree is killed when it is spent."""
+    engine = pod.engine("e-0", "--hang-at", "drain", flags=("--drain-ms", "200"))
+    engine.until("active")
+    engine.terminate()
+    assert engine.wait() == 0
+    assert "has lasted longer than its budget of 0.2 s" in errors_of(engine)
+
+
+def test_drain_command_ends_the_engine(pod, lock):
+    """`engine drain --json` returns when the engine has ended, and says so."""
+    engine = pod.engine("e-0")
+    engine.until("active")
+    done = subprocess.run(
+        [*program("engine"), "drain", "--json", "--dir", str(pod.directory), "--engine-id", "e-0"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(done.stdout)["transition"] == "active → draining"
+    assert engine.wait() == 0
+
+
+def test_status_command_also_offline(pod, lock):
+    """`engine status` asks the engine, then its state file, then says that nobody is there."""
+    engine = pod.engine("e-0")
+    engine.until("active")
+
+    def ask(name: str) -> subprocess.CompletedProcess[str]:
+        command = [*program("engine"), "status", "--dir", str(pod.directory), "--engine-id", name]
+        return subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+
+    assert "engine e-0   active since" in ask("e-0").stdout
+    engine.terminate()
+    engine.wait()
+    offline = ask("e-0")
+    assert offline.returncode == 0
+    assert "dead since" in offline.stdout
+    assert "offline view" in offline.stdout
+    assert ask("nobody").returncode == 3
+
+
+def test_probes_of_a_first_and_of_a_later_life(pod, directory):
+    """Before the first standby startup is 503; after a restart of the supervisor it is 200 again
+    although the engine is still in init, because the state file remembers."""
+    slow = ("--hang-at", "prepare")
+    with stub_lock(directory, auto=()):
+        engine = pod.engine("e-0", *slow)
+        engine.until("init")
+        assert [engine.get(path)[0] for path in ("/startup", "/live", "/ready")] == [503] * 3
+        assert engine.get("/startup")[1]["reason"] == "never_standby_yet"
+        engine.terminate()
+        assert engine.wait() == 0
+
+        engine = pod.engine("e-0")
+        engine.until("standby")
+        assert [engine.get(path)[0] for path in ("/startup", "/live", "/ready")] == [200] * 3
+        status, body = engine.get("/serving")
+        assert (status, body["reason"]) == (503, "is_standby")
+        assert body["message"].startswith("waiting for the lock")
+        engine.terminate()
+        assert engine.wait() == 0
+
+        engine = pod.engine("e-0", *slow)
+        document = engine.until("init")
+        assert document["engine"]["number"] == 3
+        assert [engine.get(path)[0] for path in ("/startup", "/live")] == [200, 200]
+        assert [engine.get(path)[0] for path in ("/ready", "/serving")] == [503, 503]
+
+
+def test_stopped_backend_does_not_block_the_supervisor(pod, directory):
+    """SIGSTOP the backend of a standby: probes, status and metrics are answered all the same."""
+    with stub_lock(directory, auto=()):
+        engine = pod.engine("e-0")
+        engine.until("standby")
+        pid = engine.pids()["http"]
+        os.kill(pid, signal.SIGSTOP)
+        assert engine.get("/ready")[0] == 200
+        assert engine.get("/status")[1]["engine"]["state"] == "standby"
+        assert "understudy_engine_state" in engine.get("/metrics")[1]
+        engine.terminate()
+        assert engine.wait() == 0
+        assert not procfs.is_alive(pid)
+
+
+def test_unwritable_state_file_is_reported_never_fatal(pod, lock, directory):
+    """A directory lies where the state file should be: the engine serves, status names it."""
+    (directory / "engine_e-0.json").mkdir()
+    engine = pod.engine("e-0")
+    engine.until("active")
+    problems = until(lambda: engine.status()["problems"], "the problem to be reported")
+    assert "cannot write" in problems[0]
+
+
+def test_broken_state_file_is_started_over(pod, lock, directory):
+    """Half a state file: the engine starts without memory, says so, and writes a good one."""
+    path = directory / "engine_e-0.json"
+    path.write_text('{"schema": 1, "memo')
+    engine = pod.engine("e-0")
+    engine.until("active")
+    assert "starting without memory" in engine.errors.read_text()
+    until(lambda: '"active"' in path.read_text(), "a good state file")
+
+
+def test_second_supervisor_of_one_engine_is_refused(pod, lock):
+    """Two supervisors with one id: the second one ends with a sentence that names the first."""
+    first = pod.engine("e-0")
+    first.until("active")
+    second = pod.engine("e-0")
+    assert second.wait() == 1
+    assert f"pid {first.process.pid} has" in errors_of(second)
+    assert first.state == "active"
+
+
+def test_port_in_use_is_a_sentence(pod, lock):
+    """Somebody listens on the probe port: exit code 1 and the port's number."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        engine = pod.engine("e-0", flags=("--http-port", port))
+        assert engine.wait() == 1
+        assert f"port {port} on 127.0.0.1 is in use" in errors_of(engine)
+
+
+def test_control_socket_refuses_strangers(pod, lock):
+    """A process that is not of the tree, a false pid, an old incarnation, an unknown target: each
+    gets its code and nothing changes."""
+    engine = pod.engine("e-0")
+    incarnation = engine.until("active")["engine"]["incarnation"]
+
+    def code_of(message: m.Message) -> str:
+        with engine.client() as client, pytest.raises(RemoteError) as caught:
+            client.request(message)
+        return caught.value.code
+
+    assert code_of(m.Register(incarnation, "x", os.getpid())) == "engine.not_of_this_tree"
+    assert code_of(m.Register(incarnation, "x", 1)) == "engine.false_pid"
+    assert code_of(m.Register("e-0-gone", "x", os.getpid())) == "engine.stale_incarnation"
+    assert code_of(m.MayLoad(incarnation, rank=3, ranks=2)) == "engine.bad_rank"
+    assert code_of(m.Kill("backend-nobody")) == "engine.unknown_target"
+    assert code_of(m.Ok()) == "engine.not_a_request"
+    assert engine.state == "active"
+
+
+def test_watch_streams_events(pod, lock):
+    """An observer sees the status first, then the records of a rehearsed death, in order."""
+    engine = pod.engine("e-0", flags=QUICK)
+    engine.until("active")
+    with engine.client() as client:
+        first = client.request(m.Watch()).message
+        assert isinstance(first, m.StatusReply)
+        engine.kill("backend-http")
+        seen: list[str] = []
+        while "engine.reaped" not in seen:
+            record = client.receive().message
+            assert isinstance(record, m.EngineEvent)
+            assert record.record["id"] > first.document["as_of_event_id"]
+            seen.append(record.record["type"])
+    wanted = ["engine.rehearsal", "engine.child_exit", "engine.state", "engine.reaped"]
+    assert [each for each in seen if each in wanted] == wanted
