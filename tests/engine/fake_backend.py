@@ -42,6 +42,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+CHILDREN: list[subprocess.Popen[bytes]] = []  # kept: a forgotten Popen warns
+
+
 class Backend:
     def __init__(self, switches: argparse.Namespace, channel: BlockingClient) -> None:
         self.switches = switches
@@ -114,9 +117,10 @@ def spawn(kind: str) -> None:
     if kind == "brief":
         subprocess.run(["true"], check=True, stdin=subprocess.DEVNULL)
     elif kind == "joined":
-        subprocess.Popen(command, env=process.child_environment())
+        CHILDREN.append(subprocess.Popen(command, env=process.child_environment()))
     else:  # its stdin is not the witness, and it never joins
-        subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL, start_new_session=True)
+        bare = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL, start_new_session=True)
+        CHILDREN.append(bare)
 
 
 def load(member: process.Member, switches: argparse.Namespace) -> None:

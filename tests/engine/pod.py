@@ -45,13 +45,19 @@ class Engine:
     """One `engine run` with the fake backend."""
 
     def __init__(
-        self, directory: Path, name: str, switches: tuple[str, ...], flags: tuple[str, ...]
+        self,
+        directory: Path,
+        name: str,
+        switches: tuple[str, ...],
+        flags: tuple[str, ...],
+        wrapper: tuple[str, ...] = (),
     ):
         self.directory = directory
         self.name = name
         self.port = free_port()
         self.errors = directory / f"{name}.stderr"
         command = [
+            *wrapper,
             *program("engine"),
             *("run", "--backend", "command"),
             *("--dir", str(directory), "--http-port", str(self.port), *flags),
@@ -139,8 +145,15 @@ class Pod:
         self.address = ("127.0.0.1", free_port())
         self._lock_port = free_port()
 
-    def engine(self, name: str, *switches: str, flags: tuple[str, ...] = ()) -> Engine:
-        engine = Engine(self.directory, name, switches, ("--yield-ms", "300", *flags))
+    def engine(
+        self,
+        name: str,
+        *switches: str,
+        flags: tuple[str, ...] = (),
+        wrapper: tuple[str, ...] = (),
+    ) -> Engine:
+        flags = ("--yield-ms", "300", *flags)
+        engine = Engine(self.directory, name, switches, flags, wrapper)
         self.engines.append(engine)
         return engine
 

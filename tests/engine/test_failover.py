@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -115,3 +116,29 @@ def test_memory_and_metrics_of_a_takeover(pair):
         resident = procfs.rss_bytes(engine.process.pid)
         assert resident is not None
         assert resident <= 64 * 2**20
+
+
+NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+@pytest.mark.skipif(
+    subprocess.run([*NAMESPACE, "true"], check=False, capture_output=True).returncode != 0,
+    reason="this machine does not let us make a PID namespace",
+)
+def test_supervisor_as_pid_1_of_a_container(pod):
+    """Both kinds of death in a PID namespace of its own, where every pid means something else to
+    the lock server: a backend's process, then the supervisor, which is deaf to its own SIGKILL."""
+    pod.start_lock()
+    first = pod.engine("engine-0", "--grandchild", "joined", wrapper=NAMESPACE)
+    assert first.until("active")["engine"]["pid"] == 1
+    assert pod.lock()["holder"]["evidence"].startswith("pidfd")
+    second = pod.engine("engine-1")
+    second.until("standby")
+    first.kill("backend-model")
+    second.until("active")
+    first.until("standby", number=2)
+    second.kill("supervisor")
+    first.until("active")
+    tree = procfs.descendants(first.process.pid)
+    first.kill("supervisor")
+    until(lambda: not any(procfs.is_alive(pid) for pid in tree), "the container to be gone")
