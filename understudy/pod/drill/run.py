@@ -44,7 +44,7 @@ class Drill:
         self._directory = directory
         self._plan = plan
         self._say = say
-        self._prompts: list[Prompt] = []
+        self.prompts: list[Prompt] = []
 
     async def prepare(self) -> Target:
         """Wait until the pod is whole and learn the expected answers from whoever serves.
@@ -57,11 +57,11 @@ class Drill:
         host = host.strip("[]")
         target = Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
         model = await _model_name(target)
-        self._prompts, self.records.expected = await learn_answers(target, all_prompts(model))
+        self.prompts, self.records.expected = await learn_answers(target, all_prompts(model))
         self._say(
             f"{whole.engine} serves {model} at {target.host}:{target.port}, "
             f"{', '.join(whole.standbys)} stands by; "
-            f"{len(self._prompts)} prompts, {self._plan.clients} clients"
+            f"{len(self.prompts)} prompts, {self._plan.clients} clients"
         )
         return target
 
@@ -73,7 +73,7 @@ class Drill:
         exchanges = self.records.exchanges
         clients = [
             asyncio.create_task(
-                stream_without_pause(target, self._prompts, number, exchanges.append, stopping)
+                stream_without_pause(target, self.prompts, number, exchanges.append, stopping)
             )
             for number in range(self._plan.clients)
         ]
@@ -104,7 +104,7 @@ class Drill:
 
     async def _probe(self, kill: Kill, target: Target) -> float:
         """Ask afresh, at once, until a newer grant answers; milliseconds since the kill."""
-        prompts = itertools.cycle(self._prompts)
+        prompts = itertools.cycle(self.prompts)
         end_ms = kill.killed_ms + TAKEOVER_DEADLINE_S * 1000
         while True:
             exchange = await send(target, next(prompts))
