@@ -195,7 +195,8 @@ def test_descriptors_and_memory_are_flat_over_many_attachments(gms: GmsProcess):
             else:
                 with pytest.raises(RemoteError):
                     gms.reader(identity={"other": 1})
-        until(lambda: len(open_fds(gms.pid)) == fds, "the server's descriptors to be as before")
+        # The first count may include connections that were just being closed: so no more, not ==.
+        until(lambda: len(open_fds(gms.pid)) <= fds, "the server's descriptors to be as before")
         assert len(open_fds()) == mine
         grown = (rss_bytes(gms.pid) or 0) - memory
         assert grown < 2 * MIB

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -86,6 +88,16 @@ def serve(directory: str) -> Iterator[Serve]:
     running.stop()
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Serve]:
+    """One for the tests that leave it as it was."""
+    directory = tempfile.mkdtemp(prefix="gms-")
+    running = Serve(directory).started()
+    yield running
+    running.stop()
+    shutil.rmtree(directory)
+
+
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-m", "gms.cli", *words],
@@ -111,18 +123,17 @@ def test_startup_is_ok_when_every_socket_answers(serve: Serve):
         assert (procfs.rss_bytes(pid) or 0) <= RSS_MAX
 
 
-def test_metrics_are_there_from_the_first_scrape_and_follow(serve: Serve):
+def test_metrics_are_there_from_the_first_scrape_and_follow(shared: Serve):
     """Zeros for both devices before anything happened; a commit shows."""
-    serve.started()
-    page = serve.get("/metrics")[1]
+    page = shared.get("/metrics")[1]
     assert 'understudy_gms_exports_total{device_uuid="HOST-1"} 0.0' in page
     assert 'understudy_gms_sessions{device_uuid="HOST-1",mode="ro"} 0.0' in page
-    with GmsProcess(serve.directory).load(4096):
+    with GmsProcess(shared.directory).load(4096, mode="rw", replace=True):
         wanted = (
             'understudy_gms_epoch_state{device_uuid="HOST-0",state="committed",tag="weights"} 1'
         )
-        until(lambda: wanted in serve.get("/metrics")[1], "the commit to show")
-        assert 'sessions{device_uuid="HOST-0",mode="ro"} 1.0' in serve.get("/metrics")[1]
+        until(lambda: wanted in shared.get("/metrics")[1], "the commit to show")
+        assert 'sessions{device_uuid="HOST-0",mode="ro"} 1.0' in shared.get("/metrics")[1]
 
 
 def test_dead_server_is_restarted_in_place(serve: Serve):
@@ -176,29 +187,27 @@ def test_several_deaths_in_a_row_end_the_container_with_the_childs_code(serve: S
     assert len(killed) == 5
 
 
-def test_second_supervisor_is_refused_with_a_sentence(serve: Serve):
+def test_second_supervisor_is_refused_with_a_sentence(shared: Serve):
     """`gms serve` on a directory that has one: who it is, exit 1, and nothing is disturbed."""
-    serve.started()
-    second = command("serve", "--dir", serve.directory, "--http-port", "0")
+    second = command("serve", "--dir", shared.directory, "--http-port", "0")
     assert second.returncode == 1
-    assert f"pid {serve.process.pid}" in second.stderr
+    assert f"pid {shared.process.pid}" in second.stderr
     assert "Traceback" not in second.stderr
-    assert serve.get("/startup")[0] == 200
+    assert shared.get("/startup")[0] == 200
 
 
-def test_status_and_inspect_read_from_the_sockets(serve: Serve):
+def test_status_and_inspect_read_from_the_sockets(shared: Serve):
     """Both commands, for people and as JSON; the other device is seen too."""
-    serve.started()
-    with GmsProcess(serve.directory).load(4096):
-        document = json.loads(command("status", "--dir", serve.directory, "--json").stdout)
+    with GmsProcess(shared.directory).load(4096, mode="rw", replace=True):
+        document = json.loads(command("status", "--dir", shared.directory, "--json").stdout)
         assert [d["device_uuid"] for d in document["devices"]] == ["HOST-0", "HOST-1"]
         assert document["devices"][0]["state"] == "committed"
         assert document["devices"][0]["sessions"][0]["engine"] == "engine-0"
-        assert "committed" in command("status", "--dir", serve.directory).stdout
-        shown = command("inspect", "--dir", serve.directory)
+        assert "committed" in command("status", "--dir", shared.directory).stdout
+        shown = command("inspect", "--dir", shared.directory)
         assert shown.returncode == 0, shown.stderr
         assert "slab 0 offset 0 bytes 4096" in shown.stdout
-        full = json.loads(command("inspect", "--dir", serve.directory, "--json").stdout)
+        full = json.loads(command("inspect", "--dir", shared.directory, "--json").stdout)
         assert full["devices"][0]["epochs"][0]["tensors"][0]["name"] == "t"
 
 
