@@ -136,7 +136,7 @@ async def _drill(drill: Drill, runner: Runner, plan: DrillPlan, say: Say) -> Dri
         except UnderstudyError as error:
             failure.append(f"the drill ended early: {error}")
         after = _usages(runner)
-        usages.update({name: (before[name], after[name]) for name in before.keys() & after.keys()})
+        usages.update({name: (before[name], after[name]) for name in before if name in after})
         return drill.records
 
     inbox = SignalInbox()

@@ -58,7 +58,8 @@ def print_report(
     from rich.table import Table
 
     about = machine()
-    table = Table(title=f"failover, {backend} backend, {about['cpus']} CPUs ({about['cpu']})")
+    console.print(f"failover of the {backend} backend on {about['cpus']} CPUs ({about['cpu']})")
+    table = Table()
     table.add_column("milliseconds")
     for column in ("p50", "p99", "max"):
         table.add_column(column, justify="right")
