@@ -107,8 +107,9 @@ async def _serve_device(config: Resolved) -> None:
 def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """A bug: a server that is wrong about itself must end. Memory lives on in its readers."""
     loop.default_exception_handler(context)
-    sys.stderr.flush()
-    report.end_at_once()
+    if context.get("exception") is not None:  # else asyncio only remarks on something
+        sys.stderr.flush()
+        report.end_at_once()
 
 
 @main.command()
