@@ -109,7 +109,7 @@ class Lock:
         names_holder = signal in (Signal.GRANTED, Signal.CLAIMED)
         is_lawful = names_holder == (holder is not None)
         if signal is Signal.CONFIRMED:
-            is_lawful = self.holder is not None and not self.is_ended
+            is_lawful = is_lawful and self.holder is not None and not self.is_ended
         if signal is Signal.CLAIMED:
             is_lawful = is_lawful and self.is_unknown
         if target is None or not is_lawful:

@@ -114,10 +114,10 @@ class Machine:
             yield refusal
             return
         yield from self._evict_twins(want)
-        supervisor = self.supervisors.get(want.supervisor)
-        is_first = supervisor is None or supervisor.conn != want.conn
-        if supervisor is not None and supervisor.conn is not None and is_first:
-            yield Close(supervisor.conn, "a newer connection replaces this one")
+        known = self.supervisors.get(want.supervisor)
+        is_first = known is None or known.conn != want.conn
+        if known is not None and known.conn is not None and is_first:
+            yield Close(known.conn, "a newer connection replaces this one")
         supervisor = self._enrol(want, now_ms)
         yield from self._heard(supervisor, now_ms)
         yield from self._end_what_is_not_named(supervisor, now_ms)
@@ -128,6 +128,8 @@ class Machine:
                 yield effect
         if refused:
             self._leave_queues(supervisor.id)
+            if known is None and not self._holds(supervisor.id):
+                yield from self._drop(supervisor)  # it was never one of ours
         elif is_first:
             yield Lend(want.conn)
             yield from self._tell_who_holds(supervisor)
@@ -141,12 +143,13 @@ class Machine:
             why = f"{SUPERVISORS_MAX} supervisors are known here, which is the limit"
             return Refuse(want.conn, "lock.too_many_waiters", why)
         twins = self._twins(want)
-        if twins and not any(
-            lock.holder is not None and lock.holder.supervisor == want.supervisor
-            for lock in self.locks.values()
-        ):
+        if twins and not self._holds(want.supervisor):
             return sentences.engine_id_taken(want.conn, want.engine, twins[0].pid)
         return None
+
+    def _holds(self, supervisor_id: str) -> bool:
+        holders = [lock.holder for lock in self.locks.values()]
+        return any(holder is not None and holder.supervisor == supervisor_id for holder in holders)
 
     def _twins(self, want: Wanted) -> list[Supervisor]:
         others = self.supervisors.values()

@@ -1,0 +1,103 @@
+"""The transition table of one lock, exhaustively, and the queue's one function."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from lockserver.core.events import Holder
+from lockserver.core.lock import TRANSITIONS, IllegalTransition, Lock, LockState, Signal
+from lockserver.core.queue import Waiter, next_waiter
+from lockserver.witness import WitnessFile
+
+HOLDER = Holder("e", "e-0011223344556677", "s" * 16, WitnessFile("w", 1, 2), 1, 0.0)
+NAMING = (Signal.GRANTED, Signal.CLAIMED)
+
+
+def lock_in(state: LockState) -> Lock:
+    lock = Lock("active", is_fenced=True)
+    if state is not LockState.FREE:
+        lock.state, lock.holder = state, HOLDER
+    return lock
+
+
+@pytest.mark.parametrize(("state", "signal"), list(itertools.product(LockState, Signal)))
+def test_lock_every_pair_is_in_the_table_or_raises_and_changes_nothing(state, signal):
+    """Goal: the table is the enforcer. Method: fire every signal in every state."""
+    lock = lock_in(state)
+    if signal is Signal.CLAIMED:
+        lock.holder = None  # only an unknown holder can be claimed
+    holder = HOLDER if signal in NAMING else None
+    before = (lock.state, lock.holder, lock.cause, lock.lost_ms, lock.is_ended)
+    target = TRANSITIONS.get((state, signal))
+    if target is None:
+        with pytest.raises(IllegalTransition):
+            lock.fire(signal, 5.0, holder)
+        assert (lock.state, lock.holder, lock.cause, lock.lost_ms, lock.is_ended) == before
+    else:
+        lock.fire(signal, 5.0, holder)
+        assert lock.state is target
+        assert (lock.holder is None) == (target is LockState.FREE)
+
+
+@pytest.mark.parametrize("signal", list(Signal))
+def test_lock_signal_with_the_wrong_holder_raises(signal):
+    """Goal: a grant names its holder and nothing else does. Method: swap them."""
+    for state in LockState:
+        lock = lock_in(state)
+        with pytest.raises(IllegalTransition):
+            lock.fire(signal, 1.0, None if signal in NAMING else HOLDER)
+        assert lock.state is state
+
+
+def test_lock_only_evidence_leads_to_free_and_only_free_is_granted():
+    """Goal: no way around the fence. Method: read the table."""
+    assert {s for (_, s), t in TRANSITIONS.items() if t is LockState.FREE} == {Signal.EVIDENCE_GONE}
+    assert [f for (f, s) in TRANSITIONS if s is Signal.GRANTED] == [LockState.FREE]
+    assert set(TRANSITIONS.values()) | {LockState.RECOVERING} == set(LockState)
+
+
+def test_lock_ended_holder_is_never_confirmed_again():
+    """Goal: a reaped incarnation does not come back. Method: not wanted, then its want."""
+    lock = lock_in(LockState.HELD)
+    lock.fire(Signal.NOT_WANTED, 1.0)
+    with pytest.raises(IllegalTransition):
+        lock.fire(Signal.CONFIRMED, 2.0)
+    lock.fire(Signal.PROCESS_GONE, 3.0)
+    assert (lock.cause, lock.lost_ms) == ("not_wanted", 1.0)
+
+
+def test_lock_known_holder_cannot_be_claimed():
+    """Goal: a claim is only for a lost file. Method: claim a lock that has a holder on file."""
+    lock = lock_in(LockState.RECOVERING)
+    with pytest.raises(IllegalTransition):
+        lock.fire(Signal.CLAIMED, 1.0, HOLDER)
+
+
+def test_lock_may_serve_unless_its_holder_is_known_to_be_over():
+    """Goal: our 503s never compete with a live backend. Method: each way to lose a lock."""
+    expected = {
+        Signal.CONNECTION_CLOSED: True,
+        Signal.PROCESS_GONE: False,
+        Signal.NOT_WANTED: False,
+    }
+    for signal, may_serve in expected.items():
+        lock = lock_in(LockState.HELD)
+        assert lock.may_serve
+        lock.fire(signal, 1.0)
+        assert lock.may_serve is may_serve
+    assert not lock_in(LockState.FREE).may_serve
+    assert lock_in(LockState.RECOVERING).may_serve
+
+
+def test_queue_first_in_line_silent_passed_over_order_kept():
+    """Goal: fairness. Method: three waiters, every set of silent ones."""
+    line = [Waiter(name, name, name, 0.0) for name in "abc"]
+    for silent in ("", "a", "ab", "b", "bc"):
+        expected = next(name for name in "abc" if name not in silent)
+        found = next_waiter(line, set(silent))
+        assert found is not None
+        assert found.supervisor == expected
+    assert next_waiter(line, set("abc")) is None
+    assert next_waiter([], set()) is None

@@ -1,0 +1,202 @@
+"""Stand-ins for engines: a real supervisor connection over real processes that hold a witness.
+
+Also runs as a program, `python -m tests.lockserver.engines DIR ENGINE MIB FATE`: a supervisor in a
+process of its own, which writes what it hears to stdout as lines of JSON, and can be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from lockserver import witness
+from lockserver.client import LockClient
+from tests.helpers import auntil
+from understudy.wire.fds import OwnedFd
+
+BACKEND = """
+import ctypes, signal, sys
+if sys.argv[3] == "dies_with_parent":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+from lockserver.witness import join
+join(sys.argv[1])
+dirty = b"x" * (int(sys.argv[2]) << 20)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def spawn_backend(
+    path: str, dirty_mib: int = 0, fate: str = "dies_with_parent"
+) -> subprocess.Popen[bytes]:
+    """A process that holds the witness at `path`; returns once it does."""
+    backend = subprocess.Popen(
+        [sys.executable, "-c", BACKEND, path, str(dirty_mib), fate], stdout=subprocess.PIPE
+    )
+    assert backend.stdout is not None
+    assert backend.stdout.readline() == b"ready\n"
+    return backend
+
+
+def is_readable(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class Engine:
+    """A supervisor with a backend tree. Use as `async with`."""
+
+    def __init__(self, directory: str, engine: str, supervisor: str | None = None) -> None:
+        self.directory = directory
+        self.heard: list[tuple[str, str, int]] = []
+        self.refused: list[str] = []
+        self.services: list[tuple[str, str, OwnedFd]] = []
+        self.connects = 0
+        self.backends: list[subprocess.Popen[bytes]] = []
+        self.incarnation: str | None = None
+        self.witness: str | None = None
+        self.client = LockClient(
+            os.path.join(directory, "lockserver.sock"),
+            engine=engine,
+            supervisor=supervisor,
+            on_granted=self._granted,
+            on_service=lambda lock, address, fd: self.services.append((lock, address, fd)),
+            on_connected=self._connected,
+            on_refused=lambda error: self.refused.append(error.code),
+            heartbeat_ms=50,
+        )
+        self.on_granted: Any = None
+        self._task: asyncio.Task[None] | None = None
+
+    def _connected(self) -> None:
+        self.connects += 1
+
+    def _granted(self, lock: str, incarnation: str, token: int) -> None:
+        if self.on_granted is not None:
+            self.on_granted(lock, incarnation, token)
+        self.heard.append((lock, incarnation, token))
+        if incarnation == self.incarnation:
+            self.client.set_want(incarnation, self.witness, self._locks, {lock: token})
+
+    def launch(self, processes: int = 1, dirty_mib: int = 0, fate: str = "dies_with_parent") -> str:
+        self.incarnation = witness.new_incarnation(self.client.engine)
+        self.witness = witness.create(self.directory, self.incarnation)
+        self.backends = [spawn_backend(self.witness, dirty_mib, fate) for _ in range(processes)]
+        return self.incarnation
+
+    def want(self, *locks: str, tokens: dict[str, int] | None = None) -> None:
+        self._locks = locks
+        self.client.set_want(self.incarnation, self.witness, locks, tokens)
+
+    def reap(self) -> None:
+        for backend in self.backends:
+            backend.kill()
+            backend.wait()
+            assert backend.stdout is not None
+            backend.stdout.close()
+        self.backends.clear()
+
+    def relent(self) -> None:
+        """What a supervisor says once its tree is reaped."""
+        self.incarnation = self.witness = None
+        self.want()
+
+    def token(self, lock: str = "active") -> int:
+        mine = [t for name, who, t in self.heard if (name, who) == (lock, self.incarnation)]
+        return mine[-1] if mine else 0
+
+    async def granted(self, lock: str = "active") -> int:
+        return await auntil(lambda: self.token(lock), f"{self.client.engine} to be granted {lock}")
+
+    async def __aenter__(self) -> Engine:
+        self._task = asyncio.create_task(self.client.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.disconnect()
+        self.reap()
+        for _, _, fd in self.services:
+            fd.close()
+
+    async def disconnect(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+
+
+class EngineProcess:
+    """An `Engine` in a process of its own, with the pids and pidfds of its whole tree."""
+
+    def __init__(
+        self, directory: str, engine: str, dirty_mib: int = 0, fate: str = "dies_with_parent"
+    ) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__, directory, engine, str(dirty_mib), fate],
+            stdout=subprocess.PIPE,
+        )
+        started = self.line()
+        self.incarnation: str = started["incarnation"]
+        self.pids: list[int] = [self.process.pid, *started["backends"]]
+        self.pidfds = [OwnedFd(os.pidfd_open(pid)) for pid in self.pids]
+
+    def line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        document: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return document
+
+    def granted(self) -> int:
+        """Its own next grant of `active`; blocks until then."""
+        while True:
+            heard = self.line()
+            if heard.get("who") == self.incarnation:
+                return int(heard["token"])
+
+    def is_gone(self) -> bool:
+        return all(is_readable(pidfd.fileno()) for pidfd in self.pidfds)
+
+    def signal(self, number: int, *, tree: bool) -> None:
+        for pidfd in self.pidfds if tree else self.pidfds[:1]:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd.fileno(), number)
+
+    def close(self) -> None:
+        """End the whole tree; again is harmless."""
+        self.signal(signal.SIGKILL, tree=True)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        for pidfd in self.pidfds:
+            pidfd.close()
+        self.pidfds.clear()
+
+
+async def _main(directory: str, name: str, dirty_mib: int, fate: str) -> None:
+    engine = Engine(directory, name)
+
+    def tell(lock: str, incarnation: str, token: int) -> None:
+        if lock == "active":
+            line = {"who": incarnation, "token": token, "mono_ms": time.monotonic() * 1000}
+            print(json.dumps(line), flush=True)
+
+    engine.on_granted = tell
+    incarnation = engine.launch(processes=2, dirty_mib=dirty_mib, fate=fate)
+    pids = [backend.pid for backend in engine.backends]
+    print(json.dumps({"incarnation": incarnation, "backends": pids}), flush=True)
+    engine.want("active")
+    async with engine:
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]))

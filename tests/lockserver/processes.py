@@ -1,0 +1,86 @@
+"""A lock server in a process of its own, as a pod runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from lockserver.messages import CATALOGUE, Status
+from tests.helpers import until
+from understudy.errors import UnderstudyError
+from understudy.wire.blocking import BlockingClient
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class ServerProcess:
+    """`lockserver serve` on `directory`; `start` again after a kill is a restart."""
+
+    def __init__(self, directory: str, *flags: str) -> None:
+        self.directory = directory
+        self.flags = flags
+        self.http_port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log_path = os.path.join(directory, "log.txt")
+
+    def start(self) -> None:
+        with open(self.log_path, "ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "lockserver.cli", "serve", "--dir", self.directory),
+                    *("--http-port", str(self.http_port), *self.flags),
+                ],
+                stderr=log,
+                stdout=log,
+            )
+        until(self._answers, "the lock server to answer")
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log()
+        with contextlib.suppress(UnderstudyError, ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", self.http_port)).close()  # the last to start
+            return bool(self.status())
+        return False
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def status(self) -> dict[str, Any]:
+        path = os.path.join(self.directory, "lockserver.sock")
+        with BlockingClient(path, CATALOGUE) as client:
+            reply: Any = client.request(Status()).message
+        document: dict[str, Any] = reply.document
+        return document
+
+    def lock(self, name: str = "active") -> dict[str, Any]:
+        document: dict[str, Any] = self.status()["locks"][name]
+        return document
+
+    def log(self) -> str:
+        with open(self.log_path) as log:
+            return log.read()
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self._end(signal.SIGTERM)
+
+    def _end(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+        self.process.wait()
+        self.process = None

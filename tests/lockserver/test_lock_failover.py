@@ -1,0 +1,338 @@
+"""Real processes, SIGKILL and SIGSTOP: when a lock changes hands, and when it must not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import auntil, open_fds, until
+from tests.lockserver.engines import Engine
+from tests.lockserver.processes import ServerProcess, free_port
+from understudy.service import procfs
+
+
+def test_failover_dirty_holder_killed_grant_comes_after_its_processes_are_gone(
+    pod_dir, start_server, start_engine
+):
+    """Goal: the fence. Method: a holder with 1 GiB of dirty memory in two processes is killed; at
+    the moment the next engine hears its grant, every pidfd of the old tree is readable."""
+    start_server()
+    holder = start_engine("engine-0", dirty_mib=512)
+    assert holder.granted() == 1
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            standby.launch()
+            standby.want("active")
+            was_gone: list[bool] = []
+            await auntil(lambda: standby.heard, "the news of who is active")
+            standby.on_granted = lambda lock, who, token: was_gone.append(holder.is_gone())
+            assert not holder.is_gone()
+            holder.signal(signal.SIGKILL, tree=True)
+            assert await standby.granted() == 2
+            assert was_gone[0]
+
+    asyncio.run(scenario())
+
+
+def test_failover_supervisor_killed_grant_waits_for_its_orphans(
+    pod_dir, start_server, start_engine
+):
+    """Goal: the end of the connection and of the supervisor prove nothing about its tree. Method:
+    kill the supervisor of backends that outlive it; only their death hands the lock on."""
+    server = start_server()
+    holder = start_engine("engine-0", fate="outlives_parent")
+    holder.granted()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            standby.launch()
+            standby.want("active")
+            was_gone: list[bool] = []
+            await auntil(lambda: standby.heard, "the news of who is active")
+            standby.on_granted = lambda lock, who, token: was_gone.append(holder.is_gone())
+            holder.signal(signal.SIGKILL, tree=False)
+            await auntil(lambda: server.lock()["cause"] == "process_gone", "the death to be seen")
+            lock = server.lock()
+            assert lock["state"] == "releasing"
+            assert {each["pid"] for each in lock["waiting_for"]} == set(holder.pids[1:])
+            await auntil(lambda: "lock.waiting_evidence" in server.log(), "people to be told")
+            assert standby.token() == 0
+            holder.signal(signal.SIGKILL, tree=True)
+            await standby.granted()
+            assert was_gone[0]
+
+    asyncio.run(scenario())
+    assert server.status()["last_grants"][-1]["contended"] is True
+
+
+def test_server_killed_and_restarted_with_living_holder_same_token_no_failover(
+    pod_dir, start_server
+):
+    """Goal: a dead lock server costs nothing. Method: SIGKILL, restart, listen to both engines."""
+    server = start_server()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
+            incarnation = holder.launch()
+            holder.want("active")
+            token = await holder.granted()
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.heard, "the standby to hear who is active")
+            server.kill()
+            await auntil(lambda: not holder.client.is_connected, "the holder to notice")
+            heard = len(holder.heard)
+            server.start()
+            await auntil(lambda: len(holder.heard) > heard, "the same grant again")
+            await auntil(lambda: standby.connects == 2, "the standby to be back")
+            assert holder.heard[-1] == ("active", incarnation, token)
+            lock = server.lock()
+            assert (lock["state"], lock["holder"]["token"]) == ("held", token)
+            assert standby.token() == 0
+            assert standby.heard[-1][1] == incarnation
+
+    asyncio.run(scenario())
+
+
+def test_server_and_holder_killed_together_standby_is_granted_at_once(
+    pod_dir, start_server, start_engine
+):
+    """Goal: a witness that is free after a restart ends the wait, whatever the window. Method: kill
+    both, restart with a window of an hour."""
+    server = start_server("--window-ms", "3600000")
+    holder = start_engine("engine-0")
+    holder.granted()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.connects, "the standby to connect")
+            server.kill()
+            holder.signal(signal.SIGKILL, tree=True)
+            server.start()
+            assert await standby.granted() == 2
+
+    asyncio.run(scenario())
+
+
+def test_stopped_holder_and_restarted_server_nobody_is_granted_after_the_window(
+    pod_dir, start_server, start_engine
+):
+    """Goal: a hung holder is reported, never replaced. Method: SIGSTOP its whole tree, restart the
+    server with a window of 50 ms, wait for the report, then let it go on."""
+    server = start_server("--window-ms", "50", "--silent-ms", "300")
+    holder = start_engine("engine-0")
+    token = holder.granted()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.heard, "the news of who is active")
+            holder.signal(signal.SIGSTOP, tree=True)
+            server.kill()
+            server.start()
+            await auntil(lambda: standby.connects == 2, "the standby to be back")
+            await auntil(
+                lambda: server.lock()["holder"]["unresponsive"], "the holder to be reported"
+            )
+            lock = server.lock()
+            assert lock["state"] == "recovering"
+            assert {each["pid"] for each in lock["waiting_for"]} == set(holder.pids[1:])
+            assert str(holder.pids[1]) in lock["problem"]
+            assert [w["engine"] for w in lock["waiters"]] == ["engine-1"]
+            assert standby.token() == 0
+            holder.signal(signal.SIGCONT, tree=True)
+            await auntil(lambda: server.lock()["state"] == "held", "the holder to be heard")
+            assert server.lock()["holder"]["token"] == token
+            assert standby.token() == 0
+
+    asyncio.run(scenario())
+
+
+def test_stopped_holder_is_reported_unresponsive_and_freed_when_its_processes_die(
+    pod_dir, start_server, start_engine
+):
+    """Goal: silence lets the server try the witness, and only that frees. Method: stop the
+    supervisor alone, wait for the report, then kill its backends."""
+    server = start_server("--silent-ms", "300")
+    holder = start_engine("engine-0")
+    holder.granted()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.heard, "the news of who is active")
+            holder.signal(signal.SIGSTOP, tree=False)
+            await auntil(
+                lambda: server.lock()["holder"]["unresponsive"], "the holder to be reported"
+            )
+            assert server.lock()["state"] == "held"
+            assert f"pid {holder.pids[0]}" in server.lock()["problem"]
+            for pidfd in holder.pidfds[1:]:
+                signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
+            await standby.granted()
+            holder.signal(signal.SIGCONT, tree=False)
+
+    asyncio.run(scenario())
+
+
+def test_second_server_on_one_directory_is_refused_by_name(pod_dir, start_server):
+    """Goal: two servers cannot both run. Method: start a second one and read its sentence."""
+    server = start_server()
+    second = subprocess.run(
+        [sys.executable, "-m", "lockserver.cli", "serve", "--dir", pod_dir, "--http-port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert second.returncode == 1
+    assert f"pid {server.pid}" in second.stderr
+    assert "[wire.address_in_use]" in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+@pytest.mark.parametrize("damage", ["truncate", "garbage", "newest_slot", "delete"])
+def test_broken_state_file_with_living_holder_same_token_and_a_higher_one_next(
+    pod_dir, start_server, damage
+):
+    """Goal: an unreadable file loses no lock. Method: damage it while the server is dead."""
+    server = start_server()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
+            holder.launch()
+            holder.want("active")
+            token = await holder.granted()
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.heard, "the news of who is active")
+            server.kill()
+            _damage(os.path.join(pod_dir, "lockserver.json"), damage)
+            server.start()
+            await auntil(lambda: server.lock()["state"] == "held", "the claim to be believed")
+            assert server.lock()["holder"]["token"] == token
+            assert standby.token() == 0
+            kept = [name for name in os.listdir(pod_dir) if ".unreadable-" in name]
+            assert bool(kept) == (damage != "delete")
+            holder.reap()
+            holder.relent()
+            assert await standby.granted() >= token + 2
+
+    asyncio.run(scenario())
+
+
+def _damage(path: str, damage: str) -> None:
+    if damage == "delete":
+        os.unlink(path)
+    elif damage == "truncate":
+        os.truncate(path, 5000)
+    else:
+        with open(path, "r+b") as file:
+            # The first grant has sequence 2 and lies in the first slot.
+            file.seek(100 if damage == "newest_slot" else 0)
+            file.write(b"\xff" * (8 if damage == "newest_slot" else 8192))
+
+
+def test_broken_state_file_with_stopped_holder_nobody_is_granted(
+    pod_dir, start_server, start_engine
+):
+    """Goal: no claim is no proof. Method: stop the holder's tree, lose the file, restart: its
+    witness is held by a stranger, so the lock stays unknown until it is killed."""
+    server = start_server()
+    holder = start_engine("engine-0")
+    holder.granted()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.heard, "the news of who is active")
+            holder.signal(signal.SIGSTOP, tree=True)
+            server.kill()
+            os.unlink(os.path.join(pod_dir, "lockserver.json"))
+            server.start()
+            await auntil(lambda: server.lock()["waiters"], "the standby to queue again")
+            assert server.lock()["state"] == "recovering"
+            holder.signal(signal.SIGKILL, tree=True)
+            await standby.granted()
+
+    asyncio.run(scenario())
+
+
+def test_lock_server_memory_and_descriptors_after_many_failovers(pod_dir, start_server):
+    """Goal: at most 56 MiB resident, no descriptor leaks. Method: 20 takeovers by relaunching."""
+    server = start_server("--service", f"active=127.0.0.1:{free_port()}")
+
+    async def takeover(old: Engine, new: Engine) -> None:
+        old.reap()
+        old.relent()
+        await new.granted()
+        old.launch()
+        old.want("active")
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-0") as one, Engine(pod_dir, "engine-1") as two:
+            for engine in (one, two):
+                engine.launch()
+                engine.want("active")
+                await auntil(lambda e=engine: e.heard, "a first word")
+            await takeover(one, two)
+            before = len(open_fds(server.pid))
+            for _ in range(10):
+                await takeover(two, one)
+                await takeover(one, two)
+            assert len(open_fds(server.pid)) == before
+            witnesses = [n for n in os.listdir(pod_dir) if n.startswith("witness_")]
+            assert len(witnesses) <= 3  # two live, at most one that ended since the last grant
+        until(lambda: not server.status()["supervisors"] or True, "the engines to be gone")
+
+    asyncio.run(scenario())
+    rss = procfs.rss_bytes(server.pid)
+    assert rss is not None
+    assert rss <= 56 * 2**20
+
+
+def test_missing_directory_and_taken_port_are_one_sentence(pod_dir, start_server):
+    """Goal: start-up says what is wrong. Method: run `serve` and read stderr and the exit code."""
+    server = start_server()
+    for flags, code, word in (
+        (("--dir", "/nonexistent/x/y"), 2, "does not exist"),
+        (("--dir", pod_dir + "/other", "--http-port", str(server.http_port)), 1, "in use by"),
+        (("--dir", pod_dir, "--service", "nonsense"), 2, "LOCK=HOST:PORT"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-m", "lockserver.cli", "serve", *flags],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert ran.returncode == code, ran.stderr
+        assert word in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+
+def test_status_offline_shows_the_state_file(pod_dir, start_server, start_engine):
+    """Goal: `status` works with the server down. Method: kill it and ask the command."""
+    server: ServerProcess = start_server()
+    holder = start_engine("engine-0")
+    holder.granted()
+    server.kill()
+    ran = subprocess.run(
+        [sys.executable, "-m", "lockserver.cli", "status", "--dir", pod_dir],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    server.start()
+    assert ran.returncode == 0
+    assert "offline view" in ran.stdout
+    assert "engine-0  token 1" in ran.stdout

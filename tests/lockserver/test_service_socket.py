@@ -1,0 +1,236 @@
+"""The service socket: lent, held with 503s, prepared before a grant, handed back afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from lockserver.service_socket import ServiceSocket, parse_service
+from tests.helpers import auntil, open_fds
+from tests.lockserver.engines import Engine
+from tests.lockserver.processes import free_port
+from understudy.errors import ProtocolError
+from understudy.wire.fds import OwnedFd
+
+REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def caller(port: int, request: bytes = REQUEST) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.sendall(request)
+    sock.setblocking(False)
+    return sock
+
+
+async def read_all(sock: socket.socket) -> bytes:
+    data = b""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(30):
+        while more := await loop.sock_recv(sock, 65536):
+            data += more
+    sock.close()
+    return data
+
+
+@contextlib.contextmanager
+def service_on(port: int, hold_ms: float = 0.0):
+    service = ServiceSocket("active", f"127.0.0.1:{port}", hold_ms, lambda: "the lock is free")
+    assert service.bind()
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def test_service_held_answers_503_with_an_openai_error_that_names_the_state():
+    """Goal: nobody hangs silently. Method: a request while nobody is active, after hold_ms."""
+
+    async def scenario() -> None:
+        with service_on(free_port(), hold_ms=1000) as service:
+            port = service._sockaddr[1]
+            sock = caller(port)
+            service.watch(may_serve=False, now_ms=0)
+            service.watch(may_serve=False, now_ms=999)
+            assert service.state == "lent"
+            service.watch(may_serve=False, now_ms=1000)
+            assert service.state == "holding"
+            head, _, body = (await read_all(sock)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"\r\nRetry-After: 1" in head
+            error = json.loads(body)["error"]
+            assert error["message"] == "the lock is free"
+            assert (error["type"], error["code"]) == ("service_unavailable", "no_active_engine")
+
+    asyncio.run(scenario())
+
+
+def test_service_prepared_leaves_newcomers_to_the_engine_and_answers_who_it_accepted():
+    """Goal: it stops before a grant is sent, and drops nobody. Method: accept one that has not
+    asked yet, prepare, let it ask, and connect another."""
+
+    async def scenario() -> None:
+        with service_on(free_port()) as service:
+            port = service._sockaddr[1]
+            service.watch(may_serve=False, now_ms=0)
+            early = caller(port, b"GET /v1/models HTTP/1.1\r\n")
+            await auntil(lambda: service._callers, "the early one to be accepted")
+            service.prepare()
+            late = caller(port)
+            early.send(b"Host: x\r\n\r\n")
+            assert b"503" in await read_all(early)
+            copy = service.copy()
+            assert copy is not None
+            with socket.socket(fileno=copy.detach()) as engine:
+                accepted, _ = engine.accept()
+                assert accepted.recv(4096) == REQUEST
+                accepted.close()
+            late.close()
+
+    asyncio.run(scenario())
+
+
+def test_service_prepare_mends_a_shutdown_by_a_borrower():
+    """Goal: one bad borrower does not end the service. Method: shut a copy down, prepare."""
+
+    async def scenario() -> None:
+        with service_on(free_port(), hold_ms=1e9) as service:
+            copy = service.copy()
+            assert copy is not None
+            with socket.socket(fileno=copy.detach()) as borrowed:
+                borrowed.shutdown(socket.SHUT_RDWR)
+            with pytest.raises(ConnectionRefusedError):
+                caller(service._sockaddr[1])
+            service.prepare()
+            caller(service._sockaddr[1]).close()
+
+    asyncio.run(scenario())
+
+
+def test_service_bad_callers_cost_nothing():
+    """Goal: random bytes, endless heads and early leavers. Method: each, then count descriptors."""
+
+    async def scenario() -> None:
+        with service_on(free_port()) as service:
+            port = service._sockaddr[1]
+            service.watch(may_serve=False, now_ms=0)
+            before = len(open_fds())
+            caller(port, b"\0\xff" * 100).close()
+            caller(port, b"").close()
+            endless = caller(port, b"x" * 70_000)
+            assert b"503" in await read_all(endless)
+            await auntil(lambda: len(open_fds()) == before, "every caller to be closed")
+
+    asyncio.run(scenario())
+
+
+def test_service_takes_only_its_own_listening_socket():
+    """Goal: a wrong hand-back is the sender's fault. Method: a pair's end, another address."""
+
+    async def scenario() -> None:
+        before = len(open_fds())
+        with service_on(free_port()) as service:
+            left, right = socket.socketpair()
+            right.close()
+            with pytest.raises(ProtocolError):
+                service.take(OwnedFd(left.detach()))
+            with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ProtocolError):
+                service.take(OwnedFd(os.dup(other.fileno())))
+            copy = service.copy()
+            assert copy is not None
+            assert service.take(copy) is False  # it has it already
+        assert len(open_fds()) == before
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("bad", ["active", "active=", "active=:80", "active=h:0", "=h:1", "a=h:x"])
+def test_service_flag_bad_values_are_refused(bad):
+    """Goal: one sentence for a bad flag. Method: parse it."""
+    with pytest.raises(ValueError, match="LOCK=HOST:PORT"):
+        parse_service(bad)
+
+
+def test_service_is_lent_and_handed_back_after_a_server_restart(pod_dir, start_server):
+    """Goal: no connection is refused while the server is away or back. Method: an engine borrows;
+    the server is killed with a caller waiting; the restarted one gets the socket back, lends it to
+    a newcomer, and the caller is still in the backlog."""
+    port = free_port()
+    server = start_server("--service", f"active=127.0.0.1:{port}")
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
+            holder.launch()
+            holder.want("active")
+            await holder.granted()
+            await auntil(lambda: holder.services and standby.services, "the socket to be lent")
+            server.kill()
+            waiting = caller(port)
+            server.start()
+            await auntil(
+                lambda: server.status()["service"]["active"]["state"] == "lent",
+                "the socket to come back",
+            )
+            async with Engine(pod_dir, "engine-2") as newcomer:
+                await auntil(lambda: newcomer.services, "the socket to be lent again")
+                lock, address, fd = newcomer.services[0]
+                assert (lock, address) == ("active", f"127.0.0.1:{port}")
+                with socket.socket(fileno=os.dup(fd.fileno())) as listener:
+                    accepted, _ = listener.accept()
+                    assert accepted.recv(4096) == REQUEST
+                    accepted.close()
+            waiting.close()
+            assert len(holder.services) == 1  # who hands it back keeps its copy
+
+    asyncio.run(scenario())
+
+
+def test_service_address_of_a_stranger_is_one_sentence_at_the_first_start(pod_dir):
+    """Goal: a port in use names who has it. Method: listen there, start a fresh server."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        ran = subprocess.run(
+            [
+                *(sys.executable, "-m", "lockserver.cli", "serve", "--dir", pod_dir),
+                *("--http-port", "0", "--service", f"active=127.0.0.1:{port}"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert ran.returncode == 1
+    assert f"127.0.0.1:{port} is in use by pid {os.getpid()}" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_service_address_taken_while_away_is_waited_for_with_a_sentence(
+    pod_dir, start_server, start_engine
+):
+    """Goal: with a holder on file the server waits for the hand-back and says what is wrong.
+    Method: engines that never borrowed it, and a stranger on the port while the server restarts."""
+    server = start_server()
+    holder = start_engine("engine-0")
+    holder.granted()
+    server.kill()
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        server.flags = ("--service", f"active=127.0.0.1:{port}", "--window-ms", "50")
+        server.start()
+        service = server.status()["service"]["active"]
+        assert service["state"] == "waiting_for_hand_back"
+        assert f"pid {os.getpid()}" in service["problem"]
+        assert "--service" in service["problem"]
+        assert server.lock()["state"] in ("recovering", "held")
+
+    async def freed() -> None:
+        await auntil(
+            lambda: server.status()["service"]["active"]["state"] == "lent", "the freed port"
+        )
+
+    asyncio.run(freed())

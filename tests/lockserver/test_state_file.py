@@ -1,0 +1,194 @@
+"""The two-slot file: what survives tearing, truncation, deletion and a full disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lockserver import witness
+from lockserver.core.events import Holder, Record
+from lockserver.state_file import FILE_BYTES, SLOT_BYTES, StateFile, read
+from lockserver.witness import WitnessFile
+from tests.helpers import open_fds
+from understudy.errors import UnderstudyError
+
+LOCKS = ("active", "loader")
+HOLDER = Holder(
+    engine="engine-0",
+    incarnation="engine-0-00112233445566aa",
+    supervisor="0" * 16,
+    witness=WitnessFile("witness_engine-0_00112233445566aa", 3, 4),
+    token=7,
+    since_mono_ms=12.5,
+)
+
+
+def record(token):
+    return Record(token, {"active": HOLDER}, frozenset())
+
+
+def write(directory, *tokens):
+    state = StateFile(directory, LOCKS)
+    for token in tokens:
+        state.write(record(token))
+    state.close()
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return str(tmp_path)
+
+
+def path_of(directory):
+    return os.path.join(directory, "lockserver.json")
+
+
+def test_state_file_last_write_is_what_is_read(directory):
+    """Goal: a record comes back as it went. Method: write some, open again."""
+    write(directory, 1, 2, 3)
+    state = StateFile(directory, LOCKS)
+    assert state.loaded.record == record(3)
+    assert state.loaded.problem is None
+    state.write(record(4))
+    state.close()
+    found = read(directory, LOCKS)
+    assert found is not None
+    assert found.record == record(4)
+    assert os.path.getsize(path_of(directory)) == FILE_BYTES
+
+
+def test_state_file_first_start_is_empty_and_known(directory):
+    """Goal: a fresh pod grants at once. Method: no file, no witness."""
+    assert read(directory, LOCKS) is None
+    state = StateFile(directory, LOCKS)
+    assert state.loaded.is_first
+    assert state.loaded.record == Record()
+    state.close()
+
+
+def test_state_file_missing_with_witnesses_is_unknown(directory):
+    """Goal: a deleted file is no fresh pod. Method: a witness lies in the directory."""
+    witness.create(directory, HOLDER.incarnation)
+    state = StateFile(directory, LOCKS)
+    assert state.loaded.record.unknown == {"active", "loader"}
+    assert not state.loaded.is_first
+    state.close()
+    again = read(directory, LOCKS)
+    assert again is not None
+    assert again.record.unknown == {"active", "loader"}
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, SLOT_BYTES, SLOT_BYTES + 1, FILE_BYTES - 1])
+def test_state_file_truncated_anywhere_is_unknown_and_kept_aside(directory, size):
+    """Goal: a partial file is never half-believed. Method: cut it, open, look."""
+    write(directory, 5, 6, 7)
+    os.truncate(path_of(directory), size)
+    state = StateFile(directory, LOCKS)
+    assert state.loaded.record.unknown == {"active", "loader"}
+    assert state.loaded.record.holders == {}
+    assert state.loaded.aside == path_of(directory) + ".unreadable-1"
+    assert os.path.getsize(state.loaded.aside) == size
+    state.close()
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("offset", [0, 20, 60, 120, 200])
+def test_state_file_one_bad_slot_counts_the_other_ones_token(directory, slot, offset):
+    """Goal: the next token is above whatever was granted. Method: flip a byte in either slot."""
+    write(directory, 5, 6)
+    with open(path_of(directory), "r+b") as file:
+        file.seek(slot * SLOT_BYTES + offset)
+        byte = file.read(1)[0]
+        file.seek(slot * SLOT_BYTES + offset)
+        file.write(bytes([byte ^ 0x55]))
+    found = read(directory, LOCKS)
+    assert found is not None
+    # 5 lies in slot 0, 6 in slot 1; one more than the readable one is left out.
+    assert found.record == Record(token=(6 if slot == 0 else 5) + 1, unknown=frozenset(LOCKS))
+
+
+def test_state_file_token_survives_losing_a_slot_again_and_again(directory):
+    """Goal: no token twice, however often the newest slot is lost. Method: lose it after each."""
+    used = []
+    write(directory, 5)
+    for _ in range(5):
+        state = StateFile(directory, LOCKS)
+        token = state.loaded.record.token + 1
+        assert token not in used
+        used.append(token)
+        state.write(record(token))
+        newest = state._sequence % 2
+        state.close()
+        with open(path_of(directory), "r+b") as file:
+            file.seek(newest * SLOT_BYTES)
+            file.write(b"\0" * 64)
+    assert used == sorted(used)
+
+
+def test_state_file_checksum_fits_but_meaning_does_not(directory):
+    """Goal: another version's file is not guessed at. Method: a slot that says schema 2."""
+    import hashlib
+
+    text = b'{"schema":2,"token":1,"holders":{},"unknown":[]}'
+    slots = b""
+    for sequence in (0, 1):
+        digest = hashlib.sha256(b"%d\n%s" % (sequence, text)).hexdigest().encode()
+        head = b"understudy-lock 1 sequence=%d sha256=%s\n" % (sequence, digest)
+        slots += (head + text).ljust(SLOT_BYTES - 1) + b"\n"
+    with open(path_of(directory), "wb") as file:
+        file.write(slots)
+    found = read(directory, LOCKS)
+    assert found is not None
+    assert found.record.unknown
+
+
+def test_state_file_failed_write_is_repeated_into_the_same_slot(directory, monkeypatch):
+    """Goal: the good slot is never touched while the other is in doubt. Method: fail one sync."""
+    state = StateFile(directory, LOCKS)
+    state.write(record(1))
+    real = os.fdatasync
+
+    def fail(fd):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(OSError, match="Input"):
+        state.write(record(2))
+    monkeypatch.setattr(os, "fdatasync", real)
+    state.write(record(2))
+    state.close()
+    with open(path_of(directory), "rb") as file:
+        assert file.read().count(b'"token":1,') == 1
+
+
+def test_state_file_directory_of_its_name_or_no_room_is_one_sentence(directory):
+    """Goal: the start-up says what is wrong. Method: a directory in the way; a file-size limit."""
+    os.mkdir(path_of(directory))
+    with pytest.raises(UnderstudyError) as caught:
+        StateFile(directory, LOCKS)
+    assert caught.value.code == "lock.state_unwritable"
+    os.rmdir(path_of(directory))
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "from lockserver.state_file import StateFile\n"
+        "from understudy.errors import UnderstudyError\n"
+        "try: StateFile(sys.argv[1], ('active',))\n"
+        "except UnderstudyError as error: print(error.code)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, directory], capture_output=True, text=True)
+    assert ran.stdout == "lock.state_unwritable\n", ran.stderr
+    assert os.listdir(directory) == []
+
+
+def test_state_file_is_locked_and_leaks_nothing(directory):
+    """Goal: one writer. Method: open twice, count descriptors."""
+    before = open_fds()
+    state = StateFile(directory, LOCKS)
+    with pytest.raises(UnderstudyError) as caught:
+        StateFile(directory, LOCKS)
+    assert caught.value.code == "lock.state_in_use"
+    state.close()
+    assert open_fds() == before
