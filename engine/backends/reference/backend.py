@@ -117,10 +117,10 @@ class Backend:
         await asyncio.sleep(min(DRAIN_SETTLE_S, budget_s))
         server = self._runner.server
         assert server is not None
-        server.pre_shutdown()  # idle connections end now, the others with their request
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, end - time.monotonic())):
                 await self._service.idle.wait()
+        server.pre_shutdown()  # kept connections were answered until now, and end here
         await server.shutdown(FLUSH_S)
         await self._runner.cleanup()
 

@@ -211,8 +211,8 @@ def test_client_that_leaves_frees_its_slot(tmp_path: Path, model: Path):
 
 
 def test_drain_finishes_what_runs_and_refuses_what_comes(tmp_path: Path, model: Path):
-    """Goal: nobody is cut within the budget. Method: drain under a stream; a kept connection
-    asks again; a new one waits in the backlog."""
+    """Goal: nobody is cut within the budget. Method: drain under a stream that a stopped model
+    holds up; a kept connection asks again and is refused; then the model goes on."""
 
     async def main() -> None:
         sock, url = listening()
@@ -221,13 +221,14 @@ def test_drain_finishes_what_runs_and_refuses_what_comes(tmp_path: Path, model: 
                 memory_service(tmp_path),
                 supervisor(tmp_path, "--model", str(model)) as stub,
                 aiohttp.ClientSession() as client,
+                aiohttp.ClientSession() as kept,
             ):
                 await activate(stub, sock, 1)
-                kept = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1))
                 await complete(kept, url)
                 post = client.post(f"{url}/v1/completions", json={**LONG, "stream": True})
                 async with post as response:
                     await response.content.readline()
+                    os.kill(stub.registered["model"], signal.SIGSTOP)
                     draining = asyncio.ensure_future(stub.ask(Drain(60_000)))
                     await accepting_no_more(stub)
                     async with kept.post(f"{url}/v1/completions", json=GREEDY) as refused:
@@ -235,16 +236,18 @@ def test_drain_finishes_what_runs_and_refuses_what_comes(tmp_path: Path, model: 
                         assert refused.headers["Retry-After"] == "1"
                         error = (await refused.json())["error"]
                         assert error["code"] == "engine_draining"
+                    assert not draining.done()
+                    os.kill(stub.registered["model"], signal.SIGCONT)
                     body = await response.read()
                 assert body.rstrip().endswith(b"data: [DONE]")
                 assert isinstance(await draining, Drained)
-                await kept.close()
 
     asyncio.run(main())
 
 
 def test_drain_beyond_its_budget_cuts(tmp_path: Path, model: Path):
-    """Goal: the budget is kept. Method: a stream longer than a budget of nothing."""
+    """Goal: the budget is kept. Method: a budget of nothing, a stream that a stopped model holds
+    up for ever."""
 
     async def main() -> None:
         sock, url = listening()
@@ -258,6 +261,7 @@ def test_drain_beyond_its_budget_cuts(tmp_path: Path, model: Path):
                 post = client.post(f"{url}/v1/completions", json={**LONG, "stream": True})
                 async with post as response:
                     await response.content.readline()
+                    os.kill(stub.registered["model"], signal.SIGSTOP)
                     assert isinstance(await stub.ask(Drain(0)), Drained)
                     with pytest.raises(aiohttp.ClientPayloadError):
                         await response.read()

@@ -1,0 +1,77 @@
+"""What the command line says, and how a start by hand fails: one sentence, an exit code."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engine.backends.reference.config import read_config
+from engine.backends.reference.http import parse
+from engine.backends.reference.link import Configure
+from engine.backends.reference.model import DEFAULT_CONTEXT, choose_context
+from tests.engine.reference_process.rig import COMMAND, DEADLINE_S
+from understudy.errors import UsageError
+
+PER_POSITION = 1000
+
+
+def settings(max_context: int | None = None, kv_bytes: int | None = None) -> Configure:
+    return Configure("dir", 4, max_context, kv_bytes, is_standalone=True)
+
+
+def test_arguments_have_defaults_and_sizes():
+    """Goal: the documented flags. Method: the least and the most."""
+    least = parse(["--model", "/models/tiny/"])
+    assert (least.slots, least.max_context, least.kv_bytes) == (4, None, None)
+    assert least.model_name == "tiny"
+    most = parse(
+        ["--model", "m", "--kv-bytes", "2GiB", "--slots", "8", "--served-model-name", "name"]
+    )
+    assert (most.kv_bytes, most.slots, most.model_name) == (2 << 30, 8, "name")
+
+
+def test_context_is_what_was_asked_or_what_fits(model: Path):
+    """Goal: the context's length never surprises. Method: a model of 2048 positions."""
+    config = read_config(str(model))
+    assert config.max_position == 2048 < DEFAULT_CONTEXT
+    assert choose_context(config, settings(), PER_POSITION) == 2048
+    assert choose_context(config, settings(max_context=100), PER_POSITION) == 100
+    assert choose_context(config, settings(kv_bytes=50_000), PER_POSITION) == 50
+    assert choose_context(config, settings(kv_bytes=1 << 40), PER_POSITION) == 2048
+    for wrong in (settings(max_context=4096), settings(100, 50_000), settings(kv_bytes=1000)):
+        with pytest.raises(UsageError):
+            choose_context(config, wrong, PER_POSITION)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "says"),
+    [
+        (["--standalone", "--model", "/nowhere"], 2, "/nowhere is not a directory"),
+        (["--standalone"], 2, "--model"),
+        (["--standalone", "--model", "MODEL", "--max-context", "9999"], 2, "2048 positions"),
+        (["--model", "MODEL"], 2, "engine run"),
+    ],
+)
+def test_start_by_hand_that_cannot_work_says_so(
+    model: Path, arguments: list[str], exit_code: int, says: str
+):
+    """Goal: one sentence on stderr, no stack trace. Method: run it."""
+    filled = [str(model) if argument == "MODEL" else argument for argument in arguments]
+    ended = subprocess.run([*COMMAND, *filled], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == exit_code
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_port_in_use_is_named(model: Path):
+    """Goal: the sentence names the port. Method: take one first."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [*COMMAND, "--standalone", "--model", str(model), "--port", port]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == 1
+    assert port in ended.stderr
+    assert "Traceback" not in ended.stderr
