@@ -250,3 +250,15 @@ def test_blocking_client_deadline_and_end(tmp_path: Path):
     with pytest.raises(UnreachableError, match=r"wire\.closed"):
         client.receive(5)
     client.close()
+
+
+def test_blocking_client_finds_an_answer_that_came_with_other_messages():
+    """Goal: an answer that arrives in one read with notifications before and after it is found,
+    and they are kept in order. Method: write all three before the client reads."""
+    ours, theirs = socket.socketpair()
+    with BlockingClient.from_socket(ours, CATALOGUE) as client:
+        for message, request_id in ((Echo("note"), 0), (Echo("answer"), 1), (Echo("late"), 0)):
+            theirs.sendall(encode_frame(CATALOGUE.encode(message, request_id), 0))
+        assert client.request(Echo("question")).message == Echo("answer")
+        assert [client.receive(5).message for _ in range(2)] == [Echo("note"), Echo("late")]
+    theirs.close()

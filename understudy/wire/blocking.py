@@ -6,6 +6,7 @@ in between are kept in order for `receive`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import select
 import socket
@@ -19,7 +20,6 @@ from types import TracebackType
 from understudy.errors import (
     ProtocolError,
     RemoteError,
-    UnderstudyError,
     UnreachableError,
     WaitTimeoutError,
 )
@@ -111,10 +111,9 @@ class BlockingClient:
     def receive(self, timeout_s: float = REQUEST_TIMEOUT_S) -> Reply:
         """The next frame, whatever it is; an error frame is raised as `RemoteError`."""
         with self._lock:
-            reply = self._pending.popleft() if self._pending else None
-            if reply is None:
-                reply = self._next(time.monotonic() + timeout_s, "the next message")
-            return _raise_fault(reply)
+            if not self._pending:
+                self._read(time.monotonic() + timeout_s, "the next message")
+            return _raise_fault(self._pending.popleft())
 
     def close(self) -> None:
         self._sock.close()
@@ -137,17 +136,18 @@ class BlockingClient:
     # ------------------------------------------------------------------ inside
 
     def _answer(self, message: Message, request_id: int, end: float) -> Reply:
+        """The answer to `request_id`; what comes before it is kept for `receive`."""
         while True:
-            reply = self._next(end, f"the answer to {message.TYPE}")
-            is_last_word = isinstance(reply.message, Fault) and reply.request_id == 0
-            if reply.request_id == request_id or is_last_word:
-                return _raise_fault(reply)
+            for reply in self._pending:
+                is_last_word = isinstance(reply.message, Fault) and reply.request_id == 0
+                if reply.request_id == request_id or is_last_word:
+                    self._pending.remove(reply)
+                    return _raise_fault(reply)
             if len(self._pending) >= _PENDING_MAX:
-                close_all(reply.fds)
                 raise ProtocolError(
                     "wire.flood", f"{_PENDING_MAX} messages came while one was awaited"
                 )
-            self._pending.append(reply)
+            self._read(end, f"the answer to {message.TYPE}")
 
     def _send(self, message: Message, request_id: int, fds: Sequence[OwnedFd], end: float) -> None:
         try:
@@ -169,19 +169,15 @@ class BlockingClient:
             close_all(fds)
 
     def _read_last_words(self) -> None:
-        """A server that closed on us may have said why before it did."""
-        while True:
-            try:
-                reply = self._next(time.monotonic(), "")
-            except RemoteError:
-                raise
-            except UnderstudyError:
-                return
+        """A server that closed on us may have said why before it did: raise that."""
+        with contextlib.suppress(UnreachableError, WaitTimeoutError, ProtocolError):
+            while True:
+                self._read(time.monotonic(), "")
+        for reply in self._pending:
             _raise_fault(reply)
-            self._pending.append(reply)
 
-    def _next(self, end: float, what: str) -> Reply:
-        """Read until one more frame is complete; further ones are kept."""
+    def _read(self, end: float, what: str) -> None:
+        """Read until at least one more frame is complete and pending."""
         while True:
             try:
                 data, fds = sockets.receive(self._sock)
@@ -193,9 +189,9 @@ class BlockingClient:
             if not data and not fds:
                 raise _closed(None)
             replies = self._decode(self._decoder.receive(data, fds))
+            self._pending.extend(replies)
             if replies:
-                self._pending.extend(replies[1:])
-                return replies[0]
+                return
 
     def _decode(self, frames: list[Frame]) -> list[Reply]:
         try:
