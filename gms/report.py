@@ -19,7 +19,6 @@ CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error
 TIMEOUT_S = 5.0
 
 _SOCKET = re.compile(r"gms_([A-Za-z0-9-]+)_([a-z]+)\.(sock|json)")
-_GIB = 1 << 30
 
 
 def collect(directory: str, *, in_full: bool) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def render_in_full(document: dict[str, Any]) -> str:
             total = sum(epoch["slab_sizes"])
             lines.append(
                 f"\n{device['device_uuid']} epoch {epoch['epoch']} {epoch['phase']}: "
-                f"{len(epoch['slab_sizes'])} slabs, {_gib(total)}, {len(epoch['tensors'])} tensors"
+                f"{len(epoch['slab_sizes'])} slabs, {_size(total)}, {len(epoch['tensors'])} tensors"
             )
             for tensor in epoch["tensors"]:
                 shape = "x".join(str(n) for n in tensor["shape"]) or "scalar"
@@ -111,8 +110,8 @@ def _headline(device: dict[str, Any]) -> str:
         was = f"epoch {device['epoch'][:8]} was committed" if device["epoch"] else "was empty"
         return f"{name}  offline view: {was}; {device['reason']}"
     return (
-        f"{name}  {device['state']}, committed {_gib(device['committed_bytes'])}, "
-        f"staging {_gib(device['staging_bytes'])} of {_gib(device['capacity_bytes'])}, "
+        f"{name}  {device['state']}, committed {_size(device['committed_bytes'])}, "
+        f"staging {_size(device['staging_bytes'])} of {_size(device['capacity_bytes'])}, "
         f"{len(device['sessions'])} sessions, {len(device['waiting'])} waiting"
     )
 
@@ -131,5 +130,9 @@ def _waiter(waiter: dict[str, Any]) -> str:
     )
 
 
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / _GIB:.2f} GiB"
+def _size(size_bytes: int) -> str:
+    """GiB for people, and smaller units where that would print 0.00."""
+    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes * 100 >= unit_bytes:
+            return f"{size_bytes / unit_bytes:.2f} {unit}"
+    return f"{size_bytes} B"

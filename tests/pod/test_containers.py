@@ -8,9 +8,7 @@ from understudy.pod.containers import (
     BACKOFF_MAX_MS,
     BACKOFF_RESET_MS,
     Backoff,
-    Container,
     Restart,
-    stop_order,
 )
 
 
@@ -49,16 +47,3 @@ def test_backoff_of_a_week_of_crashes_stays_at_the_limit():
 def test_restart_policy_decides_by_exit_code(policy, code, again):
     """Goal: each policy to the letter. Method: the whole table."""
     assert policy.applies(code) is again
-
-
-def test_stop_order_is_main_containers_together_then_sidecars_in_reverse():
-    """Goal: no takeover while stopping. Method: the standard shape of a pod."""
-    pod = [
-        Container("lock", ("x",), sidecar=True),
-        Container("memory", ("x",), sidecar=True),
-        Container("one", ("x",)),
-        Container("two", ("x",)),
-    ]
-    names = [[container.name for container in step] for step in stop_order(pod)]
-    assert names == [["two", "one"], ["memory"], ["lock"]]
-    assert [[c.name for c in step] for step in stop_order(pod[:2])] == [["memory"], ["lock"]]

@@ -170,7 +170,7 @@ def test_container_that_ended_well_stays_ended_with_on_failure(tmp_path):
 
 
 def test_stop_goes_in_reverse_order(tmp_path):
-    """Goal: sidecars outlive the rest. Method: each process notes when SIGTERM reached it."""
+    """Goal: what was started first ends last. Method: each process notes its SIGTERM."""
     journal = tmp_path / "journal"
     code = """
         import signal, sys
@@ -186,9 +186,7 @@ def test_stop_goes_in_reverse_order(tmp_path):
     async def main():
         lines = []
         names = ["lock", "memory", "engine"]
-        containers = [
-            python(name, code, name, str(journal), sidecar=name != "engine") for name in names
-        ]
+        containers = [python(name, code, name, str(journal)) for name in names]
         runner = Runner(containers, tmp_path / "log", lines.append)
         await runner.start()
         await auntil(lambda: sum("armed" in line for line in lines) == 3, "three processes")

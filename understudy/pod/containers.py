@@ -1,15 +1,14 @@
 """A pod as data: its containers, their probes, what happens when one ends.
 
-Owns the words and the two pure rules (how long to wait before a restart, in which order to stop).
-Knows nothing of processes, HTTP or the parts of Understudy: `local_pod.py` fills these in,
-`runner.py` acts on them. The surprising thing: `sidecar` decides only the order of stopping, as it
-does in Kubernetes. Sidecars outlive the main containers, because an engine that drains still needs
-its lock server and its memory.
+Owns the words and one pure rule: how long to wait before a restart. Knows nothing of processes,
+HTTP or the parts of Understudy: `local_pod.py` fills these in, `runner.py` acts on them. The order
+of the list is the order of starting, and backwards that of stopping: an engine that drains still
+needs its lock server and its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -47,7 +46,6 @@ class Container:
     env: Mapping[str, str] = field(default_factory=dict)
     startup: Startup | None = None
     restart: Restart = Restart.ALWAYS
-    sidecar: bool = False
     grace_s: float = 40.0  # longer than an engine's drain (30 s) and less than people's patience
 
 
@@ -67,15 +65,3 @@ class Backoff:
             delay_ms = min(BACKOFF_BASE_MS * 2.0 ** min(self.failures - 1, 16), BACKOFF_MAX_MS)
         self.failures += 1
         return delay_ms
-
-
-def stop_order(containers: Iterable[Container]) -> Sequence[Sequence[Container]]:
-    """The reverse order in steps: all main containers at once, then the sidecars one by one.
-
-    Main containers go together because stopping the active engine first would make the other one
-    take over, only to be stopped next.
-    """
-    ordered = list(containers)
-    main = [container for container in reversed(ordered) if not container.sidecar]
-    sidecars = [[container] for container in reversed(ordered) if container.sidecar]
-    return [main, *sidecars] if main else sidecars

@@ -94,7 +94,7 @@ class LocalPod:
             f"--http-port={port}",
         )
         startup = Startup(f"http://127.0.0.1:{port}/live", SERVER_STARTUP_S)
-        return Container("lockserver", command, shared, startup, sidecar=True)
+        return Container("lockserver", command, shared, startup)
 
     def _gms(self, shared: Mapping[str, str]) -> Container:
         port = self.ports.gms
@@ -108,7 +108,7 @@ class LocalPod:
             f"--http-port={port}",
         )
         startup = Startup(f"http://127.0.0.1:{port}/startup", SERVER_STARTUP_S)
-        return Container("gms", command, shared, startup, sidecar=True)
+        return Container("gms", command, shared, startup)
 
     def _engine(self, number: int, port: int, shared: Mapping[str, str]) -> Container:
         name = f"engine-{number}"

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from understudy.errors import UnderstudyError, UsageError, WaitTimeoutError
 from understudy.pod.container_log import LOG_MAX_BYTES, ContainerLog
-from understudy.pod.containers import Backoff, Container, stop_order
+from understudy.pod.containers import Backoff, Container
 from understudy.pod.http_get import get
 
 PROBE_PERIOD_S = 0.05  # a start takes seconds; a probe costs about a millisecond
@@ -78,8 +78,8 @@ class Runner:
 
     async def stop(self) -> None:
         """Stop all in reverse order and wait until every process is reaped. May be called twice."""
-        for step in stop_order(kept.container for kept in self._kept.values()):
-            await asyncio.gather(*(self._kept[container.name].stop() for container in step))
+        for kept in reversed(self._kept.values()):
+            await kept.stop()
         for kept in self._kept.values():
             kept.log.close()
 
