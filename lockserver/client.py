@@ -100,7 +100,7 @@ class LockClient:
         locks: Sequence[str] = (),
         tokens: Mapping[str, int] | None = None,
     ) -> None:
-        """The whole truth from now on; said at once if connected, else first when connected.
+        """The whole truth from now on; said at once if it is new, and first on each connection.
 
         Args:
             incarnation: None between two launches: the last one has been reaped.
@@ -108,7 +108,10 @@ class LockClient:
             tokens: by lock, what this incarnation believes it holds.
         """
         name = witness.rpartition("/")[2] if witness is not None else None
-        self._truth = _Truth(incarnation, name, tuple(locks), dict(tokens or {}))
+        truth = _Truth(incarnation, name, tuple(locks), dict(tokens or {}))
+        if truth == self._truth:
+            return  # a holder that answers each grant with its token must not go round for ever
+        self._truth = truth
         if self._conn is not None:
             self._conn.send(self._want())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lockserver.core.lock import LockState
 from lockserver.core.machine import Machine
+from lockserver.service_socket import STATES
 from understudy.service.events import Event
 from understudy.service.metrics import Metrics
 
@@ -65,7 +66,7 @@ class LockMetrics:
         self._services = metrics.one_hot(
             "lock_service_state",
             "The lock's service socket.",
-            ("lent", "holding", "waiting_for_hand_back"),
+            STATES,
             ("lock",),
             known,
         )

@@ -12,7 +12,7 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import singledispatchmethod
 from typing import Any
@@ -26,7 +26,6 @@ from lockserver.messages import (
     Beat,
     EventRecord,
     Granted,
-    Service,
     Status,
     StatusReply,
     Want,
@@ -34,7 +33,8 @@ from lockserver.messages import (
 )
 from lockserver.metrics import LockMetrics
 from lockserver.prober import Prober
-from lockserver.service_socket import ServiceSocket
+from lockserver.service_desk import ServiceDesk
+from lockserver.service_socket import AWAY
 from lockserver.state_file import StateFile
 from understudy.errors import ProtocolError, UsageError
 from understudy.service.clock import Clock, SystemClock, rfc3339
@@ -78,12 +78,8 @@ class LockServer:
         self._conns: dict[int, Connection] = {}
         self._watchers: set[Connection] = set()
         self._pidfds: dict[str, OwnedFd] = {}
-        self._handed_back: dict[int, set[str]] = {}  # by connection: it keeps copies of these
         self._last_grants: deque[dict[str, Any]] = deque(maxlen=LAST_GRANTS)
-        self._services = {
-            lock: ServiceSocket(lock, address, settings.hold_ms, self._describer(lock))
-            for lock, address in settings.services.items()
-        }
+        self._desk = ServiceDesk(settings.services, settings.hold_ms, self._why_idle)
         self._server = Server(
             os.path.join(settings.directory, SOCKET_NAME),
             CATALOGUE,
@@ -110,9 +106,7 @@ class LockServer:
                 window_ms=self.settings.window_ms,
             )
             self._prober = Prober(self.settings.directory, self.machine, self.feed)
-            for service in self._services.values():
-                if not service.bind() and self._state.loaded.is_first:
-                    raise service.in_use()
+            self._desk.open(is_first_start=self._state.loaded.is_first)
         except BaseException:
             await self._server.close()
             raise
@@ -130,8 +124,7 @@ class LockServer:
         await self._server.close()
         for supervisor in tuple(self._pidfds):
             self._unwatch(supervisor)
-        for service in self._services.values():
-            service.close()
+        self._desk.close()
         self._state.close()
 
     def feed(self, event: ev.Input) -> None:
@@ -170,11 +163,14 @@ class LockServer:
     def closed(self, conn: Connection, reason: str) -> None:
         self._conns.pop(conn.id, None)
         self._watchers.discard(conn)
-        self._handed_back.pop(conn.id, None)
+        self._desk.left(conn.id)
         self.feed(ev.ConnectionClosed(conn.id))
 
     def _want(self, conn: Connection, want: Want, fds: list[OwnedFd]) -> None:
-        self._take_services(conn, want, fds)
+        for name in self._desk.take(conn.id, want.services, fds):
+            message = f"{want.engine} handed the service socket of {name} back"
+            self.events.record("lock.service_back", message, data={"lock": name})
+            self._lend_to_all(name, but=conn.id)
         file, state = None, witness.Probe.UNPROVEN
         if want.witness is not None and want.incarnation is not None and "/" not in want.witness:
             file, state = witness.identify(os.path.join(self.settings.directory, want.witness))
@@ -196,25 +192,6 @@ class LockServer:
         known = self.machine.supervisors.get(want.supervisor)
         if known is not None and known.conn == conn.id and conn.peer.pidfd is not None:
             self._watch(want.supervisor, conn)
-
-    def _take_services(self, conn: Connection, want: Want, fds: list[OwnedFd]) -> None:
-        """What comes back after a restart of this server; what is not needed is closed."""
-        try:
-            if len(fds) != len(want.services):
-                raise ProtocolError(
-                    "lock.bad_service",
-                    f"{len(want.services)} services were named and {len(fds)} descriptors came",
-                )
-            for name, fd in zip(want.services, fds, strict=True):
-                service = self._services.get(name)
-                if service is None or not service.take(fd):
-                    continue
-                message = f"{want.engine} handed {service.address} back"
-                self.events.record("lock.service_back", message, data={"lock": name})
-                self._lend_to_all(name, but=conn)
-            self._handed_back.setdefault(conn.id, set()).update(want.services)
-        finally:
-            close_all(fds)
 
     # ------------------------------------------------------------------ processes
 
@@ -275,14 +252,11 @@ class LockServer:
 
     @_do.register
     def _lend(self, effect: ev.Lend) -> None:
-        for name in self._services:
-            if name not in self._handed_back.get(effect.conn, ()):
-                self._lend_one(name, self._conns[effect.conn])
+        self._desk.lend_what_it_lacks(self._conns[effect.conn])
 
     @_do.register
     def _prepare_service(self, effect: ev.PrepareService) -> None:
-        if effect.lock in self._services:
-            self._services[effect.lock].prepare()
+        self._desk.prepare(effect.lock)
 
     @_do.register
     def _persist(self, effect: ev.Persist) -> None:
@@ -313,16 +287,10 @@ class LockServer:
             message = f"{message}: {status.named(data['pids'])}"
         self.events.record(effect.type, message, effect.severity, data)
 
-    def _lend_to_all(self, name: str, but: Connection) -> None:
+    def _lend_to_all(self, name: str, but: int | None = None) -> None:
         for supervisor in self.machine.supervisors.values():
-            if supervisor.conn in self._conns and supervisor.conn != but.id:
-                self._lend_one(name, self._conns[supervisor.conn])
-
-    def _lend_one(self, name: str, conn: Connection) -> None:
-        service = self._services[name]
-        copy = service.copy()
-        if copy is not None:
-            conn.send(Service(name, service.address), fds=[copy])
+            if supervisor.conn in self._conns and supervisor.conn != but:
+                self._desk.lend(name, self._conns[supervisor.conn])
 
     # ------------------------------------------------------------------ time and telling
 
@@ -330,15 +298,12 @@ class LockServer:
         self._ticker = self._loop.call_later(TICK_S, self._tick)
         self.feed(ev.Tick())
         now_ms = self.clock.now_ms()
-        for service in self._services.values():
-            was_waiting = service.state == "waiting_for_hand_back"
-            service.watch(may_serve=self.machine.locks[service.lock].may_serve, now_ms=now_ms)
+        for name in self._desk.watch(self.machine.locks, now_ms):
+            self._lend_to_all(name)
+        for service in self._desk.sockets.values():
             self.metrics.service(service.lock, service.state)
-            if was_waiting and service.state != "waiting_for_hand_back":
-                for conn in self._conns.values():
-                    if self.machine.knows(conn.id):
-                        self._lend_one(service.lock, conn)
-            elif was_waiting and not self._may_come_back(now_ms) and not self.failed.done():
+            is_away = service.state == AWAY
+            if is_away and not self._may_come_back(now_ms) and not self.failed.done():
                 self.failed.set_exception(service.in_use())
 
     def _may_come_back(self, now_ms: float) -> bool:
@@ -354,7 +319,7 @@ class LockServer:
             kept = f"; kept aside as {loaded.aside}" if loaded.aside else ""
             message = f"{self._state.path}: {loaded.problem}{kept}"
             self.events.record("lock.state_lost", message, "error", {"aside": loaded.aside})
-        for service in self._services.values():
+        for service in self._desk.sockets.values():
             if service.problem is not None:
                 message = f"waiting for {service.address} to be handed back: {service.problem}"
                 self.events.record("lock.service_away", message, "warning", {"lock": service.lock})
@@ -367,12 +332,9 @@ class LockServer:
             if record is not None:
                 conn.send(record)
 
-    def _describer(self, lock: str) -> Callable[[], str]:
-        def describe() -> str:
-            state = self.machine.locks[lock].state
-            return f"no engine is active (lock {lock} is {state}); try again in a moment"
-
-        return describe
+    def _why_idle(self, lock: str) -> str:
+        state = self.machine.locks[lock].state
+        return f"no engine is active (lock {lock} is {state}); try again in a moment"
 
     def document(self) -> dict[str, Any]:
         """The status document, the same for the CLI, `/status` and observers."""
@@ -389,10 +351,7 @@ class LockServer:
             "problem": self.machine.ledger.problem,
             "locks": status.lock_documents(self.machine, self.clock),
             "supervisors": status.supervisor_documents(self.machine, self.clock),
-            "service": {
-                name: {"address": s.address, "state": s.state, "problem": s.problem}
-                for name, s in self._services.items()
-            },
+            "service": self._desk.documents(),
             "last_grants": list(self._last_grants),
         }
 

@@ -33,6 +33,8 @@ LINGER_S = 1.0  # to read the rest of the request, else the answer would be lost
 RETRY_AFTER_S = 1  # a takeover takes milliseconds, a relaunch seconds
 REBIND_MS = 1000.0
 
+LENT, HOLDING, AWAY = STATES = ("lent", "holding", "waiting_for_hand_back")
+
 
 class ServiceSocket:
     """One service address."""
@@ -56,8 +58,8 @@ class ServiceSocket:
     @property
     def state(self) -> str:
         if self._sock is None:
-            return "waiting_for_hand_back"
-        return "holding" if self._is_holding else "lent"
+            return AWAY
+        return HOLDING if self._is_holding else LENT
 
     def bind(self) -> bool:
         """Bind and listen; False while somebody else has the address.

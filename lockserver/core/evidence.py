@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from lockserver.core.events import Holder
 from lockserver.core.lock import Lock
-from lockserver.core.wants import Supervisor
+from lockserver.core.supervisor import Supervisor
 
 Locks = Mapping[str, Lock]
 Supervisors = Mapping[str, Supervisor]

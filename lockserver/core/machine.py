@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import singledispatchmethod
 
-from lockserver.core import evidence, sentences
+from lockserver.core import evidence, patience, sentences
 from lockserver.core.events import (
     Beaten,
     Close,
@@ -44,7 +44,9 @@ from lockserver.core.events import (
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.queue import Waiter
-from lockserver.core.wants import Supervisor, check_want
+from lockserver.core.roster import check_identity, holds_any, twins_of
+from lockserver.core.supervisor import Supervisor
+from lockserver.core.wants import check_want
 from lockserver.witness import Probe, WitnessFile
 from understudy.errors import InvariantError
 
@@ -52,9 +54,6 @@ KINDS: Mapping[str, bool] = {"active": True, "loader": False}  # name → is it 
 
 SILENT_MS = 3000.0
 WINDOW_MS = 10_000.0
-EVIDENCE_MS = 1000.0  # evidence that remains longer than this is worth telling people
-STALL_MS = 1000.0  # two ticks further apart: it was us who were stopped, not everybody else
-SUPERVISORS_MAX = 64  # a pod has a handful; each may be remembered until its process ends
 
 
 class Machine:
@@ -97,10 +96,6 @@ class Machine:
         locks = self.locks.values()
         return [sentences.recovering(k) for k in locks if k.state is LockState.RECOVERING]
 
-    def knows(self, conn: int) -> bool:
-        """Whether a supervisor has spoken on this connection."""
-        return self._by_conn(conn) is not None
-
     @singledispatchmethod
     def _on(self, event: Input, now_ms: float) -> Iterable[Effect]:
         raise InvariantError(f"unknown event {event!r}")
@@ -109,7 +104,7 @@ class Machine:
 
     @_on.register
     def _wanted(self, want: Wanted, now_ms: float) -> Iterable[Effect]:
-        refusal = check_want(want, self.locks) or self._check_identity(want)
+        refusal = check_want(want, self.locks) or check_identity(want, self.locks, self.supervisors)
         if refusal is not None:
             yield refusal
             return
@@ -128,36 +123,15 @@ class Machine:
                 yield effect
         if refused:
             self._leave_queues(supervisor.id)
-            if known is None and not self._holds(supervisor.id):
+            if known is None and not holds_any(supervisor.id, self.locks):
                 yield from self._drop(supervisor)  # it was never one of ours
         elif is_first:
             yield Lend(want.conn)
             yield from self._tell_who_holds(supervisor)
 
-    def _check_identity(self, want: Wanted) -> Refuse | None:
-        known = self._by_conn(want.conn) or self.supervisors.get(want.supervisor)
-        if known is not None and (known.id, known.engine) != (want.supervisor, want.engine):
-            why = f"this is supervisor {known.id} of {known.engine}; it cannot become another"
-            return Refuse(want.conn, "lock.identity_changed", why)
-        if known is None and len(self.supervisors) >= SUPERVISORS_MAX:
-            why = f"{SUPERVISORS_MAX} supervisors are known here, which is the limit"
-            return Refuse(want.conn, "lock.too_many_waiters", why)
-        twins = self._twins(want)
-        if twins and not self._holds(want.supervisor):
-            return sentences.engine_id_taken(want.conn, want.engine, twins[0].pid)
-        return None
-
-    def _holds(self, supervisor_id: str) -> bool:
-        holders = [lock.holder for lock in self.locks.values()]
-        return any(holder is not None and holder.supervisor == supervisor_id for holder in holders)
-
-    def _twins(self, want: Wanted) -> list[Supervisor]:
-        others = self.supervisors.values()
-        return [s for s in others if s.engine == want.engine and s.id != want.supervisor]
-
     def _evict_twins(self, want: Wanted) -> Iterable[Effect]:
         """A holder that returns late is in the right; who took its engine's id must leave."""
-        for twin in self._twins(want):
+        for twin in twins_of(want, self.supervisors):
             if twin.conn is not None:
                 yield sentences.engine_id_taken(twin.conn, want.engine, want.pid)
             yield from self._drop(twin)
@@ -294,14 +268,14 @@ class Machine:
             return
         if supervisor.conn is not None:  # a stray copy in another process may keep it open
             yield Close(supervisor.conn, "its supervisor's process has ended")
+        if supervisor.witness is not None:
+            self.ledger.end(supervisor.witness)
         yield from self._drop(supervisor)
         yield from self._lose_all(supervisor, Signal.PROCESS_GONE, now_ms)
 
     def _drop(self, supervisor: Supervisor) -> Iterable[Effect]:
         self._leave_queues(supervisor.id)
         del self.supervisors[supervisor.id]
-        if supervisor.witness is not None:
-            self.ledger.end(supervisor.witness)
         yield Forget(supervisor.id)
 
     def _leave_queues(self, supervisor_id: str) -> None:
@@ -363,31 +337,7 @@ class Machine:
     @_on.register
     def _tick(self, event: Tick, now_ms: float) -> Iterable[Effect]:
         gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
-        for supervisor in self.supervisors.values():
-            if gap_ms > STALL_MS:
-                supervisor.heard_ms = now_ms  # nobody could be heard while we were stopped
-            if not supervisor.is_silent and now_ms - supervisor.heard_ms > self.silent_ms:
-                supervisor.is_silent = True
-                yield from self._report_silence(supervisor)
-        for lock in self.locks.values():
-            if not lock.is_reported and self._is_overdue(lock, now_ms):
-                lock.is_reported = True
-                yield sentences.overdue(lock)
-
-    def _report_silence(self, supervisor: Supervisor) -> Iterable[Effect]:
-        held = [
-            (lock, lock.holder)
-            for lock in self.locks.values()
-            if lock.holder is not None and lock.holder.supervisor == supervisor.id
-        ]
-        if not held:
-            yield sentences.silent(supervisor)
-        for lock, holder in held:
-            yield sentences.unresponsive(lock, holder, supervisor)
-
-    def _is_overdue(self, lock: Lock, now_ms: float) -> bool:
-        if lock.state is LockState.RECOVERING:
-            return now_ms - self.started_ms > self.window_ms
-        if lock.state is LockState.RELEASING and lock.lost_ms is not None:
-            return now_ms - lock.lost_ms > EVIDENCE_MS
-        return False
+        if gap_ms > patience.STALL_MS:
+            patience.forgive(self.supervisors, now_ms)
+        yield from patience.fall_silent(self.locks, self.supervisors, now_ms - self.silent_ms)
+        yield from patience.report_overdue(self.locks, now_ms, self.started_ms + self.window_ms)

@@ -7,7 +7,7 @@ from typing import Any
 from lockserver.core.events import Happened, Holder, Refuse, Wanted
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.queue import Waiter
-from lockserver.core.wants import Supervisor
+from lockserver.core.supervisor import Supervisor
 
 
 def facts(lock: Lock, holder: Holder) -> dict[str, Any]:

@@ -1,45 +1,11 @@
-"""What a `want` must be before anything else looks at it, and what a supervisor is once it is.
-
-Pure checks: shape only, nothing of who holds what.
-"""
+"""What a `want` must be before anything else looks at it: its shape, nothing of who holds what."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container
 
 from lockserver.core.events import Refuse, Wanted
-from lockserver.witness import ENGINE_ID, INCARNATION, WitnessFile, name_of
-
-
-@dataclass(slots=True)
-class Supervisor:
-    """One supervisor process, from its first `want` until its process (or connection) is gone."""
-
-    id: str
-    engine: str
-    since_ms: float
-    heard_ms: float
-    conn: int | None = None
-    pid: int = 0
-    process: str = "none"  # where its pidfd came from; "none": its connection stands for it
-    incarnation: str | None = None
-    witness: WitnessFile | None = None
-    witness_name: str | None = None
-    locks: tuple[str, ...] = ()
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    progress: int = -1
-    is_silent: bool = False
-
-    @property
-    def has_process(self) -> bool:
-        return self.process != "none"
-
-    def adopt(self, want: Wanted) -> None:
-        """Be what `want` says, all of it."""
-        self.conn, self.pid, self.process = want.conn, want.pid, want.process
-        self.incarnation, self.witness_name = want.incarnation, want.witness
-        self.witness, self.locks, self.tokens = want.witness_file, want.locks, dict(want.tokens)
+from lockserver.witness import ENGINE_ID, INCARNATION, name_of
 
 
 def check_want(want: Wanted, locks: Container[str]) -> Refuse | None:

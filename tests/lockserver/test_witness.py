@@ -21,14 +21,15 @@ INCARNATION = "engine-0-00112233445566aa"
 
 JOIN = "import sys; from lockserver.witness import join; join(sys.argv[1]); print('in')"
 
-# A device stand-in on 50 and 51 (memory behind 50, a pipe's end on 51), the witness on argv[2].
+# A device stand-in on 50 and 51, the witness on argv[2]. The memory is behind 51 and takes long to
+# free; only then is the pipe on 50 closed. (With the witness on 60 this test fails: tried.)
 DYING = """
 import ctypes, fcntl, os, signal, sys
 path, number, pipe = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 memory = os.memfd_create("device")
 os.write(memory, b"x" * (256 << 20))
-os.dup2(memory, 50); os.close(memory)
-os.dup2(pipe, 51); os.close(pipe)
+os.dup2(memory, 51); os.close(memory)
+os.dup2(pipe, 50); os.close(pipe)
 fd = os.open(path, os.O_RDWR)
 fcntl.flock(fd, fcntl.LOCK_SH)
 os.dup2(fd, number); os.close(fd)
@@ -163,7 +164,7 @@ def test_scan_names_the_held_and_seals_only_strangers(tmp_path):
 
 def test_witness_on_descriptor_zero_is_free_only_after_the_device_is_closed(path):
     """Goal: descriptor 0 goes last in a dying process, so a free witness means a closed device.
-    Method: a device stand-in on 50 and 51; when the witness is free, the pipe on 51 has ended."""
+    Method: a device stand-in on 50 and 51; when the witness is free, the pipe on 50 has ended."""
     for _ in range(5):
         reader, writer = os.pipe()
         process = subprocess.Popen(

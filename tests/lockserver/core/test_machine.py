@@ -9,7 +9,8 @@ import pytest
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.lock import LockState
-from lockserver.core.machine import SUPERVISORS_MAX, Machine
+from lockserver.core.machine import Machine
+from lockserver.core.roster import SUPERVISORS_MAX
 from lockserver.witness import Probe, WitnessFile, name_of
 from understudy.errors import InvariantError
 

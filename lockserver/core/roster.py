@@ -1,0 +1,46 @@
+"""Who is known here: one record per supervisor process, and who may be added.
+
+Pure questions about records. A record lasts until its process is gone (by pidfd; where there is
+none, until its connection closes), which is what makes a second supervisor of an engine visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockserver.core import sentences
+from lockserver.core.events import Refuse, Wanted
+from lockserver.core.lock import Lock
+from lockserver.core.supervisor import Supervisor
+
+SUPERVISORS_MAX = 64  # a pod has a handful; each may be remembered until its process ends
+
+
+def twins_of(want: Wanted, supervisors: Mapping[str, Supervisor]) -> list[Supervisor]:
+    """Other supervisors of the same engine."""
+    others = supervisors.values()
+    return [s for s in others if s.engine == want.engine and s.id != want.supervisor]
+
+
+def holds_any(supervisor_id: str, locks: Mapping[str, Lock]) -> bool:
+    """Whether a holder, in whatever state, belongs to this supervisor."""
+    holders = [lock.holder for lock in locks.values()]
+    return any(holder is not None and holder.supervisor == supervisor_id for holder in holders)
+
+
+def check_identity(
+    want: Wanted, locks: Mapping[str, Lock], supervisors: Mapping[str, Supervisor]
+) -> Refuse | None:
+    """Why this sender cannot be who it says it is, or None."""
+    known = next((s for s in supervisors.values() if s.conn == want.conn), None)
+    known = known or supervisors.get(want.supervisor)
+    if known is not None and (known.id, known.engine) != (want.supervisor, want.engine):
+        why = f"this is supervisor {known.id} of {known.engine}; it cannot become another"
+        return Refuse(want.conn, "lock.identity_changed", why)
+    if known is None and len(supervisors) >= SUPERVISORS_MAX:
+        why = f"{SUPERVISORS_MAX} supervisors are known here, which is the limit"
+        return Refuse(want.conn, "lock.too_many_waiters", why)
+    twins = twins_of(want, supervisors)
+    if twins and not holds_any(want.supervisor, locks):  # a holder on file is in the right
+        return sentences.engine_id_taken(want.conn, want.engine, twins[0].pid)
+    return None
