@@ -121,7 +121,7 @@ class Engine:
         self._task = asyncio.create_task(self.client.run())
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.disconnect()
         self.reap()
         for _, _, fd in self.services:
