@@ -229,7 +229,7 @@ class _Routes:
         if len(text) <= INLINE_CHARS_MAX:
             return tuple(tokenizer.encode(text, special=special))
         async with self._large:
-            return tuple(await asyncio.to_thread(encode_aside, tokenizer, text, special))
+            return tuple(await asyncio.to_thread(tokenizer.encode, text, special=special))
 
     def _shape(self, wanted: GenerationRequest) -> Shape:
         kind = ChatShape if wanted.is_chat else CompletionShape
@@ -240,13 +240,6 @@ class _Routes:
             wants_logprobs=wanted.sampling.logprobs is not None,
             wants_usage=wanted.include_usage,
         )
-
-
-def encode_aside(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
-    """`Tokenizer.encode` for a thread: the library's `encode` keeps the interpreter lock (a text of
-    4 MB held every probe up for 6 s, measured), its `encode_batch` lets go of it."""
-    encoded = tokenizer._tokenizer.encode_batch([text], add_special_tokens=special)
-    return list(encoded[0].ids)
 
 
 async def _whole(
