@@ -1,93 +1,313 @@
-"""A real pod under load, for tests that break parts of it: runner, clients and a verdict."""
+"""A pod of real processes for tests: the product's own runner, clients and verdict.
+
+Owns what several tests share: one pod (starting one costs seconds), its processes by pid, and
+loads that stream against it. Every load is judged when it ends: a wrong token, a hung request, or
+text of an older grant after text of a newer one fails the test, whatever else it looked at.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import select
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from lockserver.client import messages as lock_messages
+from tests.helpers import auntil, open_fds
 from understudy.pod.drill.clients import Target, stream_without_pause
 from understudy.pod.drill.killer import Whole, wait_whole
-from understudy.pod.drill.records import Exchange, Outcome, Prompt
+from understudy.pod.drill.records import End, Exchange, Outcome
 from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.drill.verdict import classify, served_out_of_order
+from understudy.pod.gather import LOCKSERVER_SOCKET, gather
 from understudy.pod.local_pod import LocalPod, free_pod_ports
+from understudy.pod.peers import Watch
 from understudy.pod.runner import Runner
 from understudy.pod.sessions import ONE_THREAD, make_random_model
+from understudy.service.procfs import children, descendants
+from understudy.wire.messages import Message
 
 WHOLE_DEADLINE_S = 60.0
+GRACE_S = 20.0  # a test that fails must not wait the forty seconds that users' requests get
+CLIENTS = 3
+
+# The pod runs as users run it: Python's development mode would cost it memory and time.
+AS_USERS_RUN_IT = {**ONE_THREAD, "PYTHONDEVMODE": "", "PYTHONWARNINGS": ""}
 
 
-class PodUnderLoad:
-    """A pod of real processes, and clients that have been streaming since it was whole."""
+class Pod:
+    """A running pod; everything here is about processes that this object has started."""
 
-    def __init__(self, directory: Path, runner: Runner, target: Target, drill: Drill) -> None:
-        self.directory = directory
-        self.runner = runner
-        self.target = target
-        self.expected = drill.records.expected
-        self.prompts: list[Prompt] = drill.prompts
-        self.exchanges: list[Exchange] = []
-        self._stopping = asyncio.Event()
-        self._clients: list[asyncio.Task[None]] = []
+    def __init__(self, local: LocalPod) -> None:
+        self.local = local
+        self.directory = local.directory
+        containers = [replace(container, grace_s=GRACE_S) for container in local.containers()]
+        self.runner = Runner(containers, self.directory / "log")
+        self._drill = Drill(self.directory, DrillPlan(), lambda line: None)
+        self._target: Target | None = None
 
-    def start_clients(self, count: int = 3) -> None:
-        for number in range(count):
-            client = stream_without_pause(
-                self.target, self.prompts, number, self.exchanges.append, self._stopping
-            )
-            self._clients.append(asyncio.create_task(client))
+    async def start(self) -> None:
+        await self.runner.start()
+        self._target = await self._drill.prepare()
 
-    async def stop_clients(self) -> None:
-        self._stopping.set()
-        await asyncio.gather(*self._clients)
+    # ------------------------------------------------------------------ looking at it
 
     async def whole(self) -> Whole:
+        """Wait until one engine serves and another is parked in the queue."""
         return await wait_whole(self.directory, WHOLE_DEADLINE_S)
 
     async def whole_after(self, token: int) -> Whole:
         """The pod, whole again under a newer grant than `token`."""
         async with asyncio.timeout(WHOLE_DEADLINE_S):
-            while True:
+            whole = await self.whole()
+            while whole.token <= token:
                 whole = await self.whole()
-                if whole.token > token:
-                    return whole
-                await asyncio.sleep(0.01)
+        return whole
 
-    def kill(self, container: str) -> int:
-        """SIGKILL to the container's first process; its pid."""
-        pid = self.runner.pids()[container]
-        os.kill(pid, signal.SIGKILL)
+    async def view(self) -> dict[str, Any]:
+        return await gather(self.directory)
+
+    async def engine(self, name: str) -> Mapping[str, Any]:
+        """The engine's status document."""
+        (document,) = [
+            part for part in (await self.view())["engines"] if part["engine"]["id"] == name
+        ]
+        return document
+
+    async def lock(self) -> Mapping[str, Any]:
+        """The status of `active` as the lock server tells it; {} while it does not answer."""
+        return (await self.view())["lockserver"].get("locks", {}).get("active", {})
+
+    def pid(self, container: str) -> int:
+        return self.runner.pids()[container]
+
+    def tree(self, container: str) -> list[int]:
+        """The container's first process and everything under it."""
+        pid = self.pid(container)
+        return [pid, *descendants(pid)]
+
+    def gms_server(self) -> int:
+        """The process that serves the only device."""
+        (pid,) = children(self.pid("gms"))
         return pid
 
-    def counts(self) -> dict[Outcome, int]:
-        """How many requests so far had which outcome."""
-        counts = dict.fromkeys(Outcome, 0)
-        for exchange in self.exchanges:
-            counts[classify(exchange, self.expected)] += 1
+    def processes(self) -> list[int]:
+        """Every process of the pod."""
+        return [pid for container in self.runner.pids() for pid in self.tree(container)]
+
+    async def restarted(self, container: str, before: int) -> None:
+        """Wait until the runner has started `container` once more than `before` times."""
+        await auntil(
+            lambda: self.runner.restarts()[container] == before + 1 and self._runs(container),
+            f"the restart of {container}",
+        )
+
+    def _runs(self, container: str) -> bool:
+        return container in self.runner.pids()
+
+    # ------------------------------------------------------------------ using it
+
+    @asynccontextmanager
+    async def grants(self, old: Processes) -> AsyncIterator[Grants]:
+        """Listen to the lock server; at each grant, look who of `old` is alive."""
+        grants = Grants(old)
+        path = str(self.directory / LOCKSERVER_SOCKET)
+        watch = Watch(path, lock_messages.CATALOGUE, lock_messages.Watch(), grants.heard)
+        try:
+            await auntil(lambda: grants.is_listening, "the lock server to take an observer")
+            yield grants
+        finally:
+            await watch.close()
+
+    @asynccontextmanager
+    async def load(self, clients: int = CLIENTS) -> AsyncIterator[Load]:
+        """Clients that stream without pause until the block ends; judged then."""
+        assert self._target is not None
+        load = Load(self._drill.records.expected)
+        stopping = asyncio.Event()
+        tasks = [
+            asyncio.create_task(
+                stream_without_pause(
+                    self._target, self._drill.prompts, number, load.exchanges.append, stopping
+                )
+            )
+            for number in range(clients)
+        ]
+        try:
+            yield load
+            stopping.set()
+            await asyncio.gather(*tasks)
+            load.check()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Load:
+    """What the clients of one load got so far."""
+
+    def __init__(self, expected: dict[str, Exchange]) -> None:
+        self.exchanges: list[Exchange] = []
+        self._expected = expected
+
+    def count(self, outcome: Outcome) -> int:
+        return sum(classify(each, self._expected) is outcome for each in self.exchanges)
+
+    async def answers(self, count: int = 12) -> None:
+        """Wait until so many more requests were answered in full."""
+        goal = self.count(Outcome.OK) + count
+        await auntil(lambda: self.count(Outcome.OK) >= goal, f"{count} more answers")
+
+    def tokens(self) -> set[int | None]:
+        """The grants under which anything was answered."""
+        return {each.token for each in self.exchanges if each.chunks}
+
+    def refused(self) -> list[Exchange]:
+        """Connections that the kernel refused, and requests that were told to come later."""
+        return [each for each in self.exchanges if self._is(each, Outcome.REFUSED)]
+
+    def connections_refused(self) -> list[Exchange]:
+        return [each for each in self.exchanges if each.end is End.REFUSED]
+
+    def lost(self) -> list[Exchange]:
+        return [each for each in self.exchanges if self._is(each, Outcome.LOST)]
+
+    def check(self) -> None:
+        """What no fault whatever may lead to."""
+        bad = [each for each in self.exchanges if self._is(each, Outcome.WRONG, Outcome.HUNG)]
+        assert not bad
         assert not served_out_of_order(self.exchanges)
-        return counts
+
+    def _is(self, exchange: Exchange, *outcomes: Outcome) -> bool:
+        return classify(exchange, self._expected) in outcomes
 
 
-@asynccontextmanager
-async def pod_under_load(tmp_path: Path) -> AsyncIterator[PodUnderLoad]:
-    """A whole pod with clients; stopped, with every process gone, whatever happens inside."""
-    directory = tmp_path / "pod"
-    directory.mkdir(mode=0o700)
-    model = await make_random_model(tmp_path / "model")
-    pod = LocalPod(directory, model, free_pod_ports(), env=ONE_THREAD)
-    containers = [replace(container, grace_s=20.0) for container in pod.containers()]
-    runner = Runner(containers, directory / "log")
-    try:
-        await runner.start()
-        drill = Drill(directory, DrillPlan(), lambda line: None)
-        load = PodUnderLoad(directory, runner, await drill.prepare(), drill)
-        load.start_clients()
-        yield load
-        await load.stop_clients()
-    finally:
-        await runner.stop()
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A grant of `active`, and who of the old holder's processes lived when it was heard of."""
+
+    engine: str
+    token: int
+    alive: frozenset[int]
+
+
+class Grants:
+    """Every grant of `active` that the lock server makes, in order."""
+
+    def __init__(self, old: Processes) -> None:
+        self.made: list[Grant] = []
+        self.is_listening = False
+        self._old = old
+
+    def heard(self, message: Message) -> None:
+        if isinstance(message, lock_messages.StatusReply):
+            self.is_listening = True
+        elif isinstance(message, lock_messages.Granted) and message.lock == "active":
+            self.made.append(Grant(message.engine, message.token, frozenset(self._old.alive())))
+
+
+class PodHome:
+    """One pod that tests in turn use, on an event loop that runs only while one of them does.
+
+    A test that fails may leave anything behind, so the next one gets a new pod.
+    """
+
+    def __init__(self, base: Path, model: Path, **differences: Any) -> None:
+        self._base = base
+        self._model = model
+        self._differences = differences
+        self._loop = asyncio.Runner()
+        self._pod: Pod | None = None
+        self._started = 0
+
+    def run(self, scenario: Callable[[Pod], Awaitable[None]]) -> None:
+        """Run `scenario` on a pod that is whole."""
+        self._loop.run(self._use(scenario))
+
+    def close(self) -> None:
+        try:
+            self._loop.run(self._stop())
+        finally:
+            self._loop.close()
+
+    async def _use(self, scenario: Callable[[Pod], Awaitable[None]]) -> None:
+        try:
+            if self._pod is None:
+                await self._start()
+            assert self._pod is not None
+            await self._pod.whole()
+            await scenario(self._pod)
+        except BaseException:
+            await self._stop()
+            raise
+
+    async def _start(self) -> None:
+        self._started += 1
+        directory = self._base / f"pod{self._started}"
+        directory.mkdir(mode=0o700)
+        env = {**AS_USERS_RUN_IT, **self._differences.pop("env", {})}
+        local = LocalPod(directory, self._model, free_pod_ports(), env=env, **self._differences)
+        self._differences["env"] = env
+        self._pod = Pod(local)
+        await self._pod.start()
+
+    async def _stop(self) -> None:
+        pod, self._pod = self._pod, None
+        if pod is not None:
+            continue_all(pod.processes())
+            await pod.runner.stop()
+
+
+class Processes:
+    """Processes held by pidfds, which name them for ever; pids may be reused."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._pidfds = {pid: os.pidfd_open(pid) for pid in pids}
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+
+    def signal(self, number: int) -> None:
+        for pidfd in self._pidfds.values():
+            with contextlib.suppress(ProcessLookupError):  # it died of the one before
+                signal.pidfd_send_signal(pidfd, number)
+
+    def alive(self) -> set[int]:
+        """The pids of those that have not ended at this instant."""
+        poll = select.poll()
+        for pidfd in self._pidfds.values():
+            poll.register(pidfd, select.POLLIN)
+        ended = {pidfd for pidfd, _ in poll.poll(0)}
+        return {pid for pid, pidfd in self._pidfds.items() if pidfd not in ended}
+
+
+def kill(*pids: int) -> None:
+    """SIGKILL to each."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def continue_all(pids: Iterable[int]) -> None:
+    """SIGCONT to each that is there: a stopped process would outlive its test."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def fd_counts(pids: Iterable[int]) -> dict[int, int]:
+    return {pid: len(open_fds(pid)) for pid in pids}
+
+
+def make_model(directory: Path) -> Path:
+    return asyncio.run(make_random_model(directory))

@@ -1,150 +1,193 @@
-"""The whole pod, real processes, under load: what each death costs, and what it must not."""
+"""What each death of a part costs a pod of real processes under load, and what it must not cost."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
-from tests.e2e.pods import pod_under_load
-from tests.helpers import auntil, until
-from understudy.pod.drill.records import Outcome
-from understudy.pod.gather import gather
-
-UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
+from tests.e2e.pods import CLIENTS, Load, Pod, PodHome, Processes, kill
+from tests.helpers import auntil
 
 
-async def more_answers(pod, count: int = 12) -> None:
-    """Wait until so many more requests were answered in full."""
-    goal = pod.counts()[Outcome.OK] + count
-    await auntil(lambda: pod.counts()[Outcome.OK] >= goal, f"{count} more answers")
+async def only_answers_under(load: Load, token: int) -> None:
+    """Nothing was lost or refused so far, and everything came under `token`."""
+    await load.answers()
+    assert not load.lost()
+    assert not load.refused()
+    assert load.tokens() == {token}
 
 
-def test_drill_of_a_real_pod_passes_and_prints_one_document():
-    """Goal: the drill as users run it. Method: the command, each target once, its JSON."""
-    done = subprocess.run(
-        [UNDERSTUDY, "drill", "--kills", "3", "--json"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["kills"] == 3
-    assert set(report["killed"].values()) == {1}
-    assert (report["refused"], report["wrong_tokens"], report["double_active"]) == (0, 0, 0)
-    assert all(report["phases_ms"][phase]["max"] is not None for phase in report["phases_ms"])
+def test_lock_server_killed_under_load_is_no_failover_and_the_next_one_refuses_nothing(
+    home: PodHome,
+):
+    """Goal: a dead lock server costs nothing, then or later. Method: SIGKILL it under load, then
+    the active supervisor; pidfds prove the order of its tree's death and the next grant."""
 
-
-def test_lock_server_killed_under_load_costs_nothing(tmp_path):
-    """Goal: no failover, no request lost. Method: SIGKILL, restart, then kill the active one."""
-
-    async def main():
-        async with pod_under_load(tmp_path) as pod:
-            before = await pod.whole()
-            await more_answers(pod)
-            pod.kill("lockserver")
-            await auntil(lambda: pod.runner.restarts()["lockserver"] == 1, "its restart")
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        async with pod.load() as load:
+            await load.answers()
+            restarts = pod.runner.restarts()["lockserver"]
+            kill(pod.pid("lockserver"))
+            await pod.restarted("lockserver", restarts)
             after = await pod.whole()
             assert (after.engine, after.token) == (before.engine, before.token)
-            await more_answers(pod)
-            counts = pod.counts()
-            assert sum(counts.values()) == counts[Outcome.OK]
-            pod.kill(after.engine)
-            assert (await pod.whole()).engine != after.engine
-            await more_answers(pod)
-            counts = pod.counts()
-            assert counts[Outcome.REFUSED] == counts[Outcome.WRONG] == counts[Outcome.HUNG] == 0
+            await only_answers_under(load, before.token)
+            with Processes(pod.tree(before.engine)) as old:
+                assert len(old.alive()) == 3
+                async with pod.grants(old) as grants:
+                    kill(pod.pid(before.engine))
+                    last = await pod.whole_after(before.token)
+                    await load.answers()
+            assert last.engine != before.engine
+            assert last.standbys == (before.engine,)
+            assert [(each.engine, each.token) for each in grants.made] == [
+                (last.engine, last.token)
+            ]
+            assert not grants.made[0].alive
+            assert not load.refused()
+            assert len(load.lost()) <= CLIENTS  # what was in flight, and nothing after it
+            assert load.tokens() == {before.token, last.token}
 
-    asyncio.run(main())
-
-
-def test_lock_server_and_active_engine_killed_together_refuse_nothing(tmp_path):
-    """Goal: the listening socket survives both. Method: two SIGKILLs in a row under load."""
-
-    async def main():
-        async with pod_under_load(tmp_path) as pod:
-            before = await pod.whole()
-            await more_answers(pod)
-            pod.kill("lockserver")
-            pod.kill(before.engine)
-            await auntil(lambda: pod.runner.restarts()["lockserver"] == 1, "its restart")
-            after = await pod.whole()
-            assert after.token > before.token
-            await more_answers(pod)
-            counts = pod.counts()
-            assert counts[Outcome.REFUSED] == counts[Outcome.WRONG] == counts[Outcome.HUNG] == 0
-
-    asyncio.run(main())
+    home.run(scenario)
 
 
-def test_standby_killed_leaves_the_active_one_alone(tmp_path):
-    """Goal: nothing is lost. Method: SIGKILL to the parked supervisor; it comes back."""
+def test_lock_server_and_active_engine_killed_together_refuse_nothing(home: PodHome):
+    """Goal: the listening socket survives both. Method: SIGKILL to the lock server and to every
+    process of the active engine, one right after the other, under load."""
 
-    async def main():
-        async with pod_under_load(tmp_path) as pod:
-            before = await pod.whole()
-            (standby,) = before.standbys
-            pod.kill(standby)
-            await auntil(lambda: pod.runner.restarts()[standby] == 1, "its restart")
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        async with pod.load() as load:
+            await load.answers()
+            restarts = dict(pod.runner.restarts())
+            kill(pod.pid("lockserver"), *pod.tree(before.engine))
+            await pod.restarted("lockserver", restarts["lockserver"])
+            after = await pod.whole_after(before.token)
+            assert after.engine != before.engine
+            assert after.standbys == (before.engine,)
+            await load.answers()
+            assert not load.refused()
+            assert len(load.lost()) <= CLIENTS
+            assert load.tokens() == {before.token, after.token}
+            assert pod.runner.restarts()[before.engine] == restarts[before.engine] + 1
+
+    home.run(scenario)
+
+
+def test_standby_killed_leaves_the_active_one_alone_and_comes_back(home: PodHome):
+    """Goal: the parked engine's deaths cost nothing. Method: SIGKILL to one of its backend's
+    processes, then to its supervisor, under load."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        (standby,) = before.standbys
+        active = await pod.engine(before.engine)
+        async with pod.load() as load:
+            old = await pod.engine(standby)
+            kill(old["backend"]["pids"]["model"])
+            new = await relaunched(pod, standby, old["engine"]["incarnation"])
+            assert new["engine"]["number"] == old["engine"]["number"] + 1
+            assert new["engine"]["pid"] == old["engine"]["pid"]
+            restarts = pod.runner.restarts()[standby]
+            kill(pod.pid(standby))
+            await pod.restarted(standby, restarts)
+            newest = await relaunched(pod, standby, new["engine"]["incarnation"])
+            assert newest["engine"]["number"] == new["engine"]["number"] + 1
             after = await pod.whole()
             assert (after.engine, after.token) == (before.engine, before.token)
-            await more_answers(pod)
-            counts = pod.counts()
-            assert sum(counts.values()) == counts[Outcome.OK]
+            assert (await pod.engine(before.engine))["engine"] == active["engine"]
+            await only_answers_under(load, before.token)
 
-    asyncio.run(main())
-
-
-def test_memory_service_killed_under_load_comes_back_with_one_load(tmp_path):
-    """Goal: both engines relaunch by themselves, the weights are loaded once. Method: SIGKILL."""
-
-    async def main():
-        async with pod_under_load(tmp_path) as pod:
-            before = await pod.whole()
-            await more_answers(pod)
-            pod.kill("gms")
-            await auntil(lambda: pod.runner.restarts()["gms"] == 1, "its restart")
-            await pod.whole_after(before.token)
-            view = await gather(pod.directory)
-            assert [part["commits_total"] for part in view["gms"]] == [1]
-            assert all(engine["engine"]["number"] >= 2 for engine in view["engines"])
-            await more_answers(pod)
-            assert pod.counts()[Outcome.WRONG] == 0
-            assert sum(pod.runner.restarts()[name] for name in ("engine-0", "engine-1")) == 0
-
-    asyncio.run(main())
+    home.run(scenario)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_up_says_where_to_send_requests_and_stops_cleanly(tmp_path, number):
-    """Goal: a pod for people. Method: `up` on free ports, `status --check`, then a signal."""
-    from understudy.pod.local_pod import free_ports
-
-    directory = str(tmp_path / "pod")
-    service, lock, gms, engine, _ = free_ports(5)
-    command = [UNDERSTUDY, "up", f"--dir={directory}", f"--service-port={service}"]
-    command += [f"--lockserver-port={lock}", f"--gms-port={gms}", f"--engine-port={engine}"]
-    output = tmp_path / "up.txt"
-    with output.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
-        until(lambda: "curl http" in output.read_text(), "the example request")
-        status = [UNDERSTUDY, "status", "--check", f"--dir={directory}"]
-        done = subprocess.run(status, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "failover ready" in done.stdout
-        assert len(done.stdout.splitlines()) < 15
-        pids = [int(pid) for pid in os.listdir("/proc") if pid.isdigit()]
-        mine = [pid for pid in pids if directory.encode() in _command_line(pid)]
-        process.send_signal(number)
-        assert process.wait(60) == 0
-    until(lambda: not any(directory.encode() in _command_line(pid) for pid in mine), "all ends")
+async def relaunched(pod: Pod, engine: str, incarnation: str):
+    """Wait until `engine` stands by as another incarnation; its status document."""
+    while True:
+        await pod.whole()
+        document = await pod.engine(engine)
+        if document["engine"]["incarnation"] != incarnation:
+            return document
 
 
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+def test_device_server_killed_under_load_both_engines_relaunch_and_load_once(home: PodHome):
+    """Goal: the pod heals from losing its memory server. Method: SIGKILL the device's server."""
+
+    async def scenario(pod: Pod) -> None:
+        await lose_memory(pod, victim=pod.gms_server())
+        assert pod.runner.restarts()["gms"] == 0
+
+    home.run(scenario)
+
+
+def test_memory_service_killed_under_load_both_engines_relaunch_and_load_once(home: PodHome):
+    """Goal: the same where the whole container dies. Method: SIGKILL gms's supervisor."""
+
+    async def scenario(pod: Pod) -> None:
+        restarts = pod.runner.restarts()["gms"]
+        server = pod.gms_server()
+        with Processes([server]) as servers:
+            await lose_memory(pod, victim=pod.pid("gms"))
+            assert not servers.alive()
+        assert pod.runner.restarts()["gms"] == restarts + 1
+
+    home.run(scenario)
+
+
+async def lose_memory(pod: Pod, victim: int) -> None:
+    before = await pod.whole()
+    engines = [part["engine"] for part in (await pod.view())["engines"]]
+    async with pod.load() as load:
+        await load.answers()
+        kill(victim)
+        await pod.whole_after(before.token)
+        seen = len(load.exchanges)
+        await load.answers()
+        view = await pod.view()
+        (memory,) = view["gms"]
+        assert memory["pid"] != victim
+        assert memory["commits_total"] == 1
+        assert memory["exports_total"] == 1  # the other engine maps what the first has loaded
+        assert [each["mode"] for each in memory["sessions"]] == ["ro", "ro"]
+        assert {each["engine"] for each in memory["sessions"]} == {"engine-0", "engine-1"}
+        for old, new in zip(engines, (part["engine"] for part in view["engines"]), strict=True):
+            assert new["pid"] == old["pid"]  # by itself: nobody restarted the supervisor
+            assert new["number"] == old["number"] + 1
+        assert not load.connections_refused()
+        assert {each.token for each in load.exchanges[seen:] if each.chunks} == {view["token"]}
+
+
+def test_memory_of_supervisors_and_lock_server_after_requests(home: PodHome):
+    """Goal: supervisors at most 64 MiB resident, the lock server 56. Method: /proc, after use."""
+    from understudy.service.procfs import rss_bytes
+
+    async def scenario(pod: Pod) -> None:
+        async with pod.load() as load:
+            await load.answers(50)
+        used = {name: (rss_bytes(pid) or 0) >> 20 for name, pid in pod.runner.pids().items()}
+        assert used["engine-0"] <= 64
+        assert used["engine-1"] <= 64
+        assert used["lockserver"] <= 56
+        assert used["gms"] <= 64
+
+    home.run(scenario)
+
+
+def test_witnesses_of_the_dead_are_cleared_away(home: PodHome):
+    """Goal: the directory does not grow with deaths. Method: kill the standby's backend, then look:
+    one witness per living incarnation."""
+
+    async def scenario(pod: Pod) -> None:
+        (standby,) = (await pod.whole()).standbys
+        old = await pod.engine(standby)
+        kill(old["backend"]["pids"]["http"])
+        await relaunched(pod, standby, old["engine"]["incarnation"])
+        living = {
+            "witness_" + "_".join(part["engine"]["incarnation"].rsplit("-", 1))
+            for part in (await pod.view())["engines"]
+        }
+        await auntil(
+            lambda: {path.name for path in pod.directory.glob("witness_*")} == living,
+            "the witnesses of dead incarnations to go",
+            deadline_s=5,
+        )
+
+    home.run(scenario)

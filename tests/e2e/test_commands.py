@@ -1,0 +1,166 @@
+"""The `understudy` command as people use it: subprocesses, their output and their exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome, Processes, fd_counts
+from tests.helpers import auntil, until
+from understudy.pod.drill.records import PHASES, TARGETS
+from understudy.pod.local_pod import free_ports
+from understudy.service.procfs import children, descendants, rss_bytes
+
+UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
+ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
+REPORT_KEYS = {
+    "kills",
+    "killed",
+    "refused",
+    "wrong_tokens",
+    "double_active",
+    "lost_in_flight",
+    "failover_ms",
+    "phases_ms",
+    "backend",
+    "machine",
+}
+SPREAD_KEYS = {"p50", "p99", "max"}
+
+
+def check_report(report: dict, kills: int) -> None:
+    """The document to the letter, and a drill that found nothing."""
+    assert set(report) == REPORT_KEYS
+    assert report["kills"] == kills
+    assert report["killed"] == dict.fromkeys(TARGETS, kills // len(TARGETS))
+    assert (report["refused"], report["wrong_tokens"], report["double_active"]) == (0, 0, 0)
+    assert set(report["failover_ms"]) == SPREAD_KEYS
+    assert set(report["phases_ms"]) == set(PHASES)
+    for spread in (report["failover_ms"], *report["phases_ms"].values()):
+        assert set(spread) == SPREAD_KEYS
+        assert 0 <= spread["p50"] <= spread["p99"] <= spread["max"]
+    assert report["backend"] == "reference"
+
+
+def killed_engines(told: str) -> list[str]:
+    """The engines of `kill 1/3  backend-http of engine-0  engine-1 answered …`, in order."""
+    return re.findall(r"^kill \d+/\d+ +\S+ of (\S+) ", told, re.MULTILINE)
+
+
+def test_drill_as_people_run_it_passes_and_leaves_nothing_behind(
+    tmp_path_factory: pytest.TempPathFactory,
+):
+    """Goal: the first thing that anyone can run. Method: the command, each target once; its JSON,
+    its exit code, its temporary directory."""
+    temporary = tmp_path_factory.mktemp("t")  # short: a socket's path has 107 bytes
+    done = subprocess.run(
+        [UNDERSTUDY, "drill", "--kills", "3", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**ENVIRONMENT, "TMPDIR": str(temporary)},
+    )
+    assert done.returncode == 0, done.stderr
+    check_report(json.loads(done.stdout), kills=3)
+    first, second, third = killed_engines(done.stderr)
+    assert first == third != second
+    assert os.listdir(temporary) == []
+
+
+def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(home: PodHome):
+    """Goal: no descriptor and no memory per kill, whole again after it. Method: `--attach`, each
+    target once, /proc of both before and after."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        watched = [pod.pid("lockserver"), pod.pid("gms"), pod.gms_server()]
+        fds = fd_counts(watched)
+        memory = {pid: rss_bytes(pid) for pid in watched}
+        process = await asyncio.create_subprocess_exec(
+            *(UNDERSTUDY, "drill", "--attach", "--yes", "--kills=3", "--json"),
+            f"--dir={pod.directory}",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+        )
+        said, told = await process.communicate()
+        assert process.returncode == 0, told.decode()
+        check_report(json.loads(said), kills=3)
+        after = await pod.whole()
+        killed = killed_engines(told.decode())
+        other = before.standbys[0]
+        assert killed == [before.engine, other, before.engine]
+        assert (after.engine, after.standbys) == (other, (before.engine,))
+        await auntil(lambda: fd_counts(watched) == fds, f"descriptors to be {fds} again")
+        for pid in watched:
+            assert (rss_bytes(pid) or 0) <= 1.05 * (memory[pid] or 0)
+
+    home.run(scenario)
+
+
+def test_up_says_where_to_send_requests_and_stops_in_reverse_order(tmp_path: Path):
+    """Goal: a pod for people. Method: `up`, `status --check`, SIGTERM; pidfds say who ended first,
+    and the directory what was left."""
+    directory = tmp_path / "pod"
+    service, lock, gms, engine, _ = free_ports(5)
+    command = [UNDERSTUDY, "up", f"--dir={directory}", f"--service-port={service}"]
+    command += [f"--lockserver-port={lock}", f"--gms-port={gms}", f"--engine-port={engine}"]
+    output = tmp_path / "up.txt"
+    with (
+        output.open("w") as file,
+        subprocess.Popen(command, stdout=file, stderr=file, env=ENVIRONMENT) as up,
+    ):
+        until(lambda: "curl http" in output.read_text(), "the example request")
+        check_status(directory)
+        by_name = {name_of(pid): pid for pid in children(up.pid)}
+        assert set(by_name) == {"lockserver", "gms", "engine-0", "engine-1"}
+        engines = [by_name["engine-0"], by_name["engine-1"]]
+        with Processes([up.pid, *descendants(up.pid)]) as everybody:
+            assert len(everybody.alive()) == 10
+            up.send_signal(signal.SIGTERM)
+            until(lambda: by_name["gms"] not in everybody.alive(), "the end of gms")
+            assert not everybody.alive().intersection(engines)
+            until(lambda: by_name["lockserver"] not in everybody.alive(), "the lock server's end")
+            assert everybody.alive() <= {up.pid}
+            assert up.wait(60) == 0
+            assert not everybody.alive()
+    assert "Traceback" not in output.read_text()
+    check_leavings(directory)
+
+
+def check_status(directory: Path) -> None:
+    status = [UNDERSTUDY, "status", "--check", f"--dir={directory}"]
+    done = subprocess.run(status, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "failover ready" in done.stdout
+    assert len(done.stdout.splitlines()) < 15
+
+
+def name_of(pid: int) -> str:
+    """`engine-0` or the name of the program, of one of the pod's containers."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    program = os.path.basename(words[1]).decode()
+    ids = [each.partition(b"=")[2].decode() for each in environment if each[:10] == b"ENGINE_ID="]
+    return ids[0] if program == "engine" else program
+
+
+def check_leavings(directory: Path) -> None:
+    """State and logs stay, for the next start and for people; no socket and no half-written file.
+
+    Witnesses and epochs are evidence: what the dead left is judged and removed at the next start.
+    """
+    for path in directory.iterdir():
+        assert not path.is_socket()
+        known = r"(log|random-model|.*\.(json|lock|epoch)|witness_engine-[01]_[0-9a-f]{16})"
+        assert re.fullmatch(known, path.name), path.name
+    logs = {path.name for path in (directory / "log").iterdir()}
+    assert logs == {"lockserver.log", "gms.log", "engine-0.log", "engine-1.log"}
