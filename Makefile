@@ -36,10 +36,10 @@ drill: setup ## start a pod, kill the active engine 20 times, print the report
 	$(VENV)/bin/understudy drill $(ARGS)
 
 bench: setup ## measure; JSON with ARGS=--json
-	$(PY) hack/bench.py $(ARGS)
+	$(PY) -m hack.bench $(ARGS)
 
 docs: setup ## write the generated pages again
-	$(PY) hack/gen_states.py
+	$(PY) -m hack.gen_states
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from engine.core import lifecycle, probes
+from engine.core.events import State
 from gms.core import state as gms_state
 from lockserver.core import lock
 
@@ -64,7 +65,7 @@ def epoch_edges() -> list[Edge]:
 
 
 def probe_table() -> list[str]:
-    states = list(lifecycle.State)
+    states = list(State)
     lines = ["| | " + " | ".join(states) + " |", "|---" * (len(states) + 1) + "|"]
     for endpoint, rules in probes.TABLE.items():
         cells = " | ".join(rules[state].value for state in states)

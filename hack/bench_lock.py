@@ -1,16 +1,12 @@
 """From SIGKILL to the next engine's grant, and what the lock server weighs: real processes.
 
-    python -m hack.lock_latency [--kills 50] [--dirty-mib 0] [--json]
-
 The second figure is what the server adds to the time that a tree takes to die, measured from the
 last pidfd of the old tree becoming readable (0: it was granted before we had looked).
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import select
 import signal
 import statistics
@@ -24,26 +20,22 @@ from tests.lockserver.processes import ServerProcess
 from understudy.service import procfs
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--dirty-mib", type=int, default=0, help="per process of the killed tree")
-    parser.add_argument("--json", action="store_true")
-    flags = parser.parse_args()
+def kill_to_grant(kills: int, dirty_mib: int = 0) -> dict[str, Any]:
+    """Kill a holder of two processes again and again; `dirty_mib` is what each has written."""
     with tempfile.TemporaryDirectory(prefix="lock-") as directory:
         server = ServerProcess(directory)
         server.start()
         try:
-            total_ms, added_ms = asyncio.run(_measure(directory, flags.kills, flags.dirty_mib))
-            report = {
-                "kills": flags.kills,
-                "kill_to_granted_ms": _summary(total_ms),
-                "grant_after_last_process_ms": _summary(added_ms),
-                "rss_mib": round((procfs.rss_bytes(server.pid) or 0) / 2**20, 1),
+            total_ms, added_ms = asyncio.run(_measure(directory, kills, dirty_mib))
+            return {
+                "kills": kills,
+                "dirty_mib_per_process": dirty_mib,
+                "kill_to_granted_ms": spread(total_ms),
+                "grant_after_last_process_ms": spread(added_ms),
+                "lockserver_rss_mib": round((procfs.rss_bytes(server.pid) or 0) / 2**20, 1),
             }
         finally:
             server.close()
-    print(json.dumps(report, indent=None if flags.json else 2))
 
 
 async def _measure(directory: str, kills: int, dirty_mib: int) -> tuple[list[float], list[float]]:
@@ -84,11 +76,8 @@ def _gone(holder: EngineProcess) -> float:
     return time.monotonic()
 
 
-def _summary(values_ms: list[float]) -> dict[str, Any]:
+def spread(values_ms: list[float]) -> dict[str, float]:
+    """p50, p99 and max, rounded."""
     cuts = statistics.quantiles(values_ms, n=100, method="inclusive")
     named = {"p50": cuts[49], "p99": cuts[98], "max": max(values_ms)}
     return {name: round(value, 2) for name, value in named.items()}
-
-
-if __name__ == "__main__":
-    main()
