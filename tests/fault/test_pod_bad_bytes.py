@@ -1,0 +1,207 @@
+"""Bad bytes thrown at every Unix socket of a pod that serves: they cost their sender alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import msgpack
+import pytest
+
+from engine import messages as engine_messages
+from gms.client import messages as gms_messages
+from lockserver.client import messages as lock_messages
+from tests.e2e.pods import Pod, PodHome, fd_counts
+from tests.helpers import auntil
+from understudy.errors import RemoteError
+from understudy.pod.peers import ask
+from understudy.wire.frames import HEADER, MAGIC, VERSION, FrameDecoder, encode_frame
+from understudy.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
+from understudy.wire.messages import Catalogue, Fault, Message
+
+ANSWER_S = 30.0  # longer than every deadline of the wire
+SILENT = 20  # connections per socket that never say a whole word
+SCM_MAX_FD = 253  # the most that one message can carry (net/scm.h)
+STATUS = msgpack.packb({"type": "status", "id": 7})
+HELLO = encode_frame(msgpack.packb({"type": "hello", "id": 6}), 0)
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Bytes, how many descriptors come with them, and the code of the error they must get."""
+
+    what: str
+    code: str
+    data: bytes
+    fds: int = 0
+
+
+def header(fds: int = 0, length: int = 0, version: int = VERSION) -> bytes:
+    return HEADER.pack(MAGIC, version, fds, 0, length)
+
+
+def framed(fds: int = 0, **body: object) -> bytes:
+    return encode_frame(msgpack.packb(body), fds)
+
+
+FRAMES = (
+    Bad("random bytes", "wire.bad_magic", b"\xa7" + random.Random(2).randbytes(4000)),
+    Bad("another protocol", "wire.bad_magic", b"GET / HTTP/1.1\r\n\r\n"),
+    Bad("another version", "wire.version", header(version=VERSION + 1)),
+    Bad("a huge frame", "wire.frame_too_large", header(length=0xFFFFFFFF)),
+    Bad("random payload", "wire.bad_payload", encode_frame(b"\xc1" * 100, 0)),
+    Bad("a list", "wire.bad_payload", encode_frame(msgpack.packb([1, 2]), 0)),
+    Bad("no request id", "wire.bad_request_id", framed(type="status")),
+    Bad("an unknown type", "wire.unknown_type", framed(type="abdicate", id=1)),
+    Bad("an unknown field", "wire.unknown_field", framed(type="status", id=1, loud=True)),
+    Bad("a count beyond the limit", "wire.too_many_fds", header(fds=FDS_PER_FRAME_MAX + 1)),
+    Bad("announced descriptors that never came", "wire.missing_fds", header(fds=3)),
+    Bad("descriptors nobody announced", "wire.surplus_fds", encode_frame(STATUS, 0), fds=5),
+    Bad("more than announced", "wire.surplus_fds", framed(2, type="hello", id=1), fds=SCM_MAX_FD),
+    Bad("descriptors where none belong", "wire.fd_count", encode_frame(STATUS, 250), fds=250),
+    Bad("half a frame, then silence", "wire.first_frame_deadline", encode_frame(STATUS, 0)[:-3]),
+    Bad("half a frame with descriptors", "wire.first_frame_deadline", header(9, 99), fds=9),
+    Bad("a frame and a half, then silence", "wire.frame_deadline", HELLO + header()[:5]),
+    Bad("nothing at all", "wire.first_frame_deadline", b""),
+)
+
+
+def sockets_of(pod: Pod) -> Iterator[tuple[str, Catalogue]]:
+    yield str(pod.directory / "lockserver.sock"), lock_messages.CATALOGUE
+    yield str(pod.directory / "gms_HOST-0_weights.sock"), gms_messages.CATALOGUE
+    for engine in ("engine-0", "engine-1"):
+        yield str(pod.directory / f"engine_{engine}.sock"), engine_messages.CONTROL
+
+
+def test_bad_bytes_cost_their_sender_only(home: PodHome):
+    """Goal: a code for the sender, nothing for anybody else, no descriptor lost. Method: every kind
+    at every socket at once, while clients stream; count descriptors of all processes."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        tokens = [part["engine"]["incarnation"] for part in (await pod.view())["engines"]]
+        processes = pod.processes()
+        await settled(pod)
+        fds = fd_counts(processes)
+        async with pod.load() as load:
+            await load.answers()
+            await asyncio.to_thread(throw_at_all, pod)
+            await load.answers()
+            assert not load.lost()
+            assert not load.refused()
+            assert load.tokens() == {before.token}
+        after = await pod.whole()
+        assert after == before
+        assert [part["engine"]["incarnation"] for part in (await pod.view())["engines"]] == tokens
+        assert pod.processes() == processes
+        await auntil(lambda: fd_counts(processes) == fds, f"the descriptors to be {fds} again")
+
+    home.run(scenario)
+
+
+async def settled(pod: Pod) -> None:
+    """Wait until the last look at the pod has been hung up on by both sides."""
+    seen: list[dict[int, int]] = []
+
+    def same() -> bool:
+        seen.append(fd_counts(pod.processes()))
+        return len(seen) > 10 and all(each == seen[-1] for each in seen[-10:])
+
+    await auntil(same, "the descriptors to stay the same")
+
+
+def throw_at_all(pod: Pod) -> None:
+    """Connect all, throw all, then read: the silent ones all wait out the same deadline."""
+    with ExitStack() as stack:
+        pairs = os.pipe()
+        for fd in pairs:
+            stack.callback(os.close, fd)
+        thrown = []
+        for path, catalogue in sockets_of(pod):
+            for bad in FRAMES:
+                sock = stack.enter_context(connected(path))
+                if bad.data:
+                    socket.send_fds(sock, [bad.data], [pairs[0]] * bad.fds)
+                thrown.append((path, catalogue, bad, sock))
+            for _ in range(SILENT):
+                stack.enter_context(connected(path)).sendall(header()[:2])
+        for path, catalogue, bad, sock in thrown:
+            assert code_from(sock, catalogue) == bad.code, f"{bad.what} at {path}"
+
+
+def connected(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(ANSWER_S)
+    sock.connect(path)
+    return sock
+
+
+def code_from(sock: socket.socket, catalogue: Catalogue) -> str:
+    """Read to the end of the connection; the code of the last frame, which must be an error."""
+    decoder = FrameDecoder(MANIFEST_FRAME_BYTES_MAX)
+    frames = []
+    with contextlib.suppress(ConnectionResetError):  # it hung up with bytes of ours unread
+        while data := sock.recv(65536):
+            frames += decoder.receive(data, [])
+    message, _ = catalogue.decode(frames[-1].payload, 0)
+    assert isinstance(message, Fault)
+    assert message.message
+    return message.code
+
+
+def test_wrong_words_cost_their_sender_only(home: PodHome):
+    """Goal: well-formed messages cannot take what belongs to others. Method: claims of a stranger
+    at every socket, each answered with its code; the pod serves on under its token."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        active = (await pod.engine(before.engine))["engine"]
+        lock, memory, *engines = [path for path, _ in sockets_of(pod)]
+        claim = {
+            "supervisor": "0" * 16,
+            "engine": before.engine,
+            "incarnation": active["incarnation"],
+            "witness": "witness_" + "_".join(active["incarnation"].rsplit("-", 1)),
+            "locks": ("active",),
+            "tokens": {"active": before.token},
+            "services": (),
+        }
+        stranger = {**claim, "engine": "engine-9", "incarnation": "engine-9-" + "0" * 16}
+        want, gms = lock_messages.Want, gms_messages
+        control = engine_messages
+        cases = [
+            (lock, want(**claim), "lock.engine_id_taken"),
+            (lock, want(**{**stranger, "witness": "../x"}), "lock.bad_witness_name"),
+            (lock, want(**stranger), "lock.bad_witness_name"),
+            (lock, lock_messages.Beat(1), "lock.want_first"),
+            (memory, gms.Attach("e", "i", "rw", identity={}, wait_ms=0), "gms.already_committed"),
+            (memory, gms.Attach("e", "i", "ro", identity={"a": 1}), "gms.identity_mismatch"),
+            (memory, gms.Allocate(4096), "gms.not_attached"),
+            *((path, control.Kill("init"), "engine.unknown_target") for path in engines),
+        ]
+        async with pod.load() as load:
+            for path, message, code in cases:
+                with pytest.raises(RemoteError) as caught:
+                    await ask(path, catalogue_of(message), message)
+                assert caught.value.code == code
+            await load.answers()
+            assert not load.lost()
+            assert load.tokens() == {before.token}
+        assert await pod.whole() == before
+
+    home.run(scenario)
+
+
+def catalogue_of(message: Message) -> Catalogue:
+    package = type(message).__module__.split(".")[0]
+    return {
+        "lockserver": lock_messages.CATALOGUE,
+        "gms": gms_messages.CATALOGUE,
+        "engine": engine_messages.CONTROL,
+    }[package]

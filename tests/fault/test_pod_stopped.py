@@ -1,0 +1,63 @@
+"""Processes that are stopped, not dead: nobody may be put in their place, and they may go on."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.e2e.pods import Pod, PodHome, Processes, kill
+from understudy.pod.gather import lock_status
+
+STATUS_ASKED = 20  # after the window: how often nobody may have been granted
+
+
+def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(home: PodHome):
+    """Goal: no split brain. Method: SIGSTOP the whole tree of the active engine under load, SIGKILL
+    the lock server; wait past its window; SIGCONT: the holder goes on under its token."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        incarnation = (await pod.engine(before.engine))["engine"]["incarnation"]
+        granted = (await lock_status(pod.directory))["token"]  # one number per grant, of any lock
+        tree = pod.tree(before.engine)
+        with Processes(tree) as holder:
+            async with pod.load() as load:
+                await load.answers()
+                holder.signal(signal.SIGSTOP)
+                restarts = pod.runner.restarts()["lockserver"]
+                kill(pod.pid("lockserver"))
+                await pod.restarted("lockserver", restarts)
+                async with pod.grants(holder) as grants:
+                    await nobody_is_granted(pod, granted, tree)
+                    holder.signal(signal.SIGCONT)
+                    await load.answers()
+                    after = await pod.whole()
+                assert not grants.made
+                assert (after.engine, after.token) == (before.engine, before.token)
+                assert (await lock_status(pod.directory))["token"] == granted
+                assert load.tokens() == {before.token}
+                assert not load.lost()
+                assert not load.refused()
+                assert (await pod.engine(before.engine))["engine"]["incarnation"] == incarnation
+
+    home.run(scenario)
+
+
+async def nobody_is_granted(pod: Pod, granted: int, tree: list[int]) -> None:
+    """Past the window: `recovering`, unresponsive, the processes to kill are named, token kept."""
+
+    async def overdue():
+        lock = (await lock_status(pod.directory)).get("locks", {}).get("active", {})
+        return lock if lock and lock["holder"]["unresponsive"] else None
+
+    while (lock := await overdue()) is None:
+        pass
+    assert lock["state"] == "recovering"
+    assert "unresponsive" in lock["problem"]
+    backend = set(tree[1:])
+    assert {each["pid"] for each in lock["waiting_for"]} == backend
+    assert all(f"pid {pid} (" in lock["problem"] for pid in backend)
+    for _ in range(STATUS_ASKED):
+        document = await lock_status(pod.directory)
+        assert document["token"] == granted
+        assert document["locks"]["active"]["state"] == "recovering"
+        assert [each["engine"] for each in document["locks"]["active"]["waiters"]]

@@ -1,0 +1,291 @@
+"""Starts that cannot work: one sentence with cause and mend, an exit code, nobody disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from understudy.errors import UnderstudyError, UsageError
+from understudy.pod.local_pod import free_ports
+
+BIN = Path(sys.executable).parent
+FAILED, USAGE = UnderstudyError.exit_code, UsageError.exit_code
+REFUSED_WITHIN_S = 60.0
+AT_ONCE = 3  # commands that run beside each other: more of them only wait for two cores
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A command, the exit code it must end with and the words that its sentence must have."""
+
+    command: Sequence[str]
+    exit_code: int
+    words: Sequence[str]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+async def refuse_all(refusals: Sequence[Refusal]) -> None:
+    """Run all, a few at a time, and hold each against what it must say."""
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def one(refusal: Refusal) -> None:
+        async with turns:
+            process = await asyncio.create_subprocess_exec(
+                str(BIN / refusal.command[0]),
+                *refusal.command[1:],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **AS_USERS_RUN_IT, **refusal.env},
+            )
+            try:
+                said = await asyncio.wait_for(process.stdout.read(), REFUSED_WITHIN_S)
+            except TimeoutError:
+                process.terminate()
+                said = await process.stdout.read()
+                raise AssertionError(f"{refusal.command} goes on: {said.decode()}") from None
+            await process.wait()
+        output = said.decode()
+        assert process.returncode == refusal.exit_code, output
+        assert "Traceback" not in output
+        sentences = [line for line in output.splitlines() if line.startswith("error: ")]
+        assert len(sentences) == 1, output
+        assert sentences == output.splitlines()[-1:]
+        for word in refusal.words:
+            assert word in sentences[0]
+
+    await asyncio.gather(*map(one, refusals))
+
+
+def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
+    """Goal: two of one kind cannot both run. Method: each command again on the pod's directory; the
+    sentence names the pid that has it, and the pod serves on."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        where = f"--dir={pod.directory}"
+        engine = {"ENGINE_ID": "engine-0"}
+        model = ("--", "--model", str(pod.local.model))
+
+        def has(container: str) -> tuple[str, ...]:
+            return (f"pid {pod.pid(container)} has", "already running", "stop that one")
+
+        async with pod.load() as load:
+            await refuse_all(
+                [
+                    Refusal(
+                        ("lockserver", "serve", where, "--http-port=0"), FAILED, has("lockserver")
+                    ),
+                    Refusal(("gms", "serve", where, "--http-port=0"), FAILED, has("gms")),
+                    Refusal(
+                        ("engine", "run", where, "--http-port=0", *model),
+                        FAILED,
+                        has("engine-0"),
+                        engine,
+                    ),
+                    Refusal(("understudy", "up", where, *ports()), FAILED, has("lockserver")),
+                ]
+            )
+            await load.answers()
+            assert not load.lost()
+            assert load.tokens() == {before.token}
+        assert await pod.whole() == before
+
+    home.run(scenario)
+
+
+def ports(**taken: int) -> list[str]:
+    """Flags that move every port of `understudy up` to a free one, but for those in `taken`."""
+    service, lockserver, gms, engine, _ = free_ports(5)
+    chosen = {"service": service, "lockserver": lockserver, "gms": gms, "engine": engine, **taken}
+    return [f"--{name}-port={port}" for name, port in chosen.items()]
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+Breaking = Callable[[Path], None]
+
+
+def without_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def config_cut(model: Path) -> None:
+    path = model / "config.json"
+    path.write_bytes(path.read_bytes()[:40])
+
+
+def other_architecture(model: Path) -> None:
+    change_config(model, architectures=["GPT2LMHeadModel"], model_type="gpt2")
+
+
+def attention_bias(model: Path) -> None:
+    change_config(model, attention_bias=True)
+
+
+def weights_cut(model: Path) -> None:
+    path = next(model.glob("*.safetensors"))
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def header_cut(model: Path) -> None:
+    os.truncate(next(model.glob("*.safetensors")), 6)
+
+
+def without_weights(model: Path) -> None:
+    next(model.glob("*.safetensors")).unlink()
+
+
+def without_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def other_weights(model: Path) -> None:
+    path = next(model.glob("*.safetensors"))
+    content = path.read_bytes()
+    path.write_bytes(content[:-64] + bytes(byte ^ 1 for byte in content[-64:]))
+
+
+def change_config(model: Path, **changes: object) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+BROKEN: dict[Breaking, tuple[int, Sequence[str]]] = {
+    shutil.rmtree: (USAGE, ("rmtree/model is not a directory", "give the directory")),
+    without_config: (USAGE, ("without_config/model", "config.json")),
+    config_cut: (USAGE, ("config_cut/model/config.json", "JSON")),
+    other_architecture: (USAGE, ("GPT2LMHeadModel", "Llama")),
+    attention_bias: (USAGE, ("attention_bias",)),
+    weights_cut: (USAGE, (".safetensors", "download")),
+    header_cut: (USAGE, (".safetensors",)),
+    without_weights: (USAGE, ("safetensors",)),
+    without_tokenizer: (USAGE, ("tokenizer.json",)),
+    other_weights: (FAILED, ("committed weights", "shards", "same checkpoint")),
+}
+
+
+def test_broken_checkpoint_ends_a_third_engine_with_one_sentence(home: PodHome, tmp_path: Path):
+    """Goal: cause and mend, no relaunch, nobody disturbed. Method: engines beside those of a pod
+    that serves, each with a checkpoint that is broken in its own way."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        refusals = []
+        for number, (breaking, (code, words)) in enumerate(BROKEN.items(), start=2):
+            model = tmp_path / breaking.__name__ / pod.local.model.name  # its name is its identity
+            shutil.copytree(pod.local.model, model)
+            breaking(model)
+            run = ("engine", "run", f"--dir={pod.directory}", "--http-port=0")
+            refusals.append(
+                Refusal(
+                    (*run, "--", "--model", str(model)),
+                    code,
+                    words,
+                    {"ENGINE_ID": f"engine-{number}"},
+                )
+            )
+        await refuse_all(refusals)
+        async with pod.load() as load:
+            await load.answers()
+        assert load.tokens() == {before.token}
+        assert await pod.whole() == before
+
+    home.run(scenario)
+
+
+# ---------------------------------------------------------------------- understudy up
+
+
+@pytest.fixture
+def taken_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_up_that_cannot_work_is_one_sentence(home: PodHome, tmp_path: Path, taken_port: int):
+    """Goal: whoever starts a pod reads what is wrong. Method: `up` with a model that is missing or
+    broken or too large, and with each kind of port in use."""
+
+    async def scenario(pod: Pod) -> None:
+        broken = tmp_path / "cut"
+        shutil.copytree(pod.local.model, broken)
+        weights_cut(broken)
+        model = f"--model={pod.local.model}"
+
+        def up(name: str, *flags: str) -> tuple[str, ...]:
+            return ("understudy", "up", f"--dir={tmp_path / name}", *flags)
+
+        in_use = (f"port {taken_port} ", "in use", "another")
+        await refuse_all(
+            [
+                Refusal(
+                    up("a", f"--model={tmp_path / 'none'}", *ports()),
+                    USAGE,
+                    ("none is not a directory", "--model"),
+                ),
+                Refusal(
+                    up("b", f"--model={broken}", *ports()),
+                    USAGE,
+                    ("engine-0", str(broken), "log is"),
+                ),
+                Refusal(
+                    up("c", model, "--device-bytes=256KiB", *ports()),
+                    FAILED,
+                    ("--device-bytes", "smaller model", "has 0.25 MiB"),
+                ),
+                Refusal(
+                    up("d", model, *ports(service=taken_port)),
+                    FAILED,
+                    (*in_use, "--service-port"),
+                ),
+                Refusal(
+                    up("e", model, *ports(lockserver=taken_port)),
+                    FAILED,
+                    (*in_use, "--lockserver-port"),
+                ),
+                Refusal(up("f", model, *ports(gms=taken_port)), FAILED, (*in_use, "--gms-port")),
+                Refusal(
+                    up("g", model, *ports(engine=taken_port)), FAILED, (*in_use, "--engine-port")
+                ),
+            ]
+        )
+
+    home.run(scenario)
+
+
+def test_single_server_whose_port_is_in_use_is_one_sentence(
+    home: PodHome, tmp_path: Path, taken_port: int
+):
+    """Goal: the same for each part alone. Method: every server command with its port taken."""
+
+    async def scenario(pod: Pod) -> None:
+        empty = tmp_path / "empty"
+        empty.mkdir(mode=0o700)
+        alone, beside = f"--dir={empty}", f"--dir={pod.directory}"
+        port = f"--http-port={taken_port}"
+        in_use = (str(taken_port), "in use")
+        service = f"--service=active=127.0.0.1:{taken_port}"
+        engine = ("engine", "run", beside, port, "--", "--model", str(pod.local.model))
+        before = await pod.whole()
+        await refuse_all(
+            [
+                Refusal(("lockserver", "serve", alone, "--http-port=0", service), FAILED, in_use),
+                Refusal(("gms", "serve", alone, port), FAILED, in_use),
+                Refusal(engine, FAILED, in_use, {"ENGINE_ID": "engine-2"}),
+            ]
+        )
+        await refuse_all([Refusal(("lockserver", "serve", alone, port), FAILED, in_use)])
+        assert await pod.whole() == before
+
+    home.run(scenario)
