@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from engine.messages import (
     CONTROL,
     Attached,
-    EngineEvent,
+    EventRecord,
     Kill,
     Killing,
     Leave,
@@ -97,7 +97,7 @@ class Control:
 
     def _watch(self, conn: Connection, request_id: int) -> None:
         def tell(event: Event) -> None:
-            conn.send(EngineEvent(event.to_dict()))
+            conn.send(EventRecord(event.to_dict()))
 
         if conn.state is None:
             conn.state = self._events.subscribe(tell)

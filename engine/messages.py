@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from understudy.wire.messages import Catalogue, Length, Message, Range
+from understudy.wire.observe import EventRecord as EventRecord
+from understudy.wire.observe import Status as Status
+from understudy.wire.observe import StatusReply as StatusReply
+from understudy.wire.observe import Watch as Watch
 
 INT64_MAX = 2**63 - 1
 RANKS_MAX = 64  # one engine's tensor-parallel cohort in one pod; a node has 8 or 16 devices
@@ -200,30 +204,6 @@ class Attached(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Status(Message):
-    TYPE: ClassVar[str] = "status"
-
-
-@dataclass(frozen=True, slots=True)
-class StatusReply(Message):
-    TYPE: ClassVar[str] = "status_reply"
-    document: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Watch(Message):
-    """Answered by `status_reply`, then by one `event` after another, unasked."""
-
-    TYPE: ClassVar[str] = "watch"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineEvent(Message):
-    TYPE: ClassVar[str] = "event"
-    record: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Leave(Message):
     """What SIGTERM says: leave the queue, or drain, then end. Answered by `ok` at once."""
 
@@ -257,7 +237,7 @@ CONTROL = Catalogue(
     Status,
     StatusReply,
     Watch,
-    EngineEvent,
+    EventRecord,
     Leave,
     Kill,
     Killing,

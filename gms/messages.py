@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar
 from gms.core.manifest import TensorRecord
 from understudy.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
 from understudy.wire.messages import Catalogue, Length, Message, Range
+from understudy.wire.observe import Status as Status
+from understudy.wire.observe import StatusReply as StatusReply
 
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
 WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: longer waits are a unit mistaken for another
@@ -123,17 +125,6 @@ class Committed(Message):
 
     TYPE: ClassVar[str] = "committed"
     epoch: str
-
-
-@dataclass(frozen=True, slots=True)
-class Status(Message):
-    TYPE: ClassVar[str] = "status"
-
-
-@dataclass(frozen=True, slots=True)
-class StatusReply(Message):
-    TYPE: ClassVar[str] = "status_reply"
-    document: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,13 @@ and no acknowledgement: both follow from these two.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from understudy.wire.messages import Catalogue, Length, Message, Range
+from understudy.wire.observe import EventRecord as EventRecord
+from understudy.wire.observe import Status as Status
+from understudy.wire.observe import StatusReply as StatusReply
+from understudy.wire.observe import Watch as Watch
 
 TOKEN_CLAIMED_MAX = 2**62  # leaves room above any claim, so that a wild one cannot exhaust tokens
 SERVICES_MAX = 8  # listening sockets in one hand-back; the standard pod has one
@@ -70,30 +74,6 @@ class Service(Message):
     FDS: ClassVar[tuple[int, int]] = (1, 1)
     lock: LockName
     address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Status(Message):
-    TYPE: ClassVar[str] = "status"
-
-
-@dataclass(frozen=True, slots=True)
-class StatusReply(Message):
-    TYPE: ClassVar[str] = "status_reply"
-    document: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Watch(Message):
-    """Observer → server: a `status_reply`, then an `event` for each record from there on."""
-
-    TYPE: ClassVar[str] = "watch"
-
-
-@dataclass(frozen=True, slots=True)
-class EventRecord(Message):
-    TYPE: ClassVar[str] = "event"
-    record: dict[str, Any]
 
 
 CATALOGUE = Catalogue(Want, Granted, Beat, Service, Status, StatusReply, Watch, EventRecord)

@@ -254,7 +254,7 @@ def test_watch_streams_events(pod, lock):
         seen: list[str] = []
         while "engine.reaped" not in seen:
             record = client.receive().message
-            assert isinstance(record, m.EngineEvent)
+            assert isinstance(record, m.EventRecord)
             assert record.record["id"] > first.document["as_of_event_id"]
             seen.append(record.record["type"])
     wanted = ["engine.rehearsal", "engine.child_exit", "engine.state", "engine.reaped"]

@@ -12,6 +12,7 @@ from lockserver.client import messages as lock_messages
 from understudy.errors import UnreachableError
 from understudy.pod.gather import LOCKSERVER_SOCKET, engine_sockets
 from understudy.pod.peers import Watch
+from understudy.wire import observe
 from understudy.wire.messages import Message
 
 Record = dict[str, Any]
@@ -25,7 +26,7 @@ async def follow_events(directory: Path, heard: Callable[[Record], None]) -> Non
     """
 
     def hear(message: Message) -> None:
-        if isinstance(message, lock_messages.EventRecord | engine_messages.EngineEvent):
+        if isinstance(message, observe.EventRecord):
             heard(message.record)
 
     lockserver, engines = directory / LOCKSERVER_SOCKET, engine_sockets(directory)
@@ -33,10 +34,9 @@ async def follow_events(directory: Path, heard: Callable[[Record], None]) -> Non
         raise UnreachableError(
             "pod.no_sockets", f"there is no pod in {directory}; start one with `understudy up`"
         )
-    watches = [Watch(str(lockserver), lock_messages.CATALOGUE, lock_messages.Watch(), hear)]
+    watches = [Watch(str(lockserver), lock_messages.CATALOGUE, observe.Watch(), hear)]
     watches += [
-        Watch(path, engine_messages.CONTROL, engine_messages.Watch(), hear)
-        for path in engines.values()
+        Watch(path, engine_messages.CONTROL, observe.Watch(), hear) for path in engines.values()
     ]
     try:
         await asyncio.Event().wait()

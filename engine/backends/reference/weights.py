@@ -101,8 +101,8 @@ def _explained(error: UnderstudyError, checkpoint: Checkpoint) -> UnderstudyErro
     return UnderstudyError(
         "gms.larger_than_device",
         f"the weights of {checkpoint.directory} need {checkpoint.weights_bytes / 2**20:.2f} MiB as"
-        f" {DTYPE} and the device has {capacity_bytes / 2**20:.2f} MiB; choose a smaller model, or give"
-        " gms a larger --device-bytes",
+        f" {DTYPE} and the device has {capacity_bytes / 2**20:.2f} MiB; choose a smaller model, or"
+        " give gms a larger --device-bytes",
         weights_bytes=checkpoint.weights_bytes,
         capacity_bytes=capacity_bytes,
     )

@@ -134,11 +134,8 @@ class FakePod:
 
     def _event(self, source: str, kind: str, data: dict[str, Any]) -> None:
         record = {"type": kind, "source": source, "mono_ms": clock.now_ms(), "data": data}
-        message_type = (
-            lock_messages.EventRecord if source == "lockserver" else engine_messages.EngineEvent
-        )
         for conn in self._watchers[source]:
-            conn.send(message_type(record))
+            conn.send(lock_messages.EventRecord(record))
 
     @staticmethod
     async def _spawn() -> Process:

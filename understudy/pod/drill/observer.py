@@ -127,7 +127,7 @@ class Observer:
 
     def _heard_engine(self, engine: str, message: Message) -> None:
         kill = self._kill
-        if kill is None or not isinstance(message, engine_messages.EngineEvent):
+        if kill is None or not isinstance(message, engine_messages.EventRecord):
             return
         record, data = message.record, message.record.get("data") or {}
         if record.get("type") == "engine.child_exit" and engine == kill.engine:
