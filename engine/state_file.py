@@ -1,9 +1,10 @@
 """The engine's state file: what outlives the supervisor, and what others may look up.
 
 Owns `engine_<id>.json` in the shared directory: the status document, whether any incarnation ever
-reached standby in this pod, and the counters that must survive a restart. Written on a thread of
-its own, because an fsync may take longer than a takeover; only the newest content waits. A full
-disk is reported and forgotten: nothing that happens here may stop an engine.
+reached standby in this pod, and the counters that must survive a restart. It outlives processes, not
+the machine, whose end is the pod's: nothing waits for the disk, so a launch is on file long before
+its engine can be killed. Written on a thread of its own, because a disk may hang; only the newest
+content waits. A full disk is reported and forgotten: nothing that happens here may stop an engine.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class StateFile:
     async def _write_all(self) -> None:
         while self._waiting is not None:
             text, self._waiting = self._waiting, None
-            error = await _on_thread(write_atomic, self.path, text)
+            error = await _on_thread(_write, self.path, text)
             problem = None
             if error is not None:
                 problem = f"cannot write {self.path}: {error.strerror}; make room on that disk"
@@ -96,6 +97,10 @@ class StateFile:
                 self.problem = problem
                 self._on_problem(problem)
         self._writer = None
+
+
+def _write(path: str, text: str) -> None:
+    write_atomic(path, text, survives_power_cut=False)
 
 
 async def _on_thread(work: Callable[[str, str], None], path: str, text: str) -> OSError | None:

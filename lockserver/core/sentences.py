@@ -108,7 +108,8 @@ def dead_in_silence(lock: Lock, holder: Holder, now_ms: float) -> Happened:
 
 
 def freed(lock: Lock, holder: Holder | None) -> Happened:
-    why = f"{holder.incarnation} is gone" if holder else "nobody can hold it"
+    end = "is gone" if lock.is_fenced else "no longer wants it or is gone"
+    why = f"{holder.incarnation} {end}" if holder else "nobody can hold it"
     data = {
         "lock": lock.name,
         "incarnation": holder.incarnation if holder else None,

@@ -10,11 +10,18 @@ from typing import Any
 from understudy.errors import UnderstudyError
 
 
-def write_atomic(path: str, content: bytes | str | dict[str, Any], mode: int = 0o600) -> None:
+def write_atomic(
+    path: str,
+    content: bytes | str | dict[str, Any],
+    mode: int = 0o600,
+    *,
+    survives_power_cut: bool = True,
+) -> None:
     """Replace `path` in one step: readers see the old content or the new, also after a power cut.
 
     A dict is written as JSON. The new file is written beside the old one, so it needs room for
-    both.
+    both. Without `survives_power_cut` nothing waits for the disk: enough for what has no meaning
+    once the machine has gone down.
 
     Raises:
         OSError: no room, no permission: the old content is untouched and nothing is left behind.
@@ -27,14 +34,16 @@ def write_atomic(path: str, content: bytes | str | dict[str, Any], mode: int = 0
     try:
         with open(temporary, "wb", opener=lambda p, flags: os.open(p, flags, mode)) as stream:
             stream.write(payload)
-            stream.flush()
-            os.fsync(stream.fileno())
+            if survives_power_cut:
+                stream.flush()
+                os.fsync(stream.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    _sync_directory(directory)
+    if survives_power_cut:
+        _sync_directory(directory)
 
 
 def read_json(path: str) -> dict[str, Any] | None:
