@@ -1,10 +1,10 @@
 """The engine's state file: what outlives the supervisor, and what others may look up.
 
 Owns `engine_<id>.json` in the shared directory: the status document, whether any incarnation ever
-reached standby in this pod, and the counters that must survive a restart. It outlives processes, not
-the machine, whose end is the pod's: nothing waits for the disk, so a launch is on file long before
-its engine can be killed. Written on a thread of its own, because a disk may hang; only the newest
-content waits. A full disk is reported and forgotten: nothing that happens here may stop an engine.
+reached standby in this pod, and the counters that must survive a restart. It outlives processes,
+not the machine, whose end is the pod's: nothing waits for the disk, so a launch is on file long
+before its engine can be killed. Written on a thread of its own, because a disk may hang; only the
+newest content waits. A full disk is reported and forgotten: nothing here may stop an engine.
 """
 
 from __future__ import annotations
