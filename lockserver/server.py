@@ -349,7 +349,7 @@ class LockServer:
             },
             "token": self.machine.ledger.token,
             "problem": self.machine.ledger.problem,
-            "locks": status.lock_documents(self.machine, self.clock),
+            "locks": status.lock_documents(self.machine, self.clock, self.settings.directory),
             "supervisors": status.supervisor_documents(self.machine, self.clock),
             "service": self._desk.documents(),
             "last_grants": list(self._last_grants),

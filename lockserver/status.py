@@ -36,12 +36,15 @@ def named(processes: list[dict[str, Any]]) -> str:
     return ", ".join(f"pid {each['pid']} ({each['name']})" for each in processes)
 
 
-def lock_documents(machine: Machine, clock: Clock) -> dict[str, Any]:
+def lock_documents(machine: Machine, clock: Clock, directory: str) -> dict[str, Any]:
     """The `locks` part of the status document."""
-    return {name: _lock_document(lock, machine, clock) for name, lock in machine.locks.items()}
+    return {
+        name: _lock_document(lock, machine, clock, directory)
+        for name, lock in machine.locks.items()
+    }
 
 
-def _lock_document(lock: Lock, machine: Machine, clock: Clock) -> dict[str, Any]:
+def _lock_document(lock: Lock, machine: Machine, clock: Clock, directory: str) -> dict[str, Any]:
     now_ms = clock.now_ms()
     holder = lock.holder
     supervisor = machine.supervisors.get(holder.supervisor) if holder else None
@@ -64,7 +67,8 @@ def _lock_document(lock: Lock, machine: Machine, clock: Clock) -> dict[str, Any]
             for waiter in lock.waiters
         ],
         "waiting_for": waiting_for,
-        "problem": _problem(lock, machine, waiting_for, window_ms),
+        "problem": _lost_witness(lock, directory)
+        or _problem(lock, machine, waiting_for, window_ms),
         "window": {"ms": machine.window_ms, "left_ms": round(window_ms)},
     }
     if holder is not None:
@@ -86,6 +90,21 @@ def _lock_document(lock: Lock, machine: Machine, clock: Clock) -> dict[str, Any]
 
 def _is_overdue(lock: Lock, window_ms: float) -> bool:
     return lock.state is LockState.RECOVERING and window_ms <= 0
+
+
+def _lost_witness(lock: Lock, directory: str) -> str | None:
+    """Without its witness a holder's end cannot be proven, and only people can decide."""
+    holder = lock.holder
+    if holder is None or not lock.is_fenced:
+        return None
+    found, _ = witness.identify(os.path.join(directory, holder.witness.name))
+    if found == holder.witness:
+        return None
+    return (
+        f"the witness {holder.witness.name} was removed or replaced, so the end of {holder.engine}"
+        " cannot be proven and nobody can be granted after it: once none of its processes lives,"
+        " stop the lock server, move lockserver.json away and start it again"
+    )
 
 
 def _problem(

@@ -40,6 +40,37 @@ def test_failover_dirty_holder_killed_grant_comes_after_its_processes_are_gone(
     asyncio.run(scenario())
 
 
+def test_failover_without_the_witness_nobody_is_granted_and_status_says_the_mend(
+    pod_dir, start_server, start_engine
+):
+    """Goal: a removed witness proves nothing, for ever, and people are told what to do. Method:
+    unlink it, kill the holder's whole tree, look; then do what the sentence says."""
+    server = start_server()
+    holder = start_engine("engine-0")
+    holder.granted()
+    for name in os.listdir(pod_dir):
+        if name.startswith("witness_engine-0_"):
+            os.unlink(os.path.join(pod_dir, name))
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.heard, "the news of who is active")
+            holder.signal(signal.SIGKILL, tree=True)
+            await auntil(holder.is_gone, "the end of the holder")
+            await auntil(lambda: server.lock()["state"] == "releasing", "the lock to be released")
+            assert "move lockserver.json away" in server.lock()["problem"]
+            assert all(incarnation != standby.incarnation for _, incarnation, _ in standby.heard)
+            server.kill()
+            os.rename(os.path.join(pod_dir, "lockserver.json"), os.path.join(pod_dir, "moved.json"))
+            await asyncio.to_thread(server.start)
+            assert await standby.granted() > 0
+            assert server.lock()["problem"] is None
+
+    asyncio.run(scenario())
+
+
 def test_failover_supervisor_killed_grant_waits_for_its_orphans(
     pod_dir, start_server, start_engine
 ):
