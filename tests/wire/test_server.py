@@ -86,6 +86,17 @@ def test_second_server_is_refused_and_told_who(tmp_path: Path):
         assert client.request(Echo("first")).message == Echo("first")
 
 
+def test_second_server_is_refused_although_the_guard_was_removed(tmp_path: Path):
+    """Goal: a removed guard file does not let a newcomer unlink a living server's socket."""
+    path = str(tmp_path / "echo.sock")
+    with ServerThread(path):
+        os.unlink(tmp_path / "echo.lock")
+        with pytest.raises(UnderstudyError, match="guard file was removed"):
+            ServerThread(path)
+        with BlockingClient(path, CATALOGUE) as client:
+            assert client.request(Echo("first")).message == Echo("first")
+
+
 def test_stale_socket_of_a_dead_server_is_replaced(tmp_path: Path):
     """Goal: what a killed server left behind is no obstacle. Method: a real process, SIGKILL."""
     path = str(tmp_path / "echo.sock")
@@ -238,6 +249,28 @@ def test_other_user_is_refused(tmp_path: Path):
         )
         assert out.stdout == "True\n", out.stderr
         os.chmod(tmp_path.parent.parent, 0o700)
+
+
+def test_blocking_client_waits_as_long_as_it_was_asked_to(tmp_path: Path):
+    """Goal: the deadline of a call is the caller's, not the one that connecting had. Method: a
+    connection made with a short deadline waits for a late answer; one made with a long deadline
+    gives up at once. Either ends with the wrong error if the socket kept its timeout."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "late.sock"))
+    listener.listen(1)
+    with BlockingClient(listener.getsockname(), CATALOGUE, connect_timeout_s=0.2) as client:
+        server, _ = listener.accept()
+        with pytest.raises(WaitTimeoutError):
+            client.receive(0.5)
+        server.sendall(encode_frame(CATALOGUE.encode(Echo("late")), 0))
+        assert client.receive(30).message == Echo("late")
+        server.close()
+    with BlockingClient(listener.getsockname(), CATALOGUE, connect_timeout_s=600) as client:
+        server, _ = listener.accept()
+        with pytest.raises(WaitTimeoutError):
+            client.receive(0.01)
+        server.close()
+    listener.close()
 
 
 def test_blocking_client_deadline_and_end(tmp_path: Path):

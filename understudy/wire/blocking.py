@@ -219,6 +219,8 @@ def _connect(sock: socket.socket, path: str, timeout_s: float) -> None:
         try:
             sock.settimeout(max(0.001, end - time.monotonic()))
             sock.connect(path)
+            # Python waits inside recvmsg for a socket with a timeout, in spite of MSG_DONTWAIT.
+            sock.settimeout(None)
             return
         except OSError as error:
             full = isinstance(error, BlockingIOError | TimeoutError)

@@ -8,6 +8,7 @@ exists (umask, not chmod afterwards) in a directory that is its owner's alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
@@ -203,16 +204,33 @@ def _check_directory(directory: str) -> None:
         )
 
 
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            return True  # a full backlog: somebody listens
+        except OSError:
+            return False
+        return True
+
+
 def _bind(path: str) -> socket.socket:
-    """A listening socket at `path`. The caller has the guard, so what lies there is a leftover."""
-    try:
+    """A listening socket at `path`. What a dead server left there is removed."""
+    with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise UsageError(
                 "wire.not_a_socket", f"{path} exists and is not a socket; move it out of the way"
             )
+        if _answers(path):  # the guard is ours, so somebody has removed the one it had
+            raise UnderstudyError(
+                "wire.address_in_use",
+                f"a server answers on {path} although its guard file was removed; stop it, or"
+                " choose another --dir",
+                path=path,
+            )
         os.unlink(path)
-    except FileNotFoundError:
-        pass
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     umask = os.umask(0o177)
     try:
