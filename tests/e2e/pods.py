@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import select
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from understudy.pod.drill.records import End, Exchange, Outcome
 from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.drill.verdict import classify, served_out_of_order
 from understudy.pod.gather import LOCKSERVER_SOCKET, gather
-from understudy.pod.local_pod import LocalPod, free_pod_ports
+from understudy.pod.local_pod import LocalPod, Ports
 from understudy.pod.peers import Watch
 from understudy.pod.runner import Runner
 from understudy.pod.sessions import ONE_THREAD, make_random_model
@@ -36,9 +38,13 @@ from understudy.wire.messages import Message
 WHOLE_DEADLINE_S = 60.0
 GRACE_S = 20.0  # a test that fails must not wait the forty seconds that users' requests get
 CLIENTS = 3
+PORTS = range(15_000, 32_000)
+SETTLED_AFTER = 25  # equal readings in a row
 
 # The pod runs as users run it: Python's development mode would cost it memory and time.
 AS_USERS_RUN_IT = {**ONE_THREAD, "PYTHONDEVMODE": "", "PYTHONWARNINGS": ""}
+
+_ports_given: set[int] = set()
 
 
 class Pod:
@@ -253,7 +259,7 @@ class PodHome:
         directory = self._base / f"pod{self._started}"
         directory.mkdir(mode=0o700)
         env = {**AS_USERS_RUN_IT, **self._differences.pop("env", {})}
-        local = LocalPod(directory, self._model, free_pod_ports(), env=env, **self._differences)
+        local = LocalPod(directory, self._model, pod_ports(), env=env, **self._differences)
         self._differences["env"] = env
         self._pod = Pod(local)
         await self._pod.start()
@@ -305,8 +311,68 @@ def continue_all(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+def fresh_ports(in_a_row: int = 1) -> int:
+    """The first of `in_a_row` free ports, never given before in this run.
+
+    They are below those that the kernel gives to whoever asks for any port: nobody can take one
+    while the test's own server is dead.
+    """
+    while True:
+        first = random.choice(PORTS)
+        wanted = set(range(first, first + in_a_row))
+        if not wanted & _ports_given and all(map(_is_free, wanted)):
+            _ports_given.update(wanted)
+            return first
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def pod_ports() -> Ports:
+    engine = fresh_ports(2)
+    return Ports(fresh_ports(), fresh_ports(), fresh_ports(), (engine, engine + 1))
+
+
+def port_flags(**taken: int) -> list[str]:
+    """The flags of `understudy up` that move every port to a free one, but for those in `taken`."""
+    ports = pod_ports()
+    chosen = {"service": ports.service, "lockserver": ports.lockserver, "gms": ports.gms}
+    chosen |= {"engine": ports.engines[0], **taken}
+    return [f"--{name}-port={port}" for name, port in chosen.items()]
+
+
 def fd_counts(pids: Iterable[int]) -> dict[int, int]:
     return {pid: len(open_fds(pid)) for pid in pids}
+
+
+async def settled_fds(pids: Sequence[int]) -> dict[int, int]:
+    """How many descriptors each has, once the last look at the pod has been hung up on."""
+    seen: list[dict[int, int]] = []
+
+    def is_settled() -> bool:
+        seen.append(fd_counts(pids))
+        return len(seen) > SETTLED_AFTER and all(each == seen[-1] for each in seen[-SETTLED_AFTER:])
+
+    await auntil(is_settled, "the descriptors to stay the same")
+    return seen[-1]
+
+
+async def same_fds(before: dict[int, int]) -> None:
+    """Wait until every process of `before` has as many descriptors as then."""
+    try:
+        await auntil(lambda: fd_counts(before) == before, "the descriptors to be as before")
+    except AssertionError:
+        changed = {
+            pid: sorted(open_fds(pid).values())
+            for pid, count in fd_counts(before).items()
+            if count != before[pid]
+        }
+        raise AssertionError(f"before {before}, and now {changed}") from None
 
 
 def make_model(directory: Path) -> Path:

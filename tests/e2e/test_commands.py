@@ -13,10 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome, Processes, fd_counts
-from tests.helpers import auntil, until
+from tests.e2e.pods import (
+    AS_USERS_RUN_IT,
+    Pod,
+    PodHome,
+    Processes,
+    port_flags,
+    same_fds,
+    settled_fds,
+)
+from tests.helpers import until
 from understudy.pod.drill.records import PHASES, TARGETS
-from understudy.pod.local_pod import free_ports
 from understudy.service.procfs import children, descendants, rss_bytes
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
@@ -82,7 +89,7 @@ def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(hom
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
         watched = [pod.pid("lockserver"), pod.pid("gms"), pod.gms_server()]
-        fds = fd_counts(watched)
+        fds = await settled_fds(watched)
         memory = {pid: rss_bytes(pid) for pid in watched}
         process = await asyncio.create_subprocess_exec(
             *(UNDERSTUDY, "drill", "--attach", "--yes", "--kills=3", "--json"),
@@ -99,7 +106,7 @@ def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(hom
         other = before.standbys[0]
         assert killed == [before.engine, other, before.engine]
         assert (after.engine, after.standbys) == (other, (before.engine,))
-        await auntil(lambda: fd_counts(watched) == fds, f"descriptors to be {fds} again")
+        await same_fds(fds)
         for pid in watched:
             assert (rss_bytes(pid) or 0) <= 1.05 * (memory[pid] or 0)
 
@@ -110,15 +117,14 @@ def test_up_says_where_to_send_requests_and_stops_in_reverse_order(tmp_path: Pat
     """Goal: a pod for people. Method: `up`, `status --check`, SIGTERM; pidfds say who ended first,
     and the directory what was left."""
     directory = tmp_path / "pod"
-    service, lock, gms, engine, _ = free_ports(5)
-    command = [UNDERSTUDY, "up", f"--dir={directory}", f"--service-port={service}"]
-    command += [f"--lockserver-port={lock}", f"--gms-port={gms}", f"--engine-port={engine}"]
+    command = [UNDERSTUDY, "up", f"--dir={directory}", *port_flags()]
     output = tmp_path / "up.txt"
     with (
         output.open("w") as file,
         subprocess.Popen(command, stdout=file, stderr=file, env=ENVIRONMENT) as up,
     ):
-        until(lambda: "curl http" in output.read_text(), "the example request")
+        until(lambda: "curl http" in output.read_text() or up.poll() is not None, "a word of it")
+        assert up.poll() is None, output.read_text()
         check_status(directory)
         by_name = {name_of(pid): pid for pid in children(up.pid)}
         assert set(by_name) == {"lockserver", "gms", "engine-0", "engine-1"}

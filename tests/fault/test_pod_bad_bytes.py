@@ -17,8 +17,7 @@ import pytest
 from engine import messages as engine_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
-from tests.e2e.pods import Pod, PodHome, fd_counts
-from tests.helpers import auntil
+from tests.e2e.pods import Pod, PodHome, same_fds, settled_fds
 from understudy.errors import RemoteError
 from understudy.pod.peers import ask
 from understudy.wire.frames import HEADER, MAGIC, VERSION, FrameDecoder, encode_frame
@@ -87,8 +86,7 @@ def test_bad_bytes_cost_their_sender_only(home: PodHome):
         before = await pod.whole()
         tokens = [part["engine"]["incarnation"] for part in (await pod.view())["engines"]]
         processes = pod.processes()
-        await settled(pod)
-        fds = fd_counts(processes)
+        fds = await settled_fds(processes)
         async with pod.load() as load:
             await load.answers()
             await asyncio.to_thread(throw_at_all, pod)
@@ -100,20 +98,9 @@ def test_bad_bytes_cost_their_sender_only(home: PodHome):
         assert after == before
         assert [part["engine"]["incarnation"] for part in (await pod.view())["engines"]] == tokens
         assert pod.processes() == processes
-        await auntil(lambda: fd_counts(processes) == fds, f"the descriptors to be {fds} again")
+        await same_fds(fds)
 
     home.run(scenario)
-
-
-async def settled(pod: Pod) -> None:
-    """Wait until the last look at the pod has been hung up on by both sides."""
-    seen: list[dict[int, int]] = []
-
-    def same() -> bool:
-        seen.append(fd_counts(pod.processes()))
-        return len(seen) > 10 and all(each == seen[-1] for each in seen[-10:])
-
-    await auntil(same, "the descriptors to stay the same")
 
 
 def throw_at_all(pod: Pod) -> None:

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome, port_flags
 from understudy.errors import UnderstudyError, UsageError
-from understudy.pod.local_pod import free_ports
 
 BIN = Path(sys.executable).parent
 FAILED, USAGE = UnderstudyError.exit_code, UsageError.exit_code
@@ -93,7 +92,7 @@ def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
                         has("engine-0"),
                         engine,
                     ),
-                    Refusal(("understudy", "up", where, *ports()), FAILED, has("lockserver")),
+                    Refusal(("understudy", "up", where, *port_flags()), FAILED, has("lockserver")),
                 ]
             )
             await load.answers()
@@ -102,13 +101,6 @@ def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
         assert await pod.whole() == before
 
     home.run(scenario)
-
-
-def ports(**taken: int) -> list[str]:
-    """Flags that move every port of `understudy up` to a free one, but for those in `taken`."""
-    service, lockserver, gms, engine, _ = free_ports(5)
-    chosen = {"service": service, "lockserver": lockserver, "gms": gms, "engine": engine, **taken}
-    return [f"--{name}-port={port}" for name, port in chosen.items()]
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -230,33 +222,37 @@ def test_up_that_cannot_work_is_one_sentence(home: PodHome, tmp_path: Path, take
         await refuse_all(
             [
                 Refusal(
-                    up("a", f"--model={tmp_path / 'none'}", *ports()),
+                    up("a", f"--model={tmp_path / 'none'}", *port_flags()),
                     USAGE,
                     ("none is not a directory", "--model"),
                 ),
                 Refusal(
-                    up("b", f"--model={broken}", *ports()),
+                    up("b", f"--model={broken}", *port_flags()),
                     USAGE,
                     ("engine-0", str(broken), "log is"),
                 ),
                 Refusal(
-                    up("c", model, "--device-bytes=256KiB", *ports()),
+                    up("c", model, "--device-bytes=256KiB", *port_flags()),
                     FAILED,
                     ("--device-bytes", "smaller model", "has 0.25 MiB"),
                 ),
                 Refusal(
-                    up("d", model, *ports(service=taken_port)),
+                    up("d", model, *port_flags(service=taken_port)),
                     FAILED,
                     (*in_use, "--service-port"),
                 ),
                 Refusal(
-                    up("e", model, *ports(lockserver=taken_port)),
+                    up("e", model, *port_flags(lockserver=taken_port)),
                     FAILED,
                     (*in_use, "--lockserver-port"),
                 ),
-                Refusal(up("f", model, *ports(gms=taken_port)), FAILED, (*in_use, "--gms-port")),
                 Refusal(
-                    up("g", model, *ports(engine=taken_port)), FAILED, (*in_use, "--engine-port")
+                    up("f", model, *port_flags(gms=taken_port)), FAILED, (*in_use, "--gms-port")
+                ),
+                Refusal(
+                    up("g", model, *port_flags(engine=taken_port)),
+                    FAILED,
+                    (*in_use, "--engine-port"),
                 ),
             ]
         )
