@@ -25,6 +25,7 @@ LOADER = "loader"
 # Refusals of a want after which this incarnation has no business left.
 FATAL_REFUSALS = {
     "lock.stale_claim": "lock_lost",
+    "lock.incarnation_ended": "lock_lost",
     "lock.witness_unproven": "witness_unproven",
 }
 

@@ -103,7 +103,14 @@ class ServiceSocket:
         Raises:
             ProtocolError: `lock.bad_service`, it is not the listening socket of this address.
         """
-        sock = socket.socket(fileno=fd.detach())
+        try:
+            sock = socket.socket(fileno=fd.fileno())
+        except OSError as error:
+            fd.close()
+            raise ProtocolError(
+                "lock.bad_service", f"what was handed back for {self.lock} is not a socket"
+            ) from error
+        fd.detach()  # the socket has it now
         try:
             is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if not is_listening or sock.getsockname()[:2] != self._sockaddr[:2]:

@@ -19,6 +19,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -32,6 +33,8 @@ from understudy.wire.fds import OwnedFd
 NAME = "lockserver.json"
 SLOT_BYTES = 4096  # one page: two locks with the longest names take about 1 KiB
 FILE_BYTES = 2 * SLOT_BYTES
+logger = logging.getLogger(__name__)
+
 ASIDE_MAX = 20  # unreadable files kept; a loop of failing starts must not fill the disk
 
 _HEAD = re.compile(rb"understudy-lock 1 sequence=(\d{1,18}) sha256=([0-9a-f]{64})\n(\{.*\})\s*")
@@ -93,9 +96,16 @@ class StateFile:
     def write(self, record: Record) -> None:
         """Write the next slot and wait for the disk.
 
+        A file that was removed or replaced meanwhile is made anew: what goes to a file without a
+        name is gone with this process, and its tokens would be granted again.
+
         Raises:
             OSError: it may or may not be on disk; write again before anything depends on it.
         """
+        if not self._is_ours():
+            logger.warning("%s was removed or replaced; it is made anew", self.path)
+            self._replace(record)
+            return
         sequence = self._sequence + 1
         slot = _encode(sequence, record)
         offset = sequence % 2 * SLOT_BYTES
@@ -103,6 +113,26 @@ class StateFile:
             raise OSError(errno.ENOSPC, "the slot was written in part")
         os.fdatasync(self._fd.fileno())
         self._sequence = sequence
+
+    def _is_ours(self) -> bool:
+        try:
+            named = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(self._fd.fileno()))
+
+    def _replace(self, record: Record) -> None:
+        if os.path.lexists(self.path):
+            _put_aside(self.path)
+        _create(self.path, record)
+        fd = OwnedFd(os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+        try:
+            fcntl.flock(fd.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            fd.close()
+            raise
+        self._fd.close()
+        self._fd, self._sequence = fd, 1  # `_create` wrote 0 and 1
 
     def close(self) -> None:
         self._fd.close()

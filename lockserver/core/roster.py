@@ -37,6 +37,12 @@ def check_identity(
     if known is not None and (known.id, known.engine) != (want.supervisor, want.engine):
         why = f"this is supervisor {known.id} of {known.engine}; it cannot become another"
         return Refuse(want.conn, "lock.identity_changed", why)
+    if known is not None and known.has_process and want.pid and known.pid not in (0, want.pid):
+        why = (
+            f"supervisor {known.id} of {known.engine} is pid {known.pid}, which lives; pid"
+            f" {want.pid} cannot speak for it"
+        )
+        return Refuse(want.conn, "lock.identity_changed", why)
     if known is None and len(supervisors) >= SUPERVISORS_MAX:
         why = f"{SUPERVISORS_MAX} supervisors are known here, which is the limit"
         return Refuse(want.conn, "lock.too_many_waiters", why)

@@ -140,6 +140,8 @@ def test_service_takes_only_its_own_listening_socket():
             right.close()
             with pytest.raises(ProtocolError):
                 service.take(OwnedFd(left.detach()))
+            with pytest.raises(ProtocolError):
+                service.take(OwnedFd(os.memfd_create("no socket at all")))
             with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ProtocolError):
                 service.take(OwnedFd(os.dup(other.fileno())))
             copy = service.copy()

@@ -10,7 +10,7 @@ import pytest
 
 from lockserver import witness
 from lockserver.core.events import Holder, Record
-from lockserver.state_file import FILE_BYTES, SLOT_BYTES, StateFile, read
+from lockserver.state_file import FILE_BYTES, NAME, SLOT_BYTES, StateFile, read
 from lockserver.witness import WitnessFile
 from tests.helpers import open_fds
 from understudy.errors import UnderstudyError
@@ -192,3 +192,26 @@ def test_state_file_is_locked_and_leaks_nothing(directory):
     assert caught.value.code == "lock.state_in_use"
     state.close()
     assert open_fds() == before
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_state_file_removed_while_open_is_made_anew_by_the_next_write(directory, how):
+    """Goal: no grant goes to a file without a name, where it would be granted again after a
+    restart. Method: remove or replace the file between two writes, then read as a new server."""
+    path = os.path.join(directory, NAME)
+    state = StateFile(directory, LOCKS)
+    state.write(record(3))
+    os.unlink(path)
+    if how == "replaced":
+        with open(path, "wb") as file:
+            file.write(b"x" * FILE_BYTES)
+    before = len(open_fds())
+    state.write(record(4))
+    state.write(record(5))
+    assert len(open_fds()) == before
+    found = read(directory, LOCKS)
+    assert found is not None
+    assert (found.record.token, found.problem) == (5, None)
+    with pytest.raises(UnderstudyError, match=r"lock\.state_in_use"):
+        StateFile(directory, LOCKS)
+    state.close()

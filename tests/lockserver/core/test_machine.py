@@ -62,10 +62,11 @@ class Shell:
 
 def want(conn, incarnation, *locks, engine=None, supervisor=None, **fields) -> ev.Wanted:
     engine = engine or (incarnation or "engine-0-x").rpartition("-")[0]
+    supervisor = supervisor or f"{engine:0>16}"
     witness = name_of(incarnation) if incarnation else None
     base = ev.Wanted(
         conn=conn,
-        supervisor=supervisor or f"{engine:0>16}",
+        supervisor=supervisor,
         engine=engine,
         incarnation=incarnation,
         witness=witness,
@@ -73,7 +74,7 @@ def want(conn, incarnation, *locks, engine=None, supervisor=None, **fields) -> e
         tokens={},
         witness_file=WitnessFile(witness, 1, hash(witness) % 1000) if witness else None,
         witness_state=Probe.HELD,
-        pid=100 + conn,
+        pid=100 + sum(supervisor.encode()),  # one supervisor, one process
         process="SO_PEERPIDFD",
     )
     return replace(base, **fields)
@@ -316,6 +317,18 @@ def test_second_living_supervisor_of_an_engine_is_refused_until_the_first_is_gon
     assert refused(shell.feed(twin)) == ["lock.engine_id_taken"]
     shell.feed(ev.ProcessGone(f"{'engine-0':0>16}"))
     assert refused(shell.feed(twin)) == []
+
+
+def test_another_process_cannot_speak_for_a_living_supervisor():
+    """Goal: who knows a supervisor's id cannot take its lock away. Method: the same id from
+    another pid, while the first lives and after it has gone."""
+    shell = Shell()
+    shell.feed(want(1, A, "active", pid=10, process="SO_PEERPIDFD"))
+    stranger = want(2, None, engine="engine-0", pid=11, process="SO_PEERPIDFD")
+    assert refused(shell.feed(stranger)) == ["lock.identity_changed"]
+    assert shell.active.state is LockState.HELD
+    again = want(3, A, "active", pid=10, process="SO_PEERPIDFD")
+    assert not refused(shell.feed(again))
 
 
 def test_connection_cannot_change_its_identity():
