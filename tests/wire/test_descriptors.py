@@ -86,7 +86,7 @@ def test_fds_pass_both_ways_and_none_leaks(loop: str, tmp_path: Path):
                 reply = client.request(Echo("x"), sent)
                 assert [os.fstat(fd.fileno()).st_ino for fd in reply.fds] == inodes
                 close_all(reply.fds)
-            assert len(open_fds()) == before
+            until(lambda: len(open_fds()) == before, "both sides to have closed all")
         until(lambda: thread.handler.reasons, "the server to see the end")
 
 
@@ -159,13 +159,14 @@ def test_250_fds_travel_in_one_frame(tmp_path: Path):
         ServerThread(str(tmp_path / "echo.sock")) as thread,
         BlockingClient(thread.path, CATALOGUE) as client,
     ):
+        client.request(Echo("the server has accepted"))
+        before = len(open_fds())
         reply = client.request(Echo("many"), _fds(250))
         assert len(reply.fds) == 250
         close_all(reply.fds)
-        before = len(open_fds())
         with pytest.raises(UnderstudyError, match=r"wire\.too_many_fds"):
             client.request(Echo("more"), _fds(251))
-        assert len(open_fds()) == before
+        until(lambda: len(open_fds()) == before, "both sides to have closed all")
 
 
 def test_receiver_at_its_fd_limit_refuses_and_serves_on(tmp_path: Path):
@@ -278,6 +279,27 @@ def test_foreign_ancillary_data_is_refused():
         sockets.receive(theirs)
     ours.close()
     theirs.close()
+
+
+@loops
+def test_last_words_of_a_peer_are_read_although_sending_fails(loop: str):
+    """Goal: a peer that says why and goes is understood, even if we were speaking at that moment.
+    Method: its words and its end are there before we send; our descriptors must not leak."""
+
+    async def main() -> None:
+        before = len(open_fds())
+        ours, theirs = socket.socketpair()
+        handler = EchoHandler()
+        conn = from_socket(ours, CATALOGUE, handler)
+        theirs.sendall(encode_frame(CATALOGUE.encode(Echo("why")), 0))
+        theirs.close()
+        for _ in range(3):
+            conn.send(Echo("do this"), 0, _fds(2))
+        await auntil(lambda: handler.reasons, "the end of the connection")
+        assert handler.received_messages == [Echo("why")]
+        assert len(open_fds()) == before
+
+    run_on(loop, main())
 
 
 @loops

@@ -73,6 +73,7 @@ class Connection:
         self._queued_bytes = 0
         self._queued_bytes_max = max(2 * catalogue.frame_bytes_max, QUEUED_BYTES_FRAMES * 1024)
         self._is_writing = False
+        self._is_peer_deaf = False
         self._last_words: str | None = None
         self._frame_deadline: asyncio.TimerHandle | None = None
         self._flush_deadline: asyncio.TimerHandle | None = None
@@ -85,7 +86,7 @@ class Connection:
 
     def send(self, message: Message, request_id: int = 0, fds: Sequence[OwnedFd] = ()) -> None:
         """Queue `message`; takes `fds`. Never blocks; a peer that does not read is dropped."""
-        if self.is_closed or self._last_words is not None:
+        if self.is_closed or self._is_peer_deaf or self._last_words is not None:
             close_all(fds)
             return
         try:
@@ -134,11 +135,26 @@ class Connection:
             self._wait_writable(is_kernel_busy=error.errno == errno.ETOOMANYREFS)
             return
         except OSError as error:
-            self.close(f"the peer is gone: {error.strerror}")
+            self._peer_stopped_reading(error)
             return
         self._stop_writing()
         if self._last_words is not None:
             self.close(self._last_words)
+
+    def _peer_stopped_reading(self, error: OSError) -> None:
+        """It may have said why before it went: its last words are read, then its end is."""
+        self._stop_writing()
+        if self._last_words is not None:  # we do not read any more either
+            self.close(f"the peer is gone: {error.strerror}")
+            return
+        self._is_peer_deaf = True
+        self._drop_queue()
+
+    def _drop_queue(self) -> None:
+        for outgoing in self._queue:
+            close_all(outgoing.fds)
+        self._queue.clear()
+        self._queued_bytes = 0
 
     def _wait_writable(self, *, is_kernel_busy: bool) -> None:
         if is_kernel_busy:  # the socket is writable, the kernel is not: look again later
@@ -235,9 +251,7 @@ class Connection:
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
         self._decoder.close()
-        for outgoing in self._queue:
-            close_all(outgoing.fds)
-        self._queue.clear()
+        self._drop_queue()
         self._loop.call_soon(self._closed, reason)
 
     def _closed(self, reason: str) -> None:

@@ -84,7 +84,10 @@ class Backend:
             server = self._runner.server
             assert server is not None
             self._service.engine, self._service.token = engine, token
-            self._listener = Listener(listening.duplicate(), server)
+            self._listener = Listener(
+                listening.duplicate(), server, lambda: len(server.connections)
+            )
+            self._service.heard = self._listener.heard
         return (await self._service.link.take_memory()).kv_bytes
 
     async def run_canary(self) -> Checked:

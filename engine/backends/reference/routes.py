@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.backends.reference.answer import Answer, Piece
 from engine.backends.reference.link import Ready
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 # 128 Ki tokens are about half a MiB of text, or one MiB as an array of ids.
 BODY_BYTES_MAX = 4 << 20
+# A body has this long to arrive after its headers, or a few slow senders hold every connection.
+BODY_DEADLINE_S = 30.0
 # Tokenising this much takes about a millisecond; more goes to a thread, off the loop.
 INLINE_CHARS_MAX = 4096
 
@@ -74,6 +77,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     handling: int = 0  # requests between their headers and the end of their answer
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    heard: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -122,6 +126,7 @@ class _Routes:
 
     @web.middleware
     async def errors_as_json(self, request: web.Request, handler: HandlerFn) -> web.StreamResponse:
+        self._service.heard(request.protocol)
         try:
             with self._service.request():
                 return await handler(request)
@@ -134,6 +139,8 @@ class _Routes:
         except web.HTTPException as error:
             what = f"{request.method} {request.path:.100}: {error.reason}."
             refusal = ApiError(error.status, what, code="no_such_route")
+        except ConnectionResetError:
+            return web.Response(status=499)  # the client left: nobody reads this
         except Exception:
             logger.exception("a request failed: %s %s", request.method, request.path)
             what = "This engine failed at the request; its log says why."
@@ -175,7 +182,15 @@ class _Routes:
             raise errors.unavailable(
                 "engine_draining", "This engine is handing over and takes no new requests."
             )
-        body = await request.read()
+        try:
+            async with asyncio.timeout(BODY_DEADLINE_S):
+                body = await request.read()
+        except TimeoutError as error:
+            what = f"The request's body did not arrive within {BODY_DEADLINE_S:g} s."
+            raise ApiError(408, what, code="body_deadline") from error
+        except (web.RequestPayloadError, HttpProcessingError) as error:
+            what = f"The request's body cannot be read: {error}"
+            raise ApiError(400, what, code="bad_body") from error
         if len(body) <= INLINE_CHARS_MAX:
             return parse_json(body)
         async with self._large:

@@ -189,3 +189,18 @@ def test_burst_beyond_the_slots_waits_its_turn(model: Path):
     with standalone(model, "--slots", "1") as url, ThreadPoolExecutor(24) as threads:
         answers = list(threads.map(lambda _: complete(url, max_tokens=3), range(48)))
     assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+
+
+def test_body_in_a_broken_encoding_is_400(url: str):
+    """Goal: bytes that are not what their encoding says are the sender's fault, not a failure of
+    the engine."""
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        data=b"this is no gzip",
+        headers={"Content-Type": "application/json", "Content-Encoding": "gzip"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=30)
+    with caught.value as answer:
+        assert answer.code == 400
+        assert json.load(answer)["error"]["code"] == "bad_body"

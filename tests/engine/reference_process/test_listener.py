@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 
-from engine.backends.reference.listener import Listener
+from engine.backends.reference.listener import CONNECTIONS_MAX, Listener
 from tests.engine.reference_process.rig import lend, listening
 from tests.helpers import auntil
 
@@ -17,6 +18,17 @@ class Greeter(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         transport.write(b"hello")
         transport.close()
+
+
+class Host(asyncio.Protocol):
+    """Greets and stays."""
+
+    transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.write(b"hello")
 
 
 def backlog_of(sock: socket.socket) -> int:
@@ -107,6 +119,56 @@ def test_many_at_once_are_all_accepted():
                 assert await loop.sock_recv(client, 16) == b"hello"
                 client.close()
             await auntil(lambda: not listener._arrivals, "no arrival under way")
+            listener.stop()
+
+    asyncio.run(main())
+
+
+def test_connection_that_sends_no_request_is_closed_and_another_is_not():
+    """Goal: half requests cannot hold descriptors for ever. Method: two connections, of which one
+    is reported as heard; a short deadline."""
+
+    async def main() -> None:
+        owner, _ = listening()
+        hosts: list[Host] = []
+
+        def factory() -> Host:
+            hosts.append(Host())
+            return hosts[-1]
+
+        with owner:
+            listener = Listener(lend(owner), factory, first_request_s=0.05)
+            listener.start()
+            loop = asyncio.get_running_loop()
+            with connect(owner) as good:
+                assert await loop.sock_recv(good, 16) == b"hello"
+                listener.heard(hosts[0])
+                quiet = connect(owner)
+                assert await loop.sock_recv(quiet, 16) == b"hello"
+                with contextlib.suppress(ConnectionResetError):
+                    assert await loop.sock_recv(quiet, 16) == b""
+                quiet.close()
+                await auntil(lambda: not listener._quiet, "every deadline to be over")
+                hosts[0].transport.write(b"still here")
+                assert await loop.sock_recv(good, 16) == b"still here"
+                hosts[0].transport.close()
+            listener.stop()
+
+    asyncio.run(main())
+
+
+def test_full_house_leaves_newcomers_in_the_backlog():
+    """Goal: a bounded number of connections; the others wait instead of being refused."""
+
+    async def main() -> None:
+        owner, _ = listening()
+        open_connections = CONNECTIONS_MAX
+        with owner, connect(owner) as client:
+            listener = Listener(lend(owner), Greeter, lambda: open_connections)
+            listener.start()
+            await auntil(lambda: listener._retry is not None, "the pause")
+            open_connections = 0
+            assert await asyncio.get_running_loop().sock_recv(client, 16) == b"hello"
             listener.stop()
 
     asyncio.run(main())
