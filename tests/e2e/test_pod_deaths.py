@@ -104,7 +104,8 @@ async def relaunched(pod: Pod, engine: str, incarnation: str):
     while True:
         await pod.whole()
         document = await pod.engine(engine)
-        if document["engine"]["incarnation"] != incarnation:
+        now = document["engine"]
+        if now["state"] == "standby" and now["incarnation"] != incarnation:
             return document
 
 
