@@ -24,7 +24,7 @@ NAME_LENGTH_MAX = 512
 DIMENSIONS_MAX = 32  # numpy's old limit, and torch's practical one
 
 # Bytes per element of the types whose size we can check. A type not named here (packed
-# quantised formats) is accepted: then only the bounds are checked.
+# quantised formats) is accepted: then only coarse bounds are checked.
 ITEM_BYTES = {
     "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
@@ -88,13 +88,28 @@ def _check_record(record: TensorRecord, slab_sizes: Sequence[int]) -> None:
         )
     if len(record.shape) > DIMENSIONS_MAX or any(n < 0 for n in record.shape):
         raise _bad(f"tensor {record.name!r} has the impossible shape {record.shape}")
-    if record.strides is not None and len(record.strides) != len(record.shape):
-        raise _bad(f"tensor {record.name!r} has strides that do not fit its shape")
+    _check_extent(record)
+
+
+def _check_extent(record: TensorRecord) -> None:
+    """A reader must be able to trust that shape and strides stay inside the tensor's bytes."""
     item = ITEM_BYTES.get(record.dtype)
-    if item is not None and record.strides is None and prod(record.shape) * item != record.nbytes:
+    if record.strides is not None and (
+        len(record.strides) != len(record.shape) or any(step < 0 for step in record.strides)
+    ):
+        raise _bad(f"tensor {record.name!r} has strides that do not fit its shape")
+    if item is None:  # a packed type that we do not know has at least one bit for each element
+        fits = prod(record.shape) <= 8 * record.nbytes
+    elif record.strides is None:
+        fits = prod(record.shape) * item == record.nbytes
+    else:
+        steps = zip(record.shape, record.strides, strict=True)
+        last = sum((n - 1) * step for n, step in steps) if all(record.shape) else -1
+        fits = (last + 1) * item <= record.nbytes
+    if not fits:
         raise _bad(
-            f"tensor {record.name!r} of {record.dtype} and shape {record.shape} "
-            f"does not have {record.nbytes} bytes"
+            f"tensor {record.name!r} of {record.dtype}, shape {record.shape} and strides"
+            f" {record.strides} does not fit {record.nbytes} bytes"
         )
 
 
