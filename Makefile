@@ -33,10 +33,10 @@ test-core: setup ## the pure cores only: tables, properties, simulations
 	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/sim $(ARGS)
 
 drill: setup ## start a pod, kill the active engine 20 times, print the report
-	$(VENV)/bin/understudy drill $(ARGS)
+	@$(VENV)/bin/understudy drill $(ARGS)
 
 bench: setup ## measure; JSON with ARGS=--json
-	$(PY) -m hack.bench $(ARGS)
+	@$(PY) -m hack.bench $(ARGS)
 
 docs: setup ## write the generated pages again
 	$(PY) -m hack.gen_states
