@@ -3,7 +3,8 @@
 Owns the rule of DESIGN §7: the backend answers within 1 s; with requests in flight something moved
 within `hang_ms`; idle, a canary every 30 s. Must not know how questions travel. The surprising
 thing: a hang is measured from when this side *saw* work in flight, so the first look at a request
-never counts the idle time before it.
+never counts the idle time before it. And whoever did not run himself (stopped, thawed, starved)
+cannot say that others were silent: after a late look, every deadline begins anew.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ HANG_MS = 3_000
 IDLE_CANARY_MS = 30_000
 # Twice a second: a hang is seen at most this much after hang_ms, and the questions cost nothing.
 INTERVAL_MS = 500
+# A loop that is this late was not running; a busy one is late by a few milliseconds.
+LATE_MS = 250
 
 
 class Action(StrEnum):
@@ -55,6 +58,7 @@ class Health:
 
     def tick(self, now_ms: float) -> list[Action] | Unhealthy:
         """What to do now; call it at `next_ms` at the latest."""
+        self._forgive_a_gap(now_ms)
         if self._asked_ms is not None and now_ms - self._asked_ms >= self._answer_ms:
             return Unhealthy(f"the backend did not answer within {self._answer_ms} ms")
         if self._canary_ms is not None and now_ms - self._canary_ms >= self._hang_ms:
@@ -83,6 +87,7 @@ class Health:
 
     def answered(self, now_ms: float, in_flight: int, progress: int) -> Unhealthy | None:
         """The backend's answer; a hang is judged here, by what it says, never by its silence."""
+        self._forgive_a_gap(now_ms)
         self._asked_ms = None
         if progress != self._progress or (in_flight and not self.in_flight):
             self._moved_ms = now_ms
@@ -95,3 +100,12 @@ class Health:
         self._canary_ms = None
         self._moved_ms = now_ms
         return None if ok else Unhealthy(f"the idle canary failed: {detail or 'wrong tokens'}")
+
+    def _forgive_a_gap(self, now_ms: float) -> None:
+        if now_ms - self.next_ms() <= LATE_MS:
+            return
+        self._moved_ms = now_ms
+        if self._asked_ms is not None:
+            self._asked_ms = now_ms
+        if self._canary_ms is not None:
+            self._canary_ms = now_ms

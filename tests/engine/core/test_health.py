@@ -91,3 +91,25 @@ def test_idle_canary_that_fails_or_hangs():
         now = max(now + 1, health.next_ms())
     assert asked
     assert 33_000 <= now <= 33_500
+
+
+def test_who_did_not_run_himself_blames_nobody():
+    """A gap of a minute with a question open and requests in flight: the deadlines begin anew, and
+    real silence after it is a verdict as ever."""
+    health = make()
+    assert health.tick(0) == [Action.ASK]
+    assert health.answered(1, 2, 7) is None
+    assert health.tick(500) == [Action.ASK]
+    assert health.tick(60_000) == []  # the open question is given its second again
+    assert health.answered(60_001, 2, 7) is None  # no token, but nobody could see one
+    assert health.tick(60_001) == [Action.ASK]
+    assert isinstance(health.tick(61_001), Unhealthy)
+
+
+def test_answer_that_waited_while_nobody_looked_is_no_hang():
+    """The answer is read before the late timer fires: the same gap, the same grace."""
+    health = make()
+    assert health.tick(0) == [Action.ASK]
+    assert health.answered(1, 2, 7) is None
+    assert health.tick(500) == [Action.ASK]
+    assert health.answered(60_000, 2, 7) is None
