@@ -10,6 +10,8 @@ from tests.e2e.pods import PodHome, make_model
 
 # A restarted lock server calls a silent holder unresponsive after this; it changes nothing else.
 WINDOW_MS = 300
+# An engine without a heartbeat for so long is passed over, and reported; two heartbeats' time.
+SILENT_MS = 1000
 # Longer than any test: whoever waits in the backlog shall be answered by an engine.
 HOLD_MS = 600_000
 
@@ -17,7 +19,8 @@ HOLD_MS = 600_000
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
     base = tmp_path_factory.mktemp("fault")
-    env = {"UNDERSTUDY_WINDOW_MS": str(WINDOW_MS), "UNDERSTUDY_HOLD_MS": str(HOLD_MS)}
+    limits = {"WINDOW_MS": WINDOW_MS, "SILENT_MS": SILENT_MS, "HOLD_MS": HOLD_MS}
+    env = {f"UNDERSTUDY_{name}": str(limit) for name, limit in limits.items()}
     found = PodHome(base, make_model(base / "model"), env=env)
     try:
         yield found

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+import time
 
 from tests.e2e.pods import Pod, PodHome, Processes, kill
+from tests.fault.conftest import SILENT_MS
+from tests.helpers import auntil
 from understudy.pod.gather import lock_status
 
 STATUS_ASKED = 20  # after the window: how often nobody may have been granted
@@ -61,3 +64,31 @@ async def nobody_is_granted(pod: Pod, granted: int, tree: list[int]) -> None:
         assert document["token"] == granted
         assert document["locks"]["active"]["state"] == "recovering"
         assert [each["engine"] for each in document["locks"]["active"]["waiters"]]
+
+
+def test_stopped_lock_server_costs_nothing(home: PodHome):
+    """Goal: engines serve on while the lock server hangs, and nobody is replaced for having been
+    silent when it goes on. Method: SIGSTOP it under load for longer than its patience, SIGCONT."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        async with pod.load() as load:
+            await load.answers()
+            with Processes([pod.pid("lockserver")]) as server:
+                async with pod.grants(server) as grants:
+                    server.signal(signal.SIGSTOP)
+                    patience_end = time.monotonic() + 1.5 * SILENT_MS / 1000
+                    await auntil(lambda: time.monotonic() > patience_end, "its patience to end")
+                    await load.answers()
+                    server.signal(signal.SIGCONT)
+                    after = await pod.whole()
+                    await load.answers()
+                assert not grants.made
+            assert after == before
+            lock = (await lock_status(pod.directory))["locks"]["active"]
+            assert (lock["state"], lock["problem"]) == ("held", None)
+            assert load.tokens() == {before.token}
+            assert not load.lost()
+            assert not load.refused()
+
+    home.run(scenario)
