@@ -18,7 +18,8 @@ def pair(pod: Pod):
     """engine-0 active, engine-1 standby, each with two processes."""
     pod.start_lock()
     first = pod.engine("engine-0", "--grandchild", "joined", "--load")
-    first.until("active")
+    status = first.until("active")
+    assert status["engine"]["number"] == 1, f"it died before it was active: {status['deaths']}"
     second = pod.engine("engine-1", "--grandchild", "joined", "--load")
     second.until("standby")
     return pod, first, second

@@ -16,7 +16,7 @@ SILENT_MS = 1000
 HOLD_MS = 600_000
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
     base = tmp_path_factory.mktemp("fault")
     limits = {"WINDOW_MS": WINDOW_MS, "SILENT_MS": SILENT_MS, "HOLD_MS": HOLD_MS}
