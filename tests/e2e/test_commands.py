@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -113,24 +115,46 @@ def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(hom
     home.run(scenario)
 
 
-def test_up_says_where_to_send_requests_and_stops_in_reverse_order(tmp_path: Path):
-    """Goal: a pod for people. Method: `up`, `status --check`, SIGTERM; pidfds say who ended first,
-    and the directory what was left."""
-    directory = tmp_path / "pod"
-    command = [UNDERSTUDY, "up", f"--dir={directory}", *port_flags()]
-    output = tmp_path / "up.txt"
+@contextmanager
+def running_pod(directory: Path, output: Path, flags: list[str]) -> Iterator[subprocess.Popen]:
+    """`understudy up` once it has said where to send requests; killed if it is still there."""
     with (
         output.open("w") as file,
-        subprocess.Popen(command, stdout=file, stderr=file, env=ENVIRONMENT) as up,
+        subprocess.Popen(
+            [UNDERSTUDY, "up", f"--dir={directory}", *flags],
+            stdout=file,
+            stderr=file,
+            env=ENVIRONMENT,
+        ) as up,
     ):
-        until(lambda: "curl http" in output.read_text() or up.poll() is not None, "a word of it")
-        assert up.poll() is None, output.read_text()
-        check_status(directory)
+        try:
+            until(lambda: "curl http" in output.read_text() or up.poll() is not None, "its word")
+            assert up.poll() is None, output.read_text()
+            yield up
+        finally:
+            up.kill()
+    assert "Traceback" not in output.read_text()
+
+
+def test_up_killed_takes_all_along_and_the_next_one_stops_in_reverse_order(
+    tmp_path_factory: pytest.TempPathFactory,
+):
+    """Goal: a pod for people. Method: `up`, `status --check`, SIGKILL; `up` again on what that
+    left, SIGTERM: pidfds say who ended first, the exit code and the directory what was left."""
+    base = tmp_path_factory.mktemp("up")
+    directory, output, flags = base / "pod", base / "up.txt", port_flags()
+    with running_pod(directory, output, flags) as up:
+        token = check_status(directory)
+        with Processes([up.pid, *descendants(up.pid)]) as everybody:
+            assert len(everybody.alive()) == 10
+            up.kill()
+            until(lambda: not everybody.alive(), "every process to end with `up`")
+    with running_pod(directory, output, flags) as up:
+        assert check_status(directory) > token
         by_name = {name_of(pid): pid for pid in children(up.pid)}
         assert set(by_name) == {"lockserver", "gms", "engine-0", "engine-1"}
         engines = [by_name["engine-0"], by_name["engine-1"]]
         with Processes([up.pid, *descendants(up.pid)]) as everybody:
-            assert len(everybody.alive()) == 10
             up.send_signal(signal.SIGTERM)
             until(lambda: by_name["gms"] not in everybody.alive(), "the end of gms")
             assert not everybody.alive().intersection(engines)
@@ -138,16 +162,18 @@ def test_up_says_where_to_send_requests_and_stops_in_reverse_order(tmp_path: Pat
             assert everybody.alive() <= {up.pid}
             assert up.wait(60) == 0
             assert not everybody.alive()
-    assert "Traceback" not in output.read_text()
     check_leavings(directory)
 
 
-def check_status(directory: Path) -> None:
+def check_status(directory: Path) -> int:
+    """The pod is healthy, and that is said in a few lines; the token of who serves."""
     status = [UNDERSTUDY, "status", "--check", f"--dir={directory}"]
     done = subprocess.run(status, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "failover ready" in done.stdout
     assert len(done.stdout.splitlines()) < 15
+    (token,) = re.findall(r"held by engine-[01] +token (\d+)", done.stdout)
+    return int(token)
 
 
 def name_of(pid: int) -> str:

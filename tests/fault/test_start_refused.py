@@ -205,24 +205,28 @@ def taken_port():
         yield server.getsockname()[1]
 
 
-def test_up_that_cannot_work_is_one_sentence(home: PodHome, tmp_path: Path, taken_port: int):
+def test_up_that_cannot_work_is_one_sentence(
+    home: PodHome, tmp_path_factory: pytest.TempPathFactory, taken_port: int
+):
     """Goal: whoever starts a pod reads what is wrong. Method: `up` with a model that is missing or
     broken or too large, and with each kind of port in use."""
 
+    base = tmp_path_factory.mktemp("up")  # short: a socket's path has 107 bytes
+
     async def scenario(pod: Pod) -> None:
-        broken = tmp_path / "cut"
+        broken = base / "cut"
         shutil.copytree(pod.local.model, broken)
         weights_cut(broken)
         model = f"--model={pod.local.model}"
 
         def up(name: str, *flags: str) -> tuple[str, ...]:
-            return ("understudy", "up", f"--dir={tmp_path / name}", *flags)
+            return ("understudy", "up", f"--dir={base / name}", *flags)
 
         in_use = (f"port {taken_port} ", "in use", "another")
         await refuse_all(
             [
                 Refusal(
-                    up("a", f"--model={tmp_path / 'none'}", *port_flags()),
+                    up("a", f"--model={base / 'none'}", *port_flags()),
                     USAGE,
                     ("none is not a directory", "--model"),
                 ),
