@@ -66,7 +66,7 @@ class Pod:
 
     async def whole(self) -> Whole:
         """Wait until one engine serves and another is parked in the queue."""
-        return await wait_whole(self.directory, WHOLE_DEADLINE_S)
+        return await wait_whole(self.directory, deadline_s=WHOLE_DEADLINE_S)
 
     async def whole_after(self, token: int) -> Whole:
         """The pod, whole again under a newer grant than `token`."""

@@ -39,6 +39,9 @@ ACTIVE, STANDBY = engine("engine-0", "active"), engine("engine-1", "standby")
 SILENT = {"name": "engine-1", "error": "nobody listens on engine_engine-1.sock"}
 
 
+NO_LOCKSERVER = {"name": "lockserver", "error": "gone"}
+
+
 @pytest.mark.parametrize(
     ("lock", "gms", "engines", "state", "word"),
     [
@@ -49,8 +52,9 @@ SILENT = {"name": "engine-1", "error": "nobody listens on engine_engine-1.sock"}
         (lockserver("free", None), [memory()], [STANDBY], "down", ""),
         (lockserver("releasing"), [memory()], [STANDBY], "down", ""),
         (lockserver(), [memory()], [ACTIVE, engine("engine-1", "active")], "down", "more than one"),
-        ({"name": "lockserver", "error": "gone"}, [memory()], [ACTIVE, STANDBY], "down", "gone"),
-        ({"name": "lockserver", "error": "gone"}, [], [], "down", "gone"),
+        (NO_LOCKSERVER, [memory()], [ACTIVE, STANDBY], "degraded", "gone"),
+        (lockserver(), [memory()], [{"name": "engine-0", "error": "x"}, STANDBY], "degraded", "x"),
+        (NO_LOCKSERVER, [], [], "down", "gone"),
     ],
 )
 def test_pod_view_state_follows_from_the_parts(lock, gms, engines, state, word):
@@ -58,6 +62,17 @@ def test_pod_view_state_follows_from_the_parts(lock, gms, engines, state, word):
     view = pod_view("/run/understudy", lock, gms, engines)
     assert view["state"] == state
     assert word in " ".join(view["problems"])
+
+
+def test_failover_is_ready_only_if_somebody_can_grant():
+    """Goal: the first line never promises what cannot happen. Method: a standby is there, and the
+    lock server is gone, recovering, or waits for a stopped holder."""
+    hung = lockserver()
+    hung["locks"]["active"]["problem"] = "engine-0 is unresponsive"
+    for lock in (NO_LOCKSERVER, lockserver("recovering"), hung):
+        view = pod_view("/d", lock, [memory()], [ACTIVE, STANDBY])
+        assert view["state"] == "degraded"
+        assert "NO failover" in lines(view, NOW)[0]
 
 
 def test_lines_of_a_standard_pod_fit_below_fifteen():

@@ -21,7 +21,7 @@ from understudy.pod.drill.report import Usage, usage_of
 from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.drill.verdict import Report, judge
 from understudy.pod.http_get import get
-from understudy.pod.local_pod import LocalPod, check_ports, free_pod_ports
+from understudy.pod.local_pod import LocalPod, check_ports, free_pod_ports, program
 from understudy.pod.runner import Runner, run_pod
 from understudy.service.signals import SignalInbox
 
@@ -160,6 +160,7 @@ async def _welcome(pod: LocalPod) -> list[str]:
     whole = await wait_whole(pod.directory)
     answer = await get(f"{pod.service_url}/v1/models", timeout_s=30)
     models = answer.json().get("data") or [{}]
+    command = " ".join(program("understudy"))
     body = {"model": models[0].get("id", "?"), "prompt": "Hello", "max_tokens": 16}
     return [
         "",
@@ -167,7 +168,7 @@ async def _welcome(pod: LocalPod) -> list[str]:
         f"{pod.service_url}, for example:",
         f"  curl {pod.service_url}/v1/completions -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'",
-        f"  understudy status --dir {pod.directory}",
-        f"  understudy drill --attach --dir {pod.directory}     (Ctrl-C stops the pod)",
+        f"  {command} status --dir {pod.directory}",
+        f"  {command} drill --attach --dir {pod.directory}     (Ctrl-C stops the pod)",
         "",
     ]

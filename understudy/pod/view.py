@@ -29,20 +29,26 @@ def pod_view(
     Each part is its own status document, or `{"name", "error"}` where it did not answer.
     """
     states = [_engine_state(engine) for engine in engines]
-    holder = _active(lockserver).get("holder") or {}
-    serving = states.count(SERVING) == 1 and _active(lockserver).get("state") == "held"
+    lock = _active(lockserver)
+    holder = lock.get("holder") or {}
+    serving = _serving(holder, engines, states)
     standbys = states.count(PARKED)
+    # A standby alone is not enough: somebody must be able to grant, and free to.
+    ready = standbys > 0 and lock.get("state") == "held" and not lock.get("problem")
     faults = _faults(lockserver, gms, engines, states)
     if serving and not standbys:
         faults.append("no standby: the next death of the active engine is an outage")
+    elif serving and not ready and not faults:
+        faults.append(f"lock active is {lock.get('state')}: nobody could be granted now")
     soundness = "degraded" if faults else "healthy"
     return {
         "schema": SCHEMA,
         "dir": directory,
         "state": soundness if serving else "down",
-        "active": holder.get("engine") if serving else None,
+        "active": serving,
         "token": holder.get("token"),
         "standbys": standbys,
+        "failover_ready": ready,
         "problems": faults,
         "lockserver": dict(lockserver),
         "gms": [dict(part) for part in gms],
@@ -58,7 +64,8 @@ def is_reachable(view: Document) -> bool:
 
 def lines(view: Document, now: datetime) -> list[str]:
     """The view for people, in less than 15 lines for a pod of two engines and one device."""
-    ready = f"failover ready ({view['standbys']} standby)" if view["standbys"] else "no failover"
+    ready = f"failover ready ({view['standbys']} standby)"
+    ready = ready if view["failover_ready"] else "NO failover"
     out = [f"pod    {view['dir']}   {view['state']}   {ready}", _lock_line(view, now)]
     if view["engines"]:
         out += _table([_engine_header(), *(_engine_row(part, now) for part in view["engines"])])
@@ -94,6 +101,16 @@ def size(value: Any) -> str:
         if value >= scale:
             return f"{value / scale:.1f} {unit}"
     return f"{value} B"
+
+
+def _serving(holder: Document, engines: Sequence[Document], states: Sequence[str]) -> str | None:
+    """The engine that serves. One that does not answer serves on while it holds the lock."""
+    active = [engine for engine, state in zip(engines, states, strict=True) if state == SERVING]
+    if len(active) == 1:
+        return str(_engine(active[0]).get("id"))
+    silent = {part.get("name") for part in engines if "error" in part}
+    name = holder.get("engine")
+    return str(name) if not active and name in silent else None
 
 
 def _active(lockserver: Document) -> Document:
@@ -148,12 +165,12 @@ def _lock_line(view: Document, now: datetime) -> str:
 
 
 def _engine_header() -> tuple[str, ...]:
-    return ("engine", "role", "state", "since", "in flight", "reason")
+    return ("engine", "role", "state", "since", "in flight", "pid", "reason")
 
 
 def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
     if "error" in part:
-        return (str(part["name"]), "-", "unreachable", "-", "-", "-")
+        return (str(part["name"]), "-", "unreachable", "-", "-", "-", "-")
     engine = _engine(part)
     return (
         str(engine.get("id", "?")),
@@ -161,7 +178,8 @@ def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
         str(engine.get("state", "?")),
         since(engine.get("since"), now),
         str(part.get("inflight", "-")),
-        str(engine.get("reason") or "-")[:60],
+        str(engine.get("pid") or "-"),
+        str(engine.get("reason") or "-"),
     )
 
 
@@ -176,7 +194,7 @@ def _gms_line(part: Document, device: Document) -> str:
     return (
         f"gms    {device.get('device_uuid', part.get('name'))}   {device.get('state')}   "
         f"{device.get('tag', 'weights')} {size(device.get('committed_bytes'))}   "
-        f"{len(sessions)} sessions   {len(waiting)} waiting"
+        f"{len(sessions)} sessions   {len(waiting)} waiting   pid {device.get('pid', '-')}"
     )
 
 

@@ -37,6 +37,7 @@ class FakePod:
         self.token = 1
         self.states = {"engine-0": "active", "engine-1": "standby"}
         self._serving = asyncio.Event()
+        self._has_refused = asyncio.Event()
         self._serving.set()
         self._child: Process | None = None
         self._left_alive: list[Process] = []
@@ -114,6 +115,8 @@ class FakePod:
             self._left_alive.append(child)
         else:
             await child.wait()
+        if self.mood == "refuse":
+            await self._has_refused.wait()  # clients stream without pause, so one comes
         fenced_ms = clock.now_ms()
         self._grant(new)
         data = {"lock": "active", "engine": new, "token": self.token, "fenced_mono_ms": fenced_ms}
@@ -147,6 +150,7 @@ class FakePod:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if self.mood == "refuse" and not self._serving.is_set():
+            self._has_refused.set()
             return web.json_response({"error": {}}, status=503)
         await self._serving.wait()
         engine, transport = self.active, request.transport

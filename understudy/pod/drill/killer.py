@@ -8,6 +8,7 @@ socket, so that it works across PID namespaces and a rehearsed death is not take
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,8 @@ WHOLE_DEADLINE_S = (
     300.0  # a relaunched engine attaches in seconds; a real one on 2 cores in minutes
 )
 
+WHOLE_SAID_EVERY_S = 10.0  # a relaunch is over before that; who waits longer wants to know why
+
 clock = SystemClock()
 
 
@@ -39,13 +42,18 @@ class Whole:
     standbys: tuple[str, ...]
 
 
-async def wait_whole(directory: Path, deadline_s: float = WHOLE_DEADLINE_S) -> Whole:
-    """Poll until one engine serves and another is parked in the queue.
+async def wait_whole(
+    directory: Path,
+    say: Callable[[str], None] = lambda line: None,
+    deadline_s: float = WHOLE_DEADLINE_S,
+) -> Whole:
+    """Poll until one engine serves and another is parked in the queue; `say` what is missing.
 
     Raises:
         WaitTimeoutError: `drill.not_whole`, with what is missing.
     """
-    end_ms = clock.now_ms() + deadline_s * 1000
+    began_ms = said_ms = clock.now_ms()
+    end_ms = began_ms + deadline_s * 1000
     while True:
         view = await gather(directory)
         lock = (view["lockserver"].get("locks") or {}).get("active") or {}
@@ -56,7 +64,7 @@ async def wait_whole(directory: Path, deadline_s: float = WHOLE_DEADLINE_S) -> W
             if (engine.get("engine") or {}).get("state") == PARKED
         ]
         ready = tuple(name for name in parked if name in queued)
-        if view["active"] is not None and view["token"] is not None and ready:
+        if view["active"] is not None and view["failover_ready"] and ready:
             service = (view["lockserver"].get("service") or {}).get("active") or {}
             return Whole(view["active"], view["token"], str(service.get("address")), ready)
         if clock.now_ms() > end_ms:
@@ -68,6 +76,10 @@ async def wait_whole(directory: Path, deadline_s: float = WHOLE_DEADLINE_S) -> W
                 "drill.not_whole",
                 f"the pod was not whole within {deadline_s:g} s: it is {view['state']}, {said}",
             )
+        if clock.now_ms() - said_ms > WHOLE_SAID_EVERY_S * 1000:
+            said_ms = clock.now_ms()
+            missing = "; ".join(view["problems"]) or "no engine stands by in the lock's queue"
+            say(f"waiting for the pod to be whole, {(said_ms - began_ms) / 1000:.0f} s: {missing}")
         await asyncio.sleep(WHOLE_POLL_S)
 
 

@@ -14,14 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from understudy.errors import UnderstudyError, WaitTimeoutError
+from understudy.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from understudy.pod.drill.clients import Target, send, stream_without_pause
 from understudy.pod.drill.killer import Whole, kill_active, wait_whole
 from understudy.pod.drill.observer import Observer
 from understudy.pod.drill.prompts import all_prompts, learn_answers
 from understudy.pod.drill.records import TARGETS, Kill, Prompt, Records
-from understudy.pod.gather import engine_sockets
+from understudy.pod.gather import engine_sockets, gather
 from understudy.pod.http_get import get
+from understudy.pod.view import is_reachable
 
 FIRST_WHOLE_DEADLINE_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
 TAKEOVER_DEADLINE_S = 90.0  # past the waking budget (60 s) and the hold (10 s): it will not come
@@ -52,7 +53,12 @@ class Drill:
         Raises:
             UnderstudyError: the pod does not get whole, or its model answers nothing.
         """
-        whole = await wait_whole(self._directory, FIRST_WHOLE_DEADLINE_S)
+        if not is_reachable(await gather(self._directory)):
+            raise UnreachableError(
+                "pod.unreachable",
+                f"no part of a pod answers in {self._directory}; start one with `understudy up`",
+            )
+        whole = await wait_whole(self._directory, self._say, FIRST_WHOLE_DEADLINE_S)
         host, _, port = whole.service.rpartition(":")
         host = host.strip("[]")
         target = Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
@@ -80,9 +86,9 @@ class Drill:
         try:
             targets = itertools.cycle(self._plan.targets)
             for number in range(1, self._plan.kills + 1):
-                whole = await wait_whole(self._directory)
+                whole = await wait_whole(self._directory, self._say)
                 await self._kill(number, next(targets), whole, target, observer)
-            await wait_whole(self._directory)  # the last one that was killed comes back, too
+            await wait_whole(self._directory, self._say)  # the last one comes back, too
             stopping.set()
             await asyncio.gather(*clients)
         finally:
