@@ -261,7 +261,15 @@ class Tree:
             return
         if process.must_live:
             self._is_dying = True  # one death is enough news; `kill` follows from it
-            self._on_death(Death(pid, process.name, status))
+            self._on_death(self._first_death() or Death(pid, process.name, status))
+
+    def _first_death(self) -> Death | None:
+        """The main process's, if it has ended too: its children die with it, and of all of them
+        it is the cause."""
+        main = self._main
+        if main is None or main.pid not in self._statuses or main.pid not in self._processes:
+            return None
+        return Death(main.pid, self._processes[main.pid].name, self._statuses[main.pid])
 
     def _forget(self, process: _Process) -> None:
         self._loop.remove_reader(process.pidfd.fileno())

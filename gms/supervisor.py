@@ -32,6 +32,7 @@ from understudy.wire.messages import Hello, Message, Welcome
 from understudy.wire.server import PathGuard
 
 PING_S = 1.0
+SILENT_MS = 5000.0  # several pings: what does not answer for so long is not ready
 FIRST_PING_S = 0.02  # while a server starts: newcomers wait for the first answer
 # Loop stalls of seconds happen on machines under load, of half a minute never.
 HANG_MS = 30_000.0
@@ -57,9 +58,14 @@ class Child:
     def is_answering(self) -> bool:
         return self.answered_ms is not None
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether it has answered lately: a server that hangs is not there for newcomers."""
+        return self.answered_ms is not None and self._clock.now_ms() - self.answered_ms < SILENT_MS
+
     def status(self) -> dict[str, Any]:
         """The server's own document, or that there is none."""
-        base = {"online": self.is_answering, "restarts_total": self.restarts.deaths_total}
+        base = {"online": self.is_heard, "restarts_total": self.restarts.deaths_total}
         if self._document is None or not self.is_answering:
             return {"device_uuid": self.device, "tag": names.WEIGHTS, "state": "down", **base}
         return {**self._document, **base}
@@ -231,9 +237,9 @@ class Supervisor:
             child.end()
 
     def _startup(self) -> Probe:
-        silent = [child.device for child in self.children if not child.is_answering]
+        silent = [child.device for child in self.children if not child.is_heard]
         if silent:
-            said = f"no answer yet from {', '.join(silent)}"
+            said = f"no answer from {', '.join(silent)}"
             return Probe(False, said, {"silent": silent})
         return Probe(True, "every device's server answers", {})
 

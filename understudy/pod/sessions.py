@@ -20,9 +20,11 @@ from understudy.pod.drill.records import Records
 from understudy.pod.drill.report import Usage, usage_of
 from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.drill.verdict import Report, judge
+from understudy.pod.gather import gather
 from understudy.pod.http_get import get
 from understudy.pod.local_pod import LocalPod, check_ports, free_pod_ports, program
 from understudy.pod.runner import Runner, run_pod
+from understudy.pod.view import holders, is_reachable
 from understudy.service.signals import SignalInbox
 
 Say = Callable[[str], None]
@@ -71,6 +73,7 @@ async def make_random_model(directory: Path) -> Path:
 async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
     """Run `pod` until a signal; `say` gets the containers' lines and where to send requests."""
     check_ports(pod.ports, pod.host)
+    await _forget_last_pod(pod.directory)
     if model is None:
         pod = replace(pod, model=await make_random_model(pod.directory / "random-model"))
     runner = Runner(pod.containers(), pod.directory / "log", say)
@@ -85,6 +88,23 @@ async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
         await run_pod(runner, body, inbox.get, say)
     finally:
         inbox.close()
+
+
+async def _forget_last_pod(directory: Path) -> None:
+    """What engines remember of themselves is of one pod, and this is a new one. Tokens go on.
+
+    Raises:
+        UnderstudyError: `pod.already_running`.
+    """
+    view = await gather(directory)
+    if is_reachable(view):
+        raise UnderstudyError(
+            "pod.already_running",
+            f"a pod is already running in {directory}: {', '.join(holders(view))}; stop that one, or"
+            " choose another --dir",
+        )
+    for state_file in directory.glob("engine_*.json"):
+        state_file.unlink(missing_ok=True)
 
 
 async def drill_own_pod(
