@@ -98,6 +98,8 @@ def claimed(lock: Lock, holder: Holder) -> Happened:
 def releasing(lock: Lock, holder: Holder) -> Happened:
     data = {**facts(lock, holder), "cause": lock.cause, "lost_mono_ms": lock.lost_ms}
     message = f"{holder.engine} loses {lock.name}: {str(lock.cause).replace('_', ' ')}"
+    if lock.cause == Signal.NOT_WANTED:
+        message = f"{holder.engine} gives {lock.name} back"
     return Happened("lock.releasing", message, data=data)
 
 
