@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockserver.core.events import Happened, Holder, Refuse, Wanted
-from lockserver.core.lock import Lock, LockState
+from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.queue import Waiter
 from lockserver.core.supervisor import Supervisor
 
