@@ -100,8 +100,8 @@ async def _forget_last_pod(directory: Path) -> None:
     if is_reachable(view):
         raise UnderstudyError(
             "pod.already_running",
-            f"a pod is already running in {directory}: {', '.join(holders(view))}; stop that one, or"
-            " choose another --dir",
+            f"a pod is already running in {directory}: {', '.join(holders(view))}; stop that one,"
+            " or choose another --dir",
         )
     for state_file in directory.glob("engine_*.json"):
         state_file.unlink(missing_ok=True)
