@@ -92,3 +92,38 @@ def test_stopped_lock_server_costs_nothing(home: PodHome):
             assert not load.refused()
 
     home.run(scenario)
+
+
+def test_engines_wait_for_a_memory_service_that_stays_away(home: PodHome):
+    """Goal: relaunched engines that are back first wait instead of dying again and again. Method:
+    SIGSTOP gms's supervisor, SIGKILL its server; SIGCONT once an engine has knocked in vain."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        numbers = await launches(pod)
+        logs = [pod.directory / "log" / f"{name}.log" for name in numbers]
+        told = [log.read_text().count("waiting up to") for log in logs]
+
+        def have_knocked() -> bool:
+            now = [log.read_text().count("waiting up to") for log in logs]
+            return now != told
+
+        with Processes([pod.pid("gms")]) as supervisor:
+            supervisor.signal(signal.SIGSTOP)
+            kill(pod.gms_server())
+            await auntil(have_knocked, "an engine that finds nobody")
+            assert not (await pod.view())["active"]
+            supervisor.signal(signal.SIGCONT)
+        after = await pod.whole_after(before.token)
+        assert await launches(pod) == {name: number + 1 for name, number in numbers.items()}
+        async with pod.load() as load:
+            await load.answers()
+            assert load.tokens() == {after.token}
+
+    home.run(scenario)
+
+
+async def launches(pod: Pod) -> dict[str, int]:
+    """The number of each engine's present launch."""
+    engines = [part["engine"] for part in (await pod.view())["engines"]]
+    return {engine["id"]: engine["number"] for engine in engines}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.backends.process import Member
 from engine.backends.reference.checkpoint import DTYPE, Checkpoint, identity
-from understudy.errors import UnderstudyError
+from understudy.errors import UnderstudyError, UnreachableError
 
 if TYPE_CHECKING:
     from gms.client import Reader, Writer
@@ -26,6 +26,11 @@ logger = logging.getLogger(__name__)
 
 # Another engine may be reading a large checkpoint from a slow disk: the design's budget for that.
 WAIT_S = 2 * 3600.0
+# A memory service that died is restarted, and with it dead every engine relaunches: those that are
+# back before it wait instead of dying again. Its start takes a second, a kubelet's pause before it
+# ten or twenty.
+RESTART_WAIT_S = 60.0
+RESTART_POLL_S = 0.05
 DEVICE = "HOST-0"
 SOCKET_DIR_ENV = "GMS_SOCKET_DIR"
 ALIGN_BYTES = 64  # a cache line, as numpy's own allocator gives
@@ -47,23 +52,40 @@ def shared(checkpoint: Checkpoint, member: Member) -> Weights:
     Raises:
         UnderstudyError: with the reason, from the supervisor, the service or the checkpoint.
     """
-    from gms.client import Writer, open_session
+    from gms.client import Writer
 
     mine = identity(checkpoint.directory)
     leave = member.may_load(WAIT_S)
-    session = open_session(
-        os.environ[SOCKET_DIR_ENV],
-        DEVICE,
-        engine=member.engine,
-        incarnation=member.incarnation,
-        mode=leave.mode,
-        identity=mine,
-        wait_s=WAIT_S,
-        on_wait=lambda reason: logger.info("waiting for weights: %s", reason),
-    )
+    session = _attach(member, leave.mode, mine)
     reader = _load(checkpoint, session, mine) if isinstance(session, Writer) else session
     member.attached(reader.epoch, mine)
     return Weights(reader.epoch, mine, reader.view, reader)
+
+
+def _attach(member: Member, mode: str, mine: dict[str, Any]) -> Reader | Writer:
+    """Open the session; a service that cannot be reached is waited for, for a while."""
+    from gms.client import open_session
+
+    end, is_told = time.monotonic() + RESTART_WAIT_S, False
+    while True:
+        try:
+            return open_session(
+                os.environ[SOCKET_DIR_ENV],
+                DEVICE,
+                engine=member.engine,
+                incarnation=member.incarnation,
+                mode=mode,
+                identity=mine,
+                wait_s=WAIT_S,
+                on_wait=lambda reason: logger.info("waiting for weights: %s", reason),
+            )
+        except UnreachableError as error:
+            if time.monotonic() > end:
+                raise
+            if not is_told:
+                logger.warning("%s; waiting up to %g s for it", error.message, RESTART_WAIT_S)
+                is_told = True
+            time.sleep(RESTART_POLL_S)
 
 
 def _load(checkpoint: Checkpoint, writer: Writer, before: dict[str, Any]) -> Reader:
