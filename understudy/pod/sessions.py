@@ -29,6 +29,9 @@ from understudy.service.signals import SignalInbox
 
 Say = Callable[[str], None]
 
+SETTLE_DEADLINE_S = 2.0  # closing a connection takes milliseconds; what stays longer has leaked
+SETTLE_POLL_S = 0.05
+
 WATCHED = ("lockserver", "gms")  # whose descriptors and memory must not grow with kills
 
 # A drill measures failover, not BLAS. Without this, the threads of the engine that loads steal the
@@ -155,7 +158,7 @@ async def _drill(drill: Drill, runner: Runner, plan: DrillPlan, say: Say) -> Dri
             await drill.run(target)
         except UnderstudyError as error:
             failure.append(f"the drill ended early: {error}")
-        after = _usages(runner)
+        after = await _settled(runner, before)
         usages.update({name: (before[name], after[name]) for name in before if name in after})
         return drill.records
 
@@ -173,6 +176,17 @@ async def _drill(drill: Drill, runner: Runner, plan: DrillPlan, say: Say) -> Dri
 
 def _usages(runner: Runner) -> dict[str, Usage]:
     return {name: usage_of(pid) for name, pid in runner.pids().items() if name in WATCHED}
+
+
+async def _settled(runner: Runner, before: dict[str, Usage]) -> dict[str, Usage]:
+    """The usage once our own last connections are closed at the other end, too."""
+    end = asyncio.get_running_loop().time() + SETTLE_DEADLINE_S
+    while True:
+        after = _usages(runner)
+        is_level = all(after[name].fds <= before[name].fds for name in before if name in after)
+        if is_level or asyncio.get_running_loop().time() > end:
+            return after
+        await asyncio.sleep(SETTLE_POLL_S)
 
 
 async def _welcome(pod: LocalPod) -> list[str]:
