@@ -8,27 +8,22 @@ text of an older grant after text of a newer one fails the test, whatever else i
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import random
-import select
-import signal
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lockserver.client import messages as lock_messages
-from tests.helpers import auntil, open_fds
+from tests.e2e.processes import Processes, continue_all, pod_ports
+from tests.helpers import auntil
 from understudy.pod.drill.clients import Target, stream_without_pause
 from understudy.pod.drill.killer import Whole, wait_whole
 from understudy.pod.drill.records import End, Exchange, Outcome
 from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.drill.verdict import classify, served_out_of_order
 from understudy.pod.gather import LOCKSERVER_SOCKET, gather
-from understudy.pod.local_pod import LocalPod, Ports
+from understudy.pod.local_pod import LocalPod
 from understudy.pod.peers import Watch
 from understudy.pod.runner import Runner
 from understudy.pod.sessions import ONE_THREAD, make_random_model
@@ -38,13 +33,9 @@ from understudy.wire.messages import Message
 WHOLE_DEADLINE_S = 60.0
 GRACE_S = 20.0  # a test that fails must not wait the forty seconds that users' requests get
 CLIENTS = 3
-PORTS = range(15_000, 32_000)
-SETTLED_AFTER = 25  # equal readings in a row
 
 # The pod runs as users run it: Python's development mode would cost it memory and time.
 AS_USERS_RUN_IT = {**ONE_THREAD, "PYTHONDEVMODE": "", "PYTHONWARNINGS": ""}
-
-_ports_given: set[int] = set()
 
 
 class Pod:
@@ -269,110 +260,6 @@ class PodHome:
         if pod is not None:
             continue_all(pod.processes())
             await pod.runner.stop()
-
-
-class Processes:
-    """Processes held by pidfds, which name them for ever; pids may be reused."""
-
-    def __init__(self, pids: Iterable[int]) -> None:
-        self._pidfds = {pid: os.pidfd_open(pid) for pid in pids}
-
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for pidfd in self._pidfds.values():
-            os.close(pidfd)
-
-    def signal(self, number: int) -> None:
-        for pidfd in self._pidfds.values():
-            with contextlib.suppress(ProcessLookupError):  # it died of the one before
-                signal.pidfd_send_signal(pidfd, number)
-
-    def alive(self) -> set[int]:
-        """The pids of those that have not ended at this instant."""
-        poll = select.poll()
-        for pidfd in self._pidfds.values():
-            poll.register(pidfd, select.POLLIN)
-        ended = {pidfd for pidfd, _ in poll.poll(0)}
-        return {pid for pid, pidfd in self._pidfds.items() if pidfd not in ended}
-
-
-def kill(*pids: int) -> None:
-    """SIGKILL to each."""
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-
-
-def continue_all(pids: Iterable[int]) -> None:
-    """SIGCONT to each that is there: a stopped process would outlive its test."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-
-def fresh_ports(in_a_row: int = 1) -> int:
-    """The first of `in_a_row` free ports, never given before in this run.
-
-    They are below those that the kernel gives to whoever asks for any port: nobody can take one
-    while the test's own server is dead.
-    """
-    while True:
-        first = random.choice(PORTS)
-        wanted = set(range(first, first + in_a_row))
-        if not wanted & _ports_given and all(map(_is_free, wanted)):
-            _ports_given.update(wanted)
-            return first
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
-
-
-def pod_ports() -> Ports:
-    engine = fresh_ports(2)
-    return Ports(fresh_ports(), fresh_ports(), fresh_ports(), (engine, engine + 1))
-
-
-def port_flags(**taken: int) -> list[str]:
-    """The flags of `understudy up` that move every port to a free one, but for those in `taken`."""
-    ports = pod_ports()
-    chosen = {"service": ports.service, "lockserver": ports.lockserver, "gms": ports.gms}
-    chosen |= {"engine": ports.engines[0], **taken}
-    return [f"--{name}-port={port}" for name, port in chosen.items()]
-
-
-def fd_counts(pids: Iterable[int]) -> dict[int, int]:
-    return {pid: len(open_fds(pid)) for pid in pids}
-
-
-async def settled_fds(pids: Sequence[int]) -> dict[int, int]:
-    """How many descriptors each has, once the last look at the pod has been hung up on."""
-    seen: list[dict[int, int]] = []
-
-    def is_settled() -> bool:
-        seen.append(fd_counts(pids))
-        return len(seen) > SETTLED_AFTER and all(each == seen[-1] for each in seen[-SETTLED_AFTER:])
-
-    await auntil(is_settled, "the descriptors to stay the same")
-    return seen[-1]
-
-
-async def same_fds(before: dict[int, int]) -> None:
-    """Wait until every process of `before` has as many descriptors as then."""
-    try:
-        await auntil(lambda: fd_counts(before) == before, "the descriptors to be as before")
-    except AssertionError:
-        changed = {
-            pid: sorted(open_fds(pid).values())
-            for pid, count in fd_counts(before).items()
-            if count != before[pid]
-        }
-        raise AssertionError(f"before {before}, and now {changed}") from None
 
 
 def make_model(directory: Path) -> Path:

@@ -15,15 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pods import (
-    AS_USERS_RUN_IT,
-    Pod,
-    PodHome,
-    Processes,
-    port_flags,
-    same_fds,
-    settled_fds,
-)
+from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from tests.e2e.processes import Processes, port_flags, same_fds, settled_fds
 from tests.helpers import until
 from understudy.pod.drill.records import PHASES, TARGETS
 from understudy.service.procfs import children, descendants, rss_bytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.e2e.pods import CLIENTS, Load, Pod, PodHome, Processes, kill
+from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
+from tests.e2e.processes import Processes, kill
 from tests.helpers import auntil
 
 

@@ -17,7 +17,8 @@ import pytest
 from engine import messages as engine_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
-from tests.e2e.pods import Pod, PodHome, same_fds, settled_fds
+from tests.e2e.pods import Pod, PodHome
+from tests.e2e.processes import same_fds, settled_fds
 from understudy.errors import RemoteError
 from understudy.pod.peers import ask
 from understudy.wire.frames import HEADER, MAGIC, VERSION, FrameDecoder, encode_frame

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import time
 
-from tests.e2e.pods import Pod, PodHome, Processes, kill
+from tests.e2e.pods import Pod, PodHome
+from tests.e2e.processes import Processes, kill
 from tests.fault.conftest import SILENT_MS
 from tests.helpers import auntil
 from understudy.pod.gather import lock_status

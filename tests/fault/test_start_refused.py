@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome, port_flags
+from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from tests.e2e.processes import port_flags
 from understudy.errors import UnderstudyError, UsageError
 
 BIN = Path(sys.executable).parent

@@ -1,0 +1,123 @@
+"""Processes, descriptors and ports for tests of a whole pod: signals by pid, proofs by pidfd."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import signal
+import socket
+from collections.abc import Iterable, Sequence
+
+from tests.helpers import auntil, open_fds
+from understudy.pod.local_pod import Ports
+
+PORTS = range(15_000, 32_000)
+SETTLED_AFTER = 25  # equal readings in a row
+
+_ports_given: set[int] = set()
+
+
+class Processes:
+    """Processes held by pidfds, which name them for ever; pids may be reused."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._pidfds = {pid: os.pidfd_open(pid) for pid in pids}
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+
+    def signal(self, number: int) -> None:
+        for pidfd in self._pidfds.values():
+            with contextlib.suppress(ProcessLookupError):  # it died of the one before
+                signal.pidfd_send_signal(pidfd, number)
+
+    def alive(self) -> set[int]:
+        """The pids of those that have not ended at this instant."""
+        poll = select.poll()
+        for pidfd in self._pidfds.values():
+            poll.register(pidfd, select.POLLIN)
+        ended = {pidfd for pidfd, _ in poll.poll(0)}
+        return {pid for pid, pidfd in self._pidfds.items() if pidfd not in ended}
+
+
+def kill(*pids: int) -> None:
+    """SIGKILL to each."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def continue_all(pids: Iterable[int]) -> None:
+    """SIGCONT to each that is there: a stopped process would outlive its test."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def fresh_ports(in_a_row: int = 1) -> int:
+    """The first of `in_a_row` free ports, never given before in this run.
+
+    They are below those that the kernel gives to whoever asks for any port: nobody can take one
+    while the test's own server is dead.
+    """
+    while True:
+        first = random.choice(PORTS)
+        wanted = set(range(first, first + in_a_row))
+        if not wanted & _ports_given and all(map(_is_free, wanted)):
+            _ports_given.update(wanted)
+            return first
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def pod_ports() -> Ports:
+    engine = fresh_ports(2)
+    return Ports(fresh_ports(), fresh_ports(), fresh_ports(), (engine, engine + 1))
+
+
+def port_flags(**taken: int) -> list[str]:
+    """The flags of `understudy up` that move every port to a free one, but for those in `taken`."""
+    ports = pod_ports()
+    chosen = {"service": ports.service, "lockserver": ports.lockserver, "gms": ports.gms}
+    chosen |= {"engine": ports.engines[0], **taken}
+    return [f"--{name}-port={port}" for name, port in chosen.items()]
+
+
+def fd_counts(pids: Iterable[int]) -> dict[int, int]:
+    return {pid: len(open_fds(pid)) for pid in pids}
+
+
+async def settled_fds(pids: Sequence[int]) -> dict[int, int]:
+    """How many descriptors each has, once the last look at the pod has been hung up on."""
+    seen: list[dict[int, int]] = []
+
+    def is_settled() -> bool:
+        seen.append(fd_counts(pids))
+        return len(seen) > SETTLED_AFTER and all(each == seen[-1] for each in seen[-SETTLED_AFTER:])
+
+    await auntil(is_settled, "the descriptors to stay the same")
+    return seen[-1]
+
+
+async def same_fds(before: dict[int, int]) -> None:
+    """Wait until every process of `before` has as many descriptors as then."""
+    try:
+        await auntil(lambda: fd_counts(before) == before, "the descriptors to be as before")
+    except AssertionError:
+        changed = {
+            pid: sorted(open_fds(pid).values())
+            for pid, count in fd_counts(before).items()
+            if count != before[pid]
+        }
+        raise AssertionError(f"before {before}, and now {changed}") from None
