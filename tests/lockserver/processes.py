@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from lockserver.messages import CATALOGUE, Status
-from tests.helpers import until
+from tests.helpers import open_fds, until
 from understudy.errors import UnderstudyError
 from understudy.wire.blocking import BlockingClient
 
@@ -20,6 +20,21 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+SETTLED_READINGS = 25  # alike, one after another: what was closed a moment ago is closed by then
+
+
+def settled_fds(pid: int) -> int:
+    """How many descriptors `pid` has once it has dealt with the connections that just ended."""
+    readings: list[int] = []
+
+    def is_settled() -> bool:
+        readings.append(len(open_fds(pid)))
+        return len(readings) >= SETTLED_READINGS and len(set(readings[-SETTLED_READINGS:])) == 1
+
+    until(is_settled, f"the descriptors of pid {pid} to settle")
+    return readings[-1]
 
 
 class ServerProcess:

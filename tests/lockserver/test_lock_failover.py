@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import auntil, open_fds
 from tests.lockserver.engines import Engine
-from tests.lockserver.processes import ServerProcess, free_port
+from tests.lockserver.processes import ServerProcess, free_port, settled_fds
 from understudy.service import procfs
 
 
@@ -317,7 +317,7 @@ def test_lock_server_memory_and_descriptors_after_many_failovers(pod_dir, start_
                 engine.want("active")
                 await auntil(lambda e=engine: e.heard, "a first word")
             await takeover(one, two)
-            before = len(open_fds(server.pid))
+            before = await asyncio.to_thread(settled_fds, server.pid)
             for _ in range(10):
                 await takeover(two, one)
                 await takeover(one, two)

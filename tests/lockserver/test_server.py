@@ -19,7 +19,7 @@ import pytest
 from lockserver.messages import CATALOGUE, Beat, EventRecord, Granted, Want, Watch
 from tests.helpers import auntil, open_fds, until
 from tests.lockserver.engines import Engine
-from tests.lockserver.processes import ServerProcess
+from tests.lockserver.processes import ServerProcess, settled_fds
 from understudy.errors import RemoteError
 from understudy.wire.blocking import BlockingClient
 from understudy.wire.fds import OwnedFd
@@ -77,7 +77,7 @@ def test_server_bad_input_is_answered_with_a_code_and_disturbs_nobody(pod_dir, s
                 engine.launch()
                 engine.want("active")
                 await auntil(lambda e=engine: e.heard, "a first word")
-            before = len(open_fds(server.pid))
+            before = await asyncio.to_thread(settled_fds, server.pid)
             connects = holder.connects + standby.connects
             await asyncio.to_thread(misbehave, server, everything)
             await auntil(lambda: len(open_fds(server.pid)) == before, "every fd to be closed")
@@ -117,7 +117,7 @@ def test_server_supervisor_that_dies_at_any_byte_leaves_nothing(pod_dir, start_s
     """Goal: no half-registered supervisors. Method: cut a want after each byte."""
     server = start_server()
     frame = encode_frame(CATALOGUE.encode(want()), 0)
-    before = len(open_fds(server.pid))
+    before = settled_fds(server.pid)
     for size in range(1, len(frame), 7):
         with raw(server) as sock:
             sock.sendall(frame[:size])
