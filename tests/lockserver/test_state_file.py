@@ -120,7 +120,7 @@ def test_state_file_token_survives_losing_a_slot_again_and_again(directory):
         assert token not in used
         used.append(token)
         state.write(record(token))
-        newest = state._sequence % 2
+        newest = state._file._sequence % 2
         state.close()
         with open(path_of(directory), "r+b") as file:
             file.seek(newest * SLOT_BYTES)

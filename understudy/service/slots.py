@@ -1,0 +1,180 @@
+"""A small record on disk that a full disk cannot stop: one preallocated file, two slots in turn.
+
+Owns bytes and their checksums. Must not know what a record means: it is text of the caller's.
+
+The surprising things:
+
+- A write never needs room: the file has its full size from the start (writing a new file and
+  renaming it failed on a full disk).
+- Both slots are valid from the moment the file exists. So one bad slot means that something was
+  lost, perhaps the newest record; what follows from that is the caller's to say.
+- A failed write is repeated into the same slot; the other one is never touched in between.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+from dataclasses import dataclass
+
+SLOT_BYTES = 4096  # one page
+FILE_BYTES = 2 * SLOT_BYTES
+ASIDE_MAX = 20  # unreadable files kept; a loop of failing starts must not fill the disk
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFormat:
+    """How the slots of one kind of file look; `magic` names the kind and its version."""
+
+    magic: str
+
+    def encode(self, sequence: int, text: bytes) -> bytes:
+        """One slot: a line with sequence and checksum, the text, spaces, a newline; `cat` shows it.
+
+        Raises:
+            ValueError: the text does not fit a slot.
+        """
+        head = f"{self.magic} sequence={sequence} sha256={_checksum(sequence, text)}\n".encode()
+        slot = head + text
+        if len(slot) >= SLOT_BYTES:
+            raise ValueError(f"a record of {len(text)} bytes does not fit {SLOT_BYTES}")
+        return slot.ljust(SLOT_BYTES - 1) + b"\n"
+
+    def decode(self, raw: bytes) -> list[tuple[int, bytes] | None]:
+        """Both slots of a whole file as (sequence, text); None where one cannot be trusted."""
+        return [self._decode(raw[n * SLOT_BYTES : (n + 1) * SLOT_BYTES], n) for n in range(2)]
+
+    def _decode(self, slot: bytes, number: int) -> tuple[int, bytes] | None:
+        pattern = re.escape(self.magic.encode())
+        pattern += rb" sequence=(\d{1,18}) sha256=([0-9a-f]{64})\n(\{.*\})\s*"
+        match = re.fullmatch(pattern, slot) if len(slot) == SLOT_BYTES else None
+        if match is None:
+            return None
+        sequence, text = int(match[1]), match[3]
+        is_true = _checksum(sequence, text) == match[2].decode() and sequence % 2 == number
+        return (sequence, text) if is_true else None
+
+    def create(self, path: str, text: bytes) -> None:
+        """Make the file whole, with `text` in both slots, before it has its name.
+
+        Raises:
+            OSError: no room, no permission; nothing is left behind.
+        """
+        fresh = f"{path}.new"
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(fresh, flags, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, FILE_BYTES)
+            for sequence in (0, 1):
+                os.pwrite(fd, self.encode(sequence, text), sequence * SLOT_BYTES)
+            os.fsync(fd)
+            os.rename(fresh, path)
+        except BaseException:
+            os.unlink(fresh)
+            raise
+        finally:
+            os.close(fd)
+        _sync_directory(path)
+
+
+class SlotFile:
+    """An open file with slots, under flock. `write` is durable when it returns."""
+
+    def __init__(self, path: str, form: SlotFormat) -> None:
+        """Open and lock the file that is there; the newest sequence counts.
+
+        Raises:
+            OSError: it cannot be opened; BlockingIOError: another process has locked it.
+            ValueError: neither slot can be read.
+        """
+        self.path = path
+        self._form = form
+        self._fd = _open_locked(path)
+        try:
+            slots = form.decode(os.pread(self._fd, FILE_BYTES + 1, 0))
+            self._sequence = max(slot[0] for slot in slots if slot is not None)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, text: bytes) -> None:
+        """Write the next slot and wait for the disk.
+
+        A file that was removed or replaced meanwhile is made anew: what goes to a file without a
+        name is gone with this process.
+
+        Raises:
+            OSError: it may or may not be on disk; write again before anything depends on it.
+        """
+        if not self._is_ours():
+            logger.warning("%s was removed or replaced; it is made anew", self.path)
+            self._replace(text)
+            return
+        sequence = self._sequence + 1
+        slot = self._form.encode(sequence, text)
+        if os.pwrite(self._fd, slot, sequence % 2 * SLOT_BYTES) != SLOT_BYTES:
+            raise OSError(errno.ENOSPC, "the slot was written in part")
+        os.fdatasync(self._fd)
+        self._sequence = sequence
+
+    def close(self) -> None:
+        """Let go of the file; again is harmless."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _is_ours(self) -> bool:
+        try:
+            named = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(self._fd))
+
+    def _replace(self, text: bytes) -> None:
+        if os.path.lexists(self.path):
+            put_aside(self.path)
+        self._form.create(self.path, text)
+        fd = _open_locked(self.path)
+        os.close(self._fd)
+        self._fd, self._sequence = fd, 1  # `create` wrote 0 and 1
+
+
+def put_aside(path: str) -> str:
+    """Give what could not be read a second name; the first one goes when the new file takes it.
+
+    Linked, not moved: a crash in between must not lose what can still be read of it.
+    """
+    names = [f"{path}.unreadable-{number}" for number in range(1, ASIDE_MAX + 1)]
+    aside = next((name for name in names if not os.path.lexists(name)), names[-1])
+    if os.path.lexists(aside):
+        os.unlink(aside)
+    os.link(path, aside, follow_symlinks=False)
+    return aside
+
+
+def _open_locked(path: str) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _checksum(sequence: int, text: bytes) -> str:
+    return hashlib.sha256(b"%d\n%s" % (sequence, text)).hexdigest()
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
