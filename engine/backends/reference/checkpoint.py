@@ -3,13 +3,15 @@
 Owns the way from files to memory. Knows no arithmetic of the model and no shared memory: it asks
 the caller for a place per tensor and writes there. The surprising thing: nothing is ever held
 twice. float32 is read straight into its place; bfloat16 and float16 go through one small scratch
-buffer, because a loader that needs a second copy of the weights does not fit beside them.
+buffer, because a loader that needs a second copy of the weights does not fit beside them. A
+tensor-parallel rank reads its own part of each file and nothing else.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -40,26 +42,44 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor that the decoder needs: `nbytes` in float32, and where it is stored."""
+    """A tensor that the decoder needs, or one rank's part of it: `nbytes` in float32.
+
+    `origin` is where that part begins in the stored tensor, an index per axis.
+    """
 
     name: str
     shape: tuple[int, ...]
     nbytes: int
     stored: StoredTensor
+    origin: tuple[int, ...]
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """First element and length of each unbroken stretch of the stored tensor, in order."""
+        row = self.stored.shape[-1]
+        if self.shape[-1] == row:  # whole rows: they lie side by side
+            yield self.origin[0] * math.prod(self.shape[1:]), math.prod(self.shape)
+        else:
+            for index in range(self.origin[0], self.origin[0] + self.shape[0]):
+                yield index * row + self.origin[1], self.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checked directory: every tensor is there, with the right shape and a known dtype."""
+    """A checked directory: every tensor is there, with the right shape and a known dtype.
+
+    `config` and `tensors` are those of one tensor-parallel rank, `rank` of `ranks`.
+    """
 
     directory: str
     config: LlamaConfig
     shards: tuple[Shard, ...]
     tensors: tuple[TensorSource, ...]
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of all tensors in float32."""
+        """Bytes of all tensors of this rank in float32."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def load_into(self, place: Place, progress: Progress) -> None:
@@ -83,14 +103,17 @@ class Checkpoint:
                     view.release()  # else the caller could not resize or unmap what is under it
 
 
-def open_checkpoint(directory: str) -> Checkpoint:
+def open_checkpoint(directory: str, rank: int = 0, ranks: int = 1) -> Checkpoint:
     """Read `config.json` and all safetensors headers, and check them against each other.
+
+    What is found is cut for `rank` of `ranks`.
 
     Raises:
         UsageError: `model.missing`, `model.broken` or `model.unsupported`, one sentence with the
-            cause and the mend.
+            cause and the mend; `engine.bad_tensor_parallel`.
     """
     config = read_config(directory)
+    mine = config.of_rank(rank, ranks)
     shards = read_shards(directory)
     stored: dict[str, StoredTensor] = {}
     for tensor in (tensor for shard in shards for tensor in shard.tensors):
@@ -105,12 +128,12 @@ def open_checkpoint(directory: str) -> Checkpoint:
     shapes = config.tensor_shapes()
     _refuse_missing(directory, [name for name in shapes if name not in stored])
     _refuse_unknown(directory, [name for name in stored if name not in shapes], config)
-    return Checkpoint(
-        directory,
-        config,
-        shards,
-        tuple(_checked(directory, stored[name], shape) for name, shape in shapes.items()),
-    )
+    for name, shape in shapes.items():
+        _check(directory, stored[name], shape)
+    tensors = [
+        _part(stored[name], shape, rank, ranks) for name, shape in mine.tensor_shapes().items()
+    ]
+    return Checkpoint(directory, mine, shards, tuple(tensors), rank, ranks)
 
 
 def identity(
@@ -142,13 +165,23 @@ def identity(
     }
 
 
+def same_on_every_rank(identity: dict[str, Any]) -> dict[str, Any]:
+    """The part of an identity in which the ranks of one engine must not differ."""
+    return {name: value for name, value in identity.items() if name != "tp_rank"}
+
+
 def _load_tensor(fd: int, tensor: TensorSource, view: memoryview, scratch: Bytes) -> Iterator[int]:
-    """Fill `view` piece by piece; yields the float32 bytes of each piece once it is there."""
+    """Fill `view` piece by piece; yields float32 bytes as they get there, not for every row."""
     target = np.frombuffer(view, dtype=np.float32)
-    for start in range(0, target.size, READ_BYTES // 4):
-        piece = target[start : start + READ_BYTES // 4]
-        _read_piece(fd, tensor.stored, start, piece, scratch)
-        yield piece.nbytes
+    done = told = 0
+    for first, length in tensor.runs():
+        for start in range(first, first + length, READ_BYTES // 4):
+            piece = target[done : done + min(READ_BYTES // 4, first + length - start)]
+            _read_piece(fd, tensor.stored, start, piece, scratch)
+            done += piece.size
+            if 4 * (done - told) >= READ_BYTES or done == target.size:
+                yield 4 * (done - told)
+                told = done
 
 
 def _read_piece(
@@ -187,7 +220,7 @@ def _read_fully(fd: int, target: Bytes, offset: int, stored: StoredTensor) -> No
         done += count
 
 
-def _checked(directory: str, stored: StoredTensor, shape: tuple[int, ...]) -> TensorSource:
+def _check(directory: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
     shard = os.path.basename(stored.shard)
     if stored.shape != shape:
         raise UsageError(
@@ -202,10 +235,15 @@ def _checked(directory: str, stored: StoredTensor, shape: tuple[int, ...]) -> Te
             f"{directory}: tensor {stored.name} in {shard} has dtype {stored.dtype}, and the "
             f"reference backend reads {', '.join(FLOAT_DTYPES)}; choose an unquantised checkpoint.",
         )
-    nbytes = 4
-    for extent in shape:
-        nbytes *= extent
-    return TensorSource(stored.name, shape, nbytes, stored)
+
+
+def _part(stored: StoredTensor, shape: tuple[int, ...], rank: int, ranks: int) -> TensorSource:
+    """The part of `stored` that has `shape`: the axis that is shorter there is the one cut."""
+    origin = tuple(
+        whole * rank // ranks if mine != whole else 0
+        for mine, whole in zip(shape, stored.shape, strict=True)
+    )
+    return TensorSource(stored.name, shape, 4 * math.prod(shape), stored, origin)
 
 
 def _refuse_missing(directory: str, missing: list[str]) -> None:

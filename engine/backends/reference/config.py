@@ -8,8 +8,9 @@ unknown rope type still produces fluent text, and nobody would notice that it is
 from __future__ import annotations
 
 import json
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
 from understudy.errors import UsageError
@@ -51,7 +52,11 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """The numbers of one Llama. `head_dim` need not be `hidden_size / heads`."""
+    """The numbers of one Llama, or of one rank's share of it (`of_rank`).
+
+    `head_dim` need not be `hidden_size / heads`. `head_rows` are the first and the end of the rows
+    of the output head that are computed here; None: all.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -66,6 +71,42 @@ class LlamaConfig:
     tie_embeddings: bool
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    head_rows: tuple[int, int] | None = None
+
+    def of_rank(self, rank: int, ranks: int) -> LlamaConfig:
+        """What `rank` of `ranks` computes: its heads, its part of the MLP, its rows of the head.
+
+        As in Megatron-LM (Shoeybi et al. 2019, §3): q, k, v, gate and up are cut by rows, o and
+        down by columns, the head by rows of the vocabulary. Embedding and norms are not cut:
+        every rank has them whole.
+
+        Raises:
+            UsageError: `engine.bad_tensor_parallel`, with the numbers that would do.
+        """
+        if ranks == 1:
+            return self
+        common = math.gcd(self.kv_heads, self.heads, self.intermediate_size)
+        if common % ranks:
+            would_do = [str(each) for each in range(1, common + 1) if common % each == 0]
+            raise UsageError(
+                "engine.bad_tensor_parallel",
+                f"--tensor-parallel {ranks} must divide this model's {self.heads} heads,"
+                f" {self.kv_heads} key and value heads and intermediate size"
+                f" {self.intermediate_size}; {', '.join(would_do)} would do",
+                tensor_parallel=ranks,
+            )
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=self.kv_heads // ranks,
+            intermediate_size=self.intermediate_size // ranks,
+            head_rows=head_span(self.vocab_size, rank, ranks),
+        )
+
+    @property
+    def head_shape(self) -> tuple[int, int]:
+        first, end = self.head_rows or (0, self.vocab_size)
+        return end - first, self.hidden_size
 
     def tensor_shapes(self) -> TensorShapes:
         """Every tensor that the decoder reads, by its Hugging Face name, in the order of use."""
@@ -85,8 +126,13 @@ class LlamaConfig:
             shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+            shapes["lm_head.weight"] = self.head_shape
         return shapes
+
+
+def head_span(vocab_size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """First and end of the rows of the head that `rank` computes; they need not be equally many."""
+    return vocab_size * rank // ranks, vocab_size * (rank + 1) // ranks
 
 
 def read_config(directory: str) -> LlamaConfig:

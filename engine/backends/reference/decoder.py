@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,32 @@ from engine.backends.reference.config import LlamaConfig, Rope
 from understudy.errors import UnderstudyError
 
 Array = NDArray[np.float32]
+
+
+class Peers(Protocol):
+    """The other ranks of a tensor-parallel model, which run the same step at the same time."""
+
+    def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
+        """What is run now."""
+
+    def sum(self, partial: Array) -> Array:
+        """The sum of every rank's `partial`, added in the order of ranks: the same bits everywhere."""
+
+    def gather(self, part: Array) -> Array:
+        """Every rank's logits in one vector, on rank 0; elsewhere `part`."""
+
+
+class Alone:
+    """The peers of a model that one process computes."""
+
+    def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
+        pass
+
+    def sum(self, partial: Array) -> Array:
+        return partial
+
+    def gather(self, part: Array) -> Array:
+        return part
 
 
 def weights_from(config: LlamaConfig, view: Callable[[str], Any]) -> dict[str, Array]:
@@ -37,10 +63,13 @@ class KVCache:
     """Keys and values of `slots` sequences of up to `max_context` tokens, in one given buffer.
 
     The buffer is not cleared: a slot's memory is read only up to the tokens that were written.
-    It must stay mapped for as long as this object lives.
+    It must stay mapped for as long as this object lives. `number` tells the caches of one process
+    apart, so that tensor-parallel ranks mean the same one.
     """
 
-    def __init__(self, config: LlamaConfig, buffer: Any, slots: int, max_context: int) -> None:
+    def __init__(
+        self, config: LlamaConfig, buffer: Any, slots: int, max_context: int, number: int = 0
+    ) -> None:
         needed = self.bytes_needed(config, slots, max_context)
         given = memoryview(buffer).nbytes
         if given < needed:
@@ -51,6 +80,7 @@ class KVCache:
             )
         self.slots = slots
         self.max_context = max_context
+        self.number = number
         shape = (slots, config.layers, 2, config.kv_heads, max_context, config.head_dim)
         self._memory: Array = np.frombuffer(buffer, np.float32, needed // 4).reshape(shape)
 
@@ -82,15 +112,25 @@ class _Layer:
 
 
 class Decoder:
-    """Logits from tokens. `weights` as `weights_from` gives them; they are only read."""
+    """Logits from tokens. `weights` as `weights_from` gives them; they are only read.
 
-    def __init__(self, config: LlamaConfig, weights: Mapping[str, Array]) -> None:
+    With `peers`, `config` and `weights` are one rank's share, and every rank must be told to run
+    the same steps in the same order (`peers.begin`).
+    """
+
+    def __init__(
+        self, config: LlamaConfig, weights: Mapping[str, Array], peers: Peers | None = None
+    ) -> None:
         self.config = config
+        self._peers = peers or Alone()
         self._embedding = weights["model.embed_tokens.weight"]
         self._layers = [_Layer(weights, index) for index in range(config.layers)]
         self._norm = weights["model.norm.weight"]
-        head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-        self._head = weights[head].T
+        if config.tie_embeddings:
+            first, end = config.head_rows or (0, config.vocab_size)
+            self._head = self._embedding[first:end].T
+        else:
+            self._head = weights["lm_head.weight"].T
         self._frequencies = rope_frequencies(config.rope, config.head_dim)
         self._scale = np.float32(1.0 / math.sqrt(config.head_dim))
         self._epsilon = np.float32(config.norm_eps)
@@ -98,23 +138,27 @@ class Decoder:
     def forward(self, cache: KVCache, slot: int, tokens: Sequence[int], start: int) -> Array:
         """Run `tokens` at positions `start …`, filling the slot's KV; logits after the last one.
 
-        Positions before `start` must be in the slot already. Returns a fresh array (vocab_size,).
+        Positions before `start` must be in the slot already. Returns a fresh array (vocab_size,);
+        on a rank above 0, this rank's part of it.
         """
         if start + len(tokens) > cache.max_context:
             raise ValueError(f"{start} + {len(tokens)} tokens exceed {cache.max_context}")
+        peers = self._peers
+        peers.begin(cache.number, slot, tokens, start)
         with np.errstate(over="ignore", under="ignore"):  # exp(-gate) may reach inf: SiLU is 0
             hidden = self._embedding[np.asarray(tokens)]
             cosine, sine = self._rotation(start, len(tokens))
             for index, layer in enumerate(self._layers):
                 keys, values = cache.layer(slot, index)
                 normed = self._rms_norm(hidden, layer.norm_in)
-                hidden = hidden + self._attend(layer, normed, keys, values, start, cosine, sine)
+                mixed = self._attend(layer, normed, keys, values, start, cosine, sine)
+                hidden = hidden + peers.sum(mixed)
                 normed = self._rms_norm(hidden, layer.norm_post)
                 gate = normed @ layer.gate
-                hidden = hidden + (gate / (1 + np.exp(-gate)) * (normed @ layer.up)) @ layer.down
+                inner = (gate / (1 + np.exp(-gate)) * (normed @ layer.up)) @ layer.down
+                hidden = hidden + peers.sum(inner)
             last: Array = self._rms_norm(hidden[-1:], self._norm) @ self._head
-        logits: Array = last[0]
-        return logits
+        return peers.gather(last[0])
 
     def _attend(
         self,

@@ -1,0 +1,171 @@
+"""Tensor parallel: what each rank reads, and that ranks together say what one process says."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from engine.backends.reference.batch import Request
+from engine.backends.reference.checkpoint import identity, open_checkpoint, same_on_every_rank
+from engine.backends.reference.config import head_span, read_config
+from engine.backends.reference.decoder import Array, Decoder, KVCache, weights_from
+from engine.backends.reference.exchange import Follower, Leader
+from engine.backends.reference.generation import Generator, canary
+from engine.backends.reference.random_model import write_random_model
+from tests.engine.reference.support import (
+    GREEDY,
+    cache_for,
+    decoder_of,
+    golden,
+    load,
+    run,
+    tokens_of,
+)
+from understudy.errors import UnderstudyError, UsageError
+
+# Those with an even number of key heads; tied and not, in one file and in three.
+CUT = [name for name in sorted(os.listdir(golden(""))) if read_config(golden(name)).kv_heads > 1]
+
+
+def rank_of(directory: str, peers: Leader | Follower, rank: int, ranks: int) -> Decoder:
+    checkpoint = open_checkpoint(directory, rank, ranks)
+    memory = load(checkpoint)
+    weights = weights_from(checkpoint.config, memory.__getitem__)
+    return Decoder(checkpoint.config, weights, peers)
+
+
+def follow(decoder: Decoder, peers: Follower, cache: KVCache) -> None:
+    while True:
+        try:
+            step = peers.next_step()
+        except UnderstudyError:
+            return
+        decoder.forward(cache, step.slot, step.tokens, step.start)
+
+
+@contextmanager
+def parallel(directory: str, ranks: int) -> Iterator[Decoder]:
+    """Rank 0's decoder; the others follow it, each on a thread of its own."""
+    pairs = [socket.socketpair() for _ in range(1, ranks)]
+    vocab_size = read_config(directory).vocab_size
+    leader = rank_of(directory, Leader([ours for ours, _ in pairs], vocab_size), 0, ranks)
+    threads = []
+    for rank, (_, theirs) in enumerate(pairs, 1):
+        peers = Follower(theirs)
+        decoder = rank_of(directory, peers, rank, ranks)
+        arguments = (decoder, peers, cache_for(decoder))
+        threads.append(threading.Thread(target=follow, args=arguments))
+    for thread in threads:
+        thread.start()
+    try:
+        yield leader
+    finally:
+        for ours, _ in pairs:
+            ours.close()
+        for thread in threads:
+            thread.join(30)
+        for _, theirs in pairs:
+            theirs.close()
+
+
+def logits_of(decoder: Decoder, prompt: Sequence[int]) -> Array:
+    return decoder.forward(cache_for(decoder), 0, prompt, 0)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_two_ranks_give_the_logits_and_tokens_of_one(name: str):
+    """Goal: cutting the model changes nothing but the last bits. Method: golden checkpoints, each
+    case on two ranks and on one: logits closely, greedy tokens exactly."""
+    with open(os.path.join(golden(name), "golden.json"), encoding="utf-8") as file:
+        cases = json.load(file)["cases"]
+    plain = decoder_of(golden(name))
+    with parallel(golden(name), 2) as cut:
+        generator = Generator(cut, cache_for(cut))
+        for number, case in enumerate(cases):
+            np.testing.assert_allclose(
+                logits_of(cut, case["prompt"]), logits_of(plain, case["prompt"]), atol=2e-4
+            )
+            request = Request(number, tuple(case["prompt"]), len(case["tokens"]), GREEDY)
+            assert tokens_of(run(generator, [request])[number]) == case["tokens"]
+
+
+def test_four_ranks_give_the_same_bits_every_time(tmp_path):
+    """Goal: same prompt, same tokens, whoever serves. Method: two sets of four ranks, whose sums
+    are made in any order of arrival, and one process beside them."""
+    directory = str(tmp_path / "model")
+    write_random_model(directory, heads=8, kv_heads=4, layers=3)
+    prompt = list(range(40, 75))
+    with parallel(directory, 4) as one, parallel(directory, 4) as other:
+        first = logits_of(one, prompt)
+        assert np.array_equal(first, logits_of(other, prompt))
+        assert np.array_equal(first, logits_of(one, prompt))
+        assert canary(one, cache_for(one)) == canary(other, cache_for(other))
+    np.testing.assert_allclose(first, logits_of(decoder_of(directory), prompt), atol=2e-3)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_ranks_read_their_own_part_and_together_everything(name: str):
+    """Goal: no rank holds what it does not use. Method: load one and two ranks, join the parts."""
+    whole = load(open_checkpoint(golden(name)))
+    shapes = read_config(golden(name)).tensor_shapes()
+    parts = [open_checkpoint(golden(name), rank, 2) for rank in range(2)]
+    loaded = [load(part) for part in parts]
+    for tensors in zip(parts[0].tensors, parts[1].tensors, strict=True):
+        key, shape = tensors[0].name, shapes[tensors[0].name]
+        expected = np.frombuffer(whole[key], np.float32).reshape(shape)
+        arrays = [
+            np.frombuffer(memory[key], np.float32).reshape(tensor.shape)
+            for memory, tensor in zip(loaded, tensors, strict=True)
+        ]
+        if key.endswith(("norm.weight", "embed_tokens.weight")):
+            assert all(np.array_equal(array, expected) for array in arrays), key
+        else:
+            axis = 1 if "o_proj" in key or "down_proj" in key else 0
+            assert np.array_equal(np.concatenate(arrays, axis), expected), key
+    kept_whole = sum(t.nbytes for t in parts[0].tensors if t.shape == t.stored.shape)
+    total = sum(part.weights_bytes for part in parts)
+    assert total == open_checkpoint(golden(name)).weights_bytes + kept_whole
+
+
+def test_rows_of_the_head_need_not_divide():
+    """Goal: a vocabulary is of any size. Method: 7 rows over three ranks."""
+    assert [head_span(7, rank, 3) for rank in range(3)] == [(0, 2), (2, 4), (4, 7)]
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_ranks_that_do_not_divide_the_model_are_refused(ranks: int):
+    """Goal: a sentence with what would do. Method: numbers that divide no count of heads."""
+    with pytest.raises(UsageError, match=f"parallel {ranks} must divide .* would do") as caught:
+        open_checkpoint(golden(CUT[0]), 0, ranks)
+    assert caught.value.code == "engine.bad_tensor_parallel"
+
+
+def test_rank_that_ends_ends_the_work():
+    """Goal: no rank waits for a dead one. Method: a peer whose socket is closed, on both sides."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        leader = rank_of(golden(CUT[0]), Leader([ours], 1), 0, 2)
+        theirs.close()
+        with pytest.raises(UnderstudyError, match="rank 1 of the model has ended") as caught:
+            logits_of(leader, [1, 2, 3])
+        assert caught.value.code == "engine.rank_lost"
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.close()
+        with pytest.raises(UnderstudyError, match="rank 0 of the model has ended"):
+            Follower(theirs).next_step()
+
+
+def test_identity_differs_by_rank_and_in_nothing_else():
+    """Goal: each device has its own epoch, the engine compares the rest. Method: two ranks."""
+    first, second = (identity(golden(CUT[0]), rank=rank, size=2) for rank in range(2))
+    assert first != second
+    assert same_on_every_rank(first) == same_on_every_rank(second)
+    assert same_on_every_rank(first) != same_on_every_rank(identity(golden(CUT[0])))
