@@ -32,7 +32,7 @@ class Peers(Protocol):
         """What is run now."""
 
     def sum(self, partial: Array) -> Array:
-        """The sum of every rank's `partial`, added in the order of ranks: the same bits everywhere."""
+        """Every rank's `partial` added up, in the order of the ranks: the same bits everywhere."""
 
     def gather(self, part: Array) -> Array:
         """Every rank's logits in one vector, on rank 0; elsewhere `part`."""

@@ -51,7 +51,7 @@ class Leader:
         total = partial
         for number, peer in enumerate(self._peers, 1):
             theirs = np.empty(partial.shape, np.float32)
-            receive(peer, theirs, number)
+            receive(peer, theirs.data, number)
             total = total + theirs
         self._send(np.ascontiguousarray(total).data.cast("B"))
         return total
@@ -61,7 +61,7 @@ class Leader:
         logits[: part.size] = part
         for number, peer in enumerate(self._peers, 1):
             first, end = head_span(self._vocab_size, number, len(self._peers) + 1)
-            receive(peer, logits[first:end], number)
+            receive(peer, logits[first:end].data, number)
         return logits
 
     def _send(self, data: bytes | memoryview) -> None:
@@ -84,7 +84,7 @@ class Follower:
         receive(self._leader, memoryview(header), 0)
         cache, slot, start, count = HEADER.unpack(header)
         tokens = np.empty(count, "<u4")
-        receive(self._leader, tokens, 0)
+        receive(self._leader, tokens.data, 0)
         return Step(cache, slot, tuple(tokens.tolist()), start)
 
     def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
@@ -93,7 +93,7 @@ class Follower:
     def sum(self, partial: Array) -> Array:
         send(self._leader, np.ascontiguousarray(partial).data.cast("B"), 0)
         total = np.empty(partial.shape, np.float32)
-        receive(self._leader, total, 0)
+        receive(self._leader, total.data, 0)
         return total
 
     def gather(self, part: Array) -> Array:
@@ -109,9 +109,9 @@ def send(sock: socket.socket, data: bytes | memoryview, rank: int) -> None:
         raise lost(rank) from error
 
 
-def receive(sock: socket.socket, into: memoryview | Array, rank: int) -> None:
+def receive(sock: socket.socket, into: memoryview, rank: int) -> None:
     """Fill `into` with what `rank` sends. Raises UnderstudyError `engine.rank_lost`."""
-    rest = memoryview(into).cast("B")
+    rest = into.cast("B")
     while rest:
         try:
             count = sock.recv_into(rest, 0, socket.MSG_WAITALL)
