@@ -23,6 +23,7 @@ from understudy.wire.frames import Frame, FrameDecoder, encode_frame
 from understudy.wire.limits import (
     FLUSH_DEADLINE_S,
     FRAME_DEADLINE_S,
+    FRAMES_PER_TURN,
     QUEUED_BYTES_FRAMES,
     RETRY_S,
 )
@@ -69,6 +70,8 @@ class Connection:
         self._catalogue = catalogue
         self._handler = handler
         self._decoder = FrameDecoder(catalogue.frame_bytes_max)
+        self._arrived: deque[Frame] = deque()  # complete, not yet handled; reading pauses for them
+        self._is_paused = False
         self._queue: deque[_Outgoing] = deque()
         self._queued_bytes = 0
         self._queued_bytes_max = max(2 * catalogue.frame_bytes_max, QUEUED_BYTES_FRAMES * 1024)
@@ -177,6 +180,10 @@ class Connection:
 
     # ------------------------------------------------------------------ receiving
 
+    def limit_frames(self, frame_bytes_max: int) -> None:
+        """Take no larger frames than this from now on: what a peer may say depends on who it is."""
+        self._decoder.frame_bytes_max = frame_bytes_max
+
     def _readable(self) -> None:
         """One `recvmsg` per wake-up, so that a talkative peer starves nobody."""
         try:
@@ -193,17 +200,35 @@ class Connection:
         if frames is None:
             self.close("the peer closed the connection")
             return
+        self._arrived.extend(frames)
         self._watch_frame()
-        self._deliver(deque(frames))
+        self._deliver()
 
-    def _deliver(self, frames: deque[Frame]) -> None:
+    def _deliver(self) -> None:
+        """Hand over a few of the frames that arrived; the rest when others have had their turn."""
         try:
-            while frames and not self.is_closed and self._last_words is None:
-                frame = frames.popleft()
-                self._handle(frame)
+            for _ in range(FRAMES_PER_TURN):
+                if self._arrived and not self.is_closed and self._last_words is None:
+                    self._handle(self._arrived.popleft())
         finally:
-            for frame in frames:
-                close_all(frame.fds)
+            self._pause_or_go_on()
+
+    def _pause_or_go_on(self) -> None:
+        if self.is_closed or self._last_words is not None:
+            self._drop_arrived()
+        elif self._arrived:
+            if not self._is_paused:
+                self._is_paused = True
+                self._loop.remove_reader(self._sock.fileno())
+            self._loop.call_soon(self._deliver)
+        elif self._is_paused:
+            self._is_paused = False
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+
+    def _drop_arrived(self) -> None:
+        for frame in self._arrived:
+            close_all(frame.fds)
+        self._arrived.clear()
 
     def _handle(self, frame: Frame) -> None:
         request_id = 0
@@ -230,6 +255,9 @@ class Connection:
             self._frame_deadline = self._loop.call_later(FRAME_DEADLINE_S, self._frame_late)
 
     def _frame_late(self) -> None:
+        if self._is_paused:  # we are the slow one: the rest may have arrived
+            self._frame_deadline = self._loop.call_later(FRAME_DEADLINE_S, self._frame_late)
+            return
         self.fault(
             ProtocolError(
                 "wire.frame_deadline",
@@ -251,6 +279,7 @@ class Connection:
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
         self._decoder.close()
+        self._drop_arrived()
         self._drop_queue()
         self._loop.call_soon(self._closed, reason)
 

@@ -56,7 +56,7 @@ class FrameDecoder:
     """Turns what `recvmsg` returns into frames. After an error it is good for nothing else."""
 
     def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
-        self._frame_bytes_max = frame_bytes_max
+        self.frame_bytes_max = frame_bytes_max
         self._buffer = bytearray()
         self._fds: deque[OwnedFd] = deque()
 
@@ -110,7 +110,7 @@ class FrameDecoder:
                 theirs=version,
                 ours=VERSION,
             )
-        _check_length(length, self._frame_bytes_max)
+        _check_length(length, self.frame_bytes_max)
         if fd_count > FDS_PER_FRAME_MAX:
             raise ProtocolError(
                 "wire.too_many_fds",

@@ -14,8 +14,21 @@ FDS_PER_FRAME_MAX = 250
 # A pod has a handful of engines with up to 8 ranks each, and a few observers.
 CONNECTIONS_MAX = 128
 
+# Half of them: one process that opens connections in a loop must not lock the others out. (Where
+# PID namespaces hide the process, only the sum is counted.)
+CONNECTIONS_PER_PROCESS_MAX = 64
+
+# An error is one sentence and a few facts. Both are cut to this: they may quote what a peer sent,
+# and an error frame that is too large to send would be an error in sending an error.
+FAULT_MESSAGE_CHARS_MAX = 4096
+FAULT_DETAILS_BYTES_MAX = 64 * 1024
+
 # What one slow reader may hold in our memory: two of the largest frames, or 64 small ones.
 QUEUED_BYTES_FRAMES = 64
+
+# How many frames of one peer are handled before the loop looks at the others. One recvmsg may
+# bring two thousand requests, and the answer to each may take a tenth of a millisecond.
+FRAMES_PER_TURN = 8
 
 # One recvmsg. Larger than almost every frame, so that a frame costs one system call.
 RECEIVE_BYTES = 64 * 1024

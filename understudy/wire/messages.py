@@ -8,6 +8,7 @@ the error names the field. Nothing is coerced: `true` is no integer and `1` is n
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -17,11 +18,22 @@ from typing import Any, ClassVar
 import msgpack
 
 from understudy.errors import ProtocolError, UnderstudyError
-from understudy.wire.limits import FRAME_BYTES_MAX
+from understudy.wire.limits import (
+    FAULT_DETAILS_BYTES_MAX,
+    FAULT_MESSAGE_CHARS_MAX,
+    FRAME_BYTES_MAX,
+)
 
 Checker = Callable[[Any, str], Any]
 
 REQUEST_ID_MAX = 2**63 - 1
+
+# What an error shows of a value that a peer sent: enough to recognise it, however large it is.
+SHOWN_CHARS_MAX = 60
+PATH_CHARS_MAX = 200
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = SHOWN_CHARS_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +125,12 @@ class Catalogue:
             raise ProtocolError("wire.bad_payload", "the payload is not a MessagePack map")
         kind, request_id = body.pop("type", None), body.pop("id", None)
         if type(request_id) is not int or not 0 <= request_id <= REQUEST_ID_MAX:
-            raise ProtocolError("wire.bad_request_id", f"not a request id: {request_id!r}")
+            raise ProtocolError("wire.bad_request_id", f"not a request id: {shown(request_id)}")
         if not isinstance(kind, str) or kind not in self._classes:
             raise ProtocolError(
                 "wire.unknown_type",
-                f"there is no message {kind!r} here; known are {', '.join(sorted(self._classes))}",
+                f"there is no message {shown(kind)} here;"
+                f" known are {', '.join(sorted(self._classes))}",
                 request_id=request_id,
             )
         try:
@@ -137,8 +150,20 @@ class Catalogue:
 
 def fault_of(error: UnderstudyError) -> Fault:
     """The error frame that says what `error` says."""
-    details = {name: plain(value) for name, value in error.details.items()}
-    return Fault(code=error.code, message=error.message, details=details)
+    details, room = {}, FAULT_DETAILS_BYTES_MAX
+    for name, value in error.details.items():
+        packed = msgpack.packb(plain(value))
+        if len(packed) <= room:
+            details[name] = plain(value)
+            room -= len(packed)
+    return Fault(error.code, error.message[:FAULT_MESSAGE_CHARS_MAX], details)
+
+
+def shown(value: Any) -> str:
+    """`value` as an error shows it: its beginning, at a cost that does not grow with it."""
+    if isinstance(value, str | bytes):
+        value = value[:SHOWN_CHARS_MAX]
+    return _repr.repr(value)[:SHOWN_CHARS_MAX]
 
 
 def plain(value: Any) -> Any:
@@ -153,8 +178,10 @@ def plain(value: Any) -> Any:
 
 
 def _bad(path: str, wanted: str, value: Any) -> ProtocolError:
-    shown = repr(value)
-    return ProtocolError("wire.bad_field", f"{path} must be {wanted}, not {shown[:60]}", field=path)
+    path = path[:PATH_CHARS_MAX]  # it may contain a peer's own words
+    return ProtocolError(
+        "wire.bad_field", f"{path} must be {wanted}, not {shown(value)}", field=path
+    )
 
 
 def _dataclass_checker(cls: type[Any]) -> Checker:
@@ -175,7 +202,9 @@ def _dataclass_checker(cls: type[Any]) -> Checker:
         for name in value:
             if name not in checkers:
                 raise ProtocolError(
-                    "wire.unknown_field", f"{path} has no field {name!r}", field=str(name)
+                    "wire.unknown_field",
+                    f"{path[:PATH_CHARS_MAX]} has no field {shown(name)}",
+                    field=str(name[:PATH_CHARS_MAX]),
                 )
         if missing := required - value.keys():
             name = min(missing)

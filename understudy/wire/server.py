@@ -20,7 +20,12 @@ from understudy.errors import ProtocolError, UnderstudyError, UsageError
 from understudy.wire import sockets
 from understudy.wire.connection import Connection, Handler
 from understudy.wire.fds import OwnedFd
-from understudy.wire.limits import CONNECTIONS_MAX, FIRST_FRAME_DEADLINE_S, RETRY_S
+from understudy.wire.limits import (
+    CONNECTIONS_MAX,
+    CONNECTIONS_PER_PROCESS_MAX,
+    FIRST_FRAME_DEADLINE_S,
+    RETRY_S,
+)
 from understudy.wire.messages import Catalogue, Hello, Message, Welcome
 
 # How many may wait to be accepted: everybody reconnects at once after a restart.
@@ -68,6 +73,7 @@ class Server:
         service: str,
         guard_path: str | None = None,
         connections_max: int = CONNECTIONS_MAX,
+        per_process_max: int = CONNECTIONS_PER_PROCESS_MAX,
     ) -> None:
         self.path = path
         self.connections: set[Connection] = set()
@@ -76,6 +82,7 @@ class Server:
         self._service = service
         self._guard_path = guard_path or f"{path.removesuffix('.sock')}.lock"
         self._connections_max = connections_max
+        self._per_process_max = per_process_max
         self._guard: PathGuard | None = None
         self._sock: socket.socket | None = None
         self._silent: dict[Connection, asyncio.TimerHandle] = {}
@@ -117,16 +124,21 @@ class Server:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                raise
-            self._pause()
+            self._pause(error)
             return
-        conn = Connection(sock, self._catalogue, self)
+        try:
+            conn = Connection(sock, self._catalogue, self)
+        except OSError as error:  # its pidfd needed one descriptor more
+            sock.close()
+            self._pause(error)
+            return
         if not conn.is_closed:
             self._admit(conn)
 
-    def _pause(self) -> None:
+    def _pause(self, error: OSError) -> None:
         """Out of descriptors: the newcomers wait in the backlog until somebody leaves."""
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            raise error
         loop = asyncio.get_running_loop()
         assert self._sock is not None
         loop.remove_reader(self._sock.fileno())
@@ -150,11 +162,20 @@ class Server:
                 f"{self._service} has {self._connections_max} connections, which is its limit;"
                 " close some (idle observers?) and try again",
             )
+        elif self._of_process(conn.peer.pid) > self._per_process_max:
+            error = ProtocolError(
+                "wire.too_many_connections",
+                f"pid {conn.peer.pid} has {self._per_process_max} connections to"
+                f" {self._service}, which is the limit for one process; close some",
+            )
         else:
             loop = asyncio.get_running_loop()
             self._silent[conn] = loop.call_later(FIRST_FRAME_DEADLINE_S, self._silence, conn)
             return
         conn.fault(error)
+
+    def _of_process(self, pid: int) -> int:
+        return sum(conn.peer.pid == pid for conn in self.connections) if pid else 0
 
     def _silence(self, conn: Connection) -> None:
         conn.fault(
