@@ -6,7 +6,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup style types test test-core drill bench docs clean
+.PHONY: help setup style types test test-core fuzz drill bench docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ test: setup ## every test that needs no GPU
 
 test-core: setup ## the pure cores only: tables, properties, simulations
 	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/sim $(ARGS)
+
+fuzz: setup ## the decoder and the sessions under 20,000 random inputs each; keeps what it finds
+	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz $(ARGS)
 
 drill: setup ## start a pod, kill the active engine 20 times, print the report
 	@$(VENV)/bin/understudy drill $(ARGS)

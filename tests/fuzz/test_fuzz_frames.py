@@ -1,0 +1,224 @@
+"""The decoder under arbitrary input: the framer and the catalogues, then a real server's socket.
+
+`make fuzz` runs longer; what it finds is kept in `corpus/` and replayed here for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine import messages as engine_messages
+from gms import messages as gms_messages
+from gms import names
+from lockserver import messages as lock_messages
+from tests.fuzz.streams import EXAMPLES, classes, corpus, frame, keep, scripts, seeds, valid
+from tests.gms.bench import DEVICE, IDENTITY, GmsProcess
+from tests.helpers import open_fds, until
+from understudy.errors import ProtocolError
+from understudy.wire.fds import OwnedFd, close_all
+from understudy.wire.frames import FrameDecoder
+from understudy.wire.limits import FRAME_BYTES_MAX
+from understudy.wire.messages import Catalogue, Hello, Welcome, fault_of
+
+CATALOGUES = {
+    "gms": gms_messages.CATALOGUE,
+    "lockserver": lock_messages.CATALOGUE,
+    "engine": engine_messages.CONTROL,
+    "channel": engine_messages.CHANNEL,
+}
+GMS = gms_messages.CATALOGUE
+
+in_memory = settings(max_examples=EXAMPLES or 300, deadline=None)
+on_a_server = settings(
+    max_examples=EXAMPLES // 10 or 150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def some_fds(count: int) -> list[OwnedFd]:
+    return [OwnedFd(os.memfd_create("fuzz")) for _ in range(count)]
+
+
+def decode(script: bytes, catalogue: Catalogue, step: int) -> None:
+    """Feed `script` in pieces of `step` bytes; only a ProtocolError may come, and no leak."""
+    before = len(open_fds())
+    decoder = FrameDecoder(catalogue.frame_bytes_max)
+    fds = some_fds(script[0] if script else 0)
+    stream = script[1:]
+    try:
+        for at in range(0, len(stream), step):
+            frames = decoder.receive(stream[at : at + step], fds)
+            fds = []
+            for found in frames:
+                close_all(found.fds)
+                with contextlib.suppress(ProtocolError):
+                    catalogue.decode(found.payload, len(found.fds))
+    except ProtocolError as error:
+        catalogue.encode(fault_of(error))  # it can be said to the peer
+    finally:
+        close_all(fds)
+        decoder.close()
+    assert len(open_fds()) == before
+
+
+@pytest.mark.parametrize("path", corpus(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", CATALOGUES)
+def test_corpus_is_decoded_or_refused(path: Path, name: str):
+    """Replay every script that is kept, whole and byte by byte."""
+    script = path.read_bytes()
+    for step in (1, 7, len(script)):
+        decode(script, CATALOGUES[name], step)
+
+
+def test_corpus_has_every_message_and_every_old_wound():
+    """Goal: a message that is added is fuzzed from its first day. Method: the corpus holds what
+    the seeds are; `python -m tests.fuzz.write_corpus` writes it again."""
+    kept = {path.stem: path.read_bytes() for path in corpus()}
+    for name, script in seeds(GMS):
+        told = f"{name}.bin is missing or old: run python -m tests.fuzz.write_corpus"
+        assert kept.get(name) == script, told
+    assert sum(len(script) for script in kept.values()) < 256 * 1024
+
+
+@pytest.mark.parametrize("name", CATALOGUES)
+def test_any_script_is_decoded_or_refused(name: str):
+    """Goal: whatever arrives, in whatever pieces, raises nothing but ProtocolError and leaks no
+    descriptor. Method: mutated frames of the catalogue itself."""
+
+    @in_memory
+    @given(script=scripts(CATALOGUES[name]), step=st.integers(1, 300))
+    def run(script: bytes, step: int) -> None:
+        try:
+            decode(script, CATALOGUES[name], step)
+        except BaseException:
+            keep(script, name)
+            raise
+
+    run()
+
+
+@pytest.mark.parametrize("cls", classes(GMS), ids=lambda cls: cls.TYPE)
+def test_valid_frame_split_at_every_byte_is_one_message(cls: type):
+    """Goal: where a frame is cut changes nothing. Method: every message, cut at every byte."""
+    whole = frame(valid(cls), 0)
+    for cut in range(1, len(whole)):
+        decoder = FrameDecoder(GMS.frame_bytes_max)
+        assert decoder.receive(whole[:cut], []) == []
+        (found,) = decoder.receive(whole[cut:], [])
+        assert found.payload == valid(cls)
+        assert not decoder.is_mid_frame
+
+
+# ---------------------------------------------------------------------- a real server
+
+
+class Target:
+    """One device's server with a committed epoch, a reader and a good client beside the bad."""
+
+    def __init__(self, directory: str) -> None:
+        self.gms = GmsProcess(directory).start()
+        self.reader = self.gms.load()
+        self.good = self.gms.client()
+        self.path = names.socket_path(directory, DEVICE)
+        self.epoch = self.reader.epoch
+        self.check()
+        self.fds = len(open_fds(self.gms.pid))
+
+    def send(self, script: bytes) -> None:
+        """Send `script`, say nothing more, and read until the server closes."""
+        fds = some_fds(script[0] if script else 0)
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(20)
+            sock.connect(self.path)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(sock, [script[1:]], [fd.fileno() for fd in fds])
+                sock.shutdown(socket.SHUT_WR)
+            close_all(fds)
+            with contextlib.suppress(ConnectionResetError):
+                while True:
+                    data, sent, _, _ = socket.recv_fds(sock, 65536, 253)
+                    close_all(OwnedFd(fd) for fd in sent)
+                    if not data:
+                        return
+
+    def check(self) -> None:
+        """The server lives, answers others, and what is committed is there."""
+        assert isinstance(self.good.request(Hello()).message, Welcome)
+        status = self.gms.status()
+        assert status["pid"] == self.gms.pid
+        assert status["epoch"] == self.epoch
+        assert bytes(self.reader.view("t")) == b"\7" * 64
+
+    def close(self) -> None:
+        until(lambda: len(open_fds(self.gms.pid)) <= self.fds, "the server's descriptors")
+        self.gms.reader(identity=IDENTITY).close()
+        self.good.close()
+        self.reader.close()
+        self.gms.stop()
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    directory = tempfile.mkdtemp(prefix="gms-")
+    made = Target(directory)
+    yield made
+    made.close()
+    shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("path", corpus(), ids=lambda path: path.stem)
+def test_server_survives_the_corpus(path: Path, target: Target):
+    """Send every script that is kept to a real server: it lives and serves others."""
+    target.send(path.read_bytes())
+    target.check()
+
+
+def test_server_survives_any_script(target: Target):
+    """Goal: bad input costs its sender only. Method: mutated frames over the socket; after each
+    the server answers others, its epoch as before; at the end it has lost no descriptor."""
+
+    @on_a_server
+    @given(script=scripts(GMS))
+    def run(script: bytes) -> None:
+        try:
+            target.send(script)
+            target.check()
+        except BaseException:
+            keep(script, "server")
+            raise
+
+    run()
+
+
+def test_server_survives_frames_at_the_limits(target: Target):
+    """The largest frame that is allowed, one byte more, and the largest quoted in an error."""
+    for size in (FRAME_BYTES_MAX, GMS.frame_bytes_max - 64, GMS.frame_bytes_max + 1):
+        target.send(b"\0" + frame(bytes(size)))
+        target.send(b"\0" + frame(b"\x82\xa2id\x01\xa4type\xdb" + size.to_bytes(4, "big"), 0, size))
+        target.check()
+    large = GMS.frame_bytes_max - 64
+    text = b"\xdb" + (large - 20).to_bytes(4, "big") + b"x" * (large - 20)
+    target.send(b"\0" + frame(b"\x82\xa2id\x01\xa4type" + text))
+    target.send(b"\0" + frame(b"\x83\xa2id\x01\xa4type\xa5hello" + text + b"\x01"))
+    target.check()
+
+
+def test_server_survives_senders_that_leave_anywhere(target: Target):
+    """Cut a valid attach at every byte and leave: each costs nothing but its connection."""
+    whole = frame(valid(gms_messages.Attach), 0)
+    for cut in range(len(whole)):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(target.path)
+            sock.sendall(whole[:cut])
+    target.check()
