@@ -1,12 +1,12 @@
 """The backend's main process: HTTP in front, the model process behind, the supervisor above.
 
     python -m engine.backends.reference.http --model DIR [--max-context N] [--slots N]
-        [--kv-bytes SIZE] [--served-model-name NAME] [--standalone --port N]
+        [--kv-bytes SIZE] [--tensor-parallel N] [--served-model-name NAME] [--standalone --port N]
 
 Started by `engine run --backend reference -- …`, or with `--standalone` by hand, to try the decoder
 without lock, memory service or supervisor. Owns the start: the witness first, then the model
-process, and only then the slow imports, which so run beside the load. Knows neither numpy nor
-weights.
+processes, one per tensor-parallel rank, and only then the slow imports, which so run beside the
+load. Knows neither numpy nor weights.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 from typing import NoReturn
 
 from engine.backends import process
 from engine.backends.reference.config import read_config
 from engine.backends.reference.link import PROMPT_TOKENS_MAX, Configure
-from engine.messages import CHANNEL, FaultReport
+from engine.backends.reference.spawn import ModelProcess, spawn
+from engine.messages import CHANNEL, RANKS_MAX, FaultReport
 from understudy.errors import UnderstudyError, UsageError
 from understudy.service.config import size_bytes
 from understudy.service.fd_limit import raise_fd_limit
@@ -42,6 +42,7 @@ class Arguments(argparse.Namespace):
     max_context: int | None
     slots: int
     kv_bytes: int | None
+    tensor_parallel: int
     served_model_name: str | None
     standalone: bool
     port: int
@@ -53,6 +54,7 @@ class Arguments(argparse.Namespace):
             max_context=self.max_context,
             kv_bytes=self.kv_bytes,
             is_standalone=self.standalone,
+            ranks=self.tensor_parallel,
         )
 
     @property
@@ -73,7 +75,15 @@ def parse(argv: list[str]) -> Arguments:
         "--max-context", type=_whole(2, PROMPT_TOKENS_MAX), help="positions per request"
     )
     parser.add_argument("--slots", type=_whole(1, 1024), default=DEFAULT_SLOTS)
-    parser.add_argument("--kv-bytes", type=size_bytes, help="most memory for KV, such as 2GiB")
+    parser.add_argument(
+        "--kv-bytes", type=size_bytes, help="most memory for KV per rank, such as 2GiB"
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=_whole(1, RANKS_MAX),
+        default=1,
+        help="so many model processes, each with its part of the weights on a device of its own",
+    )
     parser.add_argument("--served-model-name", help="default: the directory's name")
     parser.add_argument("--standalone", action="store_true", help="no lock, no memory service")
     parser.add_argument("--port", type=_whole(0, 65535), default=DEFAULT_PORT)
@@ -104,35 +114,30 @@ def main() -> int:
     try:
         process.enter("http")
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
-        arguments, link, child = _start()
+        arguments, models = _start()
     except UnderstudyError as error:
         logger.error("%s", error)
         _report(sock, error)
         return error.exit_code
     from engine.backends.reference import serve
 
-    return serve.run(serve.supervised(arguments.model, arguments.model_name, sock, link, child))
+    return serve.run(serve.supervised(arguments.model, arguments.model_name, sock, models))
 
 
-def _start() -> tuple[Arguments, socket.socket, subprocess.Popen[bytes]]:
-    """Check what can be checked cheaply, then let the model process begin."""
-    from engine.backends.reference.model_link import spawn
-
+def _start() -> tuple[Arguments, list[ModelProcess]]:
+    """Check what can be checked cheaply, then let the model processes begin."""
     arguments = parse(sys.argv[1:])
-    read_config(arguments.model)
+    read_config(arguments.model).of_rank(0, arguments.tensor_parallel)
     raise_fd_limit()
-    link, child = spawn(arguments.settings())
-    return arguments, link, child
+    return arguments, spawn(arguments.settings())
 
 
 def _alone() -> int:
     try:
-        arguments, link, child = _start()
+        arguments, models = _start()
         from engine.backends.reference import serve
 
-        return serve.run(
-            serve.alone(arguments.model, arguments.model_name, arguments.port, link, child)
-        )
+        return serve.run(serve.alone(arguments.model, arguments.model_name, arguments.port, models))
     except UnderstudyError as error:
         return _refuse(error)
 

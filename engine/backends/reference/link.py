@@ -1,8 +1,9 @@
-"""What the HTTP process and the model process say to each other, over a socketpair.
+"""What the HTTP process and the model processes say to each other, over a socketpair each.
 
 Owns the messages. All of them are notifications: one request of a kind is under way at a time,
 except `submit`, whose answers carry its number. Must not know text: prompts are token ids when
-they come here, and so is what comes back.
+they come here, and so is what comes back. Every tensor-parallel rank has such a link, for its
+settings, its memory and its last words; requests go to rank 0 only, which leads the others.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from engine.messages import Count, Id, Sentence
+from engine.messages import RANKS_MAX, Count, Id, Rank, Sentence
 from understudy.wire.messages import Catalogue, Length, Message, Range
 
 LINK_ENV = "UNDERSTUDY_LINK"  # the number of the model process's end, in its environment
+# Its sockets to the other ranks, comma-separated: on rank 0 those to ranks 1, 2, …, else one.
+PEERS_ENV = "UNDERSTUDY_PEERS"
 
 TOKEN_BYTES = 4
 # The longest context of any Llama today is 2**20 tokens; a prompt is one frame.
@@ -41,11 +44,13 @@ class Configure(Message):
     max_context: Annotated[int, Range(2, PROMPT_TOKENS_MAX)] | None
     kv_bytes: Count | None
     is_standalone: bool
+    rank: Rank = 0
+    ranks: Annotated[int, Range(1, RANKS_MAX)] = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
-    """Weights mapped, decoder tried, no KV."""
+    """Weights mapped, decoder tried, no KV. Sizes are of the rank that says so."""
 
     TYPE: ClassVar[str] = "ready"
     weights_bytes: Count

@@ -1,8 +1,9 @@
-"""The model process: weights, KV memory and the loop that makes tokens. No sockets but its own.
+"""The model process: the loop that makes tokens. No sockets but its own.
 
 `python -m engine.backends.reference.model`, started by the HTTP process, which sends its settings
-as the first frame of the link. Owns the order of preparation, when memory is taken, and the loop.
-Knows token ids, never text.
+as the first frame of the link. Owns the start, the loop and what it answers. Knows token ids, never
+text. With tensor parallelism there is one such process per rank: this loop is rank 0's, the others
+follow it (`follower.py`).
 
 The surprising thing: it has one thread. Between two units of work it looks at the link and at the
 memory service's session; with nothing to do it sleeps in poll. So a cancelled request costs at
@@ -20,13 +21,12 @@ import socket
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from engine.backends import process
-from engine.backends.reference import free_memory
 from engine.backends.reference.batch import Request, SamplingParams
-from engine.backends.reference.config import LlamaConfig
+from engine.backends.reference.follower import follow
 from engine.backends.reference.link import (
     LINK,
     LINK_ENV,
+    PEERS_ENV,
     Alternative,
     Cancel,
     Check,
@@ -34,7 +34,6 @@ from engine.backends.reference.link import (
     Configure,
     Failed,
     Progressed,
-    Ready,
     Refused,
     Submit,
     TakeMemory,
@@ -42,16 +41,14 @@ from engine.backends.reference.link import (
     Token,
     unpack,
 )
+from engine.backends.reference.rank import SCRATCH, SERVING, Rank
 from understudy.errors import UnderstudyError, UsageError, WaitTimeoutError
-from understudy.service import parent
 from understudy.service.log import configure
 from understudy.wire.blocking import BlockingClient
 from understudy.wire.messages import Message
 
 if TYPE_CHECKING:  # numpy comes only after the number of its threads is set
-    from engine.backends.reference.decoder import Decoder, KVCache
     from engine.backends.reference.generation import Generator, Produced
-    from engine.backends.reference.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +56,6 @@ logger = logging.getLogger(__name__)
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 CONFIGURE_TIMEOUT_S = 30.0  # it was sent before this process was started
-DEFAULT_CONTEXT = 4096  # 1 GiB of KV for a Llama 3.2 1B with four slots
-SCRATCH_CONTEXT = 64  # for canaries while the real cache is busy or not there
 
 # Errors that the next launch would meet again, besides every UsageError.
 PERMANENT = ("engine.kv_too_large", "gms.identity_mismatch", "gms.larger_than_device")
@@ -71,11 +66,15 @@ def main() -> int:
         os.environ.setdefault(variable, "1")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started the tree
     configure("backend-model")
-    link = BlockingClient.from_socket(socket.socket(fileno=int(os.environ.pop(LINK_ENV))), LINK)
+    link = BlockingClient.from_socket(_socket(os.environ.pop(LINK_ENV)), LINK)
+    peers = [_socket(number) for number in os.environ.pop(PEERS_ENV).split(",") if number]
     try:
         settings = link.receive(CONFIGURE_TIMEOUT_S).message
         assert isinstance(settings, Configure)
-        Model(link, settings).run()
+        rank = Rank(settings, peers)
+        if settings.rank:
+            follow(link, rank)
+        Model(link, rank).run()
     except UnderstudyError as error:
         logger.error("%s", error)
         with contextlib.suppress(UnderstudyError):  # the HTTP process may be what is gone
@@ -83,105 +82,39 @@ def main() -> int:
         return 1
 
 
+def _socket(number: str) -> socket.socket:
+    return socket.socket(fileno=int(number))
+
+
 def _failed(error: UnderstudyError) -> Failed:
     permanent = isinstance(error, UsageError) or error.code in PERMANENT
     return Failed(error.code, error.message[:4096], permanent, error.exit_code)
 
 
-def choose_context(config: LlamaConfig, settings: Configure, kv_bytes_per_position: int) -> int:
-    """Positions per slot: what was asked for, or as much as the model and the limit allow.
-
-    Raises:
-        UsageError: `engine.context_too_long`, `engine.kv_too_small`.
-    """
-    asked = settings.max_context
-    if asked is not None and asked > config.max_position:
-        raise UsageError(
-            "engine.context_too_long",
-            f"--max-context {asked} is beyond the {config.max_position} positions that this model"
-            " was trained for; lower it",
-        )
-    context = asked or min(config.max_position, DEFAULT_CONTEXT)
-    if settings.kv_bytes is None:
-        return context
-    fits = settings.kv_bytes // kv_bytes_per_position
-    if asked is None and fits >= 2:
-        return min(context, fits)
-    if context > fits:
-        raise UsageError(
-            "engine.kv_too_small",
-            f"{settings.slots} slots of {context} positions need"
-            f" {context * kv_bytes_per_position} bytes, and --kv-bytes is {settings.kv_bytes};"
-            " raise it, or lower --slots or --max-context",
-        )
-    return context
-
-
 class Model:
-    """One model, prepared, then woken, then generating until a peer is gone."""
+    """Rank 0, and with one rank the whole model: generates until a peer is gone."""
 
-    def __init__(self, link: BlockingClient, settings: Configure) -> None:
+    def __init__(self, link: BlockingClient, rank: Rank) -> None:
         self._link = link
-        self._settings = settings
-        self._decoder: Decoder
-        self._weights: Weights
-        self._scratch: KVCache
-        self._cache: KVCache | None = None
+        self._rank = rank
         self._generator: Generator | None = None
-        self._context = 0
-        self._kv_bytes = 0
         self._canary_tokens: tuple[int, ...] = ()
 
     def run(self) -> NoReturn:
-        """Prepare and serve. Ends by an UnderstudyError that says why."""
-        member = None
-        if self._settings.is_standalone:
-            parent.arm_from_environment()
-        else:
-            member = process.enter("model")
-        self._prepare(member)
-        self._loop()
-
-    # ------------------------------------------------------------------ preparing
-
-    def _prepare(self, member: process.Member | None) -> None:
-        from engine.backends.reference import weights
-        from engine.backends.reference.checkpoint import open_checkpoint
-        from engine.backends.reference.decoder import Decoder, KVCache, weights_from
+        """Try the decoder and serve. Ends by an UnderstudyError that says why."""
         from engine.backends.reference.generation import canary
 
-        checkpoint = open_checkpoint(self._settings.directory)
-        config, slots = checkpoint.config, self._settings.slots
-        per_position = KVCache.bytes_needed(config, slots, 1)
-        self._context = choose_context(config, self._settings, per_position)
-        self._kv_bytes = KVCache.bytes_needed(config, slots, self._context)
-        free_memory.check_can_ever_fit(self._kv_bytes, free_memory.read_room())
-        if member is None:
-            self._weights = weights.private(checkpoint)
-        else:
-            self._weights = weights.shared(checkpoint, member)
-        self._decoder = Decoder(config, weights_from(config, self._weights.view))
-        scratch_bytes = KVCache.bytes_needed(config, 1, SCRATCH_CONTEXT)
-        self._scratch = KVCache(config, bytearray(scratch_bytes), 1, SCRATCH_CONTEXT)
-        self._canary_tokens = canary(self._decoder, self._scratch)
-        self._link.notify(
-            Ready(
-                weights_bytes=checkpoint.weights_bytes,
-                kv_bytes=self._kv_bytes,
-                max_context=self._context,
-                vocab_size=config.vocab_size,
-                stop_token_ids=config.eos_token_ids,
-                epoch=self._weights.epoch,
-                identity=self._weights.identity,
-            )
-        )
+        # Also where the other ranks are waited for: each follows once it has its weights.
+        self._canary_tokens = canary(self._rank.decoder, self._rank.cache(SCRATCH))
+        self._link.notify(self._rank.ready)
+        self._loop()
 
     # ------------------------------------------------------------------ looping
 
     def _loop(self) -> NoReturn:
         poll = select.poll()
         poll.register(self._link.fileno(), select.POLLIN)
-        session = self._weights.session
+        session = self._rank.weights.session
         if session is not None:
             poll.register(session.fileno(), select.POLLRDHUP)
         while True:
@@ -219,30 +152,24 @@ class Model:
                 raise UnderstudyError("engine.link", f"{message.TYPE} makes no sense now")
 
     def _take_memory(self) -> None:
-        """The wake: KV memory, once it is really free."""
-        from engine.backends.reference.decoder import KVCache
         from engine.backends.reference.generation import Generator
 
-        if self._cache is None:
-            free_memory.wait_for_room(self._kv_bytes)
-            self._cache = KVCache(
-                self._decoder.config,
-                free_memory.allocate(self._kv_bytes),
-                self._settings.slots,
-                self._context,
-            )
-            self._generator = Generator(self._decoder, self._cache)
-        self._link.notify(Taken(self._kv_bytes))
+        self._rank.take_memory()
+        if self._generator is None:
+            self._generator = Generator(self._rank.decoder, self._rank.cache(SERVING))
+        self._link.notify(Taken(self._rank.kv_bytes))
 
     def _check(self) -> None:
         """One real inference, over the real cache unless requests are using it."""
         from engine.backends.reference.generation import canary
 
         is_idle = self._generator is not None and not self._generator.has_work
-        cache = self._cache if self._cache is not None and is_idle else self._scratch
+        cache = self._rank.cache(SERVING if is_idle else SCRATCH)
         try:
-            made = canary(self._decoder, cache)
+            made = canary(self._rank.decoder, cache)
         except UnderstudyError as error:
+            if error.code != "engine.canary_failed":
+                raise
             self._link.notify(Checked(False, error.message))
             return
         if made != self._canary_tokens:

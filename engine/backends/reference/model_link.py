@@ -1,8 +1,10 @@
-"""The HTTP process's end of the link: starts the model process and asks it for tokens.
+"""The HTTP process's end of the links to the model processes, of which it asks tokens.
 
-Owns the numbers of requests and what is unfinished. Knows no HTTP and no text. The surprising
-thing: it never waits for room. What may be under way is bounded here (requests and bytes of
-prompts), below what the connection may hold, so a client can only be refused, never cut the link.
+Owns the numbers of requests and what is unfinished. Knows no HTTP and no text. Every rank is asked
+to be ready and to take memory, and the engine is, or has, only when all are; tokens are asked of
+rank 0. The surprising thing: it never waits for room. What may be under way is bounded here
+(requests and bytes of prompts), below what the connection may hold, so a client can only be
+refused, never cut the link.
 """
 
 from __future__ import annotations
@@ -11,23 +13,20 @@ import asyncio
 import itertools
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
-from engine.backends.process import child_environment
 from engine.backends.reference.batch import SamplingParams
 from engine.backends.reference.link import (
     LINK,
-    LINK_ENV,
     PROMPT_BYTES_UNFINISHED_MAX,
     REQUESTS_UNFINISHED_MAX,
     TOKEN_BYTES,
     Cancel,
     Check,
     Checked,
-    Configure,
     Failed,
     Progressed,
     Ready,
@@ -38,30 +37,24 @@ from engine.backends.reference.link import (
     Token,
     pack,
 )
+from engine.backends.reference.spawn import ModelProcess
 from understudy.errors import UnderstudyError, UsageError
 from understudy.wire.client import from_socket
 from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd, close_all
-from understudy.wire.frames import encode_frame
 from understudy.wire.messages import Message
 
-MODULE = "engine.backends.reference.model"
 T = TypeVar("T", bound=Message)
 
 
-def spawn(settings: Configure) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start the model process with its settings on the link; our end, and the process.
-
-    Call it on the main thread: the child dies when the thread that started it ends. It inherits
-    descriptor 0, the witness, so it counts as alive from its first instruction on.
-    """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        ours.sendall(encode_frame(LINK.encode(settings), 0))
-        environment = {**child_environment(), LINK_ENV: str(theirs.fileno())}
-        command = [sys.executable, "-m", MODULE]
-        child = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
-    return ours, child
+def join_ranks(models: Sequence[ModelProcess], on_failed: Callable[[Failed], None]) -> ModelLink:
+    """The link to the whole model: rank 0's, which knows the others'."""
+    first, *others = models
+    followers = [
+        ModelLink(each.link, on_failed, each.child, rank=rank)
+        for rank, each in enumerate(others, 1)
+    ]
+    return ModelLink(first.link, on_failed, first.child, followers)
 
 
 class ModelLink:
@@ -72,8 +65,12 @@ class ModelLink:
         sock: socket.socket,
         on_failed: Callable[[Failed], None],
         child: subprocess.Popen[bytes] | None = None,
+        followers: Sequence[ModelLink] = (),
+        rank: int = 0,
     ) -> None:
         """Own `sock`. `on_failed` is called once, when there is no model any more."""
+        self._rank = rank
+        self._followers = followers
         self._loop = asyncio.get_running_loop()
         self._on_failed = on_failed
         self._child = child
@@ -93,11 +90,22 @@ class ModelLink:
         return len(self._unfinished)
 
     async def ready(self) -> Ready:
-        return await asyncio.shield(self._ready)
+        """Once every rank is; with the sizes of all of them together."""
+        mine: Ready = await asyncio.shield(self._ready)
+        ranks = [mine, *[await follower.ready() for follower in self._followers]]
+        return replace(
+            mine,
+            weights_bytes=sum(rank.weights_bytes for rank in ranks),
+            kv_bytes=sum(rank.kv_bytes for rank in ranks),
+            epoch=",".join(rank.epoch for rank in ranks),
+        )
 
     async def take_memory(self) -> Taken:
+        """On every rank; a rank that cannot ends the engine, and with it what others took."""
         self._conn.send(TakeMemory())
-        return await asyncio.shield(self._taken)
+        others = await asyncio.gather(*(follower.take_memory() for follower in self._followers))
+        mine = await asyncio.shield(self._taken)
+        return Taken(mine.kv_bytes + sum(taken.kv_bytes for taken in others))
 
     async def check(self) -> Checked:
         """One canary; those who ask while one runs get the answer of that one."""
@@ -147,9 +155,10 @@ class ModelLink:
         return generation
 
     def close(self) -> None:
-        """End the link, and with it the model process, without a complaint."""
-        self._is_over = True
-        self._conn.close("this process ends")
+        """End the links, and with them the model processes, without a complaint."""
+        for link in (*self._followers, self):
+            link._is_over = True
+            link._conn.close("this process ends")
 
     def cancel(self, number: int) -> None:
         """Forget a request if the model is still at it."""
@@ -194,10 +203,11 @@ class ModelLink:
     def closed(self, conn: Connection, reason: str) -> None:
         status = None if self._child is None else self._child.poll()
         how = "" if status is None else f", exit status {status}"
+        who = "the model process" if not self._rank else f"the process of rank {self._rank}"
         self._fail(
             Failed(
                 "engine.model_died",
-                f"the model process ended without a word{how} ({reason}); it was probably killed",
+                f"{who} ended without a word{how} ({reason}); it was probably killed",
                 permanent=False,
                 exit_code=1,
             )

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import signal
 import socket
-import subprocess
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import uvloop
@@ -19,8 +18,9 @@ import uvloop
 from engine.backends.reference.backend import Backend, Phase
 from engine.backends.reference.channel import Channel
 from engine.backends.reference.link import Failed
-from engine.backends.reference.model_link import ModelLink
+from engine.backends.reference.model_link import join_ranks
 from engine.backends.reference.routes import Service
+from engine.backends.reference.spawn import ModelProcess
 from engine.backends.reference.text import Tokenizer
 from understudy.errors import UnderstudyError, UsageError
 from understudy.wire.fds import OwnedFd
@@ -42,12 +42,11 @@ async def supervised(
     directory: str,
     model_name: str,
     sock: socket.socket,
-    link_sock: socket.socket,
-    child: subprocess.Popen[bytes],
+    models: Sequence[ModelProcess],
 ) -> int:
     """Serve for a supervisor. Ends only by the process's end, which the supervisor decides."""
     channel = Channel(sock)
-    link = ModelLink(link_sock, channel.end, child)
+    link = join_ranks(models, channel.end)
     try:
         backend = Backend(Service(model_name, Tokenizer.load(directory), link))
         ready = await backend.prepare()
@@ -65,8 +64,7 @@ async def alone(
     directory: str,
     model_name: str,
     port: int,
-    link_sock: socket.socket,
-    child: subprocess.Popen[bytes],
+    models: Sequence[ModelProcess],
 ) -> int:
     """Serve on 127.0.0.1:`port` until SIGINT or SIGTERM.
 
@@ -87,7 +85,7 @@ async def alone(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     listening = _listen(port)
-    link = ModelLink(link_sock, fail, child)
+    link = join_ranks(models, fail)
     backend = Backend(Service(model_name, Tokenizer.load(directory), link))
     starting = asyncio.ensure_future(_start_alone(backend, listening))
     await asyncio.wait((starting, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -100,7 +98,8 @@ async def alone(
     if backend.phase is Phase.SERVING:
         await backend.drain(ALONE_DRAIN_S)
     link.close()
-    child.wait(CHILD_EXIT_S)
+    for model in models:
+        model.child.wait(CHILD_EXIT_S)
     return code
 
 

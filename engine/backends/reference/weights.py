@@ -1,8 +1,9 @@
 """Weights in place: written into the GPU memory service by the first engine, mapped by the next.
 
-Owns the order in which a rank comes to its weights: identity, leave to load, session, load and
-commit or map, report. Knows neither HTTP nor KV memory. The surprising thing: which of the two
-happens is the memory service's answer, not a setting; both end with the same read-only mapping.
+Owns the order in which a rank comes to its weights: identity, leave to load, session with its own
+device, load and commit or map, report. Knows neither HTTP nor KV memory. The surprising thing:
+which of the two happens is the memory service's answer, not a setting; both end with the same
+read-only mapping.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.backends.process import Member
-from engine.backends.reference.checkpoint import DTYPE, Checkpoint, identity
+from engine.backends.reference.binding import check_bound
+from engine.backends.reference.checkpoint import (
+    DTYPE,
+    Checkpoint,
+    identity,
+    same_on_every_rank,
+)
 from understudy.errors import UnderstudyError, UnreachableError
 
 if TYPE_CHECKING:
@@ -31,7 +38,6 @@ WAIT_S = 2 * 3600.0
 # ten or twenty.
 RESTART_WAIT_S = 60.0
 RESTART_POLL_S = 0.05
-DEVICE = "HOST-0"
 SOCKET_DIR_ENV = "GMS_SOCKET_DIR"
 ALIGN_BYTES = 64  # a cache line, as numpy's own allocator gives
 
@@ -46,6 +52,11 @@ class Weights:
     session: Reader | None = None
 
 
+def device_of(rank: int) -> str:
+    """The device whose memory service has the weights of `rank`."""
+    return f"HOST-{rank}"
+
+
 def shared(checkpoint: Checkpoint, member: Member) -> Weights:
     """Map the weights through the memory service; load them first if we are the one who may.
 
@@ -54,15 +65,17 @@ def shared(checkpoint: Checkpoint, member: Member) -> Weights:
     """
     from gms.client import Writer
 
-    mine = identity(checkpoint.directory)
-    leave = member.may_load(WAIT_S)
-    session = _attach(member, leave.mode, mine)
+    rank, ranks = checkpoint.rank, checkpoint.ranks
+    mine = identity(checkpoint.directory, rank=rank, size=ranks)
+    leave = member.may_load(WAIT_S, rank, ranks)
+    session = _attach(member, leave.mode, mine, rank)
     reader = _load(checkpoint, session, mine) if isinstance(session, Writer) else session
-    member.attached(reader.epoch, mine)
+    check_bound(checkpoint.tensors, reader.epoch, reader.tensors)
+    member.attached(reader.epoch, same_on_every_rank(mine), rank)
     return Weights(reader.epoch, mine, reader.view, reader)
 
 
-def _attach(member: Member, mode: str, mine: dict[str, Any]) -> Reader | Writer:
+def _attach(member: Member, mode: str, mine: dict[str, Any], rank: int) -> Reader | Writer:
     """Open the session; a service that cannot be reached is waited for, for a while."""
     from gms.client import open_session
 
@@ -71,11 +84,12 @@ def _attach(member: Member, mode: str, mine: dict[str, Any]) -> Reader | Writer:
         try:
             return open_session(
                 os.environ[SOCKET_DIR_ENV],
-                DEVICE,
+                device_of(rank),
                 engine=member.engine,
                 incarnation=member.incarnation,
                 mode=mode,
                 identity=mine,
+                rank=rank,
                 wait_s=WAIT_S,
                 on_wait=lambda reason: logger.info("waiting for weights: %s", reason),
             )
@@ -95,7 +109,7 @@ def _load(checkpoint: Checkpoint, writer: Writer, before: dict[str, Any]) -> Rea
         checkpoint.load_into(writer.place, writer.progress)
     except UnderstudyError as error:
         raise _explained(error, checkpoint) from error
-    after = identity(checkpoint.directory)
+    after = identity(checkpoint.directory, rank=checkpoint.rank, size=checkpoint.ranks)
     if after != before:
         changed = sorted(key for key in before if before[key] != after.get(key))
         writer.abort()
@@ -106,8 +120,9 @@ def _load(checkpoint: Checkpoint, writer: Writer, before: dict[str, Any]) -> Rea
         )
     reader = writer.commit(after)
     logger.info(
-        "loaded and committed %d MiB in %.1f s",
+        "loaded and committed %d MiB on %s in %.1f s",
         checkpoint.weights_bytes >> 20,
+        device_of(checkpoint.rank),
         time.monotonic() - start,
     )
     return reader
@@ -143,4 +158,5 @@ def private(checkpoint: Checkpoint) -> Weights:
         return memory[start:stop]
 
     checkpoint.load_into(lambda name, nbytes, shape, dtype: view(name), lambda done, total: None)
-    return Weights("private", identity(checkpoint.directory), view)
+    mine = identity(checkpoint.directory, rank=checkpoint.rank, size=checkpoint.ranks)
+    return Weights("private", mine, view)

@@ -181,8 +181,10 @@ class Supervisor:
 
 
 @asynccontextmanager
-async def memory_service(directory: Path, capacity_bytes: int = 64 << 20) -> Any:
-    server = DeviceServer(str(directory), "HOST-0", HostMemory(), capacity_bytes)
+async def memory_service(
+    directory: Path, capacity_bytes: int = 64 << 20, device: str = "HOST-0"
+) -> Any:
+    server = DeviceServer(str(directory), device, HostMemory(), capacity_bytes)
     await server.start()
     try:
         yield server

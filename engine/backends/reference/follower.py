@@ -1,0 +1,50 @@
+"""The model process of a rank above 0: it runs the steps that rank 0 runs, at the same time.
+
+Owns its loop. Knows neither tokens' meaning nor requests: rank 0 says which tokens go through
+which slot of which cache. Memory it takes when the HTTP process says so, as every rank does.
+"""
+
+from __future__ import annotations
+
+import select
+from typing import NoReturn
+
+from engine.backends.reference.link import TakeMemory, Taken
+from engine.backends.reference.rank import Rank
+from understudy.errors import InvariantError, UnderstudyError
+from understudy.wire.blocking import BlockingClient
+
+
+def follow(link: BlockingClient, rank: Rank) -> NoReturn:
+    """Follow until a peer is gone. Ends by an UnderstudyError that says why."""
+    from engine.backends.reference.exchange import Follower
+
+    leader, session = rank.peers, rank.weights.session
+    if not isinstance(leader, Follower):
+        raise InvariantError("rank 0 follows nobody")
+    poll = select.poll()
+    poll.register(link.fileno(), select.POLLIN)
+    poll.register(leader.fileno(), select.POLLIN)
+    if session is not None:
+        poll.register(session.fileno(), select.POLLRDHUP)
+    link.notify(rank.ready)
+    while True:
+        for fd, _ in poll.poll():
+            if fd == leader.fileno():
+                step = leader.next_step()
+                rank.decoder.forward(rank.cache(step.cache), step.slot, step.tokens, step.start)
+            elif fd == link.fileno():
+                _answer(link, rank)
+            else:
+                raise UnderstudyError(
+                    "engine.gms_lost",
+                    "the GPU memory service is gone; this engine exits and attaches anew",
+                )
+
+
+def _answer(link: BlockingClient, rank: Rank) -> None:
+    message = link.receive().message
+    if not isinstance(message, TakeMemory):
+        raise UnderstudyError("engine.link", f"{message.TYPE} is not for a rank above 0")
+    rank.take_memory()
+    link.notify(Taken(rank.kv_bytes))

@@ -1,0 +1,145 @@
+"""A backend of two ranks, each on a device of its own: real processes, real memory services."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine.messages import Canary, Prepared, RunCanary, Serve, Serving, Wake, Woken
+from tests.engine.reference_process.rig import (
+    lend,
+    listening,
+    memory_service,
+    standalone,
+    supervisor,
+)
+from understudy.service import procfs
+
+GREEDY = {"prompt": "hello", "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+TWO = ("--tensor-parallel", "2")
+
+
+@asynccontextmanager
+async def two_devices(directory: Path) -> AsyncIterator[tuple[Any, Any]]:
+    async with (
+        memory_service(directory) as first,
+        memory_service(directory, device="HOST-1") as second,
+    ):
+        yield first, second
+
+
+async def complete(url: str) -> Any:
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/v1/completions", json=GREEDY) as response,
+    ):
+        assert response.status == 200, await response.text()
+        return (await response.json())["choices"]
+
+
+async def activate(stub: Any, sock: Any, token: int) -> Prepared:
+    prepared = await stub.prepared()
+    assert await stub.ask(Wake(token, stub.engine), lend(sock)) == Woken(prepared.kv_bytes)
+    canary = await stub.ask(RunCanary())
+    assert isinstance(canary, Canary)
+    assert canary.ok, canary.detail
+    assert isinstance(await stub.ask(Serve()), Serving)
+    return prepared
+
+
+def test_two_ranks_share_their_devices_with_a_second_engine(tmp_path: Path, model: Path):
+    """Goal: each rank maps its own device, weights are loaded once, and whoever serves says what
+    one process would. Method: load in one engine, map in another that may only read, kill the
+    first, compare answers, also with a backend of one rank."""
+
+    async def main() -> None:
+        with standalone(model) as url_of_one_rank:
+            expected = await complete(url_of_one_rank)
+        sock, url = listening()
+        arguments = ("--model", str(model), *TWO)
+        with sock:
+            async with (
+                two_devices(tmp_path),
+                supervisor(tmp_path, *arguments) as first,
+            ):
+                prepared = await activate(first, sock, 1)
+                assert set(first.registered) == {"http", "model", "model-1"}
+                witness = os.stat(first.witness_path)
+                for pid in first.registered.values():
+                    assert procfs.flock_held(pid, 0, witness.st_dev, witness.st_ino)
+                told = {each.rank: each for each in first.attached}
+                assert set(told) == {0, 1}
+                assert told[0].epoch != told[1].epoch
+                assert told[0].identity == told[1].identity
+                assert told[0].identity["tp_size"] == 2
+                assert prepared.epoch == f"{told[0].epoch},{told[1].epoch}"
+                assert prepared.kv_bytes == 4 * 2 * 2 * 2 * 2048 * 16 * 4  # as with one rank
+                assert await complete(url) == expected
+                reader = supervisor(tmp_path, *arguments, engine="engine-1", load_mode="ro")
+                async with reader as second:
+                    assert (await second.prepared()).epoch == prepared.epoch
+                    first.backend.kill()
+                    await first.ended()
+                    await activate(second, sock, 2)
+                    assert await complete(url) == expected
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("victim", ["http", "model", "model-1"])
+def test_death_of_any_rank_ends_all(tmp_path: Path, model: Path, victim: str):
+    """Goal: no part of a model lingers. Method: SIGKILL one process, wait for all three."""
+
+    async def main() -> None:
+        async with (
+            two_devices(tmp_path),
+            supervisor(tmp_path, "--model", str(model), *TWO) as stub,
+        ):
+            await stub.prepared()
+            os.kill(stub.registered[victim], signal.SIGKILL)
+            status = await stub.ended()
+            if victim != "http":
+                assert status == 1
+                report = await stub.fault_report()
+                assert report.code in ("engine.model_died", "engine.rank_lost")
+                assert not report.permanent
+
+    asyncio.run(main())
+
+
+def test_rank_that_cannot_load_says_why(tmp_path: Path, model: Path):
+    """Goal: what is wrong on any device is said for good. Method: a second device too small."""
+
+    async def main() -> None:
+        async with (
+            memory_service(tmp_path),
+            memory_service(tmp_path, capacity_bytes=64 << 10, device="HOST-1"),
+            supervisor(tmp_path, "--model", str(model), *TWO) as stub,
+        ):
+            report = await stub.fault_report()
+            assert (report.code, report.permanent) == ("gms.larger_than_device", True)
+            assert await stub.ended() != 0
+
+    asyncio.run(main())
+
+
+def test_ranks_that_the_model_cannot_be_cut_into_are_refused(tmp_path: Path, model: Path):
+    """Goal: a sentence at once, with what would do. Method: three ranks for two key heads."""
+
+    async def main() -> None:
+        arguments = ("--model", str(model), "--tensor-parallel", "3")
+        async with supervisor(tmp_path, *arguments) as stub:
+            report = await stub.fault_report()
+            assert (report.code, report.exit_code) == ("engine.bad_tensor_parallel", 2)
+            assert "1, 2 would do" in report.message
+            assert set(stub.registered) == {"http"}
+
+    asyncio.run(main())
