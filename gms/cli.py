@@ -11,8 +11,11 @@ from typing import Any
 import click
 
 from gms import report
+from gms.devices import VISIBLE, devices_to_serve
 from gms.server import STALL_MS, DeviceServer
 from gms.vmm.host import HostMemory
+from gms.vmm.interface import Memory
+from understudy.errors import UsageError
 from understudy.service.cli import options, run_async
 from understudy.service.config import Option, Resolved, size_bytes
 from understudy.service.log import configure
@@ -23,10 +26,12 @@ from understudy.service.signals import wait_signals
 DIRECTORY = Option(
     "dir", str, "/run/understudy", "The directory shared by all parts.", env="UNDERSTUDY_DIR"
 )
-MEMORY = Option("memory", str, "host", "The kind of memory.", choices=("host",))
+MEMORY = Option("memory", str, "host", "The kind of memory.", choices=("host", "cuda"))
 DEVICE_BYTES = Option(
-    "device_bytes", size_bytes, 4 << 30, "What one device of host memory holds.", minimum=1
-)
+    "device_bytes", size_bytes, None,
+    "What one device may hold (default: 4GiB of host memory; all that a GPU has).", minimum=1,
+)  # fmt: skip
+HOST_DEVICE_BYTES = 4 << 30
 STALL = Option(
     "stall_s", float, STALL_MS / 1000, "A writer without progress for so long is given up.",
     minimum=0.1,
@@ -35,6 +40,14 @@ SERVE = (
     DIRECTORY,
     MEMORY,
     Option("devices", int, 1, "How many devices of host memory.", minimum=1, maximum=64),
+    Option(
+        "device",
+        str,
+        (),
+        "A GPU or MIG instance to serve, by UUID (default: all that are visible).",
+        env="UNDERSTUDY_GPUS",
+        many=True,
+    ),
     DEVICE_BYTES,
     STALL,
     Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
@@ -57,22 +70,29 @@ def serve(config: Resolved) -> None:
     configure("gms")
     arm_from_environment()
     directory = runtime_dir(config["dir"])
+    is_cuda = config["memory"] == "cuda"
+    gpus = [word for words in config["device"] for word in words.split(",") if word]
+    if gpus and not is_cuda:
+        raise UsageError("config.needless_device", "--device is for --memory cuda")
 
     def command(device: str) -> list[str]:
         flags = {
             "--dir": directory,
             "--memory": config["memory"],
             "--device": device,
-            "--device-bytes": config["device_bytes"],
             "--stall-s": config["stall_s"],
         }
+        if config["device_bytes"] is not None:
+            flags["--device-bytes"] = config["device_bytes"]
         words = [str(word) for flag in flags.items() for word in flag]
         return [sys.executable, "-m", "gms.cli", "serve-device", *words]
 
     supervisor = Supervisor(
         directory,
-        device_names(config["devices"]),
+        devices_to_serve(gpus) if is_cuda else device_names(config["devices"]),
         command,
+        # A server sees its own device and nothing else.
+        environment=lambda device: {VISIBLE: device} if is_cuda else {},
         http_host=config["http_host"],
         http_port=config["http_port"],
     )
@@ -85,16 +105,29 @@ def serve_device(config: Resolved) -> None:
     """One device's server; started by `serve`."""
     configure("gms", device_uuid=config["device"])
     arm_from_environment()
-    run_async(functools.partial(_serve_device, config))
+    # Before any loop runs: a driver may take seconds to initialise.
+    memory, capacity_bytes = _memory(config)
+    run_async(functools.partial(_serve_device, config, memory, capacity_bytes))
 
 
-async def _serve_device(config: Resolved) -> None:
+def _memory(config: Resolved) -> tuple[Memory, int]:
+    """The device's memory, and how much of it may be used."""
+    wanted_bytes = config["device_bytes"]
+    if config["memory"] == "host":
+        return HostMemory(), wanted_bytes or HOST_DEVICE_BYTES
+    from gms.vmm.cuda import CudaMemory
+
+    cuda = CudaMemory(config["device"])
+    return cuda, min(wanted_bytes or cuda.capacity_bytes, cuda.capacity_bytes)
+
+
+async def _serve_device(config: Resolved, memory: Memory, capacity_bytes: int) -> None:
     asyncio.get_running_loop().set_exception_handler(_crash)
     server = DeviceServer(
         runtime_dir(config["dir"]),
         config["device"],
-        HostMemory(),
-        config["device_bytes"],
+        memory,
+        capacity_bytes,
         stall_ms=config["stall_s"] * 1000,
     )
     await server.start()

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gms import messages as msg
@@ -118,7 +118,11 @@ class Child:
 
 
 class Supervisor:
-    """Runs the servers of `devices`; `command(device)` is how one is started."""
+    """Runs the servers of `devices`.
+
+    `command(device)` is how one is started, `environment(device)` what it has in its environment
+    beside our own.
+    """
 
     def __init__(
         self,
@@ -128,13 +132,14 @@ class Supervisor:
         *,
         http_host: str,
         http_port: int,
+        environment: Callable[[str], Mapping[str, str]] = lambda device: {},
         clock: Clock | None = None,
     ) -> None:
         self.directory = directory
         self.clock = clock or SystemClock()
         self.log = EventLog("gms", self.clock)
         self.metrics = GmsMetrics(devices, names.WEIGHTS)
-        self._command = command
+        self._command, self._environment = command, environment
         self.children = [
             Child(device, names.socket_path(directory, device), self.clock, self.metrics)
             for device in devices
@@ -189,7 +194,11 @@ class Supervisor:
                 await asyncio.create_subprocess_exec(
                     *self._command(child.device),
                     stdin=asyncio.subprocess.DEVNULL,
-                    env={**os.environ, **parent.environment()},
+                    env={
+                        **os.environ,
+                        **self._environment(child.device),
+                        **parent.environment(),
+                    },
                 )
             )
             assert child.process is not None

@@ -1,0 +1,274 @@
+"""The memory of a GPU: CUDA's virtual memory management, shared by POSIX descriptors.
+
+    physical memory   cuMemCreate, or cuMemImport… of a descriptor     cuMemRelease, close
+    addresses         cuMemAddressReserve                              cuMemAddressFree
+    a mapping         cuMemMap, then cuMemSetAccess                    cuMemUnmap
+
+Physical memory is freed when the last handle, descriptor and mapping anywhere is gone, and nothing
+forces that. Neither its size nor any right travels with a descriptor: a wrong size fails the map,
+and whoever has the descriptor may map it writable, so that read-only is each client's own rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from gms.vmm.cuda_driver import Driver
+from gms.vmm.interface import Allocation
+from understudy.errors import InvariantError, UnderstudyError, UsageError
+from understudy.wire.fds import OwnedFd
+
+# Handles above about 4 GiB have tripped the driver's memory scrubber on some machines.
+ALLOCATION_BYTES_MAX = 2 << 30
+
+# What the driver says of a descriptor or a size that is not what it was said to be.
+NOT_A_SLAB = (
+    "CUDA_ERROR_INVALID_VALUE",
+    "CUDA_ERROR_INVALID_HANDLE",
+    "CUDA_ERROR_INVALID_DEVICE",
+)
+
+
+class CudaAllocation:
+    """A handle, and the one descriptor by which it is lent; both keep the memory alive."""
+
+    __slots__ = ("_fd", "_handle", "_is_sealed", "_memory", "size_bytes")
+
+    def __init__(self, memory: CudaMemory, handle: Any, fd: OwnedFd, size_bytes: int) -> None:
+        """Takes `handle` and `fd`."""
+        self.size_bytes = size_bytes
+        self._memory, self._handle, self._fd = memory, handle, fd
+        self._is_sealed = False
+
+    @property
+    def handle(self) -> Any:
+        """Lend the handle."""
+        if self._handle is None:
+            raise InvariantError("this memory was released")
+        return self._handle
+
+    def fileno(self) -> int:
+        """Lend the descriptor."""
+        return self._fd.fileno()
+
+    def export(self, *, writable: bool) -> OwnedFd:
+        if writable and self._is_sealed:
+            raise InvariantError("sealed memory is not exported writable")
+        return self._fd.duplicate()
+
+    def seal(self) -> None:
+        """Nothing that the driver could be asked for; from here on we lend it to readers only."""
+        self._is_sealed = True
+
+    def check(self) -> None:
+        reservation = self._memory.reserve(self.size_bytes)
+        try:
+            reservation.map(0, [self], writable=False)
+        finally:
+            reservation.free()
+
+    def release(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._fd.close)
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                self._memory.driver.call("MemRelease", handle)
+
+
+class CudaReservation:
+    """Addresses of the device, in which memory is mapped from the start without holes."""
+
+    def __init__(self, memory: CudaMemory, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._memory, self._call = memory, memory.driver.call
+        self.address = int(self._call("MemAddressReserve", size_bytes, 0, 0, 0))
+        self._mapped: list[int] = []  # sizes, side by side from the start
+        self._is_writable = False
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(self._mapped)
+
+    def map(self, offset_bytes: int, allocations: Sequence[Allocation], *, writable: bool) -> None:
+        cuda = [each for each in allocations if isinstance(each, CudaAllocation)]
+        if len(cuda) != len(allocations):
+            raise InvariantError("addresses of a device take memory of a device only")
+        size_bytes = sum(each.size_bytes for each in cuda)
+        if offset_bytes != self.mapped_bytes or offset_bytes + size_bytes > self.size_bytes:
+            raise InvariantError(
+                f"bytes {offset_bytes} to {offset_bytes + size_bytes} do not follow the "
+                f"{self.mapped_bytes} that are mapped in this range of {self.size_bytes}"
+            )
+        if self._mapped and writable != self._is_writable:
+            raise InvariantError("a range is mapped writable as a whole or not at all")
+        start = at = self.address + offset_bytes
+        with contextlib.ExitStack() as stack:
+            for each in cuda:
+                self._map(at, each)
+                stack.callback(self._call, "MemUnmap", at, each.size_bytes)
+                at += each.size_bytes
+            self._set_access(start, size_bytes, writable=writable)
+            stack.pop_all()
+        self._mapped += [each.size_bytes for each in cuda]
+        self._is_writable = writable
+
+    def make_read_only(self) -> None:
+        self._set_access(self.address, self.mapped_bytes, writable=False)
+        self._is_writable = False
+
+    def unmap(self) -> None:
+        # One by one: a range that was mapped in parts need not be accepted as a whole.
+        at = self.address
+        with contextlib.ExitStack() as stack:
+            for size_bytes in self._mapped:
+                stack.callback(self._call, "MemUnmap", at, size_bytes)
+                at += size_bytes
+            self._mapped = []
+
+    def free(self) -> None:
+        if self.address:
+            with contextlib.ExitStack() as stack:
+                address, self.address = self.address, 0
+                stack.callback(self._call, "MemAddressFree", address, self.size_bytes)
+                self.unmap()
+
+    def read(self, offset_bytes: int, size_bytes: int) -> bytes:
+        self._check_mapped(offset_bytes, size_bytes)
+        found = bytearray(size_bytes)
+        if size_bytes:
+            self._call("MemcpyDtoH", found, self.address + offset_bytes, size_bytes)
+        return bytes(found)
+
+    def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
+        flat = memoryview(data).cast("B")
+        self._check_mapped(offset_bytes, len(flat))
+        if flat:
+            self._call("MemcpyHtoD", self.address + offset_bytes, flat, len(flat))
+            # From pageable memory it may return with the last part still under way.
+            self._call("CtxSynchronize")
+
+    def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        raise UnderstudyError(
+            "gms.not_host_memory",
+            f"the memory of {self._memory.driver.uuid} has addresses on the device only; copy with "
+            "read and write, or make tensors of its addresses there",
+        )
+
+    def _map(self, address: int, allocation: CudaAllocation) -> None:
+        try:
+            self._call("MemMap", address, allocation.size_bytes, 0, allocation.handle, 0)
+        except UnderstudyError as error:
+            raise _bad_slab(error, f"it is not {allocation.size_bytes} bytes large") from error
+
+    def _set_access(self, address: int, size_bytes: int, *, writable: bool) -> None:
+        if size_bytes:
+            access = self._memory.access(writable=writable)
+            self._call("MemSetAccess", address, size_bytes, [access], 1)
+
+    def _check_mapped(self, offset_bytes: int, size_bytes: int) -> None:
+        if offset_bytes < 0 or offset_bytes + size_bytes > self.mapped_bytes:
+            raise InvariantError(
+                f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not mapped: only the "
+                f"first {self.mapped_bytes} are"
+            )
+
+
+class CudaMemory:
+    """The `cuda` kind of memory, of the one device called `device_uuid`."""
+
+    kind = "cuda"
+    allocation_bytes_max: int | None = ALLOCATION_BYTES_MAX
+
+    def __init__(self, device_uuid: str, *, context: bool = False) -> None:
+        """Initialise the driver and find the device; `context`: do not wait until it wants one.
+
+        Raises:
+            UsageError: `gms.no_cuda`, `gms.device_not_visible`, `gms.device_unsuitable`.
+        """
+        self.driver = Driver(device_uuid)
+        if context:
+            self.driver.use_context()
+        api = self.driver.api
+        self._fd_type = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._prop = api.CUmemAllocationProp()
+        self._prop.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._prop.requestedHandleTypes = self._fd_type
+        self._prop.location = self._here()
+        least = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self._check_suitable()
+        call = self.driver.call
+        self.granularity_bytes = int(call("MemGetAllocationGranularity", self._prop, least))
+        self.capacity_bytes = int(call("DeviceTotalMem", self.driver.ordinal))
+        self._version = self.driver.version()
+
+    def create(self, size_bytes: int, name: str) -> CudaAllocation:
+        if size_bytes <= 0 or size_bytes % self.granularity_bytes:
+            raise InvariantError(f"{size_bytes} bytes are no multiple of the granularity")
+        handle = self.driver.call("MemCreate", size_bytes, self._prop, 0)
+        try:
+            fd = int(self.driver.call("MemExportToShareableHandle", handle, self._fd_type, 0))
+            os.set_inheritable(fd, False)  # the driver does not promise it
+        except BaseException:
+            self.driver.call("MemRelease", handle)
+            raise
+        return CudaAllocation(self, handle, OwnedFd(fd), size_bytes)
+
+    def adopt(self, fd: OwnedFd, size_bytes: int) -> CudaAllocation:
+        try:
+            handle = self.driver.call("MemImportFromShareableHandle", fd.fileno(), self._fd_type)
+        except UnderstudyError as error:
+            fd.close()
+            raise _bad_slab(error, "it is no memory of this device") from error
+        return CudaAllocation(self, handle, fd, size_bytes)
+
+    def reserve(self, size_bytes: int) -> CudaReservation:
+        return CudaReservation(self, size_bytes)
+
+    def facts(self) -> dict[str, Any]:
+        """Asks the driver nothing, so that it may be called on a loop."""
+        return {
+            "cuda_version": self._version,
+            "granularity_bytes": self.granularity_bytes,
+            "has_context": self.driver.has_context,
+        }
+
+    def access(self, *, writable: bool) -> Any:
+        """The driver's word for who may do what: this device, reading or writing too."""
+        flags = self.driver.api.CUmemAccess_flags
+        description = self.driver.api.CUmemAccessDesc()
+        description.location = self._here()
+        description.flags = (
+            flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            if writable
+            else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        )
+        return description
+
+    def _here(self) -> Any:
+        location = self.driver.api.CUmemLocation()
+        location.type = self.driver.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = self.driver.ordinal
+        return location
+
+    def _check_suitable(self) -> None:
+        attributes = self.driver.api.CUdevice_attribute
+        for what in ("VIRTUAL_MEMORY_MANAGEMENT", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"):
+            attribute = getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{what}_SUPPORTED")
+            if not self.driver.call("DeviceGetAttribute", attribute, self.driver.ordinal):
+                raise UsageError(
+                    "gms.device_unsuitable",
+                    f"{self.driver.uuid} does not support {what}, without which memory cannot be "
+                    "shared between processes",
+                )
+
+
+def _bad_slab(error: UnderstudyError, why: str) -> UnderstudyError:
+    """`error`, as the sender's fault where the driver says that its arguments were wrong."""
+    if error.details.get("driver_error") not in NOT_A_SLAB:
+        return error
+    return UnderstudyError(
+        "gms.bad_slab", f"a slab was refused: {why} ({error.message})", **error.details
+    )
