@@ -1,0 +1,116 @@
+"""The lock server as the tensor-parallel simulation sees it: the real machine and its wires.
+
+Messages to it queue per connection and are heard whenever the schedule says; what it sends is in
+the supervisor's inbox at once. It never dies here: `test_lock_simulation` is about that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockserver.core import events as ev
+from lockserver.core.machine import Machine
+from lockserver.witness import Probe, WitnessFile, name_of
+
+LOADER = "loader"
+
+
+@dataclass(eq=False)
+class Wire:
+    """One supervisor's connection."""
+
+    id: int
+    supervisor: str
+    hear: Callable[[Any], None]
+    up: deque[ev.Wanted] = field(default_factory=deque)
+    is_closed: bool = False  # by the supervisor
+
+
+class LoaderService:
+    """Grants `loader`; `has_living(incarnation)` is what its witness would say."""
+
+    def __init__(self, has_living: Callable[[str], bool]) -> None:
+        self.machine = Machine(ev.Record(), 0.0)
+        self.wires: dict[int, Wire] = {}
+        self.dead: list[str] = []  # supervisors whose pidfd is readable
+        self.now_ms = 0.0
+        self._buried: set[str] = set()
+        self._has_living = has_living
+        self._ids = itertools.count(1)
+
+    def connect(self, supervisor: str, hear: Callable[[Any], None]) -> Wire:
+        wire = Wire(next(self._ids), supervisor, hear)
+        self.wires[wire.id] = wire
+        return wire
+
+    def want(self, wire: Wire, engine: str, incarnation: str | None, *, token: int | None) -> None:
+        """`token` None: the lock is not wanted; 0: it is wanted and not held."""
+        name = name_of(incarnation) if incarnation else None
+        locks = () if token is None else (LOADER,)
+        wire.up.append(
+            ev.Wanted(
+                wire.id,
+                wire.supervisor,
+                engine,
+                incarnation,
+                name,
+                locks,
+                {LOADER: token} if token else {},
+                WitnessFile(name, 1, int(name[-16:], 16)) if name else None,
+                process="SO_PEERPIDFD",
+            )
+        )
+
+    def moves(self) -> list[tuple[str, Callable[[], None]]]:
+        """What the server could do now."""
+        found: list[tuple[str, Callable[[], None]]] = []
+        for wire in self.wires.values():
+            if wire.up:
+                found.append((f"lock hears {wire.supervisor}", lambda w=wire: self._hear(w)))
+            elif wire.is_closed:
+                found.append((f"lock loses {wire.supervisor}", lambda w=wire: self._lose(w)))
+        if self.dead:
+            found.append((f"lock sees {self.dead[0]} dead", self._bury))
+        return found
+
+    def _hear(self, wire: Wire) -> None:
+        want = wire.up.popleft()
+        lives = want.incarnation is not None and self._has_living(want.incarnation)
+        state = Probe.HELD if lives else Probe.FREE
+        self._feed(
+            ev.Wanted(
+                want.conn, want.supervisor, want.engine, want.incarnation, want.witness,
+                want.locks, want.tokens, want.witness_file, state, 0, want.process,
+            )
+        )  # fmt: skip
+        if want.supervisor in self._buried:  # its last words: the pidfd that came with them tells
+            self.dead.append(want.supervisor)
+
+    def _lose(self, wire: Wire) -> None:
+        del self.wires[wire.id]
+        self._feed(ev.ConnectionClosed(wire.id))
+
+    def _bury(self) -> None:
+        self._buried.add(self.dead[0])
+        self._feed(ev.ProcessGone(self.dead.pop(0)))
+
+    def _feed(self, event: ev.Input) -> None:
+        for effect in self.machine.handle(event, self.now_ms):
+            if isinstance(effect, ev.Persist):
+                self._feed(ev.Persisted())
+            elif isinstance(effect, ev.SendGrant | ev.Refuse | ev.Close):
+                wire = self.wires.get(effect.conn)
+                if wire is not None and not wire.is_closed:
+                    wire.hear(effect)
+                    if not isinstance(effect, ev.SendGrant):
+                        wire.is_closed = True
+                        wire.up.clear()
+
+    @property
+    def is_free(self) -> bool:
+        lock = self.machine.locks[LOADER]
+        return lock.holder is None and not lock.waiters

@@ -1,0 +1,248 @@
+"""Two engines of two to eight ranks, each rank on a device of its own, under random schedules.
+
+All or nothing: an engine is whole when every rank has its weights, and until then ranks of two
+engines may hold what the other waits for. What must hold is in `tp_world.py`; here are the
+schedules, and planted faults that prove that the simulation would see a deadlock, a second copy or
+mixed weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.core.loading import MODE_WRITE, Leave, Loading, Role
+from gms.core import decide, grants
+from tests.sim.gms_device import SimDevice
+from tests.sim.seeds import replayable, seeds
+from tests.sim.tp_world import Deadlock, World
+
+ROLES = [(a, b) for a in Role for b in Role]
+DEVICES_MAX = 8
+
+
+def settled(world: World, seed: int, *, fault_rate: float) -> World:
+    with replayable(seed, lambda: world.trace):
+        world.run(120 * len(world.devices), fault_rate)
+        world.settle()
+    return world
+
+
+@pytest.mark.parametrize("roles", ROLES, ids="-".join)
+def test_every_interleaving_of_ranks_settles_without_a_second_copy(roles):
+    """Goal: no deadlock, no doubling, nothing committed lost. Method: random schedules with deaths
+    of ranks, trees and containers, stops, cut connections and failing drivers; checked each step.
+    """
+    whole = 0
+    for seed in seeds(20):
+        world = World(seed, roles, devices=2 + seed % (DEVICES_MAX - 1))
+        whole += settled(world, seed, fault_rate=0.04).whole_total
+    assert whole or roles == (Role.SHADOW, Role.SHADOW)
+
+
+@pytest.mark.parametrize("roles", [ROLES[1], ROLES[0], ROLES[-1]], ids="-".join)
+@pytest.mark.parametrize("death", ["container", "tree"])
+def test_an_engine_may_die_at_every_step(roles, death):
+    """Goal: no step is one at which a death hurts. Method: one schedule of two devices, cut short
+    after every number of steps by the death of the engine that is further; then it must settle."""
+    for seed in seeds(1):
+        world, steps = World(seed, roles, devices=2, has_barrier=True), 0
+        while not all(engine.is_whole for engine in world.engines):
+            steps += world.step()
+        assert steps >= 50
+        for cut in range(steps):
+            world = World(seed, roles, devices=2, has_barrier=True)
+            with replayable(seed, lambda w=world: w.trace):
+                world.run(cut, fault_rate=0.0)
+                victim = max(world.engines, key=lambda engine: engine.progress)
+                if victim.supervisor is not None:
+                    victim.kill_container() if death == "container" else victim.fail("killed")
+                world.settle()
+
+
+# ---------------------------------------------------------------------- told step by step
+
+
+def run_until(world: World, what: str, reached: Any, *, only: str = "") -> None:
+    """Take the first move there is (of those whose name has `only`) until `reached()`."""
+    for _ in range(2000):
+        if reached():
+            return
+        moves = [(name, move) for name, move in world.moves() if only in name]
+        assert moves, f"{what}: nothing can happen any more"
+        world.trace.append(moves[0][0])
+        moves[0][1]()
+        world.check()
+    raise AssertionError(f"{what}: did not happen; {world.trace[-20:]}")
+
+
+def committed(world: World) -> list[str | None]:
+    states = [device.machine.device for device in world.devices]
+    return [state.committed.id if state.committed else None for state in states]
+
+
+def quiet(world: World, *engines: str) -> None:
+    """Only these engines run: their peers are stopped."""
+    for engine in world.engines:
+        engine.is_stopped = engine.name not in engines
+
+
+def change_between_ranks(world: World) -> None:
+    """The checkpoint changes when rank 0 has committed and rank 1 has not begun."""
+    world.held_back = {("engine-0", 1)}
+    run_until(world, "rank 0 commits", lambda: committed(world)[0])
+    world.version = 2
+    world.held_back.clear()
+
+
+def test_partial_commits_stay_and_only_the_rest_is_loaded_again():
+    """Goal: the seed's Decision 5. Method: the primary dies after two of four commits; the shadow
+    keeps waiting where nothing is committed, and the primary's next incarnation loads only that."""
+    world = World(0, (Role.PRIMARY, Role.SHADOW), devices=4, has_barrier=False, in_container=True)
+    primary, shadow = world.engines
+    quiet(world, "engine-1")
+    run_until(world, "the shadow asks", lambda: len(shadow.waiting_sessions) == 4)
+    quiet(world, "engine-0")
+    ready = [lambda: committed(world)[0], lambda: committed(world)[2]]
+    world.held_back = {(primary.name, 1), (primary.name, 3)}
+    run_until(world, "two commits", lambda: all(done() for done in ready))
+    before = committed(world)
+    assert [epoch is not None for epoch in before] == [True, False, True, False]
+
+    primary.fail("killed between two commits")
+    quiet(world, "engine-1")
+    run_until(world, "the shadow reads two", lambda: len(shadow.reading) == 2)
+    assert [rank.number for rank in shadow.reading] == [0, 2]
+    assert len(shadow.waiting_sessions) == 2
+    first_life = shadow.incarnation
+
+    world.held_back.clear()
+    world.settle()
+    after = committed(world)
+    assert (after[0], after[2]) == (before[0], before[2]), "what was committed stays"
+    assert None not in after
+    assert shadow.incarnation == first_life, "the shadow waited; it did not start anew"
+    assert [d.machine.device.commits_total for d in world.devices] == [1, 1, 1, 1]
+
+
+def test_an_engine_whose_ranks_hold_different_weights_refuses_to_go_on():
+    """Goal: never a mixed engine. Method: the checkpoint changes between two ranks' identities;
+    each device is content with what it got, and the engine is not."""
+    world = World(0, (Role.AUTO,), devices=2, has_barrier=False, in_container=True)
+    (engine,) = world.engines
+    change_between_ranks(world)
+    run_until(world, "it refuses", lambda: engine.failures)
+    assert engine.failures == ["rank 1 has other weights than rank 0: version differs"]
+    assert None not in committed(world), "each device had no objection of its own"
+    assert not engine.is_whole
+
+
+def test_a_device_with_another_checkpoint_refuses_the_rank_and_names_the_field():
+    """Goal: importers must match. Method: a device has version 1 committed when an engine comes
+    for version 2; the whole engine ends, the other device gains nothing that it keeps."""
+    world = World(0, (Role.AUTO,), devices=2, has_barrier=True, in_container=True)
+    (engine,) = world.engines
+    run_until(world, "it is whole", lambda: engine.is_whole)
+    engine.fail("killed")
+    world.version = 2
+    run_until(world, "it is refused", lambda: len(engine.failures) == 2)
+    assert "gms.identity_mismatch" in engine.failures[1]
+
+
+# ---------------------------------------------------------------------- planted faults
+
+
+class NoLoader(Loading):
+    """Roles alone: whoever may write goes at once."""
+
+    def asked(self, rank: int, ranks: int) -> list[Leave]:
+        leaves = super().asked(rank, ranks)
+        mine = [rank] if self._role.may_write else []
+        self._waiting.clear()
+        return leaves or [Leave(number, MODE_WRITE, 0) for number in mine]
+
+    @property
+    def wants_loader(self) -> bool:
+        return False
+
+
+class LoaderForLife(Loading):
+    """The lock read as the other one is: free only when its holder's processes are gone."""
+
+    @property
+    def wants_loader(self) -> bool:
+        return self._has_asked and self._role.may_write
+
+
+class Incurious(Loading):
+    """Nobody compares what the ranks hold."""
+
+    def attached(self, rank: int, identity: dict[str, Any]) -> str | None:
+        return super().attached(rank, {})
+
+
+def planted(roles: tuple[Role, ...], fault_rate: float = 0.0, **attributes: Any) -> None:
+    """Run schedules of a world with a fault planted in it."""
+    kind = type("Planted", (World,), attributes)
+    for seed in range(60):
+        world = kind(seed, roles, devices=2 + seed % 3, has_barrier=True)
+        world.run(400 if fault_rate else 0, fault_rate)
+        world.settle()
+
+
+@pytest.mark.parametrize("loading", [NoLoader, LoaderForLife])
+@pytest.mark.parametrize("roles", [(Role.PRIMARY, Role.PRIMARY), (Role.AUTO, Role.AUTO)])
+def test_without_the_loader_lock_two_who_may_write_deadlock(loading, roles):
+    """Goal: the lock is what prevents it, and the simulation can tell. Method: leave the lock out,
+    or never give it back."""
+    with pytest.raises(Deadlock):
+        planted(roles, loading_type=loading)
+
+
+@pytest.mark.parametrize("roles", [(Role.PRIMARY, Role.AUTO), (Role.AUTO, Role.PRIMARY)])
+def test_one_engine_that_does_not_take_the_loader_lock_deadlocks_with_one_that_does(roles):
+    """Goal: every writer takes the lock, whatever its role. Method: only `auto` takes it."""
+
+    def loading_type(role: Role) -> Loading:
+        return (NoLoader if role is Role.PRIMARY else Loading)(role)
+
+    with pytest.raises(Deadlock):
+        planted(roles, loading_type=staticmethod(loading_type))
+
+
+def test_roles_alone_are_enough_for_a_primary_and_a_shadow():
+    """Goal: the planted fault is not a fault of the test. Method: the seed's own roles."""
+    planted((Role.PRIMARY, Role.SHADOW), fault_rate=0.03, loading_type=NoLoader)
+
+
+def test_memory_of_a_dying_process_that_is_not_waited_for_is_a_second_copy(monkeypatch):
+    """Goal: the simulation sees a doubling. Method: grants forget what is `releasing`."""
+
+    def hasty(request, epochs, writer):
+        known = [e for e in epochs if e.phase is not decide.EpochPhase.RELEASING]
+        return decide.decide(request, known, writer)
+
+    monkeypatch.setattr(grants, "decide", hasty)
+    with pytest.raises(AssertionError, match="doubled"):
+        planted((Role.AUTO, Role.AUTO), fault_rate=0.05)
+
+
+def test_ranks_that_nobody_compares_become_a_mixed_engine():
+    """Goal: the comparison is what prevents it. Method: leave it out, change the checkpoint."""
+    world = World(0, (Role.AUTO,), devices=2, has_barrier=False)
+    world.loading_type = Incurious
+    (engine,) = world.engines
+    change_between_ranks(world)
+    with pytest.raises(AssertionError, match="mixed weights"):
+        run_until(world, "it is whole", lambda: engine.is_whole)
+
+
+def test_an_epoch_that_is_altered_after_its_commit_is_seen():
+    """Goal: the simulation sees altered bytes. Method: write into a committed copy."""
+    world = World(0, (Role.AUTO,), devices=2)
+    run_until(world, "it is whole", lambda: world.engines[0].is_whole)
+    device: SimDevice = world.devices[1]
+    next(iter(device.vault.values())).contents.add(7)
+    with pytest.raises(AssertionError, match="altered"):
+        device.check()

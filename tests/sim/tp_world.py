@@ -1,0 +1,243 @@
+"""A pod of engines whose ranks load their weights, each from its own device's memory service.
+
+The real machines of the devices, of the lock server and of every incarnation's way to its weights,
+in an order that one seed draws: connects, grants, allocations, commits, attaches, completions,
+deaths and relaunches. Checked after every step, in physical terms: one copy per device, nothing
+committed is lost or altered, a whole engine has one checkpoint. When the faults stop, everything
+must settle without the help of any deadline: a schedule in which nothing can happen any more while
+somebody could be whole is a deadlock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+from engine.core.loading import Loading, Role
+from gms.core import events as ev
+from tests.sim.gms_device import Copy, SimDevice
+from tests.sim.loader_service import LoaderService
+from tests.sim.tp_engine import At, Engine, Move, Rank
+
+SETTLE_STEPS = 20_000
+SLOW_DEATH = 0.85
+RETRY_MS = 1000  # time that settling may let pass at once: enough for the journal's next try
+
+
+class Deadlock(AssertionError):
+    """Nothing can happen any more, and not everybody who could be whole is."""
+
+
+class World:
+    loading_type: Callable[[Role], Loading] = Loading
+    device_type: type[SimDevice] = SimDevice
+
+    def __init__(
+        self,
+        seed: int,
+        roles: Sequence[Role],
+        devices: int,
+        *,
+        has_barrier: bool | None = None,
+        in_container: bool | None = None,
+    ) -> None:
+        """`None` leaves to the seed what kind of pod this is."""
+        self.rng = random.Random(seed)
+        drawn = [self.rng.random() < 0.7, self.rng.random() < 0.5]
+        self.has_barrier = drawn[0] if has_barrier is None else has_barrier
+        self.in_container = drawn[1] if in_container is None else in_container
+        self.may_replace = False
+        self.version = 1  # of the checkpoint on disk
+        self.now_ms = 0.0
+        self.trace: list[str] = []
+        self.processes: list[Rank] = []
+        self.held_back: set[tuple[str, int]] = set()  # ranks that a test keeps from doing anything
+        self.whole_total = 0
+        self._exits: set[str] = set()
+        self._sessions: dict[int, Rank] = {}
+        self._dead: list[tuple[str, list[Rank]]] = []  # supervisors whose pidfd is not yet readable
+        self._numbers = itertools.count(1)
+        self.devices = [self._device(number) for number in range(devices)]
+        self.loader = LoaderService(
+            lambda incarnation: any(p.incarnation == incarnation for p in self.processes)
+        )
+        self.engines = [
+            Engine(self, f"engine-{number}", role, devices) for number, role in enumerate(roles)
+        ]
+
+    def _device(self, number: int) -> SimDevice:
+        return self.device_type(
+            f"HOST-{number}",
+            self._deliver,
+            lambda: {p.holds for p in self.processes if p.number == number and p.holds},
+        )
+
+    # ------------------------------------------------------------------ what its parts ask
+
+    def new_supervisor(self) -> str:
+        return f"{next(self._numbers):016x}"
+
+    def new_incarnation(self, engine: str) -> str:
+        return f"{engine}-{next(self._numbers):016x}"
+
+    def open_session(self, rank: Rank) -> int:
+        session = next(self._numbers)
+        self._sessions[session] = rank
+        return session
+
+    def close_session(self, rank: Rank) -> None:
+        if rank.session is not None and self._sessions.pop(rank.session, None) is not None:
+            self.devices[rank.number].closing.append(rank.session)
+
+    def _deliver(self, session: int, answer: ev.Answer, copy: Copy | None) -> None:
+        rank = self._sessions.get(session)
+        if rank is None or isinstance(answer, ev.TellWaiting):
+            return
+        rank.inbox.append((answer, copy))
+        if isinstance(answer, ev.Refuse):  # the server closes after it
+            self.close_session(rank)
+
+    def bury(self, supervisor: str, ranks: list[Rank]) -> None:
+        """Its pidfd is readable now, or for a container's first process once all are gone."""
+        self._dead.append((supervisor, ranks if self.in_container else []))
+
+    def may_restart(self, engine: Engine) -> bool:
+        """A container starts again once everything in it is dead; a bare process at once."""
+        mine = [p for p in self.processes if p.engine is engine]
+        return not (self.in_container and mine)
+
+    # ------------------------------------------------------------------ a schedule
+
+    def moves(self) -> list[Move]:
+        """Everything that may come next and is nobody's fault."""
+        found: list[Move] = []
+        for engine in self.engines:
+            found += engine.moves()
+        exits = [(f"{p.name} is gone", p.reap) for p in self.processes if p.at is At.DYING]
+        self._exits = {name for name, _ in exits}
+        found += exits
+        for device in self.devices:
+            found += device.moves()
+        for index, (supervisor, ranks) in enumerate(self._dead):
+            if not any(rank in self.processes for rank in ranks):
+                found.append((f"{supervisor[-4:]}'s pidfd", lambda i=index: self._readable(i)))
+        return found + self.loader.moves()
+
+    def _readable(self, index: int) -> None:
+        self.loader.dead.append(self._dead.pop(index)[0])
+
+    def faults(self) -> list[Move]:
+        found: list[Move] = [("a long time", lambda: self.pass_time(60_000))]
+        for engine in self.engines:
+            if engine.supervisor is None:
+                continue
+            name = engine.name
+            found.append((f"KILL container {name}", engine.kill_container))
+            found.append((f"STOP/CONT {name}", lambda e=engine: self._stop(e)))
+            if engine.wire is not None and not engine.wire.is_closed:
+                found.append((f"CUT {name}", lambda e=engine: self._cut(e)))
+            if engine.ranks and not engine.is_dying:
+                found.append((f"KILL tree {name}", lambda e=engine: e.fail("killed")))
+                rank = self.rng.choice(engine.ranks)
+                found.append((f"KILL rank {rank.name}", rank.kill))
+        busy = [device for device in self.devices if device.driver]
+        return found + [(f"{device.name} driver fails", device.fail_one) for device in busy]
+
+    def _stop(self, engine: Engine) -> None:
+        engine.is_stopped = not engine.is_stopped
+
+    def _cut(self, engine: Engine) -> None:
+        assert engine.wire is not None
+        engine.wire.is_closed = True
+        engine.grants.clear()
+
+    def step(self, fault_rate: float = 0.0) -> bool:
+        """One thing happens; False: nothing can."""
+        moves = self.faults() if self.rng.random() < fault_rate else self.moves()
+        if not moves:
+            return False
+        if self.rng.random() < SLOW_DEATH:  # exiting takes long, beside everything else
+            moves = [m for m in moves if m[0] not in self._exits] or moves
+        name, move = self.rng.choice(moves)
+        self.trace.append(name)
+        move()
+        if self.rng.random() < 0.05:
+            self.pass_time(self.rng.choice((1, 10, 100)))
+        self.check()
+        return True
+
+    def pass_time(self, ms: float) -> None:
+        self.now_ms += ms
+        self.loader.now_ms = self.now_ms
+        for device in self.devices:
+            device.pass_time(self.now_ms)
+
+    def run(self, steps: int, fault_rate: float) -> None:
+        for _ in range(steps):
+            self.step(fault_rate)
+
+    # ------------------------------------------------------------------ the end
+
+    @property
+    def expected_whole(self) -> list[Engine]:
+        """A shadow never writes: without anybody who may, it waits for ever, and that is right."""
+        return self.engines if any(e.role.may_write for e in self.engines) else []
+
+    def settle(self) -> None:
+        """The faults stop: everybody who can be whole becomes whole, and nothing else is left."""
+        self.trace.append("-- faults stop --")
+        for engine in self.engines:
+            engine.is_stopped = False
+        patience = 5
+        for _ in range(SETTLE_STEPS):
+            if self.step():
+                patience = 5
+                continue
+            if patience == 0:
+                break
+            patience -= 1
+            self.pass_time(RETRY_MS)
+        else:
+            raise Deadlock(f"no end after {SETTLE_STEPS} steps")
+        missing = [e.name for e in self.expected_whole if not e.is_whole]
+        if missing:
+            where = [f"{p.name} {p.at}" for p in self.processes]
+            raise Deadlock(f"{missing} cannot become whole: {where}")
+        self._check_rest()
+
+    def _check_rest(self) -> None:
+        """What is left is what is in use."""
+        assert self.loader.is_free, "somebody keeps the loader lock"
+        for number, device in enumerate(self.devices):
+            state = device.machine.device
+            mine = {p.session for p in self.processes if p.number == number}
+            assert set(state.sessions) == mine, "sessions are processes"
+            committed = {state.committed.id} if state.committed else set()
+            assert set(state.epochs) == set(device.vault) == device.files == committed
+            assert (device.journal.epoch if device.journal else None) in (*committed, None)
+            if not self.expected_whole:
+                assert not committed
+                assert [s.reason for s in state.waiting] == ["not_committed"] * len(self.engines)
+
+    # ------------------------------------------------------------------ what must always hold
+
+    def check(self) -> None:
+        for device in self.devices:
+            self._check_copies(device)
+        for engine in self.engines:
+            if engine.is_whole:
+                self.whole_total += 1
+                contents = {frozenset(rank.copy.contents) for rank in engine.ranks if rank.copy}
+                assert len(contents) == 1, f"{engine.name} is whole with mixed weights: {contents}"
+
+    def copies(self, device: SimDevice) -> list[Copy]:
+        """Every physical copy on a device, a dying process's included."""
+        number = self.devices.index(device)
+        mapped = [p.copy for p in self.processes if p.number == number and p.copy]
+        every = dict.fromkeys([*device.vault.values(), *mapped])
+        return [copy for copy in every if copy.size_bytes]
+
+    def _check_copies(self, device: SimDevice) -> None:
+        copies = self.copies(device)
+        assert len(copies) <= 1 or device.was_replaced, f"doubled on {device.name}: {copies}"
