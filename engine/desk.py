@@ -52,10 +52,9 @@ class Desk:
 
     def may_load(self, message: MayLoad, reply: Callable[[Load], None]) -> None:
         launch = self._launch_of(message.incarnation)
-        if message.rank >= message.ranks:
-            raise ProtocolError(
-                "engine.bad_rank", f"rank {message.rank} of {message.ranks} does not exist"
-            )
+        objection = launch.loading.objection(message.rank, message.ranks)
+        if objection is not None:
+            raise ProtocolError("engine.bad_rank", objection)
         launch.may_load(message.rank, message.ranks, reply)
 
     def attached(self, message: Attached) -> None:

@@ -134,11 +134,7 @@ class Launch:
         match message:
             case messages.Prepared():
                 self.prepared = message
-                objection = self.tree.check_witness(*self._witness_id)
-                if objection is None:
-                    self._post(Prepared())
-                else:
-                    self._post(Failed("witness_missing", objection))
+                self._post(self._judge_prepared())
             case messages.FaultReport():
                 self.fault = message
                 self._log.record(
@@ -152,6 +148,14 @@ class Launch:
             case _:
                 text = f"the backend said {message.TYPE}, which nobody asked for"
                 self._post(Failed("backend_fault", text))
+
+    def _judge_prepared(self) -> Event:
+        """Whether it may stand by: every rank has its weights, every process the witness."""
+        missing = self.loading.missing
+        if missing is not None:
+            return Failed("weights_missing", f"the backend is prepared, but {missing}")
+        objection = self.tree.check_witness(*self._witness_id)
+        return Prepared() if objection is None else Failed("witness_missing", objection)
 
     # ------------------------------------------------------------------ what it is asked
 

@@ -46,6 +46,14 @@ class Loading:
         self._token = 0
 
     @property
+    def missing(self) -> str | None:
+        """Which ranks have asked for weights, or should have, and have none; all or nothing."""
+        absent = [str(rank) for rank in range(self._ranks) if rank not in self._attached]
+        if not self._has_asked or not absent:
+            return None
+        return f"of {self._ranks} ranks, {', '.join(absent)} came to no weights"
+
+    @property
     def wants_loader(self) -> bool:
         is_done = len(self._attached) >= self._ranks
         return self._has_asked and self._role.may_write and not is_done
@@ -58,6 +66,14 @@ class Loading:
     @property
     def is_waiting(self) -> bool:
         return bool(self._waiting)
+
+    def objection(self, rank: int, ranks: int) -> str | None:
+        """What is wrong with being `rank` of `ranks`, if anything."""
+        if rank >= ranks:
+            return f"rank {rank} of {ranks} does not exist"
+        if self._has_asked and ranks != self._ranks:
+            return f"rank {rank} says that there are {ranks} ranks, and another said {self._ranks}"
+        return None
 
     def asked(self, rank: int, ranks: int) -> list[Leave]:
         """A rank has come to the weights; who may go on now?"""

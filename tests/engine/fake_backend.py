@@ -36,6 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--serve-early", action="store_true", help="answer run_canary wrongly")
     parser.add_argument("--load", action="store_true", help="ask for leave to load")
     parser.add_argument("--load-until", default="", help="hold the loader lock until this exists")
+    parser.add_argument("--ranks", nargs="*", help="load as so many ranks, of these models")
     parser.add_argument("--fault", default="", help="die with these last words")
     parser.add_argument("--permanent", action="store_true")
     parser.add_argument("--dirty-mib", type=int, default=0)
@@ -131,6 +132,14 @@ def load(member: process.Member, switches: argparse.Namespace) -> None:
     member.attached(epoch="e1", identity={"model": "fake", "mode": leave.mode})
 
 
+def load_ranks(member: process.Member, models: list[str]) -> None:
+    """Every rank comes to its weights; one whose model is `none` stays away from then on."""
+    for rank, model in enumerate(models):
+        leave = member.may_load(60, rank, len(models))
+        if model != "none":
+            member.attached(f"e{rank}", {"model": model, "mode": leave.mode}, rank)
+
+
 def main() -> None:
     switches = arguments()
     if switches.ignore_sigterm:
@@ -154,6 +163,8 @@ def main() -> None:
         hang()
     if switches.load:
         load(member, switches)
+    if switches.ranks:
+        load_ranks(member, switches.ranks)
     channel.notify(m.Prepared(weights_bytes=len(dirty), kv_bytes=1024, epoch="e1", identity={}))
     with contextlib.suppress(UnreachableError):
         Backend(switches, channel).run()

@@ -42,6 +42,8 @@ def last_death(engine: Engine, deaths: int = 1) -> dict[str, object]:
         (("--serve-early",), (), "backend_fault", "answered run_canary with serving"),
         (("--grandchild", "bare"), (), "witness_missing", "does not hold the witness"),
         (("--fault", "out of luck"), (), "backend_fault", "out of luck"),
+        (("--ranks", "a", "b"), (), "identity_mismatch", "rank 1 has other weights than rank 0"),
+        (("--ranks", "a", "none"), (), "weights_missing", "of 2 ranks, 1 came to no weights"),
         (("--hang-at", "prepare"), ("--init-ms", "600"), "budget_exceeded", "budget of 0.6 s"),
         (("--hang-at", "wake"), ("--waking-ms", "200"), "budget_exceeded", "budget of 0.2 s"),
         (("--hang-at", "health"), ("--answer-ms", "200"), "unhealthy", "did not answer"),
@@ -82,6 +84,12 @@ def test_idle_canary_that_fails_ends_the_incarnation(pod, lock, directory):
     engine.until("active")
     switch.touch()
     assert "the idle canary failed" in str(last_death(engine)["message"])
+
+
+def test_ranks_with_the_same_weights_stand_by_together(pod, lock):
+    """Two ranks attach one after the other, under one grant of the loader lock."""
+    engine = pod.engine("e-0", "--ranks", "a", "a")
+    assert engine.until("active")["deaths"] == []
 
 
 def test_short_lived_helpers_are_no_deaths(pod, lock):

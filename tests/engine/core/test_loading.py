@@ -52,3 +52,26 @@ def test_late_grant_is_nobodys():
     loading = Loading(Role.AUTO)
     assert loading.granted(5) == []
     assert loading.asked(0, 1) == []
+
+
+def test_nobody_is_prepared_with_a_rank_that_has_no_weights():
+    """All or nothing: one of three ranks attached, then two, then all."""
+    loading = Loading(Role.SHADOW)
+    assert loading.missing is None  # a backend may have no weights of this kind at all
+    loading.asked(0, 3)
+    loading.attached(0, {"model": "m"})
+    assert loading.missing == "of 3 ranks, 1, 2 came to no weights"
+    loading.attached(2, {"model": "m"})
+    assert loading.missing == "of 3 ranks, 1 came to no weights"
+    loading.attached(1, {"model": "m"})
+    assert loading.missing is None
+
+
+def test_ranks_agree_on_how_many_they_are():
+    """A rank beyond the last, and one that counts otherwise than the first."""
+    loading = Loading(Role.AUTO)
+    assert loading.objection(0, 2) is None
+    assert loading.objection(2, 2) == "rank 2 of 2 does not exist"
+    loading.asked(0, 2)
+    assert loading.objection(1, 2) is None
+    assert loading.objection(1, 4) == "rank 1 says that there are 4 ranks, and another said 2"
