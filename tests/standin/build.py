@@ -14,6 +14,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
+
 SOURCES = Path(__file__).parent
 LIBRARIES = {"cuda": "libcuda.so.1", "nvml": "libnvidia-ml.so.1"}
 FLAGS = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread")
@@ -65,3 +67,15 @@ def environment(**settings: object) -> dict[str, str]:
         **found,
         "LD_LIBRARY_PATH": f"{build()}:{others}" if others else str(build()),
     }
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
+    """For one test: the stand-ins here and in every process that it starts, on a fresh machine.
+
+    This process counts CUDA's devices once, so a test of other devices asks child processes.
+    """
+    load()
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment(**settings).items():
+        monkeypatch.setenv(name, value)

@@ -36,10 +36,7 @@ from tests.standin.driver import (
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine of this test's own; what it opens, it closes."""
-    for name, value in build.environment().items():
-        if name.startswith("STANDIN_"):
-            monkeypatch.setenv(name, value)
-    build.load()
+    build.use(monkeypatch)
     call("Init", 0)
     before = open_fds()
     yield
@@ -247,9 +244,7 @@ write = lambda: call("MemcpyHtoD", at, b"1234", 4)
 def test_illegal_access_ends_the_process(fault: str):
     """Write what is read-only, read what has no access set or is not mapped any more: SIGSEGV."""
     program = f"{CHILD}\n{FAULTS[fault]}"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **build.environment()}, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], check=False)
     assert done.returncode == (0 if fault == "none" else -signal.SIGSEGV)
 
 
@@ -317,7 +312,6 @@ def test_out_of_memory_counts_what_every_process_holds(monkeypatch: pytest.Monke
     program = "from tests.standin.driver import *; call('Init', 0); h = create(2 * STEP)"
     other = subprocess.Popen(
         [sys.executable, "-c", f"{program}; print(flush=True); input()"],
-        env={**os.environ, "LD_LIBRARY_PATH": build.environment()["LD_LIBRARY_PATH"]},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
