@@ -13,6 +13,8 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Sequence
+from typing import Any
 
 from gms.vmm.interface import Allocation
 from understudy.errors import InvariantError, UnderstudyError
@@ -22,6 +24,9 @@ from understudy.wire.fds import OwnedFd
 PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
 MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE = 0x1, 0x2, 0x10, 0x20, 0x4000
 MAP_FAILED = ctypes.c_void_p(-1).value
+
+# man 2 memfd_create and ftruncate: what the kernel says when there is no memory left.
+OUT_OF_MEMORY = (errno.ENOMEM, errno.ENOSPC)
 
 # <linux/fcntl.h>; fcntl has them from Python 3.9 on under the same names.
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -38,22 +43,26 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 class HostAllocation:
     """One memfd, held by one descriptor: read-write until it is sealed, read-only from then on."""
 
-    def __init__(self, fd: OwnedFd, size_bytes: int, *, writable: bool) -> None:
+    def __init__(self, fd: OwnedFd, size_bytes: int) -> None:
+        """Takes `fd`."""
         self.size_bytes = size_bytes
         self._fd = fd
-        self.is_writable = writable
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether it is held by a descriptor that can write."""
+        return fcntl.fcntl(self._fd.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
 
     def fileno(self) -> int:
         """Lend the descriptor."""
         return self._fd.fileno()
 
     def export(self, *, writable: bool) -> OwnedFd:
-        if not writable:
-            # Sealed memory is held by a read-only descriptor: one system call less per slab.
-            return self._fd.duplicate() if not self.is_writable else _reopen_read_only(self._fd)
-        if not self.is_writable:
+        if writable == self.is_writable:
+            return self._fd.duplicate()
+        if writable:
             raise InvariantError("read-only memory cannot be exported writable")
-        return self._fd.duplicate()
+        return _reopen_read_only(self._fd)
 
     def seal(self) -> None:
         if not self.is_writable:
@@ -72,6 +81,17 @@ class HostAllocation:
             ) from error
         self._keep(read_only)
 
+    def check(self) -> None:
+        try:
+            found = os.fstat(self._fd.fileno())
+            seals = fcntl.fcntl(self._fd.fileno(), fcntl.F_GET_SEALS)
+        except OSError as error:  # EINVAL: a file that cannot have seals
+            raise _bad_slab(f"it is no memory that can be sealed ({error.strerror})") from error
+        if found.st_size != self.size_bytes:
+            raise _bad_slab(f"it should have {self.size_bytes} bytes and has {found.st_size}")
+        if seals & ALL_SEALS != ALL_SEALS:
+            raise _bad_slab("it is not sealed, so somebody could still write to it")
+
     def drop_write(self) -> None:
         """Hold it by a read-only descriptor from now on (for a writer that is about to commit)."""
         if self.is_writable:
@@ -83,42 +103,6 @@ class HostAllocation:
     def _keep(self, fd: OwnedFd) -> None:
         self._fd.close()
         self._fd = fd
-        self.is_writable = False
-
-
-class HostMapping:
-    """A memfd at a fixed address."""
-
-    def __init__(self, allocation: HostAllocation, address: int, *, writable: bool) -> None:
-        self.address = address
-        self.size_bytes = allocation.size_bytes
-        self.is_writable = writable
-        self._allocation = allocation
-        self._is_mapped = True
-        self._map()
-
-    def view(self) -> memoryview:
-        if not self._is_mapped:
-            raise InvariantError("a view of memory that is not mapped")
-        # An object over the bare address: nothing else keeps the mapping alive, nothing copies.
-        buffer = (ctypes.c_ubyte * self.size_bytes).from_address(self.address)
-        view = memoryview(buffer).cast("B")
-        return view if self.is_writable else view.toreadonly()
-
-    def make_read_only(self) -> None:
-        self._allocation.drop_write()
-        self.is_writable = False
-        self._map()
-
-    def unmap(self) -> None:
-        if self._is_mapped:
-            self._is_mapped = False
-            _reserve_at(self.address, self.size_bytes)
-
-    def _map(self) -> None:
-        protection = PROT_READ | PROT_WRITE if self.is_writable else PROT_READ
-        flags = MAP_SHARED | MAP_FIXED
-        _mmap(self.address, self.size_bytes, protection, flags, self._allocation.fileno())
 
 
 class HostReservation:
@@ -127,20 +111,77 @@ class HostReservation:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.address = _reserve_at(None, size_bytes)
+        self._mapped: list[HostAllocation] = []
+        self._mapped_bytes = 0
+        self._is_writable = False
 
-    def map(self, allocation: Allocation, *, writable: bool) -> HostMapping:
-        if not isinstance(allocation, HostAllocation):
+    def map(self, offset_bytes: int, allocations: Sequence[Allocation], *, writable: bool) -> None:
+        host = [each for each in allocations if isinstance(each, HostAllocation)]
+        if len(host) != len(allocations):
             raise InvariantError("host addresses take host memory only")
-        if allocation.size_bytes > self.size_bytes:
+        end_bytes = offset_bytes + sum(each.size_bytes for each in host)
+        if offset_bytes != self._mapped_bytes or end_bytes > self.size_bytes:
             raise InvariantError(
-                f"{allocation.size_bytes} bytes do not fit a range of {self.size_bytes}"
+                f"bytes {offset_bytes} to {end_bytes} do not follow the {self._mapped_bytes} that "
+                f"are mapped in this range of {self.size_bytes}"
             )
-        return HostMapping(allocation, self.address, writable=writable)
+        if self._mapped and writable != self._is_writable:
+            raise InvariantError("a range is mapped writable as a whole or not at all")
+        self._place(offset_bytes, host, writable=writable)
+        self._mapped += host
+        self._mapped_bytes, self._is_writable = end_bytes, writable
+
+    def make_read_only(self) -> None:
+        for allocation in self._mapped:
+            allocation.drop_write()
+        self._place(0, self._mapped, writable=False)
+        self._is_writable = False
+
+    def unmap(self) -> None:
+        if self._mapped_bytes:
+            _reserve_at(self.address, self._mapped_bytes)
+            self._mapped, self._mapped_bytes = [], 0
 
     def free(self) -> None:
         if self.address:
             _libc.munmap(self.address, self.size_bytes)
-            self.address = 0
+            self.address = self._mapped_bytes = 0
+            self._mapped = []
+
+    def read(self, offset_bytes: int, size_bytes: int) -> bytes:
+        return bytes(self.view(offset_bytes, size_bytes))
+
+    def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
+        flat = memoryview(data).cast("B")
+        self.view(offset_bytes, len(flat))[:] = flat
+
+    def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        if offset_bytes < 0 or offset_bytes + size_bytes > self._mapped_bytes:
+            raise InvariantError(
+                f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not mapped: only the "
+                f"first {self._mapped_bytes} are"
+            )
+        if not size_bytes:
+            return memoryview(b"")
+        # An object over the bare address: nothing else keeps the mapping alive, nothing copies.
+        buffer = (ctypes.c_ubyte * size_bytes).from_address(self.address + offset_bytes)
+        view = memoryview(buffer).cast("B")
+        return view if self._is_writable else view.toreadonly()
+
+    def _place(
+        self, offset_bytes: int, allocations: Sequence[HostAllocation], *, writable: bool
+    ) -> None:
+        protection = PROT_READ | PROT_WRITE if writable else PROT_READ
+        flags = MAP_SHARED | MAP_FIXED
+        start = at = self.address + offset_bytes
+        try:
+            for allocation in allocations:
+                _mmap(at, allocation.size_bytes, protection, flags, allocation.fileno())
+                at += allocation.size_bytes
+        except UnderstudyError:
+            if at > start:
+                _reserve_at(start, at - start)
+            raise
 
 
 class HostMemory:
@@ -149,38 +190,52 @@ class HostMemory:
     kind = "host"
     granularity_bytes = os.sysconf("SC_PAGE_SIZE")
 
+    def __init__(self, allocation_bytes_max: int | None = None) -> None:
+        """The kernel has no cap on the size of a memfd; tests and benches may set one."""
+        self.allocation_bytes_max = allocation_bytes_max
+
     def create(self, size_bytes: int, name: str) -> HostAllocation:
         if size_bytes <= 0 or size_bytes % self.granularity_bytes:
             raise InvariantError(f"{size_bytes} bytes are no multiple of the granularity")
         try:
             fd = OwnedFd(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         except OSError as error:
-            raise driver_failed("create a slab", error) from error
+            raise _not_created(size_bytes, error) from error
         try:
             os.ftruncate(fd.fileno(), size_bytes)
             fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SIZE_SEALS)
         except OSError as error:
             fd.close()
-            raise driver_failed(f"give a slab {size_bytes} bytes", error) from error
-        return HostAllocation(fd, size_bytes, writable=True)
+            raise _not_created(size_bytes, error) from error
+        return HostAllocation(fd, size_bytes)
 
     def adopt(self, fd: OwnedFd, size_bytes: int) -> HostAllocation:
         try:
             found = os.fstat(fd.fileno())
-            mode = fcntl.fcntl(fd.fileno(), fcntl.F_GETFL) & os.O_ACCMODE
         except OSError as error:
             fd.close()
             raise driver_failed("look at a slab", error) from error
         if not stat.S_ISREG(found.st_mode) or found.st_size != size_bytes:
             fd.close()
-            raise UnderstudyError(
-                "gms.bad_slab",
-                f"a slab of {size_bytes} bytes was announced and {found.st_size} came",
-            )
-        return HostAllocation(fd, size_bytes, writable=mode == os.O_RDWR)
+            raise _bad_slab(f"{size_bytes} bytes were announced and {found.st_size} came")
+        return HostAllocation(fd, size_bytes)
 
     def reserve(self, size_bytes: int) -> HostReservation:
         return HostReservation(size_bytes)
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+def _bad_slab(why: str) -> UnderstudyError:
+    return UnderstudyError("gms.bad_slab", f"a slab was refused: {why}")
+
+
+def _not_created(size_bytes: int, error: OSError) -> UnderstudyError:
+    failed = driver_failed(f"make a slab of {size_bytes} bytes", error)
+    if error.errno not in OUT_OF_MEMORY:
+        return failed
+    return UnderstudyError("gms.device_full", failed.message, **failed.details)
 
 
 def driver_failed(what: str, error: OSError) -> UnderstudyError:

@@ -1,18 +1,19 @@
-"""Physical memory, address ranges and mappings: one interface, implementations that behave alike.
+"""Physical memory and ranges of addresses: one interface, implementations that behave alike.
 
     Allocation    physical memory      undone by `release`; frees when nobody else holds it either
-    Reservation   a range of addresses undone by `free`
-    Mapping       one in the other     undone by `unmap`; the range stays reserved
+    Reservation   a range of addresses undone by `free`; what is mapped in it, by `unmap`
 
-Each thing has exactly one undo, which is harmless to repeat. Allocations and reservations depend
-on nothing, a mapping on one of each. Sizes travel with descriptors, because a descriptor does not
-say its size and a wrong one fails the import. The server only creates, exports, seals and releases;
+Each undo is harmless to repeat. An epoch is one reservation in which its allocations lie side by
+side, so that a tensor has one offset and may span allocations; a mapping depends on both, and an
+allocation outlives it. Sizes travel with descriptors, because a descriptor does not say its size
+and a wrong one fails the import. The server only creates, exports, seals, checks and releases;
 only clients reserve and map.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from understudy.wire.fds import OwnedFd
 
@@ -35,10 +36,21 @@ class Allocation(Protocol):
         ...
 
     def seal(self) -> None:
-        """Make it read-only for everybody for ever; success proves that nobody can write.
+        """Make it read-only for everybody for ever.
+
+        On the host success proves that nobody can write; on CUDA there is nothing to do, and
+        read-only access is the clients' own rule.
 
         Raises:
             UnderstudyError: `gms.still_writable`, somebody has a writable mapping.
+        """
+        ...
+
+    def check(self) -> None:
+        """Of memory that came from another process: its size is true and nobody can write it.
+
+        Raises:
+            UnderstudyError: `gms.bad_slab`.
         """
         ...
 
@@ -47,35 +59,52 @@ class Allocation(Protocol):
         ...
 
 
-class Mapping(Protocol):
-    """An allocation at an address of this process."""
-
-    address: int
-    size_bytes: int
-
-    def view(self) -> memoryview:
-        """Its bytes; read-only where the mapping is. Not to be used after `unmap`."""
-        ...
-
-    def make_read_only(self) -> None:
-        """Map it read-only over itself, at the same address, and drop every right to write."""
-        ...
-
-    def unmap(self) -> None: ...
-
-
 class Reservation(Protocol):
     """A range of addresses that stays ours whether something is mapped there or not."""
 
     address: int
     size_bytes: int
 
-    def map(self, allocation: Allocation, *, writable: bool) -> Mapping:
-        """Map `allocation` (borrowed) whole, from the start of the range."""
+    def map(self, offset_bytes: int, allocations: Sequence[Allocation], *, writable: bool) -> None:
+        """Map `allocations` (borrowed: they outlive the mapping) whole, side by side.
+
+        `offset_bytes` is where what is mapped already ends: a range fills from its start, without
+        holes, and is writable as a whole or not at all. All or nothing.
+
+        Raises:
+            InvariantError: they do not fit, or belong elsewhere.
+            UnderstudyError: `gms.driver_failed`.
+        """
+        ...
+
+    def make_read_only(self) -> None:
+        """Everything mapped, in place, at the same addresses; drops every right to write."""
+        ...
+
+    def unmap(self) -> None:
+        """Everything; the addresses stay."""
         ...
 
     def free(self) -> None:
-        """Give the range back, after what is mapped there was unmapped."""
+        """Unmap what is mapped, and give the addresses back."""
+        ...
+
+    def read(self, offset_bytes: int, size_bytes: int) -> bytes:
+        """A copy of what is mapped there; works on device memory too."""
+        ...
+
+    def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
+        """Copy `data` there; works on device memory too. It is there when this returns."""
+        ...
+
+    def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        """What is mapped there, in place; read-only where the mapping is.
+
+        A bare address: used after `unmap` it ends the process (SIGSEGV).
+
+        Raises:
+            UnderstudyError: `gms.not_host_memory`, this process cannot address a device's memory.
+        """
         ...
 
 
@@ -84,12 +113,14 @@ class Memory(Protocol):
 
     kind: str
     granularity_bytes: int
+    allocation_bytes_max: int | None  # larger tensors span allocations; None: no cap
 
     def create(self, size_bytes: int, name: str) -> Allocation:
-        """New memory, zeroed.
+        """New memory, zeroed on the host.
 
         Raises:
-            UnderstudyError: `gms.driver_failed`, with the driver's reason.
+            UnderstudyError: `gms.device_full`, there is not so much left; `gms.driver_failed`,
+                with the driver's reason.
         """
         ...
 
@@ -103,4 +134,8 @@ class Memory(Protocol):
 
     def reserve(self, size_bytes: int) -> Reservation:
         """A free range of addresses."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What people should know of the driver, for status; plain data."""
         ...
