@@ -83,7 +83,8 @@ class GmsProcess:
         """Write one tensor `t` of `nbytes` sevens and commit it."""
         writer = self.writer(**more)
         writer.plan(nbytes, nbytes)
-        writer.place("t", nbytes, (nbytes,), "uint8")[:] = b"\7" * nbytes
+        writer.place("t", nbytes, (nbytes,), "uint8")
+        writer.write("t", b"\7" * nbytes)
         return writer.commit(more.get("identity", IDENTITY))
 
     def kill(self) -> None:

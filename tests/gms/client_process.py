@@ -24,7 +24,8 @@ def say(what: str, **more: Any) -> None:
 
 def main() -> None:
     arm_from_environment()
-    directory, mode, engine = sys.argv[1:4]
+    directory, asked, engine = sys.argv[1:4]
+    mode, _, more = asked.partition("+")  # `rw+replace`
     try:
         session = open_session(
             directory,
@@ -32,6 +33,7 @@ def main() -> None:
             engine=engine,
             incarnation=f"{engine}-1",
             mode=mode,
+            replace=more == "replace",
             identity={"model": "tiny", "shards": {"a": "1"}},
             wait_s=60,
             on_wait=lambda reason: say("waiting", reason=reason),
@@ -45,7 +47,8 @@ def main() -> None:
         word, *rest = line.split()
         if word == "place" and isinstance(session, Writer):
             nbytes = int(rest[0]) * MIB
-            views["t"] = session.place("t", nbytes, (nbytes,), "uint8")
+            session.place("t", nbytes, (nbytes,), "uint8")
+            views["t"] = session.view("t")
             views["t"][:] = b"\7" * nbytes
             say("placed")
         elif word == "commit" and isinstance(session, Writer):

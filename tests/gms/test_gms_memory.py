@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -40,11 +41,10 @@ def refused_with(call: Callable[..., object], *args: object) -> str:
 def test_after_a_commit_nobody_can_write(gms: GmsProcess):
     """Try every way to write to committed memory: descriptors old and new, mappings, truncation."""
     with gms.writer() as writer:
-        view = writer.place("t", PAGE, (PAGE,), "uint8")
-        view[:4] = b"good"
+        address = writer.place("t", PAGE, (PAGE,), "uint8")
+        writer.write("t", b"good")
         kept = os.dup(writer._attachment.slabs[0].fileno())  # a writable copy that is kept back
         assert fcntl.fcntl(kept, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
         reader = writer.commit(IDENTITY)
     try:
         assert reader.address("t") == address, "the commit did not move anything"
@@ -99,19 +99,48 @@ def test_unmapped_memory_keeps_its_addresses_and_frees_nothing_of_others():
     before = open_fds()
     allocation = memory.create(2 * PAGE, "t")
     reservation = memory.reserve(2 * PAGE)
-    mapping = reservation.map(allocation, writable=True)
-    assert mapping.address == reservation.address
-    mapping.view()[:1] = b"x"
-    mapping.unmap()
-    mapping.unmap()
+    address = reservation.address
+    reservation.map(0, [allocation], writable=True)
+    reservation.write(PAGE, b"x")
+    reservation.unmap()
+    reservation.unmap()
     with pytest.raises(InvariantError):
-        mapping.view()
-    again = reservation.map(allocation, writable=False)
-    assert bytes(again.view()[:1]) == b"x"
-    again.unmap()
+        reservation.read(PAGE, 1)
+    reservation.map(0, [allocation], writable=False)
+    assert reservation.address == address
+    assert reservation.read(PAGE, 1) == b"x"
     for undo in (reservation.free, reservation.free, allocation.release, allocation.release):
         undo()
     assert open_fds() == before
+
+
+def test_allocations_lie_side_by_side_and_are_mapped_all_or_none():
+    """Two in one range: bytes across their border; what does not fit or follow maps nothing."""
+    memory = HostMemory()
+    first, second, closed = (memory.create(PAGE, name) for name in ("a", "b", "c"))
+    closed.release()
+    reservation = memory.reserve(3 * PAGE)
+    with pytest.raises(InvariantError, match="do not follow"):
+        reservation.map(PAGE, [first], writable=True)
+    reservation.map(0, [first], writable=True)
+    for bad in ([second, closed], [second, first, first]):
+        with pytest.raises((InvariantError, ValueError)):
+            reservation.map(PAGE, bad, writable=True)
+        with pytest.raises(InvariantError, match="not mapped"):
+            reservation.view(PAGE, 1)
+    with pytest.raises(InvariantError, match="as a whole"):
+        reservation.map(PAGE, [second], writable=False)
+    reservation.map(PAGE, [second], writable=True)
+    reservation.write(PAGE - 2, b"span")
+    reservation.make_read_only()
+    assert reservation.read(PAGE - 2, 4) == b"span"
+    with pytest.raises(TypeError):
+        reservation.write(0, b"x")
+    for each in (first, second):
+        assert not each.is_writable
+        each.release()
+    assert reservation.view(2 * PAGE, 0) == b""
+    reservation.free()
 
 
 def test_foreign_descriptors_are_not_taken_for_slabs():
@@ -126,6 +155,39 @@ def test_foreign_descriptors_are_not_taken_for_slabs():
             memory.adopt(fd, 2 * PAGE)
     small.release()
     assert open_fds() == before
+
+
+def test_only_sealed_memory_of_its_size_passes_the_check(tmp_path: Path):
+    """What a survivor hands back is looked at: sealed is good; open, wrong or a file is not."""
+    memory = HostMemory()
+    with open(tmp_path / "file", "wb+") as file:
+        file.truncate(PAGE)
+        plain = HostAllocation(OwnedFd(os.dup(file.fileno())), PAGE)
+    writable, sealed = memory.create(PAGE, "writable"), memory.create(PAGE, "sealed")
+    sealed.seal()
+    sealed.check()
+    larger = HostAllocation(sealed.export(writable=False), 2 * PAGE)
+    for bad, why in ((plain, "can be sealed"), (writable, "not sealed"), (larger, "has 4096")):
+        with pytest.raises(UnderstudyError, match=why) as caught:
+            bad.check()
+        assert caught.value.code == "gms.bad_slab"
+    for each in (plain, writable, sealed, larger):
+        each.release()
+
+
+def test_tensor_larger_than_a_slab_may_be_spans_slabs(gms: GmsProcess):
+    """A cap of two pages: three tensors, one of five pages; readers find it in one piece."""
+    memory = HostMemory(allocation_bytes_max=2 * PAGE + 1)
+    content = bytes(range(256)) * (5 * PAGE // 256)
+    with gms.writer(memory=memory) as writer:
+        for name, data in (("a", b"first"), ("b", content), ("c", b"last")):
+            writer.place(name, len(data), (len(data),), "uint8")
+            writer.write(name, data)
+        with writer.commit(IDENTITY) as committed, gms.reader() as reader:
+            assert reader.slab_sizes == (2 * PAGE, 2 * PAGE, 2 * PAGE)
+            for name, data in (("a", b"first"), ("b", content), ("c", b"last")):
+                assert reader.read(name) == committed.read(name) == data
+            assert reader.view("b") == content
 
 
 def test_sealed_memory_is_never_exported_writable():
@@ -219,7 +281,7 @@ def test_driver_calls_and_frees_never_run_on_the_loop(directory: str):
             wait_s=20,
             replace=True,
         )
-        session.place("t", MIB, (MIB,), "uint8")[:] = b"\7" * MIB
+        session.place("t", MIB, (MIB,), "uint8")
         session.commit({"v": version}).close()
 
     async def scenario() -> None:

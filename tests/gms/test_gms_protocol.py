@@ -11,7 +11,7 @@ import pytest
 
 from gms import epoch_file, names
 from gms import messages as msg
-from gms.core.manifest import TensorRecord, layout_hash
+from gms.core.manifest import Manifest, TensorRecord, encode, layout_hash
 from tests.gms.bench import DEVICE, IDENTITY, MIB, GmsProcess
 from tests.helpers import open_fds, until
 from understudy.errors import ProtocolError, RemoteError
@@ -36,7 +36,8 @@ def commit_slabs(gms: GmsProcess, client: BlockingClient, count: int) -> OwnedFd
         assert isinstance(reply.message, msg.Allocated)
         assert (reply.message.slab, reply.message.size_bytes) == (slab, PAGE)
         close_all(reply.fds)
-    manifest = tuple(TensorRecord(f"t{n}", n, 0, (PAGE,), "uint8", PAGE) for n in range(count))
+    records = [TensorRecord(f"t{n}", n * PAGE, PAGE, (PAGE,), "uint8") for n in range(count)]
+    manifest = encode(records)
     hashed = layout_hash([PAGE] * count, manifest)
     reply = client.request(msg.Commit(IDENTITY, manifest, hashed))
     assert isinstance(reply.message, msg.Committed)
@@ -53,7 +54,7 @@ def test_attach_is_one_request_and_one_frame_per_250_slabs(
             replies = [client.request(attach("ro"))]
             first = replies[0].message
             assert isinstance(first, msg.Attached)
-            assert len(first.slab_sizes) == len(first.manifest) == count
+            assert len(first.slab_sizes) == len(Manifest(first.manifest)) == count
             while sum(len(reply.fds) for reply in replies) < count:
                 replies.append(client.receive())
             assert len(replies) == frames
@@ -102,13 +103,15 @@ def test_allocation_without_the_flock_is_refused(gms: GmsProcess):
 
 
 def test_impossible_manifest_is_refused(gms: GmsProcess):
-    """A tensor outside its slab: the commit is refused and the staging epoch lost."""
+    """A tensor outside the epoch: the commit is refused, as the peer's fault; staging is lost."""
     with gms.writer() as writer:
         writer.place("t", 16, (16,), "uint8")
-        writer._records[0] = TensorRecord("t", 0, 1 << 40, (16,), "uint8", 16)
+        writer._records["t"] = TensorRecord("t", 1 << 40, 16, (16,), "uint8")
         with pytest.raises(RemoteError) as caught:
             writer.commit(IDENTITY)
     assert caught.value.code == "gms.bad_manifest"
+    until(lambda: gms.status()["state"] == "empty", "the staging epoch to be lost")
+    assert gms.status()["protocol_errors_total"] == 1
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\0" * 64])
@@ -163,7 +166,7 @@ def test_client_refuses_a_server_that_sends_too_few_slabs(directory: str):
         client = BlockingClient.from_socket(sock, msg.CATALOGUE)
         request = client.receive()
         fd = OwnedFd(os.memfd_create("slab"))
-        answer = msg.Attached("e", "f", {}, "h", (PAGE, PAGE), ())
+        answer = msg.Attached("e", "f", {}, "h", (PAGE, PAGE), b"")
         client._send(answer, request.request_id, [fd], float("inf"))
         client._send(msg.Waiting("r", "m"), request.request_id, [], float("inf"))
         os._exit(0)

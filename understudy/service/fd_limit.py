@@ -14,6 +14,16 @@ logger = logging.getLogger(__name__)
 FDS_ADVISED = 4096
 
 
+def make_fd_room(count: int) -> None:
+    """Raise RLIMIT_NOFILE by `count`, as far as is allowed: in a process that is not ours, for
+    descriptors that are about to arrive. There is no telling how many are open, so it may be more
+    than needed; `select` alone minds, and only for descriptors beyond 1,023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
+    if soft not in (resource.RLIM_INFINITY, wanted):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def raise_fd_limit(advised: int = FDS_ADVISED) -> int:
     """Raise RLIMIT_NOFILE to its hard limit and return it; says so where that is short."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gms.core.identity import DEPTH_MAX, check_identity, first_mismatch
-from gms.core.manifest import TensorRecord, check_manifest, layout_hash
+from gms.core.manifest import Manifest, TensorRecord, check_manifest, encode, layout_hash
 from gms.core.restart import DEATHS_MAX, GiveUp, Restarts, StartAgain
 from gms.core.suballocator import ALIGNMENT_BYTES, SLAB_BYTES_MIN, NeedSlab, Suballocator
 from understudy.errors import ProtocolError
@@ -22,15 +23,17 @@ PAGE = 4096
 def place_all(places: Suballocator, sizes: list[int]) -> list[TensorRecord]:
     records = []
     for index, nbytes in enumerate(sizes):
-        placement = places.place(nbytes)
-        if isinstance(placement, NeedSlab):
-            places.slab_opened(placement.size_bytes)
-            placement = places.place(nbytes)
-        assert not isinstance(placement, NeedSlab)
-        records.append(
-            TensorRecord(f"t{index}", placement.slab, placement.offset, (nbytes,), "uint8", nbytes)
-        )
+        while isinstance(offset := places.place(nbytes), NeedSlab):
+            places.slab_opened(offset.size_bytes)
+        records.append(TensorRecord(f"t{index}", offset, nbytes, (nbytes,), "uint8"))
     return records
+
+
+def record(**change: Any) -> TensorRecord:
+    fields: dict[str, Any] = {
+        "name": "t", "offset": 0, "nbytes": 16, "shape": (4,), "dtype": "float32",
+    }  # fmt: skip
+    return TensorRecord(**{**fields, **change})
 
 
 @settings(max_examples=60, deadline=None)
@@ -38,18 +41,36 @@ def place_all(places: Suballocator, sizes: list[int]) -> list[TensorRecord]:
     sizes=st.lists(st.integers(0, 300 << 20), max_size=60),
     is_planned=st.booleans(),
     free=st.integers(0, 4 * GIB),
+    cap=st.none() | st.integers(PAGE, 128 << 20),
 )
 def test_placed_tensors_never_overlap_and_are_aligned(
-    sizes: list[int], is_planned: bool, free: int
+    sizes: list[int], is_planned: bool, free: int, cap: int | None
 ):
-    """Any sizes, planned or not, on a large or small device: a manifest that passes its check."""
-    places = Suballocator(PAGE, free)
+    """Any sizes, planned or not, on a large or small device, slabs capped or not: a manifest that
+    passes its check, and no tensor crosses a slab's edge that would fit into one."""
+    cap = cap and max(cap, sum(sizes) // 1000)  # a thousand slabs are enough to look at
+    places = Suballocator(PAGE, free, cap)
     if is_planned:
         places.plan(sum(sizes), max(sizes, default=0))
     records = place_all(places, sizes)
-    check_manifest(records, places.slab_sizes)
+    assert check_manifest(encode(records), places.slab_sizes) == len(sizes)
     assert all(r.offset % ALIGNMENT_BYTES == 0 for r in records)
-    assert all(size % PAGE == 0 for size in places.slab_sizes)
+    largest = places.slab_bytes_cap or max(places.slab_sizes, default=0)
+    assert all(size % PAGE == 0 and size <= largest for size in places.slab_sizes)
+    edges = list(itertools.accumulate(places.slab_sizes))
+    for r in records:
+        crossed = [edge for edge in edges if r.offset < edge < r.offset + r.nbytes]
+        assert not crossed or r.nbytes > largest - ALIGNMENT_BYTES
+
+
+def test_tensors_that_span_capped_slabs_waste_no_more_than_others():
+    """Three tensors of 5 GiB and small ones between, slabs of at most 2 GiB: all but full."""
+    sizes = [5 * GIB, 8192, 40 << 20] * 3
+    places = Suballocator(2 << 20, 4096 * GIB, 2 * GIB)
+    places.plan(sum(sizes), max(sizes))
+    place_all(places, sizes)
+    assert max(places.slab_sizes) == 2 * GIB
+    assert sum(places.slab_sizes) < sum(sizes) * 1.05
 
 
 @pytest.mark.parametrize("is_planned", [True, False])
@@ -78,20 +99,16 @@ def test_planned_small_model_takes_what_it_needs():
     assert sum(small.slab_sizes) == 10 << 20
 
 
-def record(**change: Any) -> TensorRecord:
-    fields: dict[str, Any] = {
-        "name": "t", "slab": 0, "offset": 0, "shape": (4,), "dtype": "float32", "nbytes": 16,
-    }  # fmt: skip
-    return TensorRecord(**{**fields, **change})
-
-
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"slab": 1}, "slab 1 of 1"),
-        ({"slab": -1}, "slab -1"),
-        ({"offset": 4090}, "outside slab"),
-        ({"offset": -1}, "outside slab"),
+        ({"offset": 4090}, "outside the epoch"),
+        ({"offset": -1}, "outside the epoch"),
+        ({"offset": True}, "is not a tensor's"),
+        ({"nbytes": 16.0}, "is not a tensor's"),
+        ({"name": b"t"}, "is not a tensor's"),
+        ({"shape": (4.0,)}, "is not a tensor's"),
+        ({"shape": None}, "is not a tensor's"),
         ({"nbytes": 12}, "does not fit 12 bytes"),
         ({"shape": (-4,)}, "impossible shape"),
         ({"strides": (1000,)}, "does not fit 16 bytes"),
@@ -105,27 +122,60 @@ def record(**change: Any) -> TensorRecord:
 def test_bad_manifest_is_refused_with_its_reason(change: dict[str, Any], word: str):
     """One wrong field each: the error says which and why."""
     with pytest.raises(ProtocolError, match=r"gms\.bad_manifest") as caught:
-        check_manifest([record(**change)], [4096])
+        check_manifest(encode([record(**change)]), [4096])
     assert word in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("manifest", "word"),
+    [
+        (b"", "not MessagePack"),
+        (b"\xff" * 9, "not MessagePack"),
+        (b"\x90\x90", "not MessagePack"),
+        (b"\x80", "not a list"),
+        (b"\x91\x01", "is not a tensor's"),
+        (b"\x91\x91\xa1t", "is not a tensor's"),
+        (b"\xdc\x00\x00", "canonical"),
+        (encode([record()]).replace(b"\x10", b"\xcc\x10"), "canonical"),
+    ],
+)
+def test_bytes_that_are_no_canonical_manifest_are_refused(manifest: bytes, word: str):
+    """Garbage, a second document, other shapes, a longer encoding of the same: each is named."""
+    with pytest.raises(ProtocolError, match=r"gms\.bad_manifest") as caught:
+        check_manifest(manifest, [4096])
+    assert word in caught.value.message
+
+
+def test_manifest_reads_back_what_was_encoded_in_order():
+    """Names to records, strides and scalars too; the bytes are kept as they came."""
+    records = [record(name="z", shape=(), nbytes=4), record(name="a", offset=8, strides=(1,))]
+    manifest = Manifest(encode(records))
+    assert list(manifest.values()) == records
+    assert list(manifest) == ["z", "a"]
+    assert len(manifest) == 2
+    assert manifest.encoded == encode(records)
+    with pytest.raises(KeyError):
+        manifest["b"]
 
 
 def test_overlapping_tensors_are_refused_but_tied_ones_are_not():
     """Half an overlap is a mistake; the very same bytes twice are tied weights."""
-    check_manifest([record(), record(name="tied")], [4096])
+    check_manifest(encode([record(), record(name="tied")]), [4096])
     with pytest.raises(ProtocolError, match="overlap"):
-        check_manifest([record(), record(name="u", offset=8)], [4096])
+        check_manifest(encode([record(), record(name="u", offset=8)]), [4096])
     with pytest.raises(ProtocolError, match="twice"):
-        check_manifest([record(), record(offset=64)], [4096])
+        check_manifest(encode([record(), record(offset=64)]), [4096])
 
 
 def test_layout_hash_covers_every_field_of_structure():
     """Change any one field and the hash changes; the same structure hashes the same."""
-    base = layout_hash([4096], [record()])
-    assert base == layout_hash((4096,), (record(),))
+    base = layout_hash([4096], encode([record()]))
+    assert base == layout_hash((4096,), encode((record(),)))
     changed = [
-        layout_hash([8192], [record()]),
+        layout_hash([8192], encode([record()])),
+        layout_hash([2048, 2048], encode([record()])),
         *(
-            layout_hash([4096], [record(**change)])
+            layout_hash([4096], encode([record(**change)]))
             for change in (
                 {"name": "u"},
                 {"offset": 256},
