@@ -131,8 +131,8 @@ class CudaReservation:
     def free(self) -> None:
         if self.address:
             with contextlib.ExitStack() as stack:
-                address, self.address = self.address, 0
-                stack.callback(self._call, "MemAddressFree", address, self.size_bytes)
+                stack.callback(self._call, "MemAddressFree", self.address, self.size_bytes)
+                stack.callback(setattr, self, "address", 0)
                 self.unmap()
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:

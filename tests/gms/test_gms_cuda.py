@@ -1,0 +1,269 @@
+"""CUDA memory by itself, on the stand-in for the driver: what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from gms.vmm.cuda import ALLOCATION_BYTES_MAX, CudaAllocation, CudaMemory
+from gms.vmm.cuda_driver import MENDS
+from gms.vmm.host import HostMemory
+from gms.vmm.kinds import memory_for
+from tests.helpers import open_fds
+from tests.standin import build
+from tests.standin.driver import call as standin
+from understudy.errors import InvariantError, UnderstudyError, UsageError
+from understudy.wire.fds import OwnedFd
+
+STEP = 2 << 20
+GPU = build.GPU_A
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fresh machine; what a test opens, it closes, so that its memory is free again."""
+    build.use(monkeypatch)
+    before = open_fds()
+    yield
+    standin("CtxSetCurrent", 0)
+    assert open_fds() == before
+
+
+@pytest.fixture
+def memory() -> CudaMemory:
+    return CudaMemory(GPU)
+
+
+def error_of(memory: CudaMemory, *, size_bytes: int = STEP) -> UnderstudyError:
+    with pytest.raises(UnderstudyError) as caught:
+        memory.create(size_bytes, "t")
+    return caught.value
+
+
+def test_device_is_found_by_its_uuid_whatever_its_number():
+    """Both devices, by name: each serves its own memory; the other's is refused."""
+    first, second = CudaMemory(build.GPU_A), CudaMemory(build.GPU_B)
+    assert {first.driver.ordinal, second.driver.ordinal} == {0, 1}
+    one, other = first.create(STEP, "t"), second.create(STEP, "t")
+    for mine, device in ((one, build.GPU_A), (other, build.GPU_B)):
+        assert device in os.readlink(f"/proc/self/fd/{mine.fileno()}")
+        mine.release()
+
+
+def test_device_that_is_not_visible_is_one_sentence():
+    """Another UUID, or a MIG instance's: what CUDA shows instead, and what to look at."""
+    for name in ("GPU-dddddddd-0000-0000-0000-000000000000", "MIG-dddd"):
+        with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES") as caught:
+            memory_for(name)
+        assert caught.value.code == "gms.device_not_visible"
+        assert len(caught.value.details["visible"]) == 2
+
+
+def test_kind_of_memory_follows_from_the_devices_name():
+    """HOST-… and GPU-…: never one for the other."""
+    assert isinstance(memory_for("HOST-0"), HostMemory)
+    assert isinstance(memory_for(GPU), CudaMemory)
+
+
+def test_devices_without_shareable_memory_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """No virtual memory management: said at start, not at the first slab."""
+    monkeypatch.setenv("STANDIN_NO_VMM", "1")
+    with pytest.raises(UsageError, match=r"gms\.device_unsuitable"):
+        CudaMemory(GPU)
+
+
+def test_memory_is_mapped_side_by_side_and_spans_slabs(memory: CudaMemory):
+    """Two slabs in one range: bytes across their border, read-only in place, at one address."""
+    first, second = memory.create(STEP, "a"), memory.create(2 * STEP, "b")
+    reservation = memory.reserve(4 * STEP)
+    address = reservation.address
+    with pytest.raises(InvariantError, match="do not follow"):
+        reservation.map(STEP, [first], writable=True)
+    reservation.map(0, [first], writable=True)
+    with pytest.raises(InvariantError, match="as a whole"):
+        reservation.map(STEP, [second], writable=False)
+    host = HostMemory().create(STEP, "h")
+    with pytest.raises(InvariantError, match="take memory of a device"):
+        reservation.map(STEP, [host], writable=True)
+    host.release()
+    with pytest.raises(InvariantError, match="do not follow"):
+        reservation.map(STEP, [second, second], writable=True)
+    reservation.map(STEP, [second], writable=True)
+    reservation.write(STEP - 2, memoryview(b"..span")[2:])
+    reservation.write(0, b"")
+    assert reservation.read(STEP - 2, 4) == b"span"
+    assert reservation.read(0, 0) == b""
+    for offset, size in ((-1, 1), (3 * STEP, 1)):
+        with pytest.raises(InvariantError, match="not mapped"):
+            reservation.read(offset, size)
+    reservation.make_read_only()
+    assert reservation.read(STEP - 2, 4) == b"span"
+    reservation.unmap()
+    reservation.unmap()
+    reservation.map(0, [first, second], writable=False)
+    assert (reservation.address, reservation.read(STEP - 2, 4)) == (address, b"span")
+    for undo in (reservation.free, reservation.free, *(s.release for s in (first, second))):
+        undo()
+        undo()
+
+
+def test_device_memory_has_no_view(memory: CudaMemory):
+    """The host cannot address it: an error that says what can be done instead."""
+    reservation = memory.reserve(STEP)
+    with pytest.raises(UnderstudyError, match="read and write") as caught:
+        reservation.view(0, 1)
+    assert caught.value.code == "gms.not_host_memory"
+    reservation.free()
+
+
+@pytest.mark.parametrize("failing", ["cuMemMap:2:999", "cuMemSetAccess:1:999"])
+def test_map_is_all_or_nothing(memory: CudaMemory, monkeypatch: pytest.MonkeyPatch, failing: str):
+    """The second map, or setting access, fails: nothing is mapped, and it can be tried again."""
+    slabs = [memory.create(STEP, name) for name in ("a", "b", "c")]
+    reservation = memory.reserve(3 * STEP)
+    reservation.map(0, slabs[:1], writable=True)
+    monkeypatch.setenv("STANDIN_FAIL", failing)
+    with pytest.raises(UnderstudyError, match="CUDA_ERROR_UNKNOWN"):
+        reservation.map(STEP, slabs[1:], writable=True)
+    assert reservation.mapped_bytes == STEP
+    reservation.map(STEP, slabs[1:], writable=True)
+    reservation.write(2 * STEP, b"x")
+    reservation.free()
+    for slab in slabs:
+        slab.release()
+
+
+def test_what_is_no_slab_of_this_device_is_refused(memory: CudaMemory):
+    """A pipe, host memory, another size, less than all: `gms.bad_slab`, and nothing stays open."""
+    reading, writing = os.pipe()
+    os.close(writing)
+    host = HostMemory().create(STEP, "h")
+    for fd in (OwnedFd(reading), host.export(writable=False)):
+        with pytest.raises(UnderstudyError, match=r"gms\.bad_slab"):
+            memory.adopt(fd, STEP)
+    host.release()
+    slab = memory.create(2 * STEP, "t")
+    slab.check()
+    for wrong in (STEP, 4 * STEP):
+        adopted = memory.adopt(slab.export(writable=False), wrong)
+        with pytest.raises(UnderstudyError, match=r"gms\.bad_slab"):
+            adopted.check()
+        reservation = memory.reserve(wrong)
+        with pytest.raises(UnderstudyError, match=r"gms\.bad_slab"):
+            reservation.map(0, [adopted], writable=False)
+        reservation.free()
+        adopted.release()
+    good = memory.adopt(slab.export(writable=False), 2 * STEP)
+    good.check()
+    good.release()
+    slab.release()
+
+
+def test_sealed_memory_is_not_exported_writable(memory: CudaMemory):
+    """The driver knows no seal; that we lend it to readers only is our own rule."""
+    slab = memory.create(STEP, "t")
+    slab.export(writable=True).close()
+    slab.seal()
+    with pytest.raises(InvariantError):
+        slab.export(writable=True)
+    with slab.export(writable=False) as lent:
+        assert not os.get_inheritable(lent.fileno())
+    assert fcntl.fcntl(slab.fileno(), fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    slab.release()
+    with pytest.raises(InvariantError, match="released"):
+        _ = slab.handle
+
+
+def test_sizes_are_multiples_of_the_drivers_granularity(memory: CudaMemory):
+    """The granularity is the driver's; other sizes are our own fault, before any call."""
+    assert memory.granularity_bytes == STEP
+    assert memory.allocation_bytes_max == ALLOCATION_BYTES_MAX == 2 << 30
+    for size in (0, 4096, STEP + 1):
+        with pytest.raises(InvariantError):
+            memory.create(size, "t")
+
+
+def test_full_device_is_an_error_of_its_own(memory: CudaMemory, monkeypatch: pytest.MonkeyPatch):
+    """The driver is out of memory: `gms.device_full`, which the service waits on."""
+    monkeypatch.setenv("STANDIN_MEMORY", str(2 * STEP))
+    slab = memory.create(STEP, "t")
+    full = error_of(memory, size_bytes=2 * STEP)
+    assert full.code == "gms.device_full"
+    assert full.details["driver_error"] == "CUDA_ERROR_OUT_OF_MEMORY"
+    slab.release()
+
+
+@pytest.mark.parametrize("code", [214, 304, 700, 999])
+def test_errors_carry_the_drivers_name_and_a_mend(
+    memory: CudaMemory, monkeypatch: pytest.MonkeyPatch, code: int
+):
+    """Any other failure: which call, the driver's own name for it, what to do about the usual."""
+    monkeypatch.setenv("STANDIN_FAIL", f"cuMemCreate:1:{code}")
+    failed = error_of(memory)
+    assert failed.code == "gms.driver_failed"
+    name = failed.details["driver_error"]
+    assert failed.message == f"cuMemCreate failed with {name}" + (
+        f": {MENDS[name]}" if name in MENDS else ""
+    )
+
+
+def test_slab_that_cannot_be_exported_is_given_back(
+    memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
+):
+    """Creation succeeds and export fails: the handle is released (no descriptor stays open)."""
+    monkeypatch.setenv("STANDIN_FAIL", "cuMemExportToShareableHandle:1:304")
+    assert "ulimit" in error_of(memory).message
+
+
+def test_no_context_is_made_unless_the_driver_wants_one(
+    memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
+):
+    """Create, export, adopt, check, release: none. Where the driver refuses: one, on any thread."""
+    slab = memory.create(STEP, "t")
+    memory.adopt(slab.export(writable=False), STEP).release()
+    slab.check()
+    assert memory.facts() == {
+        "cuda_version": "13.0",
+        "granularity_bytes": STEP,
+        "has_context": False,
+    }
+    monkeypatch.setenv("STANDIN_NEEDS_CONTEXT", "1")
+    monkeypatch.setenv("STANDIN_FAIL", "cuDevicePrimaryCtxRetain:2:999")  # one is enough
+    made: list[CudaAllocation] = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: made.append(memory.create(STEP, "t")))
+        thread.start()
+        thread.join()
+    assert memory.facts()["has_context"]
+    for each in (slab, *made):
+        each.release()
+
+
+def test_context_can_be_asked_for_at_once():
+    """For a process that will need one: made when the memory is opened."""
+    memory = CudaMemory(GPU, context=True)
+    assert memory.facts()["has_context"]
+
+
+def test_failed_initialisation_says_what_to_do():
+    """cuInit fails in a fresh process: its code's name and mend, as `gms.no_cuda`."""
+    program = (
+        "from gms.vmm.kinds import memory_for\n"
+        f"try: memory_for({GPU!r})\n"
+        "except Exception as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "STANDIN_FAIL": "cuInit:1:802"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "fabric manager" in done.stdout
+    assert "gms.no_cuda" in done.stdout
