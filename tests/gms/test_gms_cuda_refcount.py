@@ -1,0 +1,112 @@
+"""When device memory is free, step by step over real processes, with NVML as the witness.
+
+The seed's Decision 7, measured there with nvidia-smi: memory is counted by references across
+processes; the server's release frees nothing while a client holds it, and nothing can force that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.gms.memory_process import Holder
+from tests.standin import build
+from understudy.wire.fds import OwnedFd
+
+MIB = 1 << 20
+SIZE = 512 * MIB
+GPU = build.GPU_A
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    build.use(monkeypatch)
+
+
+@pytest.fixture
+def holder() -> Iterator[Callable[[], Holder]]:
+    started: list[Holder] = []
+
+    def start() -> Holder:
+        started.append(Holder(GPU))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+
+
+def used() -> int:
+    """What NVML says is in use on the device, by anybody."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    found = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(GPU)).used
+    pynvml.nvmlShutdown()
+    return int(found)
+
+
+def shared(server: Holder, client: Holder) -> None:
+    """The server makes memory, the client imports and maps it; no descriptor stays on the way."""
+    fd = server.do(f"create {SIZE}")
+    assert isinstance(fd, OwnedFd)
+    with fd:
+        client.do(f"import {SIZE}", fd)
+    client.do("map")
+
+
+def test_memory_is_free_when_the_last_of_all_processes_lets_go(holder: Callable[[], Holder]):
+    """The table: baseline, create and import, server releases, client releases, death."""
+    server, client = holder(), holder()
+    assert used() == 0, "baseline"
+    shared(server, client)
+    assert used() == SIZE, "one piece of memory, however many hold it"
+    server.do("release")
+    assert used() == SIZE, "the server's release frees nothing"
+    client.do("unmap")
+    assert used() == SIZE, "neither does unmapping, while the client has its handle"
+    client.do("release")
+    assert used() == 0, "freed by the last reference"
+    client.kill()
+    assert used() == 0, "back to the baseline"
+
+
+def test_client_that_only_maps_keeps_the_memory(holder: Callable[[], Holder]):
+    """Handles and descriptors are all gone, a mapping is left: not freed until it goes too."""
+    server, client = holder(), holder()
+    shared(server, client)
+    server.do("release")
+    client.do("release")
+    assert used() == SIZE
+    client.do("unmap")
+    assert used() == 0
+
+
+@pytest.mark.parametrize("first", ["server", "client"])
+def test_death_frees_like_a_release(holder: Callable[[], Holder], first: str):
+    """SIGKILL one of two: the memory stays for the other; SIGKILL that one: it is free."""
+    server, client = holder(), holder()
+    shared(server, client)
+    one, other = (server, client) if first == "server" else (client, server)
+    one.kill()
+    assert used() == SIZE
+    other.kill()
+    assert used() == 0
+
+
+def test_descriptor_alone_keeps_the_memory(holder: Callable[[], Holder]):
+    """Everybody who ever opened the device is dead: what a third process holds is importable."""
+    server = holder()
+    fd = server.do(f"create {SIZE}")
+    server.kill()
+    assert used() == SIZE
+    newcomer = holder()
+    newcomer.do(f"import {SIZE}", fd)
+    assert fd is not None
+    fd.close()
+    newcomer.do("map")
+    newcomer.kill()
+    assert used() == 0
