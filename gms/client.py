@@ -5,16 +5,18 @@
     if isinstance(session, Writer):
         session.plan(total_bytes, tensor_bytes_max)      # optional: slabs get the right size
         for name, shape, dtype, nbytes in …:
-            session.place(name, nbytes, shape, dtype)[:] = …
+            session.place(name, nbytes, shape, dtype)    # its address
+            session.write(name, …)                       # or session.view(name), on the host
             session.progress(done_bytes, total_bytes)    # silence is taken for a stall
         session = session.commit(identity)               # now a Reader, at the same addresses
     weights = {name: session.view(name) for name in session.tensors}
+    Keeper(session).start()                              # the service may die; we go on
 
 No numpy, no asyncio, no click here: this runs inside workers whose loops belong to somebody else.
 A session is its connection: when `fileno()` becomes readable, the service is gone. The views are
 bare addresses: one that is used after `unmap` or `close` ends the process (SIGSEGV), and so does
-writing to a view of `place` after `commit`. Readers keep their descriptors, as survivors from
-which a restarted service can get its memory back.
+writing to a writer's view after `commit`. Readers keep their descriptors: a restarted service gets
+its memory back from them, which is the keeper's work.
 """
 
 from __future__ import annotations
@@ -28,18 +30,21 @@ from typing import Any
 from gms import epoch_file, messages, names
 from gms.attachment import Attachment
 from gms.core.manifest import TensorRecord
+from gms.keeper import Keeper
 from gms.messages import CATALOGUE, Attach, Attached, Slabs, Waiting, Writing
 from gms.sessions import Reader, Writer, unexpected_answer
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import Memory
 from understudy.errors import WaitTimeoutError
+from understudy.service.fd_limit import make_fd_room
 from understudy.wire.blocking import BlockingClient, Reply
 from understudy.wire.fds import OwnedFd, close_all
 
-__all__ = ["Reader", "TensorRecord", "Writer", "messages", "open_session"]
+__all__ = ["Keeper", "Reader", "TensorRecord", "Writer", "messages", "open_session"]
 
 # The server answers a wait that is over by itself; this is how much longer we listen for it.
 GRACE_S = 5.0
+CONNECT_TIMEOUT_S = 5.0  # a server that does not accept for so long hangs
 OnWait = Callable[[str], None]
 
 
@@ -93,20 +98,28 @@ class _Opening:
         self.path = path
         self.memory = memory
 
+    def connect(self, deadline_s: float = CONNECT_TIMEOUT_S) -> BlockingClient:
+        """A fresh connection to the device's server."""
+        return BlockingClient(self.path, CATALOGUE, connect_timeout_s=deadline_s)
+
     def run(
         self, request: Attach, wait_s: float, on_wait: OnWait = lambda reason: None
     ) -> Reader | Writer:
         with contextlib.ExitStack() as stack:
             # Opened first for its low number; see `epoch_file.join`.
             placeholder = stack.enter_context(_placeholder())
-            client = stack.enter_context(BlockingClient(self.path, CATALOGUE))
+            client = stack.enter_context(self.connect())
             reply = _granted(client, request, wait_s, on_wait)
             message = reply.message
             attachment = Attachment(self.memory)
             stack.callback(attachment.close)
             if isinstance(message, Writing):
                 attachment.hold(self._join(message.epoch_file, placeholder))
-                session: Reader | Writer = Writer(self, client, attachment, request, message)
+                # Addresses for all that it could ever write: more may become free while it loads.
+                attachment.reserve(message.capacity_bytes)
+                session: Reader | Writer = Writer(
+                    self, client, attachment, request, message, on_wait
+                )
             elif isinstance(message, Attached):
                 self._take_slabs(client, reply, message, attachment, placeholder)
                 session = Reader(self, client, attachment, request, message)
@@ -126,19 +139,23 @@ class _Opening:
     ) -> None:
         """Every descriptor of the answer, then the flock, then the mappings: in this order."""
         fds = list(reply.fds)
+        count = len(message.slab_sizes)
         try:
-            while len(fds) < len(message.slab_sizes):
+            if count > len(fds):
+                make_fd_room(count - len(fds))
+            while len(fds) < count:
                 more = client.receive(GRACE_S)
                 fds += more.fds
                 if not isinstance(more.message, Slabs) or more.message.epoch != message.epoch:
                     raise unexpected_answer(more.message.TYPE, "attach")
-            if len(fds) != len(message.slab_sizes):
+            if len(fds) != count:
                 raise unexpected_answer(f"{len(fds)} descriptors", "attach")
             attachment.hold(self._join(message.epoch_file, placeholder))
+            attachment.reserve(sum(message.slab_sizes))
         except BaseException:
             close_all(fds)
             raise
-        attachment.adopt(fds, message.slab_sizes)
+        attachment.adopt(fds, message.slab_sizes, writable=False)
 
     def _join(self, name: str, placeholder: OwnedFd) -> OwnedFd:
         if not names.is_epoch_file(name):

@@ -1,90 +1,126 @@
 """What is committed on a device, on disk: read by a restarted server, written before a commit is
-answered. Small (no manifest: that comes with the memory), and replaced in one step.
+answered. Small enough for a slot (no manifest, no identity: those come back with the memory).
 
-An unreadable journal is kept aside and counts as none: the epochs' files, and the flocks on them,
-still say whether anybody maps something.
+One slot that cannot be read may have been the newest commit: then nobody knows what is committed,
+which is said (`Loaded.is_lost`), and the survivors' word decides. The file is kept aside.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from dataclasses import asdict, dataclass
 
 from gms import names
 from gms.core.events import JournalRecord
 from gms.core.manifest import LayoutHash
 from understudy.errors import UnderstudyError
-from understudy.service.files import read_json, write_atomic
+from understudy.service.slots import FILE_BYTES, SlotFile, SlotFormat, put_aside
 
+FORMAT = SlotFormat("understudy-gms 1")
 SCHEMA = 1
-
-BROKEN = (UnderstudyError, ValueError, KeyError, TypeError, OSError)
 
 logger = logging.getLogger(__name__)
 
 
-def read(path: str) -> JournalRecord | None:
-    """The record in `path`; None where nothing is committed. A broken one is moved aside."""
-    try:
-        return _parse(path)
-    except BROKEN as error:
-        _keep_aside(path, error)
-        return None
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was found; `is_lost`: there was something, and it cannot be read."""
+
+    record: JournalRecord | None = None
+    is_lost: bool = False
+
+
+class Journal:
+    """The open file of one device. `write` is durable when it returns; used by one thread."""
+
+    def __init__(self, path: str) -> None:
+        """Read it, or put an unreadable one aside and make a new one.
+
+        Raises:
+            UnderstudyError: `gms.journal_unwritable`, `gms.journal_in_use`.
+        """
+        self.path = path
+        try:
+            self.loaded = _load(path)
+            is_there = os.path.lexists(path)
+            if is_there and self.loaded.is_lost:
+                logger.warning("%s cannot be read; it is kept as %s", path, put_aside(path))
+            if not is_there or self.loaded.is_lost:
+                FORMAT.create(path, _text(None))
+            self._file = SlotFile(path, FORMAT)
+        except BlockingIOError as error:
+            raise UnderstudyError(
+                "gms.journal_in_use", f"another process has locked {path}", path=path
+            ) from error
+        except OSError as error:
+            raise _unwritable(path, error) from error
+
+    def write(self, record: JournalRecord | None) -> None:
+        """Put `record` on disk.
+
+        Raises:
+            UnderstudyError: `gms.journal_unwritable`, with the reason; it may or may not be there.
+        """
+        try:
+            self._file.write(_text(record))
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def peek(path: str) -> JournalRecord | None:
-    """`read` for onlookers: it leaves everything as it is."""
+    """The record as a bystander sees it; None where there is none to be read. Changes nothing."""
     try:
-        return _parse(path)
-    except BROKEN:
+        return _load(path).record
+    except OSError:
         return None
 
 
-def write(path: str, record: JournalRecord | None) -> None:
-    """Put `record` on disk.
-
-    Raises:
-        UnderstudyError: `gms.journal_unwritable`, with the reason; what was there is untouched.
-    """
-    document: dict[str, object] = {"schema": SCHEMA, "epoch": None}
-    if record is not None:
-        document = {
-            "schema": SCHEMA,
-            "epoch": record.epoch,
-            "slab_sizes": list(record.slab_sizes),
-            "layout_hash": record.layout_hash,
-            "identity": dict(record.identity),
-        }
+def _load(path: str) -> Loaded:
     try:
-        write_atomic(path, document)
-    except OSError as error:
-        raise UnderstudyError(
-            "gms.journal_unwritable", f"{path}: {error.strerror}; make room there", path=path
-        ) from error
+        with open(path, "rb") as stream:
+            raw = stream.read(FILE_BYTES + 1)
+    except FileNotFoundError:
+        return Loaded()
+    slots = FORMAT.decode(raw)
+    known = [slot for slot in slots if slot is not None]
+    if len(known) < len(slots):
+        return Loaded(is_lost=True)
+    try:
+        return Loaded(_meaning(max(known)[1]))
+    except (ValueError, KeyError, TypeError):
+        return Loaded(is_lost=True)  # a checksum that fits: another version's file
 
 
-def _parse(path: str) -> JournalRecord | None:
-    found = read_json(path)
+def _text(record: JournalRecord | None) -> bytes:
+    body = {"schema": SCHEMA, "committed": None if record is None else asdict(record)}
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _meaning(text: bytes) -> JournalRecord | None:
+    body = json.loads(text)
+    if body["schema"] != SCHEMA:
+        raise ValueError(f"its schema is {body['schema']!r}")
+    found = body["committed"]
     if found is None:
-        return None
-    if found["schema"] != SCHEMA:
-        raise ValueError(f"its schema is {found['schema']!r}")
-    if found["epoch"] is None:
         return None
     if not names.is_epoch_id(found["epoch"]):
         raise ValueError("it names no epoch")
+    digest = found["digest"]
     return JournalRecord(
         epoch=found["epoch"],
-        slab_sizes=tuple(int(size) for size in found["slab_sizes"]),
+        size_bytes=int(found["size_bytes"]),
         layout_hash=LayoutHash(str(found["layout_hash"])),
-        identity=dict(found["identity"]),
+        identity_hash=str(found["identity_hash"]),
+        digest=None if digest is None else str(digest),
     )
 
 
-def _keep_aside(path: str, error: Exception) -> None:
-    aside = f"{path}.unreadable"
-    logger.warning("%s cannot be understood (%s); it is kept as %s", path, error, aside)
-    try:
-        os.replace(path, aside)
-    except OSError as problem:
-        logger.warning("%s could not be kept aside: %s", path, problem.strerror)
+def _unwritable(path: str, error: OSError) -> UnderstudyError:
+    return UnderstudyError(
+        "gms.journal_unwritable", f"{path}: {error.strerror}; make room there", path=path
+    )

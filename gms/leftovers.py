@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from gms import journal, names
-from gms.core.events import EpochPhase
+from gms import names
+from gms.core.events import EpochPhase, JournalRecord
 from gms.core.state import Epoch
 
 
-def left_behind(directory: str, device: str, tag: str) -> list[Epoch]:
-    """The epochs of earlier servers of `device`, by their files; the journal knows more of one.
+def left_behind(directory: str, device: str, tag: str, record: JournalRecord | None) -> list[Epoch]:
+    """The epochs of earlier servers of `device`, by their files; the journal knows one of them.
 
     Staging epochs are among them: a writer may outlive its server by a moment, and for that moment
-    its memory is in use. An epoch whose processes are all gone is found free at the first look.
-    This is where a later version asks survivors for the journalled epoch.
+    its memory is in use. An epoch whose processes are all gone is found free at the first look; the
+    journalled one is expected back from whoever still maps it.
     """
-    record = journal.read(names.journal_path(directory, device, tag))
     ids = names.epochs_on_disk(directory, device, tag)
     if record is not None and record.epoch not in ids:
         ids.append(record.epoch)
     orphans = {id_: Epoch(id_, EpochPhase.ORPHANED) for id_ in ids}
     if record is not None:
         known = orphans[record.epoch]
-        known.slab_sizes = list(record.slab_sizes)
-        known.layout_hash, known.identity = record.layout_hash, record.identity
+        # Its slabs are not known before it is back; for the books it is one piece until then.
+        known.slab_sizes = [record.size_bytes]
+        known.expected = record
     return list(orphans.values())

@@ -3,6 +3,7 @@
 Meaning of the messages only; frames are `understudy.wire`'s and legality is `gms/core`'s. One
 `attach` may be answered several times: `waiting` any number of times, then `writing`, or
 `attached` and the `slabs` frames that its descriptors did not fit in. All repeat its request id.
+Manifests are bytes, which `gms/core/manifest.py` makes and reads.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from gms.core.manifest import TensorRecord
+from gms.core.capacity import SLABS_MAX
 from understudy.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
 from understudy.wire.messages import Catalogue, Length, Message, Range
 from understudy.wire.observe import Status as Status
@@ -19,6 +20,7 @@ from understudy.wire.observe import StatusReply as StatusReply
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
 WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: longer waits are a unit mistaken for another
 RANKS_MAX = 1024
+DETAIL_LENGTH_MAX = 2048  # a sentence of a driver or a canary, not a core dump
 
 Name = Annotated[str, Length(1, 128)]
 Bytes = Annotated[int, Range(0, BYTES_MAX)]
@@ -58,7 +60,7 @@ class Attached(Message):
     identity: dict[str, Any]
     layout_hash: str
     slab_sizes: tuple[int, ...]
-    manifest: tuple[TensorRecord, ...]
+    manifest: bytes
     first: int = 0
 
 
@@ -115,7 +117,7 @@ class Commit(Message):
 
     TYPE: ClassVar[str] = "commit"
     identity: dict[str, Any]
-    manifest: tuple[TensorRecord, ...]
+    manifest: bytes
     layout_hash: str
 
 
@@ -125,6 +127,111 @@ class Committed(Message):
 
     TYPE: ClassVar[str] = "committed"
     epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin(Message):
+    """A session ended with its server: say what this process maps, to be its reader again.
+    `was_committed` is false for a writer whose commit was not answered."""
+
+    TYPE: ClassVar[str] = "rejoin"
+    engine: Name
+    incarnation: Name
+    epoch: Name
+    slab_sizes: Annotated[tuple[Bytes, ...], Length(0, SLABS_MAX)]
+    was_committed: bool
+    rank: Annotated[int, Range(0, RANKS_MAX)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoined(Message):
+    """Registered. Another answer to `rejoin` is `wanted`."""
+
+    TYPE: ClassVar[str] = "rejoined"
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted(Message):
+    """The service has lost this epoch: hand it back with `offer`."""
+
+    TYPE: ClassVar[str] = "wanted"
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(Message):
+    """The epoch, with the read-only descriptors of its first slabs; more come in `slabs`."""
+
+    TYPE: ClassVar[str] = "offer"
+    FDS: ClassVar[tuple[int, int]] = (0, FDS_PER_FRAME_MAX)
+    epoch: Name
+    identity: dict[str, Any]
+    manifest: bytes
+    layout_hash: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Condemn(Message):
+    """The bytes are bad: `why` is `device_error` or `canary`. Has no answer: its sender is about
+    to end."""
+
+    TYPE: ClassVar[str] = "condemn"
+    why: Name
+    detail: Annotated[str, Length(0, DETAIL_LENGTH_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class DigestWanted(Message):
+    """A reader is asked for the digest of its epoch's bytes."""
+
+    TYPE: ClassVar[str] = "digest_wanted"
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Digest(Message):
+    """SHA-256, in hex, of all slabs in order: unasked by the writer after its commit, or the
+    answer to `digest_wanted`. None: this reader has better things to do."""
+
+    TYPE: ClassVar[str] = "digest"
+    digest: Annotated[str, Length(64, 64)] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verify(Message):
+    """Ask whether the committed bytes are still those that were written."""
+
+    TYPE: ClassVar[str] = "verify"
+
+
+@dataclass(frozen=True, slots=True)
+class Verified(Message):
+    """`expected` is None while the writer has not computed it."""
+
+    TYPE: ClassVar[str] = "verified"
+    epoch: str
+    expected: str | None
+    found: str
+    reader: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Message):
+    """Take the committed epoch out of service."""
+
+    TYPE: ClassVar[str] = "drop"
+    epoch: Name | None = None
+    even_if_mapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped(Message):
+    """Done; its memory is freed when the last of `readers` leaves."""
+
+    TYPE: ClassVar[str] = "dropped"
+    epoch: str
+    readers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +258,17 @@ CATALOGUE = Catalogue(
     Progress,
     Commit,
     Committed,
+    Rejoin,
+    Rejoined,
+    Wanted,
+    Offer,
+    Condemn,
+    DigestWanted,
+    Digest,
+    Verify,
+    Verified,
+    Drop,
+    Dropped,
     Status,
     StatusReply,
     Inspect,

@@ -5,12 +5,16 @@ Works with a server down: then the journal says what was committed, marked as an
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 import re
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from gms import journal
 from gms import messages as msg
+from gms.core.manifest import Manifest
 from understudy.errors import UnderstudyError, UnreachableError
 from understudy.wire.blocking import BlockingClient
 from understudy.wire.messages import Message
@@ -90,6 +94,8 @@ def _ask(directory: str, device: str, tag: str, *, in_full: bool) -> dict[str, A
         with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=TIMEOUT_S) as client:
             answer = client.request(question, timeout_s=TIMEOUT_S).message
         assert isinstance(answer, msg.StatusReply | msg.InspectReply)
+        for epoch in answer.document.get("epochs", ()):
+            epoch["tensors"] = _tensors(epoch.pop("manifest"), epoch["slab_sizes"])
         return {**answer.document, "online": True}
     except UnderstudyError as error:
         record = journal.peek(path.removesuffix(".sock") + ".json")
@@ -100,8 +106,24 @@ def _ask(directory: str, device: str, tag: str, *, in_full: bool) -> dict[str, A
             "state": "offline",
             "reason": error.message,
             "epoch": record.epoch if record else None,
-            "committed_bytes": sum(record.slab_sizes) if record else 0,
+            "committed_bytes": record.size_bytes if record else 0,
         }
+
+
+def _tensors(manifest: bytes, slab_sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """What `inspect` shows of each tensor; `slab` is the one in which it begins."""
+    starts = list(itertools.accumulate(slab_sizes, initial=0))
+    return [
+        {
+            "name": t.name,
+            "slab": bisect.bisect_right(starts, t.offset, hi=len(slab_sizes)) - 1,
+            "offset": t.offset,
+            "shape": list(t.shape),
+            "dtype": t.dtype,
+            "nbytes": t.nbytes,
+        }
+        for t in (Manifest(manifest).values() if manifest else ())
+    ]
 
 
 def _headline(device: dict[str, Any]) -> str:

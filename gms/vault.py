@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
+from collections.abc import Sequence
 
 from gms import epoch_file
+from gms.core.manifest import check_manifest
 from gms.vmm.interface import Allocation, Memory
 from understudy.errors import UnderstudyError
-from understudy.wire.fds import OwnedFd
+from understudy.wire.fds import OwnedFd, close_all
 
 
 class Vault:
@@ -54,14 +57,42 @@ class Vault:
         slabs.append(slab)
         return fd
 
-    def seal(self, epoch: str) -> None:
-        """Make every slab read-only for ever.
+    def seal(self, epoch: str, manifest: bytes) -> int:
+        """Check the manifest and make every slab read-only for ever; the number of tensors.
 
         Raises:
+            ProtocolError: `gms.bad_manifest`.
             UnderstudyError: `gms.still_writable`, somebody can still write.
         """
-        for slab in self._slabs[epoch]:
+        slabs = self._slabs[epoch]
+        tensors = check_manifest(manifest, [slab.size_bytes for slab in slabs])
+        for slab in slabs:
             slab.seal()
+        return tensors
+
+    def adopt(
+        self, epoch: str, fds: Sequence[OwnedFd], slab_sizes: Sequence[int], manifest: bytes
+    ) -> int:
+        """Hold an epoch that a survivor hands back, if it is true; takes `fds`. How many tensors.
+
+        Raises:
+            ProtocolError: `gms.bad_manifest`.
+            UnderstudyError: `gms.bad_slab`, one is not of its size, or somebody can write to it.
+        """
+        slabs: list[Allocation] = []
+        rest = deque(fds)
+        try:
+            tensors = check_manifest(manifest, slab_sizes)
+            for size_bytes in slab_sizes:
+                slabs.append(self.memory.adopt(rest.popleft(), size_bytes))
+                slabs[-1].check()
+        except BaseException:
+            close_all(rest)
+            for slab in slabs:
+                slab.release()
+            raise
+        self._slabs[epoch] = slabs
+        return tensors
 
     def export(self, epoch: str) -> list[OwnedFd]:
         """Read-only descriptors of every slab, in order; the caller owns them.

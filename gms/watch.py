@@ -52,6 +52,11 @@ class EpochWatch:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(0, self._try)
 
+    def discard(self, epoch: str) -> None:
+        """Its file is no longer the question."""
+        self._since_ms.pop(epoch, None)
+        self._look_ms.pop(epoch, None)
+
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gms.core.events import EpochPhase
 from gms.core.state import Epoch, Session
@@ -71,6 +72,20 @@ def fit(
     return TooLarge(_out_of_memory(size_bytes, free, everything, capacity_bytes, sessions))
 
 
+def device_full(
+    error: UnderstudyError, epochs: Iterable[Epoch], sessions: Mapping[int, Session]
+) -> UnderstudyError:
+    """What the driver said about memory that is there by our books, with who holds what of ours."""
+    holders, shown = _holders(epochs, sessions)
+    ours = "; ".join(shown) or "nothing"
+    return UnderstudyError(
+        "gms.out_of_memory",
+        f"{error.details.get('said', error.message)}. Held by this service: {ours}. End what else "
+        "uses the device, or use a smaller model",
+        **{**error.details, "said": error.details.get("said", error.message), "holders": holders},
+    )
+
+
 def _out_of_memory(
     size_bytes: int,
     free: int,
@@ -78,7 +93,25 @@ def _out_of_memory(
     capacity_bytes: int,
     sessions: Mapping[int, Session],
 ) -> UnderstudyError:
-    holders = []
+    holders, shown = _holders(epochs, sessions)
+    return UnderstudyError(
+        "gms.out_of_memory",
+        f"a slab of {_gib(size_bytes)} does not fit: the device has {_gib(capacity_bytes)}, "
+        f"{_gib(free)} of it free"
+        + (f"; {'; '.join(shown)}" if shown else "")
+        + ". Use a smaller model, a larger device (--device-bytes), or end what holds the memory",
+        capacity_bytes=capacity_bytes,
+        needed_bytes=size_bytes,
+        free_bytes=free,
+        holders=holders,
+    )
+
+
+def _holders(
+    epochs: Iterable[Epoch], sessions: Mapping[int, Session]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Who holds what: for programs, and as phrases for people."""
+    holders: list[dict[str, Any]] = []
     shown = []
     for epoch in epochs:
         if not epoch.size_bytes:
@@ -95,17 +128,7 @@ def _out_of_memory(
         )
         by = f" used by {', '.join(users)}" if users else " used by nobody"
         shown.append(f"{epoch.phase} epoch {epoch.id[:8]} {_gib(epoch.size_bytes)}{by}")
-    return UnderstudyError(
-        "gms.out_of_memory",
-        f"a slab of {_gib(size_bytes)} does not fit: the device has {_gib(capacity_bytes)}, "
-        f"{_gib(free)} of it free"
-        + (f"; {'; '.join(shown)}" if shown else "")
-        + ". Use a smaller model, a larger device (--device-bytes), or end what holds the memory",
-        capacity_bytes=capacity_bytes,
-        needed_bytes=size_bytes,
-        free_bytes=free,
-        holders=holders,
-    )
+    return holders, shown
 
 
 def _gib(size_bytes: int) -> str:

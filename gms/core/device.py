@@ -11,20 +11,29 @@ from collections.abc import Iterable
 from gms.core import events as ev
 from gms.core.capacity import free_bytes
 from gms.core.events import Effect, EpochPhase, SessionState
-from gms.core.state import WRITER_STATES, Epoch, Session
-from understudy.errors import InvariantError, ProtocolError
+from gms.core.state import QUEUED, WRITER_STATES, Epoch, Session
+from understudy.errors import InvariantError, ProtocolError, UnderstudyError
+
+WAITERS_MAX = 64  # eight engines of eight ranks; more is a client that attaches in a loop
 
 
 class Device:
     """Epochs and sessions of one device and tag."""
 
     def __init__(
-        self, capacity_bytes: int, granularity_bytes: int, orphans: Iterable[Epoch] = ()
+        self,
+        capacity_bytes: int,
+        granularity_bytes: int,
+        orphans: Iterable[Epoch] = (),
+        *,
+        is_journal_lost: bool = False,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.granularity_bytes = granularity_bytes
         self.epochs: dict[str, Epoch] = {epoch.id: epoch for epoch in orphans}
         self.sessions: dict[int, Session] = {}
+        self.is_journal_lost = is_journal_lost  # what was committed is not on file any more
+        self.recoveries_total = 0
         self.commits_total = 0
         self.exports_total = 0
         self.reclaims_total = 0
@@ -48,13 +57,17 @@ class Device:
         return [s for s in self.sessions.values() if s.state is SessionState.WAITING]
 
     @property
+    def orphans(self) -> list[Epoch]:
+        return [e for e in self.epochs.values() if e.phase is EpochPhase.ORPHANED]
+
+    @property
     def state(self) -> str:
-        """`recovering`, `committed`, `staging` or `empty`: the device as people see it."""
+        """`committed`, `recovering`, `staging` or `empty`: the device as people see it."""
         phases = {epoch.phase for epoch in self.epochs.values()}
-        if EpochPhase.ORPHANED in phases:
-            return "recovering"
         if EpochPhase.COMMITTED in phases:
             return "committed"
+        if EpochPhase.ORPHANED in phases:
+            return "recovering"
         return "staging" if EpochPhase.STAGING in phases else "empty"
 
     @property
@@ -64,6 +77,8 @@ class Device:
     def drop(self, session: Session, why: str) -> list[Effect]:
         """Forget a session that is closed, and give up what it alone kept."""
         del self.sessions[session.id]
+        if session.offer is not None and session.epoch is not None:
+            return [ev.DiscardOffer(session.epoch)]
         epoch = self.epochs.get(session.epoch or "")
         if epoch is None:
             return []
@@ -74,7 +89,7 @@ class Device:
             return [
                 ev.ReleaseEpoch(epoch.id),
                 # Its record may be on disk already; put back what is true.
-                *([self.journal_now()] if session.may_be_journalled else []),
+                *(self.journal() if session.may_be_journalled else []),
                 ev.Record("gms.reclaim", said, {"epoch": epoch.id}, severity="warning"),
             ]
         epoch.readers.discard(session.id)
@@ -91,8 +106,25 @@ class Device:
         epoch.turn("release")
         return [ev.ReleaseEpoch(epoch.id)]
 
-    def journal_now(self) -> ev.WriteJournal:
-        return ev.WriteJournal(None, self.committed.record() if self.committed else None)
+    def journal(self) -> list[Effect]:
+        """Put on disk what is true now, unless a commit is on its way there: that would be
+        overtaken, and it says the same or puts it right itself."""
+        if any(s.state is SessionState.JOURNALLING for s in self.sessions.values()):
+            return []
+        return [ev.WriteJournal(None, self.committed.record() if self.committed else None)]
+
+    def check_waiters(self) -> None:
+        """Whether one more session may queue here.
+
+        Raises:
+            UnderstudyError: `gms.too_many_waiters`.
+        """
+        if sum(s.state in QUEUED for s in self.sessions.values()) >= WAITERS_MAX:
+            raise UnderstudyError(
+                "gms.too_many_waiters",
+                f"{WAITERS_MAX} sessions wait for this device already, which is the limit; "
+                "end some of them and try again",
+            )
 
     def session(self, event: ev.SessionEvent) -> Session:
         session = self.sessions.get(event.session)

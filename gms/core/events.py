@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from gms.core.manifest import LayoutHash, TensorRecord
+from gms.core.manifest import LayoutHash
 from understudy.errors import UnderstudyError
 
 
@@ -36,6 +36,9 @@ class SessionState(StrEnum):
     SEALING = "sealing"  # committing: nobody may write from here on
     JOURNALLING = "journalling"  # committing: sealed, being written down
     READING = "reading"
+    REJOINING = "rejoining"  # came back after a server's death; not registered yet
+    OFFERING = "offering"  # was asked to hand its epoch back
+    ADOPTING = "adopting"  # handed it back; the driver looks at it
     CLOSED = "closed"  # gone, or refused and about to go
 
 
@@ -51,12 +54,13 @@ class EpochPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JournalRecord:
-    """What is on disk about the committed epoch."""
+    """What is on disk about the committed epoch: enough to know it again when it is handed back."""
 
     epoch: str
-    slab_sizes: tuple[int, ...]
-    layout_hash: LayoutHash
-    identity: Mapping[str, Any]
+    size_bytes: int
+    layout_hash: LayoutHash  # covers slab sizes and manifest
+    identity_hash: str
+    digest: str | None = None  # of the bytes; None until the writer has computed it
 
 
 # ---------------------------------------------------------------------------- events
@@ -103,8 +107,50 @@ class Progress(SessionEvent):
 class Commit(SessionEvent):
     request_id: int
     identity: Mapping[str, Any]
-    manifest: tuple[TensorRecord, ...]
+    manifest: bytes
     layout_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin(SessionEvent):
+    """A process whose session ended with the server before this one. `was_committed`: it knows
+    that its epoch was published; a writer whose commit was not answered does not."""
+
+    request_id: int
+    engine: str
+    incarnation: str
+    epoch: str
+    slab_sizes: tuple[int, ...]
+    was_committed: bool
+    rank: int = 0
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(SessionEvent):
+    """The epoch that was asked for; the shell has a descriptor for each slab."""
+
+    request_id: int
+    identity: Mapping[str, Any]
+    manifest: bytes
+    layout_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Condemn(SessionEvent):
+    """A reader says that the bytes are bad: `why` is `device_error` or `canary`."""
+
+    why: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Digested(SessionEvent):
+    """A reader has computed the digest of its epoch's bytes, unasked (`request_id` 0) or for a
+    verification; None: it has better things to do."""
+
+    request_id: int
+    digest: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +165,9 @@ class SlabCreated(SessionEvent):
 
 @dataclass(frozen=True, slots=True)
 class Sealed(SessionEvent):
-    """Every slab is sealed: nobody can write any more."""
+    """The manifest is good, and every slab is sealed: nobody can write any more."""
+
+    tensors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +183,20 @@ class JournalFailed(SessionEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class Adopted(SessionEvent):
+    """What was offered is what it should be, and the driver holds it."""
+
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFull(SessionEvent):
+    """The driver has no memory for the slab that was asked for; others may give some back."""
+
+    error: UnderstudyError
+
+
+@dataclass(frozen=True, slots=True)
 class DriverFailed(SessionEvent):
     """A driver call for this session failed for good."""
 
@@ -146,6 +208,24 @@ class Closed(SessionEvent):
     """The connection is gone: the process died, or left."""
 
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Event):
+    """An operator takes the committed epoch out of service. `session` asks and is told."""
+
+    session: int
+    request_id: int
+    epoch: str | None
+    even_if_mapped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verify(Event):
+    """Somebody asks whether the committed bytes are still what the writer wrote."""
+
+    session: int
+    request_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +263,16 @@ class GrantedWrite(SessionEvent):
 
 @dataclass(frozen=True, slots=True)
 class Refused(SessionEvent):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoined(SessionEvent):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class AskedToOffer(SessionEvent):
     pass
 
 
@@ -234,6 +324,41 @@ class TellCommitted(Answer):
 
 
 @dataclass(frozen=True, slots=True)
+class TellRejoined(Answer):
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskOffer(Answer):
+    """Ask for manifest, identity and descriptors of the epoch."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellDropped(Answer):
+    epoch: str
+    readers: tuple[str, ...]  # who still maps it; its memory is freed when the last leaves
+
+
+@dataclass(frozen=True, slots=True)
+class AskDigest(Answer):
+    """Ask a reader for the digest of its epoch."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellVerified(Answer):
+    """`found` was computed by `reader`; `expected` is the writer's, None while it is pending."""
+
+    epoch: str
+    expected: str | None
+    found: str
+    reader: str
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse(Answer):
     """Send the error, then close the connection."""
 
@@ -255,7 +380,34 @@ class CreateSlab(Effect):
 
 @dataclass(frozen=True, slots=True)
 class SealEpoch(Effect):
+    """Check the manifest, then seal; then `Sealed`, or `DriverFailed`. Both take a while."""
+
     session: int
+    epoch: str
+    manifest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptEpoch(Effect):
+    """Look at what the session offered and hold it; then `Adopted`, or `DriverFailed`."""
+
+    session: int
+    epoch: str
+    slab_sizes: tuple[int, ...]
+    manifest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardOffer(Effect):
+    """Let go of what was adopted of an epoch, or is being adopted: its offer has broken off."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unwatch(Effect):
+    """Its file is no longer the question: the epoch is somebody's again."""
+
     epoch: str
 
 

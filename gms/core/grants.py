@@ -42,14 +42,28 @@ class Grants:
             verdict = decide(session.request, self.device.epochs.values(), self.device.writer)
             if not isinstance(verdict, Wait):
                 raise InvariantError(f"session {session.id} waits although {verdict}")
-            if verdict.message != session.reason_message:
-                session.reason, session.reason_message = verdict.reason, verdict.message
-                effects.append(
-                    ev.TellWaiting(
-                        session.id, session.request.request_id, verdict.reason, verdict.message
-                    )
-                )
+            request_id = session.request.request_id
+            effects += self._tell(session, request_id, verdict.reason, verdict.message)
         return effects
+
+    def tell_full(self, session: Session) -> Effects:
+        """The driver has no memory for a slab: say who holds what of it, as far as we know."""
+        if session.asked is None or session.full is None:
+            raise InvariantError(f"session {session.id} is short of memory that it did not ask for")
+        session.full = capacity.device_full(
+            session.full,
+            self.device.epochs.values(),
+            self.device.sessions,
+        )
+        request_id, message = session.asked.request_id, session.full.message
+        return self._tell(session, request_id, "device_full", message)
+
+    def _tell(self, session: Session, request_id: int, reason: str, message: str) -> Effects:
+        """Say why it waits, if that is news."""
+        if message == session.reason_message:
+            return []
+        session.reason, session.reason_message = reason, message
+        return [ev.TellWaiting(session.id, request_id, reason, message)]
 
     def _grant_read(self, session: Session, now_ms: float) -> Effects:
         epoch = self.device.committed
@@ -81,6 +95,8 @@ class Grants:
         session = self.device.writer
         if session is None or session.asked is None or session.is_issued:
             return []
+        if session.retry_ms is not None:
+            return []  # the driver had no room a moment ago
         epoch = self.device.epoch_of(session)
         granularity = self.device.granularity_bytes
         size = -(-session.asked.size_bytes // granularity) * granularity
@@ -97,9 +113,14 @@ class Grants:
             # Memory that was given up is on its way; the session's deadline is running.
             self.device.oom_waits_total += not session.has_waited
             session.has_waited = True
+            told = self._tell(session, session.asked.request_id, "releasing", _going(self.device))
             if isinstance(fit, capacity.FitsWithout) and self.device.committed is not None:
-                return [*self.device.retire(self.device.committed), ev.WriteJournal(None, None)]
-            return []
+                return [
+                    *told,
+                    *self.device.retire(self.device.committed),
+                    *self.device.journal(),
+                ]
+            return told
         session.has_waited = False
         session.is_issued, session.deadline_ms = True, None
         epoch.slab_sizes.append(size)  # counted from now on, so that nobody else is promised it
@@ -121,10 +142,18 @@ class Grants:
         ]
 
 
+def _going(device: Device) -> str:
+    going = [e for e in device.epochs.values() if e.phase is EpochPhase.RELEASING]
+    return "room is being made: " + (
+        "; ".join(f"epoch {e.id[:8]}" + "".join(f", pid {pid}" for pid in e.holders) for e in going)
+        or "the epoch that is replaced is given up"
+    )
+
+
 def pending_request_id(session: Session) -> int:
     """The request that an error for this session answers; 0 where it asks for nothing now."""
-    for request in (session.commit, session.asked):
-        if request is not None:
+    for request in (session.commit, session.asked, session.offer, session.rejoin):
+        if request is not None and session.state is not SessionState.READING:
             return request.request_id
     is_attaching = session.state in (SessionState.WAITING, SessionState.OPENING)
     return session.request.request_id if is_attaching else 0

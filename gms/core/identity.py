@@ -6,6 +6,9 @@ from the same checkpoint, and the first field that differs is what people are to
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +58,12 @@ def first_mismatch(expected: Any, offered: Any, field: str = "identity") -> Mism
     if type(expected) is not type(offered) or expected != offered:
         return Mismatch(field, expected, offered)
     return None
+
+
+def identity_hash(identity: Mapping[str, Any]) -> str:
+    """SHA-256, in hex: equal for equal identities, whatever the order of their keys."""
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_identity(identity: Any, field: str = "identity", depth: int = 0) -> None:

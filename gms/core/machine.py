@@ -15,9 +15,8 @@ Rules that are easy to break:
 - A completion (`SlabCreated`, …) may arrive after its session has left; it then means nothing.
   The shell performs driver calls in order, so the release that follows undoes the late call.
 
-Seams for what comes later: getting an epoch back from survivors is one more event, an offer,
-that turns an `orphaned` epoch into `committed` (its journal record is kept in the epoch); taking
-an epoch out of service is `Device.retire` without a successor; ranks are in the request already.
+What survivors of a server's death say is `recovery.py`'s; what happens to a committed epoch besides
+being read (condemned, dropped, digested, verified) is `upkeep.py`'s.
 
 This file knows no sockets, no clock, no descriptors and no logging.
 """
@@ -33,11 +32,16 @@ from gms.core.device import Device
 from gms.core.events import Effect, EpochPhase, SessionState
 from gms.core.grants import Grants, pending_request_id
 from gms.core.identity import check_identity, first_mismatch
-from gms.core.manifest import check_manifest, layout_hash
+from gms.core.manifest import layout_hash
+from gms.core.recovery import HANDING_BACK, Recovery
 from gms.core.state import COMPLETIONS, Epoch, Session
+from gms.core.upkeep import Upkeep
 from understudy.errors import InvariantError, ProtocolError, UnderstudyError, WaitTimeoutError
 
-WAITERS_MAX = 64  # eight engines of eight ranks; more is a client that attaches in a loop
+# A full device becomes free when a process that died has been reaped, which takes seconds where it
+# had pinned memory; the driver does not say when, so it is asked again.
+DEVICE_FULL_RETRY_MS = 250
+DEVICE_FULL_WAIT_MS = 60_000.0
 JOURNAL_RETRY_MS = 1000  # a full disk is mended by people; once a second is soon enough
 
 Effects = list[Effect]
@@ -54,12 +58,18 @@ class Machine:
         stall_ms: float,
         new_epoch_id: Callable[[], str],
         orphans: Iterable[Epoch] = (),
+        is_journal_lost: bool = False,
+        now_ms: float = 0.0,
     ) -> None:
         """`orphans` are the epochs of earlier servers whose files exist; each is watched by the
-        shell, as if `ReleaseEpoch` had been asked for it."""
+        shell, as if `ReleaseEpoch` had been asked for it. The journalled one is `expected`."""
         self.stall_ms = stall_ms
-        self.device = Device(capacity_bytes, granularity_bytes, orphans)
+        self.device = Device(
+            capacity_bytes, granularity_bytes, orphans, is_journal_lost=is_journal_lost
+        )
         self._grants = Grants(self.device, new_epoch_id)
+        self._recovery = Recovery(self.device, now_ms)
+        self._upkeep = Upkeep(self.device)
         self._on: Mapping[type[ev.Event], Callable[[Any, float], Effects]] = {
             ev.Attach: self._attach,
             ev.Allocate: self._allocate,
@@ -67,6 +77,14 @@ class Machine:
             ev.Commit: self._commit,
             ev.EpochOpened: self._epoch_opened,
             ev.SlabCreated: self._slab_created,
+            ev.DeviceFull: self._device_full,
+            ev.Rejoin: self._recovery.rejoin,
+            ev.Offer: self._recovery.offer,
+            ev.Adopted: self._recovery.adopted,
+            ev.Condemn: self._upkeep.condemn,
+            ev.Drop: self._upkeep.drop,
+            ev.Verify: self._upkeep.verify,
+            ev.Digested: self._upkeep.digested,
             ev.Sealed: self._sealed,
             ev.Journalled: self._journalled,
             ev.JournalFailed: self._journal_failed,
@@ -81,6 +99,7 @@ class Machine:
         """When to send the next `Tick`."""
         times = [s.deadline_ms for s in self.device.sessions.values()]
         times += [s.retry_ms for s in self.device.sessions.values()]
+        times += [self._recovery.next_report_ms(), self._upkeep.next_deadline_ms()]
         return min((t for t in times if t is not None), default=None)
 
     def handle(self, event: ev.Event, now_ms: float) -> Effects:
@@ -91,27 +110,27 @@ class Machine:
                 answers with the error and closes the connection.
             InvariantError: ours.
         """
-        if (
-            isinstance(event, (*COMPLETIONS, ev.Closed))
-            and event.session not in self.device.sessions
-        ):
-            return []
         handler = self._on.get(type(event))
         if handler is None:
             raise InvariantError(f"{type(event).__name__} is not an event for a machine")
-        return handler(event, now_ms) + self._grants.settle(now_ms)
+        effects: Effects = []
+        is_late = (
+            isinstance(event, (*COMPLETIONS, ev.Closed))
+            and event.session not in self.device.sessions
+        )
+        if not is_late:
+            effects += handler(event, now_ms)
+        if isinstance(event, ev.Closed):
+            effects += self._upkeep.left(event.session)
+        # Survivors first: what they hand back is what newcomers wait for.
+        return effects + self._recovery.settle(now_ms) + self._grants.settle(now_ms)
 
     # ------------------------------------------------------------------ what peers say
 
     def _attach(self, event: ev.Attach, now_ms: float) -> Effects:
         session = self.device.sessions.get(event.session) or Session(event.session)
         session.target(ev.Attach)
-        if len(self.device.waiting) >= WAITERS_MAX:
-            raise UnderstudyError(
-                "gms.too_many_waiters",
-                f"{WAITERS_MAX} sessions wait for this device already, which is the limit; "
-                "end some of them and try again",
-            )
+        self.device.check_waiters()
         check_identity(event.identity)
         session.attach = event
         session.deadline_ms = now_ms + event.wait_ms
@@ -148,7 +167,6 @@ class Machine:
         session.target(ev.Commit)
         epoch = self.device.epoch_of(session)
         check_identity(event.identity)
-        check_manifest(event.manifest, epoch.slab_sizes)
         computed = layout_hash(epoch.slab_sizes, event.manifest)
         if event.layout_hash != computed:
             raise ProtocolError(
@@ -169,7 +187,7 @@ class Machine:
         session.commit, session.deadline_ms = event, None
         epoch.manifest, epoch.layout_hash = event.manifest, computed
         epoch.identity = dict(event.identity)
-        return [ev.SealEpoch(session.id, epoch.id)]
+        return [ev.SealEpoch(session.id, epoch.id, event.manifest)]
 
     def _closed(self, event: ev.Closed, now_ms: float) -> Effects:
         session = self.device.session(event)
@@ -194,17 +212,34 @@ class Machine:
         session.move(ev.SlabCreated, now_ms)
         asked, session.asked = session.asked, None
         session.deadline_ms = now_ms + self.stall_ms
+        session.full = session.full_since_ms = None
+        session.reason = session.reason_message = ""
         sizes = self.device.epoch_of(session).slab_sizes
         if asked is None:
             raise InvariantError(f"session {session.id} got a slab that it did not ask for")
         slab = len(sizes) - 1
         return [ev.TellAllocated(session.id, asked.request_id, slab, sizes[slab])]
 
+    def _device_full(self, event: ev.DeviceFull, now_ms: float) -> Effects:
+        """The driver has less than our books say: somebody else's memory. Wait, and say so."""
+        session = self.device.session(event)
+        session.move(ev.DeviceFull, now_ms)
+        self.device.epoch_of(session).slab_sizes.pop()
+        if session.full_since_ms is None:
+            session.full_since_ms = now_ms
+            self.device.oom_waits_total += 1
+        session.is_issued, session.full = False, event.error
+        session.retry_ms = now_ms + DEVICE_FULL_RETRY_MS
+        session.deadline_ms = session.full_since_ms + DEVICE_FULL_WAIT_MS
+        return self._grants.tell_full(session)
+
     def _sealed(self, event: ev.Sealed, now_ms: float) -> Effects:
         session = self.device.session(event)
         session.move(ev.Sealed, now_ms)
         session.may_be_journalled = True
-        return [ev.WriteJournal(session.id, self.device.epoch_of(session).record())]
+        epoch = self.device.epoch_of(session)
+        epoch.tensors = event.tensors
+        return [ev.WriteJournal(session.id, epoch.record())]
 
     def _journalled(self, event: ev.Journalled, now_ms: float) -> Effects:
         """On disk: publish. From here on the old epoch is history and the new one is readable."""
@@ -223,7 +258,7 @@ class Machine:
             ev.Record(
                 "gms.commit",
                 f"{session.label} committed epoch {epoch.id}",
-                {"epoch": epoch.id, "size_bytes": epoch.size_bytes, "tensors": len(epoch.manifest)},
+                {"epoch": epoch.id, "size_bytes": epoch.size_bytes, "tensors": epoch.tensors},
             ),
             *retired,
         ]
@@ -259,8 +294,14 @@ class Machine:
         effects: Effects = [
             ev.Record("gms.reclaim", said, {"epoch": epoch.id, "size_bytes": epoch.size_bytes})
         ]
-        if epoch.phase is EpochPhase.ORPHANED and epoch.identity is not None:
-            effects.append(ev.WriteJournal(None, None))  # the journalled epoch is gone for good
+        if epoch.phase is EpochPhase.ORPHANED and epoch.expected is not None:
+            effects += self.device.journal()  # the journalled epoch is gone for good
+        for session in list(self.device.sessions.values()):
+            if session.epoch == epoch.id and session.state in HANDING_BACK:
+                error = UnderstudyError(
+                    "gms.stale_epoch", f"nobody holds epoch {epoch.id} any more; attach again"
+                )
+                effects += self._grants.refuse(session, error, now_ms)
         return effects
 
     def _holders_seen(self, event: ev.HoldersSeen, now_ms: float) -> Effects:
@@ -271,17 +312,25 @@ class Machine:
     # ------------------------------------------------------------------ time
 
     def _tick(self, event: ev.Tick, now_ms: float) -> Effects:
-        effects: Effects = []
+        effects = self._recovery.report(now_ms) + self._upkeep.tick(now_ms)
         for session in list(self.device.sessions.values()):
             if session.retry_ms is not None and session.retry_ms <= now_ms:
-                session.retry_ms = None
-                effects.append(ev.WriteJournal(session.id, self.device.epoch_of(session).record()))
+                session.retry_ms = None  # a slab is asked for again by the grants
+                if session.state is SessionState.JOURNALLING:
+                    record = self.device.epoch_of(session).record()
+                    effects.append(ev.WriteJournal(session.id, record))
             if session.deadline_ms is not None and session.deadline_ms <= now_ms:
                 effects += self._grants.refuse(session, self._too_late(session), now_ms)
         return effects
 
     def _too_late(self, session: Session) -> UnderstudyError:
-        if session.state is SessionState.WAITING:
+        if session.state is SessionState.OFFERING:
+            return WaitTimeoutError(
+                "gms.offer_timeout", "the epoch that was asked for did not arrive in time; again"
+            )
+        if session.full is not None:
+            return session.full
+        if session.state in (SessionState.WAITING, SessionState.REJOINING):
             return WaitTimeoutError(
                 "gms.wait_timeout",
                 f"waited {session.request.wait_ms / 1000:g} s for the weights: "

@@ -10,7 +10,7 @@ from typing import Any
 
 from gms.core.device import Device
 from gms.core.events import EpochPhase, SessionState
-from gms.core.state import Epoch, Session
+from gms.core.state import QUEUED, Epoch, Session
 
 
 def snapshot(device: Device, at: Callable[[float], str]) -> dict[str, Any]:
@@ -22,17 +22,16 @@ def snapshot(device: Device, at: Callable[[float], str]) -> dict[str, Any]:
         "epoch": shown.id if shown else None,
         "identity": dict(shown.identity) if shown and shown.identity else None,
         "layout_hash": committed.layout_hash if committed else None,
+        "digest": (committed.digest or "pending") if committed else None,
         "committed_bytes": committed.size_bytes if committed else 0,
         "staging_bytes": staging.size_bytes if staging else 0,
         "superseded_bytes": _bytes(device, EpochPhase.SUPERSEDED),
         "releasing_bytes": _bytes(device, EpochPhase.RELEASING, EpochPhase.ORPHANED),
         "capacity_bytes": device.capacity_bytes,
-        "tensors": len(committed.manifest) if committed else 0,
+        "tensors": committed.tensors if committed else 0,
         "slabs": len(committed.slab_sizes) if committed else 0,
-        "sessions": [
-            _session(s, at) for s in device.sessions.values() if s.state is not SessionState.WAITING
-        ],
-        "waiting": [_waiter(s, at) for s in device.waiting],
+        "sessions": [_session(s, at) for s in device.sessions.values() if s.state not in QUEUED],
+        "waiting": [_waiter(s, at) for s in device.sessions.values() if s.state in QUEUED],
         "unowned": [
             _unowned(e)
             for e in device.epochs.values()
@@ -40,6 +39,7 @@ def snapshot(device: Device, at: Callable[[float], str]) -> dict[str, Any]:
         ],
         "problem": device.problem,
         "commits_total": device.commits_total,
+        "recoveries_total": device.recoveries_total,
         "exports_total": device.exports_total,
         "reclaims_total": device.reclaims_total,
         "oom_waits_total": device.oom_waits_total,
@@ -47,7 +47,7 @@ def snapshot(device: Device, at: Callable[[float], str]) -> dict[str, Any]:
 
 
 def epochs_in_full(device: Device) -> list[dict[str, Any]]:
-    """Every epoch with its slabs, readers and manifest: what `gms inspect` shows."""
+    """Every epoch with its slabs, readers and manifest (as bytes): what `gms inspect` shows."""
     return [
         {
             "epoch": epoch.id,
@@ -57,17 +57,7 @@ def epochs_in_full(device: Device) -> list[dict[str, Any]]:
             "identity": dict(epoch.identity) if epoch.identity else None,
             "readers": [device.sessions[s].label for s in sorted(epoch.readers)],
             "holders": list(epoch.holders),
-            "tensors": [
-                {
-                    "name": t.name,
-                    "slab": t.slab,
-                    "offset": t.offset,
-                    "shape": list(t.shape),
-                    "dtype": t.dtype,
-                    "nbytes": t.nbytes,
-                }
-                for t in epoch.manifest
-            ],
+            "manifest": epoch.manifest,
         }
         for epoch in device.epochs.values()
     ]

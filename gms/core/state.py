@@ -13,8 +13,9 @@ from typing import Any
 from gms.core import events as ev
 from gms.core.events import EpochPhase as P
 from gms.core.events import SessionState as S
-from gms.core.manifest import LayoutHash, TensorRecord
-from understudy.errors import InvariantError, ProtocolError
+from gms.core.identity import identity_hash
+from gms.core.manifest import LayoutHash
+from understudy.errors import InvariantError, ProtocolError, UnderstudyError
 
 SESSION_TRANSITIONS: Mapping[tuple[S, type[ev.SessionEvent]], S] = {
     (S.OPEN, ev.Attach): S.WAITING,
@@ -23,18 +24,30 @@ SESSION_TRANSITIONS: Mapping[tuple[S, type[ev.SessionEvent]], S] = {
     (S.OPENING, ev.EpochOpened): S.WRITING,
     (S.WRITING, ev.Allocate): S.ALLOCATING,
     (S.ALLOCATING, ev.SlabCreated): S.WRITING,
+    (S.ALLOCATING, ev.DeviceFull): S.ALLOCATING,
     (S.WRITING, ev.Progress): S.WRITING,
     (S.ALLOCATING, ev.Progress): S.ALLOCATING,
     (S.WRITING, ev.Commit): S.SEALING,
     (S.SEALING, ev.Sealed): S.JOURNALLING,
     (S.JOURNALLING, ev.JournalFailed): S.JOURNALLING,
     (S.JOURNALLING, ev.Journalled): S.READING,
+    (S.READING, ev.Condemn): S.READING,
+    (S.READING, ev.Digested): S.READING,
+    (S.OPEN, ev.Rejoin): S.REJOINING,
+    (S.REJOINING, ev.Rejoined): S.READING,
+    (S.REJOINING, ev.AskedToOffer): S.OFFERING,
+    (S.OFFERING, ev.Offer): S.ADOPTING,
+    (S.ADOPTING, ev.Adopted): S.READING,
     (S.OPENING, ev.DriverFailed): S.CLOSED,
     (S.ALLOCATING, ev.DriverFailed): S.CLOSED,
     (S.SEALING, ev.DriverFailed): S.CLOSED,
+    (S.ADOPTING, ev.DriverFailed): S.CLOSED,
     (S.WAITING, ev.Refused): S.CLOSED,
     (S.WRITING, ev.Refused): S.CLOSED,
     (S.ALLOCATING, ev.Refused): S.CLOSED,
+    (S.REJOINING, ev.Refused): S.CLOSED,
+    (S.OFFERING, ev.Refused): S.CLOSED,
+    (S.ADOPTING, ev.Refused): S.CLOSED,
     (S.OPEN, ev.Closed): S.CLOSED,
     (S.WAITING, ev.Closed): S.CLOSED,
     (S.OPENING, ev.Closed): S.CLOSED,
@@ -43,14 +56,20 @@ SESSION_TRANSITIONS: Mapping[tuple[S, type[ev.SessionEvent]], S] = {
     (S.SEALING, ev.Closed): S.CLOSED,
     (S.JOURNALLING, ev.Closed): S.CLOSED,
     (S.READING, ev.Closed): S.CLOSED,
+    (S.REJOINING, ev.Closed): S.CLOSED,
+    (S.OFFERING, ev.Closed): S.CLOSED,
+    (S.ADOPTING, ev.Closed): S.CLOSED,
 }
 
 # What a peer may say at the wrong moment: its fault. Any other illegal pair is ours.
-FROM_PEERS = (ev.Attach, ev.Allocate, ev.Progress, ev.Commit)
+FROM_PEERS = (
+    ev.Attach, ev.Allocate, ev.Progress, ev.Commit, ev.Rejoin, ev.Offer, ev.Condemn, ev.Digested,
+)  # fmt: skip
 
 # Completions may come after the session that asked has left: then they mean nothing.
 COMPLETIONS = (
-    ev.EpochOpened, ev.SlabCreated, ev.Sealed, ev.Journalled, ev.JournalFailed, ev.DriverFailed,
+    ev.EpochOpened, ev.SlabCreated, ev.DeviceFull, ev.Sealed, ev.Journalled, ev.JournalFailed,
+    ev.Adopted, ev.DriverFailed,
 )  # fmt: skip
 
 EPOCH_TURNS: Mapping[tuple[P, str], P] = {
@@ -59,9 +78,13 @@ EPOCH_TURNS: Mapping[tuple[P, str], P] = {
     (P.COMMITTED, "supersede"): P.SUPERSEDED,
     (P.COMMITTED, "release"): P.RELEASING,
     (P.SUPERSEDED, "release"): P.RELEASING,
+    (P.ORPHANED, "recover"): P.COMMITTED,
+    (P.ORPHANED, "adopt"): P.SUPERSEDED,
 }
 
 UNKNOWN_LAYOUT = LayoutHash("")
+
+QUEUED = frozenset({S.WAITING, S.REJOINING})
 
 WRITER_STATES = frozenset({S.OPENING, S.WRITING, S.ALLOCATING, S.SEALING, S.JOURNALLING})
 
@@ -74,10 +97,14 @@ class Epoch:
     phase: P
     slab_sizes: list[int] = field(default_factory=list)
     identity: Mapping[str, Any] | None = None
-    manifest: tuple[TensorRecord, ...] = ()
+    manifest: bytes = b""
+    tensors: int = 0  # how many the manifest lists; known once it is checked
     layout_hash: LayoutHash = UNKNOWN_LAYOUT
     readers: set[int] = field(default_factory=set)  # sessions
     holders: tuple[int, ...] = ()  # pids seen with its file open, while nobody here owns it
+    expected: ev.JournalRecord | None = None  # what an offer of this orphan must match
+    digest: str | None = None  # of the bytes, as its writer computed it
+    failed_canaries: set[str] = field(default_factory=set)  # incarnations
 
     @property
     def size_bytes(self) -> int:
@@ -92,7 +119,11 @@ class Epoch:
 
     def record(self) -> ev.JournalRecord:
         return ev.JournalRecord(
-            self.id, tuple(self.slab_sizes), self.layout_hash, dict(self.identity or {})
+            epoch=self.id,
+            size_bytes=self.size_bytes,
+            layout_hash=self.layout_hash,
+            identity_hash=identity_hash(self.identity or {}),
+            digest=self.digest,
         )
 
 
@@ -111,9 +142,13 @@ class Session:
     asked: ev.Allocate | None = None  # the slab that is being allocated, or waited for
     is_issued: bool = False  # that slab's driver call is under way
     has_waited: bool = False  # for room for a slab
+    full: UnderstudyError | None = None  # what the driver said: it has no memory for that slab
+    full_since_ms: float | None = None
     commit: ev.Commit | None = None
     may_be_journalled: bool = False
-    retry_ms: float | None = None  # when the journal is tried again
+    rejoin: ev.Rejoin | None = None
+    offer: ev.Offer | None = None
+    retry_ms: float | None = None  # when the journal, or the full device, is tried again
     done_bytes: int = 0
     total_bytes: int = 0
 

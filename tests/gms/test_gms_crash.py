@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import select
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import pytest
 from gms import journal, names
 from gms.core.events import JournalRecord
 from gms.core.manifest import LayoutHash
-from tests.gms.bench import DEVICE, IDENTITY, ClientProcess, GmsProcess
+from tests.gms.bench import DEVICE, ClientProcess, GmsProcess
 from tests.helpers import until
 from understudy.errors import UnderstudyError, UnreachableError
 
@@ -100,7 +100,7 @@ def test_broken_journal_is_kept_aside_and_the_server_starts(directory: str, cont
     server = GmsProcess(directory).start()
     try:
         assert server.status()["state"] == "empty"
-        with open(f"{path}.unreadable", "rb") as stream:
+        with open(f"{path}.unreadable-1", "rb") as stream:
             assert stream.read() == content
     finally:
         server.stop()
@@ -123,9 +123,10 @@ def test_broken_journal_does_not_hide_a_survivor(gms: GmsProcess, client: Start)
 def test_commit_waits_for_a_journal_that_cannot_be_written(gms: GmsProcess, client: Start):
     """The journal's place is blocked: status says so, and the commit goes through once it is not.
 
-    A directory in its place stands for a full disk: both are an OSError of the replacement.
+    A full disk cannot do this to a preallocated file; a directory that took its name can.
     """
     path = names.journal_path(gms.directory, DEVICE)
+    os.unlink(path)
     os.mkdir(path)
     writer = client()
     writer.expect("writer")
@@ -139,23 +140,35 @@ def test_commit_waits_for_a_journal_that_cannot_be_written(gms: GmsProcess, clie
     os.rmdir(path)
     assert writer.line()["is"] == "committed"
     assert gms.status()["problem"] is None
-    with open(path, encoding="utf-8") as stream:
-        assert json.load(stream)["epoch"] == gms.status()["epoch"]
+    record = journal.peek(path)
+    assert record is not None
+    assert record.epoch == gms.status()["epoch"]
 
 
 def test_journal_keeps_what_it_is_given(directory: str):
-    """Write, read, clear; `peek` of a broken one leaves it alone."""
+    """Write, read, clear; `peek` of a broken one leaves it alone; one lost slot is said."""
     path = names.journal_path(directory, DEVICE)
-    assert journal.read(path) is None
-    record = JournalRecord("a" * 32, (4096, 8192), LayoutHash("h"), IDENTITY)
-    journal.write(path, record)
-    assert journal.read(path) == record
-    journal.write(path, None)
-    assert journal.read(path) is None
-    with open(path, "w") as stream:
-        stream.write("{")
     assert journal.peek(path) is None
-    assert os.path.exists(path)
+    record = JournalRecord("a" * 32, 8192, LayoutHash("h"), "i", "d" * 64)
+    with contextlib.closing(journal.Journal(path)) as written:
+        assert written.loaded == journal.Loaded()
+        written.write(record)
+    with contextlib.closing(journal.Journal(path)) as again:
+        assert again.loaded == journal.Loaded(record)
+        again.write(None)
+        assert journal.peek(path) is None
+    with open(path, "r+b") as stream:
+        stream.write(b"torn")
+    with contextlib.closing(journal.Journal(path)) as broken:
+        assert broken.loaded == journal.Loaded(is_lost=True)
+    assert os.path.exists(f"{path}.unreadable-1")
+
+
+def test_journal_of_another_server_is_not_shared(directory: str):
+    """Two servers cannot write one journal."""
+    path = names.journal_path(directory, DEVICE)
+    with contextlib.closing(journal.Journal(path)), pytest.raises(UnderstudyError, match="in_use"):
+        journal.Journal(path)
 
 
 def test_no_server_is_one_sentence(directory: str):

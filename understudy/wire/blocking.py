@@ -103,10 +103,11 @@ class BlockingClient:
             self._send(message, request_id, fds, end)
             return self._answer(message, request_id, end)
 
-    def notify(self, message: Message, fds: Sequence[OwnedFd] = ()) -> None:
-        """Say something that has no answer; takes `fds`."""
+    def notify(self, message: Message, fds: Sequence[OwnedFd] = (), *, request_id: int = 0) -> None:
+        """Say something that has no answer, or that is one (to the peer's `request_id`); takes
+        `fds`."""
         with self._lock:
-            self._send(message, 0, fds, time.monotonic() + REQUEST_TIMEOUT_S)
+            self._send(message, request_id, fds, time.monotonic() + REQUEST_TIMEOUT_S)
 
     def receive(self, timeout_s: float = REQUEST_TIMEOUT_S) -> Reply:
         """The next frame, whatever it is; an error frame is raised as `RemoteError`."""

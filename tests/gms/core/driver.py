@@ -9,7 +9,7 @@ from typing import Any
 from gms.core import events as ev
 from gms.core.events import Mode
 from gms.core.machine import Machine
-from gms.core.manifest import TensorRecord, layout_hash
+from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.state import Epoch
 
 MIB = 1 << 20
@@ -68,7 +68,7 @@ class Bench:
             case ev.CreateSlab():
                 self.tell(ev.SlabCreated(effect.session))
             case ev.SealEpoch():
-                self.tell(ev.Sealed(effect.session))
+                self.tell(ev.Sealed(effect.session, tensors=1))
             case ev.WriteJournal():
                 self.journal = effect.record
                 if effect.session is not None:
@@ -101,7 +101,7 @@ class Bench:
 
     def commit(self, session: int, identity: dict[str, Any] | None = None) -> ev.Answer | None:
         sizes = self.device.epochs[str(self.device.sessions[session].epoch)].slab_sizes
-        manifest = (TensorRecord("t", 0, 0, (4,), "float32", 16),) if sizes else ()
+        manifest = encode([TensorRecord("t", 0, 16, (4,), "float32")] if sizes else [])
         told = identity if identity is not None else IDENTITY
         hashed = layout_hash(sizes, manifest)
         self.tell(ev.Commit(session, 3, told, manifest, hashed))

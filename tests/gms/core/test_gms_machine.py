@@ -6,7 +6,8 @@ import pytest
 
 from gms.core import events as ev
 from gms.core.events import EpochPhase
-from gms.core.machine import JOURNAL_RETRY_MS, WAITERS_MAX
+from gms.core.device import WAITERS_MAX
+from gms.core.machine import JOURNAL_RETRY_MS
 from gms.core.state import Epoch
 from tests.gms.core.driver import IDENTITY, MIB, Bench
 from understudy.errors import InvariantError, UnderstudyError
@@ -161,7 +162,9 @@ def test_replace_without_room_frees_an_epoch_that_nobody_reads():
     bench.close(1)
     bench.mapped.add(old)  # a process without a session lingers
     bench.attach(2, "rw", replace=True, identity=OTHER)
-    assert isinstance(bench.allocate(2, 6 * MIB), ev.TellWriting), "it waits for the memory"
+    told = bench.allocate(2, 6 * MIB)
+    assert isinstance(told, ev.TellWaiting), "it waits for the memory"
+    assert told.reason == "releasing"
     assert bench.journal is None
     bench.unmap(old)
     assert isinstance(bench.last(2), ev.TellAllocated)

@@ -107,7 +107,11 @@ MESSAGES: dict[type[ev.SessionEvent], ev.SessionEvent] = {
     ev.Attach: ev.Attach(1, 9, "e", "i", Mode.RO),
     ev.Allocate: ev.Allocate(1, 9, 4096),
     ev.Progress: ev.Progress(1, 5, 10),
-    ev.Commit: ev.Commit(1, 9, IDENTITY, (), "wrong"),
+    ev.Commit: ev.Commit(1, 9, IDENTITY, b"", "wrong"),
+    ev.Rejoin: ev.Rejoin(1, 9, "e", "i", "a" * 32, (), True),
+    ev.Offer: ev.Offer(1, 9, IDENTITY, b"", "wrong"),
+    ev.Condemn: ev.Condemn(1, "canary", "wrong tokens"),
+    ev.Digested: ev.Digested(1, 0, "0" * 64),
 }
 LIVE = sorted(WRITER_STATES | {SessionState.WAITING, SessionState.READING})
 
@@ -144,7 +148,7 @@ def test_session_that_ends_in_any_state_leaves_no_trace_but_what_is_committed(
     assert (bench.journal is not None) == bool(committed)
 
 
-@pytest.mark.parametrize("kind", [ev.Allocate, ev.Progress, ev.Commit])
+@pytest.mark.parametrize("kind", [k for k in FROM_PEERS if k not in (ev.Attach, ev.Rejoin)])
 def test_message_without_a_session_is_refused(kind: type[ev.SessionEvent]):
     """Say anything but attach first: an error that says so."""
     with pytest.raises(ProtocolError, match=r"gms\.not_attached"):

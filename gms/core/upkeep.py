@@ -1,0 +1,185 @@
+"""What happens to a committed epoch besides being read: condemned, dropped, digested, verified.
+
+Pure. A page of device memory can go bad under an epoch that is otherwise fine. Unless such an
+epoch is taken out of service every relaunch maps the same page and dies of it, for ever: so a
+reader that meets a device error, or two incarnations whose canary fails, condemn it, and the next
+writer loads anew. Readers keep what they have; the memory is freed when the last one leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gms.core import events as ev
+from gms.core.device import Device
+from gms.core.events import Effect, EpochPhase, SessionState
+from understudy.errors import ProtocolError, UnderstudyError, WaitTimeoutError
+
+# One failed canary may be the engine's own fault; the same failure of another process is not.
+CANARIES_MAX = 2
+
+# Digesting 120 GiB at 2 GB/s takes a minute; a reader that has not answered in ten has a problem.
+VERIFY_MS = 600_000.0
+
+Effects = list[Effect]
+
+
+@dataclass(slots=True)
+class Verification:
+    """One question under way: who asked, which epoch, which readers were asked already."""
+
+    asker: int
+    request_id: int
+    epoch: str
+    deadline_ms: float
+    reader: int = 0
+    asked: set[int] = field(default_factory=set)
+
+
+class Upkeep:
+    """Condemn, drop, digest, verify."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._verification: Verification | None = None
+        self._last_id = 0
+
+    # ------------------------------------------------------------------ out of service
+
+    def condemn(self, event: ev.Condemn, now_ms: float) -> Effects:
+        """A reader cannot trust its epoch."""
+        session = self.device.session(event)
+        session.target(ev.Condemn)
+        if event.why not in ("device_error", "canary"):
+            raise ProtocolError(
+                "gms.bad_reason", f"an epoch is not condemned for {event.why[:40]!r}"
+            )
+        session.move(ev.Condemn, now_ms)
+        epoch = self.device.epochs.get(session.epoch or "")
+        if epoch is None or epoch.phase is not EpochPhase.COMMITTED:
+            return []  # out of service already
+        data = {"epoch": epoch.id, "why": event.why, "incarnation": session.request.incarnation}
+        what = f"{session.label} reports a {event.why.replace('_', ' ')} failure: {event.detail}"
+        if event.why == "canary":
+            epoch.failed_canaries.add(session.request.incarnation)
+            if len(epoch.failed_canaries) < CANARIES_MAX:
+                return [ev.Record("gms.suspect", what, data, "warning")]
+        said = f"epoch {epoch.id} is condemned, the next writer loads anew; {what}"
+        return [
+            ev.Record("gms.condemned", said, data, "error"),
+            *self.device.retire(epoch),
+            *self.device.journal(),
+        ]
+
+    def drop(self, event: ev.Drop, now_ms: float) -> Effects:
+        """An operator wants the memory back, or another load."""
+        epoch = self.device.committed
+        if epoch is None:
+            raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
+        if event.epoch not in (None, epoch.id):
+            raise UnderstudyError(
+                "gms.stale_epoch",
+                f"epoch {event.epoch} is not what is committed: that is {epoch.id}",
+                epoch=epoch.id,
+            )
+        readers = tuple(self.device.sessions[reader].label for reader in sorted(epoch.readers))
+        if readers and not event.even_if_mapped:
+            raise UnderstudyError(
+                "gms.epoch_mapped",
+                f"epoch {epoch.id} is mapped by {', '.join(readers)}; end them first, or drop it "
+                "even if mapped: newcomers then load anew, and its memory is freed when the last "
+                "of these leaves",
+                readers=list(readers),
+            )
+        return [
+            ev.TellDropped(event.session, event.request_id, epoch.id, readers),
+            ev.Record("gms.dropped", f"epoch {epoch.id} was dropped by hand", {"epoch": epoch.id}),
+            *self.device.retire(epoch),
+            *self.device.journal(),
+        ]
+
+    # ------------------------------------------------------------------ the bytes
+
+    def verify(self, event: ev.Verify, now_ms: float) -> Effects:
+        """Ask a reader for a digest; a server without a device context cannot read by itself."""
+        epoch = self.device.committed
+        if epoch is None:
+            raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
+        if self._verification is not None:
+            raise UnderstudyError(
+                "gms.verifying", "a verification of this device is under way; wait for its end"
+            )
+        deadline_ms = now_ms + VERIFY_MS
+        self._verification = Verification(event.session, event.request_id, epoch.id, deadline_ms)
+        return self._ask_next(self._verification)
+
+    def digested(self, event: ev.Digested, now_ms: float) -> Effects:
+        """A writer's digest of what it has just committed, or the answer to a verification."""
+        session = self.device.session(event)
+        session.move(ev.Digested, now_ms)
+        if event.request_id == 0:
+            return self._keep(session.epoch, event.digest)
+        question = self._verification
+        if question is None or (question.reader, self._last_id) != (session.id, event.request_id):
+            return []  # too late: somebody else was asked, or nobody asks any more
+        if event.digest is None:
+            return self._ask_next(question)
+        self._verification = None
+        epoch = self.device.epochs.get(question.epoch)
+        expected = epoch.digest if epoch is not None else None
+        answer = ev.TellVerified(
+            question.asker, question.request_id, question.epoch, expected, event.digest,
+            session.label,
+        )  # fmt: skip
+        if expected is None or expected == event.digest:
+            return [answer]
+        said = (
+            f"the bytes of epoch {question.epoch} are not what was committed, says {answer.reader}"
+        )
+        return [answer, ev.Record("gms.altered", said, {"epoch": question.epoch}, "error")]
+
+    def next_deadline_ms(self) -> float | None:
+        return self._verification.deadline_ms if self._verification is not None else None
+
+    def tick(self, now_ms: float) -> Effects:
+        question = self._verification
+        if question is None or now_ms < question.deadline_ms:
+            return []
+        self._verification = None
+        error = WaitTimeoutError(
+            "gms.verify_timeout", f"no digest within {VERIFY_MS / 1000:g} s; is the reader stopped?"
+        )
+        return [ev.Refuse(question.asker, question.request_id, error)]
+
+    def left(self, session: int) -> Effects:
+        """A connection has ended: a reader that was asked, or whoever asked."""
+        question = self._verification
+        if question is not None and question.asker == session:
+            self._verification = None
+        elif question is not None and question.reader == session:
+            return self._ask_next(question)
+        return []
+
+    def _keep(self, epoch_id: str | None, digest: str | None) -> Effects:
+        epoch = self.device.epochs.get(epoch_id or "")
+        if epoch is None or digest is None or epoch.digest is not None:
+            return []
+        epoch.digest = digest
+        return self.device.journal() if epoch.phase is EpochPhase.COMMITTED else []
+
+    def _ask_next(self, question: Verification) -> Effects:
+        epoch = self.device.epochs.get(question.epoch)
+        left = sorted((epoch.readers if epoch is not None else set()) - question.asked)
+        for reader in left:
+            if self.device.sessions[reader].state is SessionState.READING:
+                question.reader = reader
+                question.asked.add(reader)
+                self._last_id += 1
+                return [ev.AskDigest(reader, self._last_id, question.epoch)]
+        self._verification = None
+        error = UnderstudyError(
+            "gms.no_verifier",
+            "no standby is attached that could read the memory: an active engine has better "
+            "things to do; attach a standby",
+        )
+        return [ev.Refuse(question.asker, question.request_id, error)]

@@ -1,0 +1,262 @@
+"""What the machine of a device wants done, done: frames to peers, calls to the driver.
+
+It decides nothing. Driver calls run on one thread, in order; the closes that free memory run on
+another, so that freeing a dead engine's memory does not delay a newcomer. Neither maps memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gms import epoch_file, names
+from gms import messages as msg
+from gms.core import events as ev
+from gms.core.device import Device
+from gms.journal import Journal
+from gms.vault import Vault
+from gms.vmm.driver_thread import DriverThread
+from gms.vmm.interface import Allocation
+from gms.watch import EpochWatch
+from understudy.errors import ProtocolError, UnderstudyError
+from understudy.service.events import EventLog
+from understudy.wire.connection import Connection
+from understudy.wire.fds import OwnedFd, close_all
+from understudy.wire.limits import FDS_PER_FRAME_MAX
+from understudy.wire.messages import Message
+
+Handle = Callable[[ev.Event], None]
+
+
+class Performer:
+    """Performs effects for one device; completions go back to the machine as events."""
+
+    def __init__(
+        self,
+        device_name: str,
+        tag: str,
+        device: Device,
+        connections: Mapping[int, Connection],
+        handle: Handle,
+        log: EventLog,
+        *,
+        driver: DriverThread,
+        closer: DriverThread,
+        vault: Vault,
+        watch: EpochWatch,
+        journal: Journal,
+    ) -> None:
+        self.protocol_errors_total = 0
+        self._name, self._tag = device_name, tag
+        self._device = device
+        self._connections = connections
+        self._handle = handle
+        self._log = log
+        self._driver, self._closer = driver, closer
+        self._vault, self._watch, self._journal = vault, watch, journal
+        self._arrived: dict[int, OwnedFd] = {}  # a new slab's descriptor, until it is sent
+        self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are adopted
+        self._perform_by: Mapping[type[ev.Effect], Callable[[Any], None]] = {
+            ev.TellWaiting: lambda e: self._send(e, msg.Waiting(e.reason, e.message)),
+            ev.TellWriting: self._tell_writing,
+            ev.TellAttached: self._tell_attached,
+            ev.TellAllocated: self._tell_allocated,
+            ev.TellCommitted: lambda e: self._send(e, msg.Committed(e.epoch)),
+            ev.TellRejoined: lambda e: self._send(e, msg.Rejoined(e.epoch)),
+            ev.AskOffer: lambda e: self._send(e, msg.Wanted(e.epoch)),
+            ev.TellDropped: lambda e: self._send(e, msg.Dropped(e.epoch, e.readers)),
+            ev.AskDigest: lambda e: self._send(e, msg.DigestWanted(e.epoch)),
+            ev.TellVerified: lambda e: self._send(
+                e, msg.Verified(e.epoch, e.expected, e.found, e.reader)
+            ),
+            ev.Refuse: self._refuse,
+            ev.OpenEpoch: self._open_epoch,
+            ev.CreateSlab: self._create_slab,
+            ev.SealEpoch: self._seal_epoch,
+            ev.AdoptEpoch: self._adopt_epoch,
+            ev.DiscardOffer: lambda e: self._release(e.epoch, lambda: None),
+            ev.Unwatch: lambda e: self._watch.discard(e.epoch),
+            ev.WriteJournal: self._write_journal,
+            ev.ReleaseEpoch: lambda e: self._release(e.epoch, lambda: self._watch.add(e.epoch)),
+            ev.Record: self._record,
+        }
+
+    def perform(self, effect: ev.Effect) -> None:
+        self._perform_by[type(effect)](effect)
+
+    def close(self) -> None:
+        """Let go of descriptors that were on their way somewhere."""
+        close_all(self._arrived.values())
+        for fds in self._offered.values():
+            close_all(fds)
+
+    # ------------------------------------------------------------------ offers
+
+    def take_offered(self, session: int, fds: list[OwnedFd], count_max: int) -> int:
+        """Keep descriptors that a survivor hands back (taken); how many there are by now.
+
+        Raises:
+            ProtocolError: `gms.bad_offer`, more than it has slabs.
+        """
+        kept = self._offered.setdefault(session, [])
+        kept += fds
+        if len(kept) > count_max:
+            raise ProtocolError(
+                "gms.bad_offer", f"{len(kept)} descriptors came for an epoch of {count_max} slabs"
+            )
+        return len(kept)
+
+    def forget(self, session: int) -> None:
+        """A connection has ended: what it handed back by halves goes."""
+        fds = self._offered.pop(session, [])
+        if fds:
+            self._closer.submit(lambda: close_all(fds))
+
+    # ------------------------------------------------------------------ answers
+
+    def _tell_writing(self, effect: ev.TellWriting) -> None:
+        answer = msg.Writing(
+            epoch=effect.epoch,
+            epoch_file=names.epoch_file(self._name, effect.epoch, self._tag),
+            capacity_bytes=self._device.capacity_bytes,
+            free_bytes=self._device.free_bytes,
+            granularity_bytes=self._device.granularity_bytes,
+        )
+        self._send(effect, answer)
+
+    def _tell_attached(self, effect: ev.TellAttached) -> None:
+        self._driver.submit(
+            lambda: self._vault.export(effect.epoch),
+            lambda fds: self._send_epoch(effect, fds),
+            lambda error: self._refuse(ev.Refuse(effect.session, effect.request_id, error)),
+        )
+
+    def _send_epoch(self, effect: ev.TellAttached, fds: list[OwnedFd]) -> None:
+        conn = self._connections.get(effect.session)
+        epoch = self._device.epochs.get(effect.epoch)
+        if conn is None or epoch is None:
+            # Perhaps the last copies: closing them may free, which is not for the loop.
+            self._closer.submit(lambda: close_all(fds))
+            return
+        answer = msg.Attached(
+            epoch=epoch.id,
+            epoch_file=names.epoch_file(self._name, epoch.id, self._tag),
+            identity=dict(epoch.identity or {}),
+            layout_hash=epoch.layout_hash,
+            slab_sizes=tuple(epoch.slab_sizes),
+            manifest=epoch.manifest,
+        )
+        conn.send(answer, effect.request_id, fds[:FDS_PER_FRAME_MAX])
+        for first in range(FDS_PER_FRAME_MAX, len(fds), FDS_PER_FRAME_MAX):
+            more = fds[first : first + FDS_PER_FRAME_MAX]
+            conn.send(msg.Slabs(epoch.id, first), effect.request_id, more)
+
+    def _tell_allocated(self, effect: ev.TellAllocated) -> None:
+        fd = self._arrived.pop(effect.session)
+        self._send(effect, msg.Allocated(effect.slab, effect.size_bytes), fd)
+
+    def _refuse(self, effect: ev.Refuse) -> None:
+        # A peer's fault that was found late, on the driver's thread: a manifest, an offer.
+        self.protocol_errors_total += isinstance(effect.error, ProtocolError)
+        conn = self._connections.get(effect.session)
+        if conn is not None:
+            conn.fault(effect.error, effect.request_id)
+
+    def _send(self, effect: ev.Answer, message: Message, *fds: OwnedFd) -> None:
+        conn = self._connections.get(effect.session)
+        if conn is None:
+            self._closer.submit(lambda: close_all(fds))
+        else:
+            conn.send(message, effect.request_id, fds)
+
+    # ------------------------------------------------------------------ the driver
+
+    def _open_epoch(self, effect: ev.OpenEpoch) -> None:
+        name = names.epoch_file(self._name, effect.epoch, self._tag)
+        self._call(
+            effect.session,
+            lambda: self._vault.open_epoch(effect.epoch, name),
+            lambda _: self._handle(ev.EpochOpened(effect.session)),
+        )
+
+    def _create_slab(self, effect: ev.CreateSlab) -> None:
+        def failed(error: UnderstudyError) -> None:
+            is_full = error.code == "gms.device_full"
+            kind = ev.DeviceFull if is_full else ev.DriverFailed
+            self._handle(kind(effect.session, error))
+
+        self._driver.submit(
+            lambda: self._vault.create(effect.epoch, effect.size_bytes),
+            lambda fd: self._slab_created(effect.session, fd),
+            failed,
+        )
+
+    def _slab_created(self, session: int, fd: OwnedFd) -> None:
+        self._arrived[session] = fd
+        self._handle(ev.SlabCreated(session))
+        unclaimed = self._arrived.pop(session, None)  # its writer left in the meantime
+        if unclaimed is not None:
+            self._closer.submit(unclaimed.close)
+
+    def _seal_epoch(self, effect: ev.SealEpoch) -> None:
+        self._call(
+            effect.session,
+            lambda: self._vault.seal(effect.epoch, effect.manifest),
+            lambda tensors: self._handle(ev.Sealed(effect.session, tensors)),
+        )
+
+    def _adopt_epoch(self, effect: ev.AdoptEpoch) -> None:
+        fds = self._offered.pop(effect.session, [])
+        self._call(
+            effect.session,
+            lambda: self._vault.adopt(effect.epoch, fds, effect.slab_sizes, effect.manifest),
+            lambda tensors: self._handle(ev.Adopted(effect.session, tensors)),
+        )
+
+    def _call(self, session: int, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Have the driver work for a session, which a failure ends."""
+        self._driver.submit(work, done, lambda error: self._handle(ev.DriverFailed(session, error)))
+
+    def _write_journal(self, effect: ev.WriteJournal) -> None:
+        session = effect.session
+
+        def done(_: None) -> None:
+            if session is not None:
+                self._handle(ev.Journalled(session))
+
+        def failed(error: UnderstudyError) -> None:
+            if session is not None:
+                self._handle(ev.JournalFailed(session, error.message))
+            else:  # harmless: it names an epoch whose file is free, which a restart finds out
+                self._log.record("gms.journal", error.message, severity="warning")
+
+        self._driver.submit(lambda: self._journal.write(effect.record), done, failed)
+
+    def _release(self, epoch: str, then: Callable[[], None]) -> None:
+        """Take it from the vault (in order with other calls) and close it where that may last."""
+
+        def close(slabs: list[Allocation]) -> None:
+            for slab in slabs:
+                slab.release()
+
+        self._driver.submit(
+            lambda: self._vault.take(epoch),
+            lambda slabs: self._closer.submit(lambda: close(slabs), lambda _: then()),
+        )
+
+    def _record(self, effect: ev.Record) -> None:
+        data = {"device_uuid": self._name, **effect.data}
+        self._log.record(effect.type, effect.message, effect.severity, data)
+
+
+def check_held(path: str) -> None:
+    """No slab before the flock: without it, nothing would say that the memory is in use.
+
+    Raises:
+        ProtocolError: `gms.epoch_not_held`.
+    """
+    if not epoch_file.is_held(path):
+        raise ProtocolError(
+            "gms.epoch_not_held",
+            "hold a shared flock on the epoch's file before the first allocation",
+        )
