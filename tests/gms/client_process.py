@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import Any
 
-from gms.client import Reader, Writer, open_session
+from gms.client import Keeper, Reader, Writer, open_session
 from understudy.errors import UnderstudyError
 from understudy.service.parent import arm_from_environment
 
@@ -64,6 +64,10 @@ def main() -> None:
             if child == 0:
                 signal.pause()
             say("forked", pid=child)
+        elif word == "keep" and isinstance(session, Reader):
+            keeper = Keeper(session, on_change=lambda said: say("change", said=said))
+            keeper.start()
+            say("keeping")
         elif word == "close":
             session.close()
             say("closed")

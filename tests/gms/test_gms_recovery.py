@@ -1,0 +1,294 @@
+"""Crash without loss: the server dies and gets its memory back from whoever maps it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gms import journal, names
+from gms import messages as msg
+from gms.client import Keeper, Reader
+from tests.gms.bench import DEVICE, IDENTITY, ClientProcess, GmsProcess
+from tests.helpers import until
+from understudy.errors import RemoteError, UnreachableError
+from understudy.wire.fds import OwnedFd
+
+Start = Callable[..., ClientProcess]
+OTHER = {"model": "tiny", "shards": {"a": "2"}}
+
+
+@contextlib.contextmanager
+def kept(reader: Reader, **more: Any) -> Iterator[Keeper]:
+    keeper = Keeper(reader, **more)
+    keeper.start()
+    try:
+        yield keeper
+    finally:
+        keeper.close()
+
+
+def inodes(reader: Reader) -> list[int]:
+    return [os.fstat(fd).st_ino for fd in reader.slab_fds()]
+
+
+def is_committed_with(gms: GmsProcess, count: int) -> bool:
+    status = gms.status()
+    return status["state"] == "committed" and len(status["sessions"]) == count
+
+
+def journalled(gms: GmsProcess) -> str | None:
+    record = journal.peek(names.journal_path(gms.directory, DEVICE))
+    return record.epoch if record is not None else None
+
+
+def test_restarted_server_gets_the_epoch_back_and_serves_newcomers_from_it(gms: GmsProcess):
+    """SIGKILL under a kept reader: the same physical memory is committed again, nobody loads."""
+    with gms.load() as reader, kept(reader):
+        epoch = reader.epoch
+        gms.kill()
+        gms.start()
+        until(lambda: is_committed_with(gms, 1), "the epoch to be handed back")
+        status = gms.status()
+        assert (status["epoch"], status["recoveries_total"]) == (epoch, 1)
+        with gms.reader(engine="engine-1", incarnation="i-1") as newcomer:
+            assert newcomer.epoch == epoch
+            assert inodes(newcomer) == inodes(reader), "physical memory is not doubled"
+            assert newcomer.read("t") == reader.read("t") == b"\7" * 64
+
+
+def test_every_survivor_is_registered_again_and_only_one_hands_back(gms: GmsProcess, client: Start):
+    """Two client processes survive: both are sessions again, the epoch was recovered once."""
+    gms.load().close()
+    survivors = [client("ro", engine=f"engine-{n}") for n in (0, 1)]
+    for survivor in survivors:
+        survivor.expect("reader")
+        assert survivor.do("keep")["is"] == "keeping"
+    for deaths in (1, 2, 3):
+        gms.kill()
+        gms.start()
+        until(lambda: is_committed_with(gms, 2), f"both to be back after death {deaths}")
+        assert gms.status()["recoveries_total"] == 1
+
+
+def test_offer_that_breaks_off_is_discarded_and_the_next_survivor_asked(gms: GmsProcess):
+    """The first survivor is asked and leaves without an answer: the second hands back."""
+    with gms.load() as reader, gms.reader(engine="engine-1", incarnation="i-1") as second:
+        gms.kill()
+        gms.start()
+        with gms.client() as client:
+            asked = client.request(rejoin_of(reader)).message
+            assert isinstance(asked, msg.Wanted)
+            with kept(second):
+                waiting = until(lambda: gms.status()["waiting"], "the second to wait its turn")
+                assert waiting[0]["reason"] == "rejoining"
+                client.close()
+                until(lambda: is_committed_with(gms, 1), "the second to hand it back")
+
+
+def rejoin_of(reader: Reader, **more: Any) -> msg.Rejoin:
+    fields: dict[str, Any] = {
+        "engine": "engine-0",
+        "incarnation": "i-0",
+        "epoch": reader.epoch,
+        "slab_sizes": reader.slab_sizes,
+        "was_committed": True,
+    }
+    return msg.Rejoin(**{**fields, **more})
+
+
+def offer_of(reader: Reader, **more: Any) -> msg.Offer:
+    fields: dict[str, Any] = {
+        "epoch": reader.epoch,
+        "identity": dict(reader.identity),
+        "manifest": reader.manifest.encoded,
+        "layout_hash": reader.layout_hash,
+    }
+    return msg.Offer(**{**fields, **more})
+
+
+BAD_OFFERS: dict[str, tuple[dict[str, Any], int]] = {
+    "another identity": ({"identity": OTHER}, 1),
+    "another manifest": ({"manifest": b"\x90"}, 1),
+    "a hash that is not its own": ({"layout_hash": "0" * 64}, 1),
+    "another epoch": ({"epoch": "f" * 32}, 1),
+    "no memory": ({}, 0),
+    "too much memory": ({}, 2),
+}
+
+
+@pytest.mark.parametrize("how", BAD_OFFERS)
+def test_bad_offer_costs_its_sender_only(gms: GmsProcess, how: str):
+    """Hand back something else than was asked for: refused; an honest survivor then does it."""
+    changed, slabs = BAD_OFFERS[how]
+    with gms.load() as reader:
+        gms.kill()
+        gms.start()
+        with gms.client() as client:
+            assert isinstance(client.request(rejoin_of(reader)).message, msg.Wanted)
+            fds = [OwnedFd(os.dup(fd)) for fd in reader.slab_fds() * slabs]
+            with pytest.raises(RemoteError, match=r"gms\.bad_offer"):
+                client.request(offer_of(reader, **changed), fds)
+        reader.rejoin(10)
+        assert is_committed_with(gms, 1)
+
+
+def test_offer_of_memory_that_can_be_written_is_refused(gms: GmsProcess):
+    """Hand back unsealed memory of the right size: the driver finds it out."""
+    if DEVICE.startswith("GPU"):
+        pytest.skip("a driver cannot tell: read-only is the client's own rule there")
+    with gms.load() as reader:
+        gms.kill()
+        gms.start()
+        with gms.client() as client:
+            assert isinstance(client.request(rejoin_of(reader)).message, msg.Wanted)
+            forged = OwnedFd(os.memfd_create("forged", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            os.ftruncate(forged.fileno(), reader.slab_sizes[0])
+            with pytest.raises(RemoteError, match=r"gms\.bad_slab"):
+                client.request(offer_of(reader), [forged])
+        reader.rejoin(10)
+        assert reader.read("t") == b"\7" * 64
+
+
+def test_survivor_that_is_stopped_keeps_newcomers_waiting_until_it_goes_on(
+    gms: GmsProcess, client: Start
+):
+    """SIGSTOP the only survivor: nobody gets RW, status names it; SIGCONT: recovered."""
+    gms.load().close()
+    survivor = client("ro", engine="engine-0")
+    survivor.expect("reader")
+    survivor.do("keep")
+    os.kill(survivor.pid, signal.SIGSTOP)
+    gms.kill()
+    gms.start()
+    newcomer = client("rw_or_ro", engine="engine-1")
+    newcomer.expect("waiting")
+    unowned = until(lambda: (u := gms.status()["unowned"])[0]["holders"] and u, "its pid")
+    assert unowned[0]["holders"] == [survivor.pid]
+    assert gms.status()["state"] == "recovering"
+    os.kill(survivor.pid, signal.SIGCONT)
+    assert newcomer.expect("reader")["epoch"] == gms.status()["epoch"]
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_survivor_of_a_superseded_epoch_is_kept_whoever_comes_first(gms: GmsProcess, first: str):
+    """Two epochs are mapped when the server dies: the journalled one is committed, the other kept
+    until its reader leaves, then freed."""
+    with gms.load() as old:
+        with gms.load(mode="rw", replace=True, identity=OTHER, engine="engine-1") as new:
+            gms.kill()
+            gms.start()
+            order = [old, new] if first == "old" else [new, old]
+            for reader in order:
+                reader.rejoin(10)
+            until(lambda: is_committed_with(gms, 2), "both to be back")
+            status = gms.status()
+            assert status["epoch"] == new.epoch
+            assert status["superseded_bytes"] == sum(old.slab_sizes)
+            assert old.read("t") == b"\7" * 64
+            old.close()
+            until(lambda: gms.status()["superseded_bytes"] == 0, "the old epoch to be freed")
+            until(lambda: not gms.status()["unowned"], "its memory to be gone")
+            assert gms.status()["epoch"] == new.epoch
+
+
+def crash_in_commit(gms: GmsProcess, writer: Any, *, after_journal: bool) -> None:
+    """Make the writer's next commit meet a server that dies, before or after it is on disk."""
+
+    def request(message: Any, **more: Any) -> Any:
+        if after_journal:
+            writer._client.notify(message, request_id=9)
+            until(lambda: journalled(gms) == writer.epoch, "the commit to be on disk")
+        gms.kill()
+        gms.start()
+        raise UnreachableError("wire.closed", "the service died before it answered")
+
+    writer._client.request = request
+
+
+def test_writer_in_doubt_whose_commit_was_journalled_becomes_a_reader(gms: GmsProcess):
+    """The server dies after the journal and before the answer: the writer hands the epoch back."""
+    writer = gms.writer()
+    writer.place("t", 64, (64,), "uint8")
+    writer.write("t", b"\5" * 64)
+    crash_in_commit(gms, writer, after_journal=True)
+    with writer.commit(IDENTITY) as reader:
+        assert is_committed_with(gms, 1)
+        with gms.reader(engine="engine-1", incarnation="i-1") as other:
+            assert other.read("t") == b"\5" * 64
+            assert inodes(other) == inodes(reader)
+
+
+def test_writer_in_doubt_whose_commit_was_not_journalled_is_told(gms: GmsProcess):
+    """The server dies before it has heard the commit: an error at once, and RW for the next."""
+    writer = gms.writer()
+    writer.place("t", 64, (64,), "uint8")
+    crash_in_commit(gms, writer, after_journal=False)
+    with pytest.raises(RemoteError, match=r"gms\.not_committed"):
+        writer.commit(IDENTITY)
+    gms.load().close()
+
+
+def test_lost_journal_lets_the_survivors_decide(gms: GmsProcess):
+    """The journal is torn while the server is dead: the epoch comes back all the same."""
+    with gms.load() as reader:
+        gms.kill()
+        with open(names.journal_path(gms.directory, DEVICE), "r+b") as stream:
+            stream.write(b"torn")
+        gms.start()
+        reader.rejoin(10)
+        assert is_committed_with(gms, 1)
+        assert journalled(gms) == reader.epoch, "written down again"
+        gms.kill()
+        gms.start()
+        reader.rejoin(10)
+        assert is_committed_with(gms, 1)
+
+
+def test_survivor_whose_files_were_removed_is_registered_all_the_same(gms: GmsProcess):
+    """Somebody removed the epoch's file and the journal: the reader serves on as a reader."""
+    with gms.load() as reader:
+        gms.kill()
+        os.unlink(os.path.join(gms.directory, names.epoch_file(DEVICE, reader.epoch)))
+        os.unlink(names.journal_path(gms.directory, DEVICE))
+        gms.start()
+        reader.rejoin(10)
+        assert [s["epoch"] for s in gms.status()["sessions"]] == [reader.epoch]
+        assert reader.read("t") == b"\7" * 64
+
+
+def test_doubt_about_an_epoch_that_is_gone_is_settled(gms: GmsProcess):
+    """Ask whether an epoch was committed that nobody maps any more: it is lost."""
+    reader = gms.load()
+    epoch = reader.epoch
+    gms.kill()
+    reader.close()
+    gms.start()
+    until(lambda: gms.status()["state"] == "empty", "the epoch to be found free")
+    with gms.client() as client, pytest.raises(RemoteError, match=r"gms\.not_committed"):
+        client.request(msg.Rejoin("e", "i", epoch, (4096,), was_committed=False))
+
+
+def test_rejoin_to_a_live_server_is_a_reader_again(gms: GmsProcess):
+    """Only the connection broke: nothing is handed back."""
+    with gms.load() as reader:
+        reader.rejoin(10)
+        status = gms.status()
+        assert (status["state"], status["recoveries_total"]) == ("committed", 0)
+        assert len(status["sessions"]) == 1
+
+
+def test_keeper_says_when_the_service_is_lost_and_when_it_is_back(gms: GmsProcess):
+    """Kill and restart: two sentences, and the state between them."""
+    said: list[str] = []
+    with gms.load() as reader, kept(reader, on_change=said.append) as keeper:
+        gms.kill()
+        until(lambda: keeper.state == "rejoining", "the keeper to notice")
+        gms.start()
+        until(lambda: keeper.state == "attached", "the keeper to be back")
+        assert "weights stay mapped" in said[0]
+        assert "attached to the memory service again" in said[-1]
