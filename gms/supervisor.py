@@ -206,9 +206,10 @@ class Supervisor:
                 pinging = tasks.create_task(child.ping())
                 returncode = await child.process.wait()
                 pinging.cancel()
+            had_answered = child.is_answering
             child.end()
             lived_ms = self.clock.now_ms() - child.started_ms
-            verdict = child.restarts.died(lived_ms, returncode)
+            verdict = child.restarts.died(lived_ms, returncode, had_answered=had_answered)
             how = signal.Signals(-returncode).name if returncode < 0 else f"code {returncode}"
             said = f"the server of {child.device} ended ({how}) after {lived_ms / 1000:.1f} s"
             data = {"device_uuid": child.device, "returncode": returncode}

@@ -1,12 +1,17 @@
 """When a device's server that died is started again, and when the whole container gives up.
 
 Pure. A death is restarted in place, because the other devices' servers still serve; the first at
-once, since newcomers wait for it. Several short lives in a row are no accident: then the container
-ends with the child's exit code, and whoever runs the container sees why.
+once, since newcomers wait for it. Several lives in a row that came to nothing are no accident: then
+the container ends with the child's exit code, and whoever runs the container sees why.
+
+A server that had answered and was then killed by SIGKILL came to something: it was killed from
+outside, by an operator's rehearsal or for want of memory. It lost nothing, so it is started again
+at once however often that happens, and only the counter says so.
 """
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 DEATHS_MAX = 5  # in a row: 0 + 0.5 + 1 + 2 s of back-off and five start-ups, about ten seconds
@@ -36,10 +41,11 @@ class Restarts:
         self.deaths = 0
         self.deaths_total = 0
 
-    def died(self, lived_ms: float, returncode: int) -> StartAgain | GiveUp:
+    def died(self, lived_ms: float, returncode: int, *, had_answered: bool) -> StartAgain | GiveUp:
         """What to do about a server that lived `lived_ms`; a signal is a negative returncode."""
         self.deaths_total += 1
-        self.deaths = 1 if lived_ms >= LONG_LIFE_MS else self.deaths + 1
+        was_killed = had_answered and returncode == -signal.SIGKILL
+        self.deaths = 1 if lived_ms >= LONG_LIFE_MS or was_killed else self.deaths + 1
         if self.deaths >= DEATHS_MAX or returncode == USAGE_EXIT_CODE:
             # Shells report a death by signal n as 128 + n; a child that "ended well" did not.
             return GiveUp(128 - returncode if returncode < 0 else returncode or 1)

@@ -178,22 +178,22 @@ def test_survivor_that_is_stopped_keeps_newcomers_waiting_until_it_goes_on(
 def test_survivor_of_a_superseded_epoch_is_kept_whoever_comes_first(gms: GmsProcess, first: str):
     """Two epochs are mapped when the server dies: the journalled one is committed, the other kept
     until its reader leaves, then freed."""
-    with gms.load() as old:
-        with gms.load(mode="rw", replace=True, identity=OTHER, engine="engine-1") as new:
-            gms.kill()
-            gms.start()
-            order = [old, new] if first == "old" else [new, old]
-            for reader in order:
-                reader.rejoin(10)
-            until(lambda: is_committed_with(gms, 2), "both to be back")
-            status = gms.status()
-            assert status["epoch"] == new.epoch
-            assert status["superseded_bytes"] == sum(old.slab_sizes)
-            assert old.read("t") == b"\7" * 64
-            old.close()
-            until(lambda: gms.status()["superseded_bytes"] == 0, "the old epoch to be freed")
-            until(lambda: not gms.status()["unowned"], "its memory to be gone")
-            assert gms.status()["epoch"] == new.epoch
+    old = gms.load()
+    new = gms.load(mode="rw", replace=True, identity=OTHER, engine="engine-1")
+    with old, new:
+        gms.kill()
+        gms.start()
+        for reader in [old, new] if first == "old" else [new, old]:
+            reader.rejoin(10)
+        until(lambda: is_committed_with(gms, 2), "both to be back")
+        status = gms.status()
+        assert status["epoch"] == new.epoch
+        assert status["superseded_bytes"] == sum(old.slab_sizes)
+        assert old.read("t") == b"\7" * 64
+        old.close()
+        until(lambda: gms.status()["superseded_bytes"] == 0, "the old epoch to be given up")
+        until(lambda: not gms.status()["unowned"], "its memory to be gone")
+        assert gms.status()["epoch"] == new.epoch
 
 
 def crash_in_commit(gms: GmsProcess, writer: Any, *, after_journal: bool) -> None:

@@ -232,10 +232,22 @@ def test_identity_that_is_not_plain_or_too_deep_is_refused():
 def test_restarts_back_off_give_up_and_forget():
     """The first at once, then doubling; a long life starts the count anew; five end it."""
     restarts = Restarts()
-    delays = [restarts.died(100, -9) for _ in range(DEATHS_MAX - 1)]
+    delays = [restarts.died(100, -9, had_answered=False) for _ in range(DEATHS_MAX - 1)]
     assert delays == [StartAgain(0), StartAgain(500), StartAgain(1000), StartAgain(2000)]
-    assert restarts.died(20_000, -9) == StartAgain(0)
+    assert restarts.died(20_000, -9, had_answered=True) == StartAgain(0)
     for _ in range(DEATHS_MAX - 2):
-        restarts.died(100, 1)
-    assert restarts.died(100, -9) == GiveUp(137)
-    assert Restarts().died(100, 2) == GiveUp(2)
+        restarts.died(100, 1, had_answered=True)
+    assert restarts.died(100, -9, had_answered=False) == GiveUp(137)
+    assert Restarts().died(100, 2, had_answered=False) == GiveUp(2)
+
+
+def test_server_that_is_killed_again_and_again_is_started_at_once_for_ever():
+    """A hundred SIGKILLs of a server that had answered: no back-off, and nobody gives up; a crash
+    of its own still counts."""
+    restarts = Restarts()
+    for _ in range(100):
+        assert restarts.died(300, -9, had_answered=True) == StartAgain(0)
+    assert restarts.deaths_total == 100
+    for _ in range(DEATHS_MAX - 2):
+        assert isinstance(restarts.died(300, 70, had_answered=True), StartAgain)
+    assert restarts.died(300, 70, had_answered=True) == GiveUp(70)
