@@ -19,7 +19,6 @@ import click
 import understudy
 from understudy.errors import DegradedError, UnreachableError, UsageError
 from understudy.pod import sessions
-from understudy.pod.drill.records import TARGETS
 from understudy.pod.drill.report import machine, print_report
 from understudy.pod.drill.run import DrillPlan
 from understudy.pod.follow import Record, follow_events
@@ -57,6 +56,7 @@ def up(config: Resolved) -> None:
         backend=config["backend"],
         host=config["host"],
         device_bytes=config["device_bytes"],
+        tensor_parallel=config["tensor_parallel"],
         # Whoever reads this terminal reads text; a log collector sets LOG_FORMAT itself.
         env={"LOG_FORMAT": "text"}
         if sys.stdout.isatty() and "LOG_FORMAT" not in os.environ
@@ -97,8 +97,8 @@ def status(config: Resolved, as_json: bool, check: bool) -> None:
 @click.option("--attach", is_flag=True, help="Drill the pod that runs in --dir.")
 @click.option("--yes", is_flag=True, help="With --attach: do not ask.")
 def drill(config: Resolved, as_json: bool, attach: bool, yes: bool) -> None:
-    """Kill the active engine under load, again and again, and report what came of it."""
-    plan = DrillPlan(config["kills"], config["target"] or TARGETS, config["clients"])
+    """Kill the active engine, or the memory service, under load, and report what came of it."""
+    plan = DrillPlan(config["kills"], config["target"], config["clients"])
 
     def say(line: str) -> None:
         click.echo(line, err=True)
@@ -108,10 +108,8 @@ def drill(config: Resolved, as_json: bool, attach: bool, yes: bool) -> None:
         _ask_first(directory, plan, yes=yes)
         result = run_async(lambda: sessions.drill_running_pod(directory, plan, say))
     else:
-        model, backend = _model(config["model"]), config["backend"]
-        result = run_async(
-            lambda: sessions.drill_own_pod(model, backend, config["device_bytes"], plan, say)
-        )
+        model = _model(config["model"])
+        result = run_async(lambda: sessions.drill_own_pod(model, config, plan, say))
     if result is None:
         sys.exit(INTERRUPTED)
     if as_json:
@@ -196,7 +194,8 @@ def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:
         raise UsageError(
             "drill.unconfirmed", "--attach kills engines that may be in use: add --yes"
         )
-    question = f"Kill the active engine of the pod in {directory} {plan.kills} times?"
+    what = ", ".join(plan.targets) or "the active engine"
+    question = f"Kill {what} of the pod in {directory} {plan.kills} times?"
     if not click.confirm(question, err=True):
         raise UsageError("drill.declined", "nothing was killed")
 

@@ -54,14 +54,15 @@ async def engine_status(engine: str, path: str) -> dict[str, Any]:
 
 async def gather(directory: Path) -> dict[str, Any]:
     """The whole pod's view (`view.pod_view`), every part asked at once."""
-    gms_paths = sorted(directory.glob("gms_*.sock"))
+    # HOST-2 before HOST-10.
+    gms = sorted(directory.glob("gms_*.sock"), key=lambda path: (len(path.name), path.name))
     engines = engine_sockets(directory)
     lock, *others = await asyncio.gather(
         lock_status(directory),
         *(
             status_of(path.stem, str(path), gms_messages.CATALOGUE, gms_messages.Status())
-            for path in gms_paths
+            for path in gms
         ),
         *(engine_status(engine, path) for engine, path in engines.items()),
     )
-    return pod_view(str(directory), lock, others[: len(gms_paths)], others[len(gms_paths) :])
+    return pod_view(str(directory), lock, others[: len(gms)], others[len(gms) :])

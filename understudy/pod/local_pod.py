@@ -53,7 +53,8 @@ class Ports:
 class LocalPod:
     """What distinguishes one local pod from another.
 
-    `backend_args` go to the backend as they are; `env` is laid over every container's environment.
+    `backend_args` go to the backend as they are, `gms_args` to the memory service; `env` is laid
+    over every container's environment.
     """
 
     directory: Path
@@ -64,6 +65,8 @@ class LocalPod:
     host: str = "127.0.0.1"
     memory: str = "host"
     device_bytes: str = "4GiB"
+    tensor_parallel: int = 1  # so many devices, and as many model processes in each engine
+    gms_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -103,15 +106,18 @@ class LocalPod:
             "serve",
             f"--dir={self.directory}",
             f"--memory={self.memory}",
-            "--devices=1",
+            f"--devices={self.tensor_parallel}",
             f"--device-bytes={self.device_bytes}",
             f"--http-port={port}",
+            *self.gms_args,
         )
         startup = Startup(f"http://127.0.0.1:{port}/startup", SERVER_STARTUP_S)
         return Container("gms", command, shared, startup)
 
     def _engine(self, number: int, port: int, shared: Mapping[str, str]) -> Container:
         name = f"engine-{number}"
+        # One rank is every backend's default, also of those that do not know the flag.
+        ranks = ("--tensor-parallel", str(self.tensor_parallel)) if self.tensor_parallel > 1 else ()
         command = (
             *program("engine"),
             "run",
@@ -121,6 +127,7 @@ class LocalPod:
             "--",
             "--model",
             str(self.model),
+            *ranks,
             *self.backend_args,
         )
         env = {**shared, "ENGINE_ID": name}

@@ -25,6 +25,7 @@ from understudy.pod.http_get import get
 from understudy.pod.local_pod import LocalPod, check_ports, free_pod_ports, program
 from understudy.pod.runner import Runner, run_pod
 from understudy.pod.view import holders, is_reachable
+from understudy.service.config import Resolved
 from understudy.service.signals import SignalInbox
 
 Say = Callable[[str], None]
@@ -111,11 +112,12 @@ async def _forget_last_pod(directory: Path) -> None:
 
 
 async def drill_own_pod(
-    model: Path | None, backend: str, device_bytes: str, plan: DrillPlan, say: Say
+    model: Path | None, config: Resolved, plan: DrillPlan, say: Say
 ) -> DrillResult | None:
     """Start a pod in a directory and on ports of its own, drill it, stop it. None: interrupted.
 
-    The directory, with the containers' logs, is kept when the drill did not pass.
+    `config` are the settings of `POD_OPTIONS`. The directory, with the containers' logs, is kept
+    when the drill did not pass.
     """
     base = Path(tempfile.mkdtemp(prefix="understudy-drill-"))
     directory = base / "pod"
@@ -126,12 +128,14 @@ async def drill_own_pod(
             directory,
             model or await make_random_model(base / "model"),
             free_pod_ports(),
-            backend=backend,
-            device_bytes=device_bytes,
+            backend=config["backend"],
+            device_bytes=config["device_bytes"],
+            tensor_parallel=config["tensor_parallel"],
             env=ONE_THREAD if model is None else {},
         )
         runner = Runner(pod.containers(), directory / "log")
         say(f"starting a pod in {directory}")
+        plan = replace(plan, server_life_s=0)
         result = await _drill(Drill(directory, plan, say), runner, plan, say)
         passed = result is None or result.report.passed
         return result

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from understudy.pod.drill.records import TARGETS
+from engine.messages import RANKS_MAX
+from understudy.pod.drill.records import check_target
 from understudy.pod.local_pod import ENGINE_PORT, GMS_PORT, LOCKSERVER_PORT, SERVICE_PORT
 from understudy.service.config import Option
 
@@ -18,7 +19,15 @@ def _port(name: str, default: int, text: str) -> Option:
 POD_OPTIONS = (
     Option("model", str, None, "A Hugging Face checkpoint; a small random one unless given."),
     Option("backend", str, "reference", "Which inference backend the engines run."),
-    Option("device_bytes", str, "4GiB", "How much memory the simulated device has."),
+    Option("device_bytes", str, "4GiB", "How much memory each simulated device has."),
+    Option(
+        "tensor_parallel",
+        int,
+        1,
+        "How many devices each engine's model is spread over.",
+        minimum=1,
+        maximum=RANKS_MAX,
+    ),
 )
 
 UP_OPTIONS = (
@@ -34,8 +43,14 @@ UP_OPTIONS = (
 DRILL_OPTIONS = (
     DIR,
     *POD_OPTIONS,
-    Option("kills", int, 20, "How often the active engine is killed.", minimum=1),
-    Option("target", str, (), "What to kill; the three in turn.", many=True, choices=TARGETS),
+    Option("kills", int, 20, "How many processes are killed, one after the other.", minimum=1),
+    Option(
+        "target",
+        check_target,
+        (),
+        "What to kill: processes of the active engine (all in turn unless given), or gms.",
+        many=True,
+    ),
     Option("clients", int, 4, "How many clients stream without pause.", minimum=1, maximum=256),
 )
 

@@ -77,7 +77,7 @@ def lines(view: Document, now: datetime) -> list[str]:
     out = [f"pod    {view['dir']}   {view['state']}   {ready}", _lock_line(view, now)]
     if view["engines"]:
         out += _table([_engine_header(), *(_engine_row(part, now) for part in view["engines"])])
-    out += [_gms_line(part, device) for part in view["gms"] for device in _devices(part)]
+    out += [_gms_line(part, device) for part in view["gms"] for device in devices(part)]
     out += [f"! {problem}" for problem in view["problems"][:4]]
     return out
 
@@ -153,7 +153,7 @@ def _faults(
     for part in gms:
         faults += [
             f"memory of {device.get('device_uuid')} is recovering"
-            for device in _devices(part)
+            for device in devices(part)
             if device.get("state") == "recovering"
         ]
     return faults
@@ -191,10 +191,10 @@ def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
     )
 
 
-def _devices(part: Document) -> Sequence[Document]:
+def devices(part: Document) -> Sequence[Document]:
     """A device's server speaks for itself, the service's supervisor for all its devices."""
-    devices = part.get("devices", [part] if "device_uuid" in part else [])
-    return devices if isinstance(devices, (list, tuple)) else []
+    found = part.get("devices", [part] if "device_uuid" in part else [])
+    return found if isinstance(found, (list, tuple)) else []
 
 
 def _gms_line(part: Document, device: Document) -> str:

@@ -177,7 +177,7 @@ def test_status_of_no_pod_is_unreachable(directory):
     ("arguments", "words"),
     [
         (["drill", "--kills", "0"], "the least is 1"),
-        (["drill", "--target", "gms"], "it takes one of"),
+        (["drill", "--target", "lockserver"], "it takes backend-http"),
         (["drill", "--model", "/no/such/model"], "is not a directory"),
         (["drill", "--attach"], "add --yes"),
         (["up", "--service-port", "x"], "whole number"),

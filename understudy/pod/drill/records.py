@@ -6,12 +6,34 @@ pod stamps its events with the same clock, so differences between their times me
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 TARGETS = ("backend-http", "backend-model", "supervisor")
+GMS = "gms"  # not the active engine's: a device's server of the memory service
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # DESIGN §8, in the order they happen
+
+
+def check_target(text: str) -> str:
+    """`text`, if it can be killed in a drill. Which ranks there are, the engine says.
+
+    Raises:
+        ValueError: with what it may be.
+    """
+    if text in (*TARGETS, GMS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
+        return text
+    ranks = "backend-model-1, backend-model-2, … of a tensor-parallel engine"
+    raise ValueError(f"it takes {', '.join(TARGETS)}, {ranks}, or {GMS}")
+
+
+def targets_of(processes: Iterable[str]) -> tuple[str, ...]:
+    """What is killed in turn in an engine that has `processes`: the three, and every other rank."""
+    ranks = sorted(name for name in processes if re.fullmatch(r"model-\d+", name))
+    http, model, supervisor = TARGETS
+    return (http, model, *(f"backend-{name}" for name in ranks), supervisor)
 
 
 class End(StrEnum):
@@ -87,11 +109,40 @@ class Kill:
 
 
 @dataclass(slots=True)
+class MemoryKill:
+    """The death of a device's memory server: what it had, and when the next one had it again."""
+
+    device: str
+    tag: str
+    pid: int
+    epoch: str
+    readers: frozenset[str]
+    killed_ms: float
+    recovered_ms: float | None = None
+
+
+@dataclass(slots=True)
+class MemoryUse:
+    """Physical memory of the weights: what was committed, and the most that was ever seen."""
+
+    committed_bytes: int
+    device_bytes_min: int  # the smallest device's part: less than a second copy of anything
+    peak_bytes: int = 0
+
+
+@dataclass(slots=True)
 class Records:
-    """Everything one drill observed. `overlaps`: each a grant made over a living process."""
+    """Everything one drill observed.
+
+    `overlaps`: each a grant made over a living process; `disturbed`: each something that the death
+    of a memory server changed. `memory` is there once such a server was killed.
+    """
 
     exchanges: list[Exchange] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
     expected: dict[str, Exchange] = field(default_factory=dict)
     overlaps: list[str] = field(default_factory=list)
     grants_checked: int = 0
+    memory_kills: list[MemoryKill] = field(default_factory=list)
+    memory: MemoryUse | None = None
+    disturbed: list[str] = field(default_factory=list)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from understudy.pod.drill.records import PHASES
 from understudy.pod.drill.verdict import Report, Spread
+from understudy.pod.view import size
 from understudy.service.procfs import descendants, rss_bytes
 
 if TYPE_CHECKING:
@@ -63,10 +64,13 @@ def print_report(
     table.add_column("milliseconds")
     for column in ("p50", "p99", "max"):
         table.add_column(column, justify="right")
-    for phase in PHASES:
-        table.add_row(f"  {phase}", *_cells(report.phases_ms[phase]))
-    table.add_section()
-    table.add_row("failover", *_cells(report.failover_ms), style="bold")
+    if report.failovers or report.recovery_ms is None:
+        for phase in PHASES:
+            table.add_row(f"  {phase}", *_cells(report.phases_ms[phase]))
+        table.add_section()
+        table.add_row("failover", *_cells(report.failover_ms), style="bold")
+    if report.recovery_ms is not None:
+        table.add_row("memory service back", *_cells(report.recovery_ms), style="bold")
     console.print(table)
     killed = ", ".join(f"{target} {count}" for target, count in report.killed.items())
     console.print(f"kills            {report.kills} ({killed})")
@@ -77,6 +81,12 @@ def print_report(
         ("double active", report.double_active),
     ):
         console.print(f"{name:<16} {count}", style="red" if count else "green")
+    if report.memory is not None:
+        use = report.memory
+        console.print(
+            f"weights          {size(use.committed_bytes)} committed, "
+            f"{size(use.peak_bytes)} of memory at most"
+        )
     for name, (before, after) in usages.items():
         change = 100 * (after.rss_bytes - before.rss_bytes) / max(1, before.rss_bytes)
         console.print(

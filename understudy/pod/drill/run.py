@@ -17,24 +17,46 @@ from pathlib import Path
 from understudy.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from understudy.pod.drill.clients import Target, send, stream_without_pause
 from understudy.pod.drill.killer import Whole, kill_active, wait_whole
+from understudy.pod.drill.memory_killer import (
+    Standing,
+    committed_devices,
+    kill_server,
+    wait_recovered,
+)
 from understudy.pod.drill.observer import Observer
+from understudy.pod.drill.physical import PhysicalMemory, roots_of
 from understudy.pod.drill.prompts import all_prompts, learn_answers
-from understudy.pod.drill.records import TARGETS, Kill, Prompt, Records
-from understudy.pod.gather import engine_sockets, gather
+from understudy.pod.drill.records import (
+    GMS,
+    Kill,
+    MemoryUse,
+    Prompt,
+    Records,
+    targets_of,
+)
+from understudy.pod.gather import engine_sockets, engine_status, gather
 from understudy.pod.http_get import get
 from understudy.pod.view import is_reachable
 
 FIRST_WHOLE_DEADLINE_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
+# `gms serve` gives up on a server that dies several times in a row before it is 10 s old, unless it
+# is told otherwise.
+SERVER_LIFE_S = 11.0
 TAKEOVER_DEADLINE_S = 90.0  # past the waking budget (60 s) and the hold (10 s): it will not come
 
 
 @dataclass(frozen=True, slots=True)
 class DrillPlan:
-    """How many kills, of what, under how much load. `targets` are taken in turn."""
+    """How many kills, of what, under how much load.
+
+    `targets` are taken in turn; none: every process that an engine of this pod has. `server_life_s`
+    is how old a memory server must be to be killed.
+    """
 
     kills: int = 20
-    targets: Sequence[str] = TARGETS
+    targets: Sequence[str] = ()
     clients: int = 4
+    server_life_s: float = SERVER_LIFE_S
 
 
 class Drill:
@@ -45,6 +67,8 @@ class Drill:
         self._directory = directory
         self._plan = plan
         self._say = say
+        self._targets = tuple(plan.targets)
+        self._physical = PhysicalMemory()
         self.prompts: list[Prompt] = []
 
     async def prepare(self) -> Target:
@@ -59,6 +83,7 @@ class Drill:
                 f"no part of a pod answers in {self._directory}; start one with `understudy up`",
             )
         whole = await wait_whole(self._directory, self._say, FIRST_WHOLE_DEADLINE_S)
+        self._targets = self._targets or await self._every_process(whole.engine)
         host, _, port = whole.service.rpartition(":")
         host = host.strip("[]")
         target = Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
@@ -84,10 +109,16 @@ class Drill:
             for number in range(self._plan.clients)
         ]
         try:
-            targets = itertools.cycle(self._plan.targets)
-            for number in range(1, self._plan.kills + 1):
+            if GMS in self._targets:
+                await self._watch_memory()
+            for number, what in zip(
+                range(1, self._plan.kills + 1), itertools.cycle(self._targets), strict=False
+            ):
                 whole = await wait_whole(self._directory, self._say)
-                await self._kill(number, next(targets), whole, target, observer)
+                if what == GMS:
+                    await self._kill_memory(number)
+                else:
+                    await self._kill(number, what, whole, target, observer)
             await wait_whole(self._directory, self._say)  # the last one comes back, too
             stopping.set()
             await asyncio.gather(*clients)
@@ -96,6 +127,37 @@ class Drill:
                 client.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
             await observer.close()
+            await self._physical.close()
+            if self.records.memory is not None:
+                self.records.memory.peak_bytes = self._physical.peak_bytes
+
+    async def _every_process(self, engine: str) -> tuple[str, ...]:
+        path = engine_sockets(self._directory)[engine]
+        document = await engine_status(engine, path)
+        return targets_of((document.get("backend") or {}).get("pids") or ())
+
+    async def _watch_memory(self) -> None:
+        """What is committed now, and from now on the most that the pod ever has of it."""
+        view = await gather(self._directory)
+        sizes = [int(each["committed_bytes"]) for each in committed_devices(view).values()]
+        self.records.memory = MemoryUse(sum(sizes), min(sizes, default=0))
+        self._physical.watch(roots_of(view))
+
+    async def _kill_memory(self, number: int) -> None:
+        """Kill a memory server; whatever but itself has changed by then is written down."""
+        made = len(self.records.memory_kills)
+        kill, before = await kill_server(self._directory, made, self._plan.server_life_s, self._say)
+        self.records.memory_kills.append(kill)
+        await wait_recovered(self._directory, kill, self._say)
+        view = await gather(self._directory)
+        self._physical.watch(roots_of(view))  # engines that other kills have replaced
+        for changed in before.changes(Standing.of(view)):
+            self.records.disturbed.append(f"the server of {kill.device} died, and {changed}")
+        took_ms = (kill.recovered_ms or kill.killed_ms) - kill.killed_ms
+        self._say(
+            f"kill {number}/{self._plan.kills}  gms server of {kill.device}  "
+            f"all attached again after {took_ms:.0f} ms"
+        )
 
     async def _kill(
         self, number: int, what: str, whole: Whole, target: Target, observer: Observer

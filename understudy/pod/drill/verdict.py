@@ -15,7 +15,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from understudy.pod.drill.records import PHASES, TARGETS, End, Exchange, Kill, Outcome, Records
+from understudy.pod.drill.records import (
+    GMS,
+    PHASES,
+    TARGETS,
+    End,
+    Exchange,
+    Kill,
+    MemoryUse,
+    Outcome,
+    Records,
+)
 
 UNAVAILABLE = frozenset({429, 503})  # the server said: not now
 
@@ -47,6 +57,8 @@ class Report:
     requests: int = 0
     failovers: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    recovery_ms: Spread | None = None
+    memory: MemoryUse | None = None
 
     @property
     def passed(self) -> bool:
@@ -54,8 +66,8 @@ class Report:
         return not faults and not self.problems
 
     def to_dict(self, backend: str, machine: dict[str, Any]) -> dict[str, Any]:
-        """The one JSON document of `understudy drill --json`."""
-        return {
+        """The one JSON document of `understudy drill --json`; `gms` if its servers were killed."""
+        document = {
             "kills": self.kills,
             "killed": self.killed,
             "refused": self.refused,
@@ -67,6 +79,13 @@ class Report:
             "backend": backend,
             "machine": machine,
         }
+        if self.memory is not None and self.recovery_ms is not None:
+            document["gms"] = {
+                "recovery_ms": self.recovery_ms.to_dict(),
+                "committed_bytes": self.memory.committed_bytes,
+                "peak_physical_bytes": self.memory.peak_bytes,
+            }
+        return document
 
 
 def judge(records: Records, kills_wanted: int) -> Report:
@@ -82,9 +101,14 @@ def judge(records: Records, kills_wanted: int) -> Report:
         if first is not None and first.first_token_ms is not None
     ]
     phases = [phases_of(kill, first) for kill, first in zip(records.kills, serving, strict=True)]
+    recoveries = [
+        kill.recovered_ms - kill.killed_ms
+        for kill in records.memory_kills
+        if kill.recovered_ms is not None
+    ]
     return Report(
-        kills=len(records.kills),
-        killed=_killed(records.kills),
+        kills=len(records.kills) + len(records.memory_kills),
+        killed=_killed(records),
         refused=counts[Outcome.REFUSED],
         wrong_tokens=counts[Outcome.WRONG],
         double_active=len(records.overlaps) + len(served_out_of_order(records.exchanges)),
@@ -95,7 +119,12 @@ def judge(records: Records, kills_wanted: int) -> Report:
         },
         requests=len(records.exchanges),
         failovers=failovers,
-        problems=_problems(records, outcomes, failovers, kills_wanted),
+        problems=[
+            *_problems(records, outcomes, failovers, kills_wanted),
+            *_memory_problems(records),
+        ],
+        recovery_ms=spread(recoveries) if records.memory is not None else None,
+        memory=records.memory,
     )
 
 
@@ -196,11 +225,31 @@ def spread(sample: Iterable[float]) -> Spread:
     return Spread(rank(50), rank(99), round(ordered[-1], 3))
 
 
-def _killed(kills: Sequence[Kill]) -> dict[str, int]:
+def _killed(records: Records) -> dict[str, int]:
     counts = dict.fromkeys(TARGETS, 0)
-    for kill in kills:
+    for kill in records.kills:
         counts[kill.target] = counts.get(kill.target, 0) + 1
+    if records.memory is not None:
+        counts[GMS] = len(records.memory_kills)
     return counts
+
+
+def _memory_problems(records: Records) -> list[str]:
+    """What the deaths of memory servers have led to, though they should lead to nothing."""
+    problems, use = list(records.disturbed), records.memory
+    if use is None:
+        return problems
+    lost = sum(kill.recovered_ms is None for kill in records.memory_kills)
+    if lost:
+        problems.append(f"after {lost} kills the memory service did not come back whole")
+    if not use.peak_bytes:
+        problems.append("the physical memory of the weights could not be seen from here")
+    elif use.peak_bytes > use.committed_bytes + use.device_bytes_min // 2:
+        problems.append(
+            f"the weights took {use.peak_bytes} bytes at worst, and {use.committed_bytes} are"
+            " committed: something was loaded a second time"
+        )
+    return problems
 
 
 def _problems(
@@ -211,8 +260,9 @@ def _problems(
 ) -> list[str]:
     problems = []
     kills = len(records.kills)
-    if kills < kills_wanted:
-        problems.append(f"only {kills} of {kills_wanted} kills were made")
+    made = kills + len(records.memory_kills)
+    if made < kills_wanted:
+        problems.append(f"only {made} of {kills_wanted} kills were made")
     if len(failovers) < kills:
         problems.append(f"{kills - len(failovers)} kills were never followed by an answer")
     if records.grants_checked < kills:

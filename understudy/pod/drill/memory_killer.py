@@ -1,0 +1,169 @@
+"""Kills a device's server of the memory service, and looks whether anybody but it has noticed.
+
+Owns what a crash without loss means, seen from outside: the same engines run as before, the same
+one serves under the same token, and the fresh server has the same epoch with the same readers. The
+kill is a plain SIGKILL by a pidfd: unlike an engine's, a server's death has nothing to rehearse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gms.client import messages as gms_messages
+from understudy.errors import UnderstudyError, WaitTimeoutError
+from understudy.pod.drill.records import MemoryKill
+from understudy.pod.gather import gather, status_of
+from understudy.pod.view import Document, devices
+from understudy.service.clock import SystemClock
+
+POLL_S = 0.01
+RECOVERY_DEADLINE_S = 60.0  # a server starts in a second; its supervisor backs off to 30 s
+SAID_EVERY_S = 10.0
+COMMITTED = "committed"
+
+clock = SystemClock()
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the death of a memory server must not change."""
+
+    active: str | None
+    token: int | None
+    incarnations: Mapping[str, str]
+
+    @classmethod
+    def of(cls, view: Document) -> Standing:
+        engines = [part["engine"] for part in view["engines"] if "error" not in part]
+        return cls(
+            view["active"],
+            view["token"],
+            {str(each.get("id")): str(each.get("incarnation")) for each in engines},
+        )
+
+    def changes(self, now: Standing) -> list[str]:
+        """What is otherwise now, as sentences."""
+        changed = []
+        for engine, before in self.incarnations.items():
+            after = now.incarnations.get(engine)
+            if after != before:
+                changed.append(f"{engine} was {before} and is {after or 'silent'}: it restarted")
+        if (self.active, self.token) != (now.active, now.token):
+            changed.append(
+                f"{self.active} served under token {self.token}, and now {now.active} under"
+                f" {now.token}"
+            )
+        return changed
+
+
+def committed_devices(view: Document) -> dict[str, Document]:
+    """The devices with committed weights, by name."""
+    found = [device for part in view["gms"] for device in devices(part)]
+    return {
+        str(device["device_uuid"]): device for device in found if device.get("state") == COMMITTED
+    }
+
+
+async def kill_server(
+    directory: Path, number: int, life_s: float, say: Say
+) -> tuple[MemoryKill, Standing]:
+    """Kill the server of the `number`-th device, round and round; what was true before it.
+
+    `life_s` is how long a server must have lived: the service gives up on one that lives short.
+
+    Raises:
+        UnderstudyError: `drill.no_memory`, nothing is committed, or the server is not here.
+    """
+    view = await gather(directory)
+    found = committed_devices(view)
+    if not found:
+        raise UnderstudyError("drill.no_memory", "no memory service has anything committed")
+    name = list(found)[number % len(found)]
+    device = found[name]
+    rest_s = life_s - _age_s(device)
+    if rest_s > 0:
+        say(f"waiting {rest_s:.0f} s, until the server of {name} is old enough to be restarted")
+        await asyncio.sleep(rest_s)
+    pid = int(device.get("pid") or 0)
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError as error:
+        raise UnderstudyError(
+            "drill.no_memory",
+            f"the server of {name} (pid {pid}) cannot be killed from here: {error.strerror}; drill"
+            " the memory service in its own PID namespace",
+        ) from error
+    try:
+        killed_ms = clock.now_ms()
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    finally:
+        os.close(pidfd)
+    epoch, tag = str(device.get("epoch")), str(device.get("tag"))
+    kill = MemoryKill(name, tag, pid, epoch, readers_of(device), killed_ms)
+    return kill, Standing.of(view)
+
+
+async def wait_recovered(directory: Path, kill: MemoryKill, say: Say) -> None:
+    """Until a fresh server has the same epoch with the same readers; notes when that was.
+
+    Raises:
+        WaitTimeoutError: `drill.no_recovery`, with what is missing.
+    """
+    path = str(directory / f"gms_{kill.device}_{kill.tag}.sock")
+    said_ms = kill.killed_ms
+    while True:
+        device = await status_of(kill.device, path, gms_messages.CATALOGUE, gms_messages.Status())
+        missing = _missing(kill, device)
+        now_ms = clock.now_ms()
+        if missing is None:
+            kill.recovered_ms = now_ms
+            return
+        if now_ms > kill.killed_ms + RECOVERY_DEADLINE_S * 1000:
+            raise WaitTimeoutError(
+                "drill.no_recovery",
+                f"{kill.device} had not recovered after {RECOVERY_DEADLINE_S:g} s: {missing}",
+            )
+        if now_ms > said_ms + SAID_EVERY_S * 1000:
+            said_ms = now_ms
+            say(f"waiting for {kill.device}, {(now_ms - kill.killed_ms) / 1000:.0f} s: {missing}")
+        await asyncio.sleep(POLL_S)
+
+
+def readers_of(device: Document) -> frozenset[str]:
+    """Who is attached to what is committed, as `engine-0-… rank 1`."""
+    return frozenset(
+        f"{session.get('incarnation')} rank {session.get('rank')}"
+        for session in device.get("sessions") or ()
+        if session.get("epoch") == device.get("epoch")
+    )
+
+
+def _missing(kill: MemoryKill, device: Mapping[str, Any]) -> str | None:
+    """What is not yet as before, if anything."""
+    if "error" in device:
+        return str(device["error"])
+    if device.get("pid") == kill.pid:
+        return f"the killed server (pid {kill.pid}) still answers"
+    if device.get("state") != COMMITTED:
+        return f"it is {device.get('state')}"
+    if device.get("epoch") != kill.epoch:
+        return f"it has epoch {device.get('epoch')} and had {kill.epoch}"
+    away = sorted(kill.readers - readers_of(device))
+    return f"{', '.join(away)} is not attached" if away else None
+
+
+def _age_s(device: Document) -> float:
+    """How long the server has lived; for ever, where it does not say."""
+    try:
+        began = datetime.fromisoformat(str(device.get("since")))
+    except ValueError:
+        return float("inf")
+    return (datetime.now(UTC) - began.astimezone(UTC)).total_seconds()
