@@ -1,12 +1,12 @@
 """The physical memory that one device's server holds: per epoch, its slabs in order.
 
-Used by the driver thread alone, so it needs no locks and may block. It decides nothing: the
-machine says what to make, seal and give up.
+Used by the driver thread, so it needs no locks and may block; only `export`, of epochs that no
+longer change, is called by another. It decides nothing: the machine says what to make, seal and
+give up.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -100,11 +100,14 @@ class Vault:
         Raises:
             UnderstudyError: `gms.driver_failed`: no descriptors left, for one.
         """
-        with contextlib.ExitStack() as stack:
-            slabs = self._slabs[epoch]
-            fds = [stack.enter_context(slab.export(writable=False)) for slab in slabs]
-            stack.pop_all()
-            return fds
+        fds: list[OwnedFd] = []
+        try:
+            for slab in self._slabs.get(epoch, ()):  # empty: it was given up in the meantime
+                fds.append(slab.export(writable=False))  # noqa: PERF401 - closed if one fails
+        except BaseException:
+            close_all(fds)
+            raise
+        return fds
 
     def take(self, epoch: str) -> list[Allocation]:
         """Give an epoch's slabs away, to be released where that may take long."""

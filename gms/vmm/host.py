@@ -47,11 +47,15 @@ class HostAllocation:
         """Takes `fd`."""
         self.size_bytes = size_bytes
         self._fd = fd
+        self._is_writable: bool | None = None  # asked of the kernel when it first matters
 
     @property
     def is_writable(self) -> bool:
         """Whether it is held by a descriptor that can write."""
-        return fcntl.fcntl(self._fd.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        if self._is_writable is None:
+            mode = fcntl.fcntl(self._fd.fileno(), fcntl.F_GETFL) & os.O_ACCMODE
+            self._is_writable = mode == os.O_RDWR
+        return self._is_writable
 
     def fileno(self) -> int:
         """Lend the descriptor."""
@@ -102,7 +106,7 @@ class HostAllocation:
 
     def _keep(self, fd: OwnedFd) -> None:
         self._fd.close()
-        self._fd = fd
+        self._fd, self._is_writable = fd, False
 
 
 class HostReservation:
