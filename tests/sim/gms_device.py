@@ -1,22 +1,23 @@
 """One device as the simulations see it: the real machine, and a driver, a disk and a kernel.
 
 The driver completes calls in order but whenever it likes; the kernel knows which process holds
-which epoch's file. A `Copy` is physical memory: it exists for as long as the server's vault or a
-process has it, whatever anybody's books say. Nothing here draws numbers or knows engines.
+which epoch's file. A `Copy` is physical memory: it exists for as long as the server or a process
+has it, whatever anybody's books say. A server that crashes loses its books and its copies; its
+disk is as it was last written. Nothing here draws numbers or knows engines.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gms.core import events as ev
 from gms.core.events import EpochPhase, SessionState
 from gms.core.machine import Machine
-from gms.core.manifest import TensorRecord, layout_hash
+from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.state import WRITER_STATES, Epoch
 from understudy.errors import UnderstudyError
 
@@ -24,34 +25,41 @@ MIB = 1 << 20
 SLAB_BYTES = MIB
 STALL_MS = 120_000.0
 
+Move = tuple[str, Callable[[], None]]
+
 
 @dataclass(eq=False)
 class Copy:
     """Physical memory: one copy of weights, read from the checkpoints in `contents`."""
 
     epoch: str
-    size_bytes: int = 0
+    slab_sizes: list[int] = field(default_factory=list)
     contents: set[int] = field(default_factory=set)
+    is_bad: bool = False  # a page of it has an error that its readers will meet
 
     def __repr__(self) -> str:
-        return f"{self.size_bytes >> 20} MiB of epoch {self.epoch[-6:]}"
+        return f"{len(self.slab_sizes)} slabs of epoch {self.epoch[-6:]}"
 
 
 @dataclass(frozen=True)
 class Published:
-    """What was answered for: it may never change."""
+    """What was committed: it may never change."""
 
     copy: Copy
-    size_bytes: int
+    slab_sizes: tuple[int, ...]
     contents: frozenset[int]
     identity: Mapping[str, Any]
 
 
-def commit_of(session: int, identity: Mapping[str, Any], slab_sizes: Iterable[int]) -> ev.Commit:
+def manifest_of(slab_sizes: Sequence[int]) -> tuple[bytes, str]:
+    """A manifest for these slabs, and the hash of the whole."""
+    manifest = encode([TensorRecord("t", 0, 16, (4,), "float32")] if slab_sizes else [])
+    return manifest, layout_hash(slab_sizes, manifest)
+
+
+def commit_of(session: int, identity: Mapping[str, Any], slab_sizes: Sequence[int]) -> ev.Commit:
     """The request that publishes what was written."""
-    sizes = list(slab_sizes)
-    manifest = (TensorRecord("t", 0, 0, (4,), "float32", 16),) if sizes else ()
-    return ev.Commit(session, 3, identity, manifest, layout_hash(sizes, manifest))
+    return ev.Commit(session, 3, identity, *manifest_of(slab_sizes))
 
 
 class SimDevice:
@@ -62,8 +70,8 @@ class SimDevice:
     def __init__(
         self,
         name: str,
-        deliver: Callable[[int, ev.Answer, Copy | None], None],
-        holders: Callable[[], set[str]],
+        deliver: Callable[[int, Any, Copy | None], None],
+        holders: Callable[[], Iterable[str]],
         *,
         capacity_bytes: int = 64 * MIB,
     ) -> None:
@@ -74,56 +82,108 @@ class SimDevice:
         self._deliver, self._holders = deliver, holders
         self._ids = itertools.count(1)
         self.now_ms = 0.0
+        self.is_up = False
         self.files: set[str] = set()
         self.journal: ev.JournalRecord | None = None
+        self.is_journal_lost = False
         self.published: dict[str, Published] = {}
-        self.was_replaced = False  # on purpose: then the old epoch may go
+        self.last: str | None = None  # what must be committed here while anybody alive maps it
+        self.loads_total = 0
+        self.was_replaced = False  # on purpose: then there may be two copies
+        self.driver: deque[ev.Effect] = deque()
+        self.closing: deque[int] = deque()  # sessions whose end the server has not seen yet
+        self.offered: dict[int, Copy] = {}  # by session: descriptors that came with an offer
+        self.vault: dict[str, Copy] = {}
+        self.watched: set[str] = set()
         self.boot()
 
+    def new_id(self) -> str:
+        """The id of a new epoch: random ones never come again."""
+        return f"{next(self._ids):032x}"
+
     def boot(self) -> None:
-        """A server starts on what the one before it left."""
+        """A server starts on what the one before it left (`gms.leftovers`)."""
         orphans = {e: Epoch(e, EpochPhase.ORPHANED) for e in sorted(self.files)}
-        if self.journal is not None:
-            orphan = Epoch(self.journal.epoch, EpochPhase.ORPHANED)
-            orphan.slab_sizes = list(self.journal.slab_sizes)
-            orphan.layout_hash, orphan.identity = self.journal.layout_hash, self.journal.identity
-            orphans[orphan.id] = orphan
+        if self.journal is not None and not self.is_journal_lost:
+            orphan = orphans.setdefault(
+                self.journal.epoch, Epoch(self.journal.epoch, EpochPhase.ORPHANED)
+            )
+            orphan.slab_sizes, orphan.expected = [self.journal.size_bytes], self.journal
         self.machine = self.machine_type(
             capacity_bytes=self.capacity_bytes,
             granularity_bytes=4096,
             stall_ms=STALL_MS,
-            new_epoch_id=lambda: f"{next(self._ids):032x}",
+            new_epoch_id=self.new_id,
             orphans=orphans.values(),
+            is_journal_lost=self.is_journal_lost,
+            now_ms=self.now_ms,
         )
-        self.driver: deque[ev.Effect] = deque()
-        self.closing: deque[int] = deque()  # sessions whose end the server has not seen yet
-        self.vault: dict[str, Copy] = {}
+        if self.is_journal_lost:
+            self.journal, self.last = None, None
+        self.is_journal_lost = False
+        self.is_up = True
         self.watched = set(orphans)
+
+    def crash(self) -> None:
+        """The server dies; what it held is gone unless somebody maps it."""
+        journal = self.journal
+        if journal is not None and journal.epoch != self.last:
+            # On disk and not answered: committed all the same, if anything is left of it.
+            if journal.epoch in self.vault and journal.epoch not in self.published:
+                self._publish(journal.epoch)
+            self.last = journal.epoch
+        self.is_up = False
+        for pending in (self.driver, self.closing, self.offered, self.vault, self.watched):
+            pending.clear()
+
+    def crash_after_journal(self) -> None:
+        """The record is on disk, and that is the last that this server does."""
+        effect = self.driver.popleft()
+        assert isinstance(effect, ev.WriteJournal)
+        self.journal = effect.record
+        self.crash()
 
     # ------------------------------------------------------------------ machine and driver
 
     def tell(self, event: ev.Event) -> None:
+        before = self.machine.device.committed
         try:
             effects = self.machine.handle(event, self.now_ms)
         except UnderstudyError as error:  # the shell answers with it and closes the connection
-            assert isinstance(event, ev.SessionEvent)
-            self._deliver(event.session, ev.Refuse(event.session, 0, error), None)
+            session = getattr(event, "session")  # noqa: B009 -- only what peers say is refused
+            self._deliver(session, ev.Refuse(session, 0, error), None)
             return
+        self._notice_retired(before, event)
         for effect in effects:
             if isinstance(effect, ev.Answer):
                 self._answer(effect)
+            elif isinstance(effect, ev.Unwatch):
+                self.watched.discard(effect.epoch)
             elif not isinstance(effect, ev.Record):
                 self.driver.append(effect)
         self.check()
 
+    def _notice_retired(self, before: Epoch | None, event: ev.Event) -> None:
+        """Nothing committed goes but on purpose: condemned, or replaced where two do not fit."""
+        device = self.machine.device
+        writer = device.writer
+        if writer is not None and writer.request.replace and before is not None:
+            self.was_replaced = True
+        if before is None or device.committed is not None:
+            return
+        is_condemned = isinstance(event, ev.Condemn)
+        is_evicted = writer is not None and writer.request.replace and not before.readers
+        assert is_condemned or is_evicted, f"epoch {before.id} was lost to {event}"
+        self.last, self.was_replaced = None, True
+
     def _answer(self, answer: ev.Answer) -> None:
+        copy = None
         if isinstance(answer, ev.TellCommitted):
             assert self.journal is not None
             assert self.journal.epoch == answer.epoch, "journalled before it is answered"
             self._publish(answer.epoch)
         if isinstance(answer, ev.TellAttached):
             assert answer.epoch in self.published, "a reader sees only what was published"
-        copy = None
         if isinstance(answer, ev.TellWriting | ev.TellAttached):
             copy = self.vault[answer.epoch]
         self._deliver(answer.session, answer, copy)
@@ -132,41 +192,53 @@ class SimDevice:
         copy, identity = self.vault[epoch], self.machine.device.epochs[epoch].identity
         assert identity is not None
         assert epoch not in self.published, f"two memories under the name {epoch}"
-        self.published[epoch] = Published(
-            copy, copy.size_bytes, frozenset(copy.contents), dict(identity)
-        )
+        sizes, contents = tuple(copy.slab_sizes), frozenset(copy.contents)
+        self.published[epoch] = Published(copy, sizes, contents, dict(identity))
+        self.last = epoch
 
     def complete_one(self, *, fails: bool = False) -> None:
         """The driver's oldest call completes; if its session has left, the call was made anyway."""
         effect = self.driver.popleft()
         match effect:
             case ev.OpenEpoch():
+                assert effect.epoch not in self.files, f"two files under the name {effect.epoch}"
                 self.files.add(effect.epoch)
                 self.vault[effect.epoch] = Copy(effect.epoch)
                 self.tell(ev.EpochOpened(effect.session))
+            case ev.CreateSlab() if fails:
+                full = UnderstudyError("gms.device_full", "somebody else has it")
+                self.tell(ev.DeviceFull(effect.session, full))
             case ev.CreateSlab():
-                if fails:
-                    self._fail(effect.session, "gms.driver_failed")
-                    return
-                self.vault[effect.epoch].size_bytes += effect.size_bytes
+                self.vault[effect.epoch].slab_sizes.append(effect.size_bytes)
                 self.tell(ev.SlabCreated(effect.session))
+            case ev.SealEpoch() | ev.AdoptEpoch() if fails:
+                self._fail(effect.session, "gms.driver_failed")
             case ev.SealEpoch():
-                if fails:
-                    self._fail(effect.session, "gms.still_writable")
-                    return
-                self.tell(ev.Sealed(effect.session))
+                self.tell(ev.Sealed(effect.session, tensors=1))
+            case ev.AdoptEpoch():
+                self._adopt(effect)
+            case ev.WriteJournal() if fails and effect.session is not None:
+                self.tell(ev.JournalFailed(effect.session, "a full disk"))
             case ev.WriteJournal():
-                if fails and effect.session is not None:
-                    self.tell(ev.JournalFailed(effect.session, "a full disk"))
-                    return
                 self.journal = effect.record
                 if effect.session is not None:
                     self.tell(ev.Journalled(effect.session))
+            case ev.DiscardOffer():
+                self.vault.pop(effect.epoch, None)
             case ev.ReleaseEpoch():
                 self.vault.pop(effect.epoch, None)
                 self.watched.add(effect.epoch)
             case _:
                 raise AssertionError(effect)
+
+    def _adopt(self, effect: ev.AdoptEpoch) -> None:
+        """The driver looks at what came: is it what it is said to be?"""
+        copy = self.offered.pop(effect.session, None)
+        if copy is None or tuple(copy.slab_sizes) != effect.slab_sizes:
+            self._fail(effect.session, "gms.bad_slab")
+            return
+        self.vault[effect.epoch] = copy
+        self.tell(ev.Adopted(effect.session, tensors=1))
 
     def fail_one(self) -> None:
         """The driver's oldest call fails, if it is one that can."""
@@ -177,11 +249,15 @@ class SimDevice:
 
     def notice_end(self) -> None:
         """The server sees one connection's end."""
-        self.tell(ev.Closed(self.closing.popleft(), "its process is gone"))
+        session = self.closing.popleft()
+        self.offered.pop(session, None)
+        self.tell(ev.Closed(session, "its process is gone"))
 
-    def moves(self) -> list[tuple[str, Callable[[], None]]]:
+    def moves(self) -> list[Move]:
         """What the server could do now, of itself."""
-        found: list[tuple[str, Callable[[], None]]] = []
+        if not self.is_up:
+            return [(f"{self.name} restarts", self.boot)]
+        found: list[Move] = []
         if self.driver:
             what = type(self.driver[0]).__name__
             found.append((f"{self.name} {what} done", self.complete_one))
@@ -189,7 +265,7 @@ class SimDevice:
             found.append((f"{self.name} sees {self.closing[0]} end", self.notice_end))
         found += [
             (f"{self.name} {epoch[-3:]} is free", lambda e=epoch: self.look(e))
-            for epoch in sorted(self.watched - self._holders())
+            for epoch in sorted(self.watched.difference(self._holders()))
         ]
         return found
 
@@ -201,7 +277,7 @@ class SimDevice:
 
     def pass_time(self, now_ms: float) -> None:
         self.now_ms = now_ms
-        due_ms = self.machine.next_deadline_ms()
+        due_ms = self.machine.next_deadline_ms() if self.is_up else None
         if due_ms is not None and due_ms <= now_ms:
             self.tell(ev.Tick())
 
@@ -222,20 +298,33 @@ class SimDevice:
         for session in device.sessions.values():
             if session.state is SessionState.READING:
                 assert session.epoch in device.epochs, "a reader's epoch is never freed"
+        committed = device.committed
+        if committed is not None and self.last is not None:
+            assert committed.id == self.last, f"{committed.id} is stale: {self.last} came after it"
         self._check_published()
 
     def _check_published(self) -> None:
+        known = self.machine.device.epochs
         for epoch, kept in self.published.items():
             copy = kept.copy
-            assert (copy.size_bytes, copy.contents) == (kept.size_bytes, kept.contents), (
-                f"{copy} was altered after it was committed"
+            is_same = (tuple(copy.slab_sizes), copy.contents) == (kept.slab_sizes, kept.contents)
+            assert is_same, f"{copy} was altered after it was committed"
+            named = kept.identity.get("version")
+            assert named is None or kept.contents == {named}, (
+                f"{copy} was read from checkpoints {set(kept.contents)} and committed as {named}"
             )
-            assert kept.contents == {kept.identity["version"]}, (
-                f"{copy} was read from checkpoints {set(kept.contents)} and committed as"
-                f" {kept.identity['version']}"
-            )
-            known = self.machine.device.epochs.get(epoch)
-            if known is not None and known.phase in (EpochPhase.COMMITTED, EpochPhase.SUPERSEDED):
+            now = known.get(epoch)
+            if now is not None and now.phase is EpochPhase.COMMITTED:
                 assert self.vault.get(epoch) is copy, f"epoch {epoch} has lost its memory"
-                assert known.size_bytes == kept.size_bytes, f"epoch {epoch} was altered"
-                assert known.identity == kept.identity, f"epoch {epoch} was renamed"
+                assert tuple(now.slab_sizes) == kept.slab_sizes, f"epoch {epoch} was altered"
+                assert now.identity == kept.identity, f"epoch {epoch} was renamed"
+
+    def check_not_lost(self, mapped_alive: Iterable[str | None]) -> None:
+        """What was committed last is committed, or expected back, while anybody alive maps it."""
+        if not self.is_up or self.last not in mapped_alive:
+            return
+        epoch = self.machine.device.epochs.get(str(self.last))
+        phase = epoch.phase if epoch is not None else None
+        is_expected = epoch is not None and epoch.expected is not None
+        is_safe = phase is EpochPhase.COMMITTED or (phase is EpochPhase.ORPHANED and is_expected)
+        assert is_safe, f"epoch {self.last} is mapped by a live engine and lost ({phase})"

@@ -20,7 +20,7 @@ import pytest
 from gms.core import events as ev
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.machine import Machine
-from gms.core.manifest import TensorRecord, layout_hash
+from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.snapshot import snapshot
 from gms.core.state import WRITER_STATES, Epoch
 from understudy.errors import UnderstudyError
@@ -65,8 +65,7 @@ class World:
         orphans = {e: Epoch(e, EpochPhase.ORPHANED) for e in sorted(self.files)}
         if self.journal is not None:
             orphan = Epoch(self.journal.epoch, EpochPhase.ORPHANED)
-            orphan.slab_sizes = list(self.journal.slab_sizes)
-            orphan.identity = self.journal.identity
+            orphan.slab_sizes, orphan.expected = [self.journal.size_bytes], self.journal
             orphans[orphan.id] = orphan
         self.machine = Machine(
             capacity_bytes=CAPACITY,
@@ -152,7 +151,7 @@ class World:
                 )
                 if identity:
                     self.contents[effect.epoch] = identity["v"]
-                self.tell(ev.Sealed(effect.session))
+                self.tell(ev.Sealed(effect.session, tensors=1))
             case ev.WriteJournal():
                 if effect.session is not None and self.rng.random() < 0.1:
                     self.tell(ev.JournalFailed(effect.session, "disk full"))
@@ -205,7 +204,7 @@ class World:
             self.tell(ev.Allocate(session, 2, self.rng.choice([1, 2, 4]) * MIB))
         else:
             sizes = self.device.epochs[str(process.holds)].slab_sizes
-            manifest = (TensorRecord("t", 0, 0, (4,), "float32", 16),) if sizes else ()
+            manifest = encode([TensorRecord("t", 0, 16, (4,), "float32")] if sizes else [])
             version = (process.asked.identity or {"v": 1})["v"]
             identity: dict[str, Any] = {"v": version if self.rng.random() < 0.9 else 3}
             self.tell(ev.Commit(session, 3, identity, manifest, layout_hash(sizes, manifest)))

@@ -1,172 +1,21 @@
-"""Engines of the tensor-parallel simulation: a supervisor each, and a process per rank.
+"""Engines of the tensor-parallel simulation: a supervisor each, and the incarnation that it runs.
 
-The way to the weights is the real `Loading`; around it is what `engine.launch`, `engine.lock_side`
-and a backend's rank do, one step at a time. A rank dies in two steps: its sockets close at once,
-what it maps goes only when it is reaped.
+The way to the weights is the real `Loading`; around it is what `engine.launch` and
+`engine.lock_side` do, one step at a time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from engine.core.loading import Loading, Role
-from gms.core import events as ev
 from lockserver.core import events as lock_ev
-from tests.sim.gms_device import SLAB_BYTES, Copy, commit_of
 from tests.sim.loader_service import Wire
+from tests.sim.tp_rank import At, Move, Rank
 
 if TYPE_CHECKING:
     from tests.sim.tp_world import World
-
-SLABS = 2  # of each rank's weights
-WAIT_MS = 2 * 3_600_000
-Move = tuple[str, Callable[[], None]]
-
-
-class At(StrEnum):
-    """Where a rank's process stands."""
-
-    STARTING = "starting"
-    ASKING = "asking"  # its supervisor for leave to load
-    LEFT = "left"  # it may go to its device
-    ATTACHING = "attaching"
-    WRITING = "writing"
-    COMMITTING = "committing"
-    READING = "reading"  # mapped, its supervisor not told yet
-    ATTACHED = "attached"
-    DYING = "dying"  # no sockets any more, still mapping
-
-
-@dataclass(eq=False)
-class Rank:
-    """One process of a backend's tree, on the device of its number."""
-
-    engine: Engine
-    number: int
-    incarnation: str
-    at: At = At.STARTING
-    session: int | None = None
-    inbox: deque[tuple[ev.Answer, Copy | None]] = field(default_factory=deque)
-    mode: str = ""
-    version: int = 0  # of the checkpoint, when it computed the identity
-    copy: Copy | None = None  # what it maps, with the flock
-    slabs: int = 0
-    is_busy: bool = False
-
-    @property
-    def world(self) -> World:
-        return self.engine.world
-
-    @property
-    def holds(self) -> str | None:
-        return self.copy.epoch if self.copy is not None else None
-
-    @property
-    def name(self) -> str:
-        return f"{self.incarnation[:8]}{self.incarnation[-3:]}.{self.number}"
-
-    def identity(self, version: int) -> dict[str, Any]:
-        return {"version": version, "rank": self.number, "ranks": self.engine.ranks_count}
-
-    # ------------------------------------------------------------------ what it could do now
-
-    def move(self) -> Move | None:
-        if self.inbox:
-            what = type(self.inbox[0][0]).__name__
-            return f"{self.name} hears {what}", self._hear
-        match self.at:
-            case At.STARTING:
-                return f"{self.name} asks for leave", self._ask
-            case At.LEFT:
-                return f"{self.name} attaches {self.mode}", self._attach
-            case At.WRITING if not self.is_busy and self.engine.may_go_on(self):
-                return f"{self.name} writes", self._write
-            case At.READING:
-                return f"{self.name} is attached", self._report
-            case _:
-                return None
-
-    def _ask(self) -> None:
-        self.at = At.ASKING
-        self.version = self.world.version
-        self.engine.rank_asks(self)
-
-    def _attach(self) -> None:
-        self.at = At.ATTACHING
-        self.session = self.world.open_session(self)
-        self.world.devices[self.number].tell(
-            ev.Attach(
-                self.session,
-                1,
-                self.engine.name,
-                self.incarnation,
-                ev.Mode(self.mode),
-                self.identity(self.version),
-                rank=self.number,
-                wait_ms=WAIT_MS,
-                replace=self.engine.may_replace and self.mode == "rw_or_ro",
-            )
-        )
-
-    def _write(self) -> None:
-        device = self.world.devices[self.number]
-        assert self.session is not None
-        assert self.copy is not None
-        self.is_busy = True
-        if self.slabs < SLABS:
-            self.copy.contents.add(self.world.version)
-            device.tell(ev.Allocate(self.session, 2, SLAB_BYTES))
-            return
-        self.at = At.COMMITTING
-        sizes = [SLAB_BYTES] * self.slabs
-        device.tell(commit_of(self.session, self.identity(self.world.version), sizes))
-
-    def _report(self) -> None:
-        self.at = At.ATTACHED
-        self.engine.rank_attached(self)
-
-    # ------------------------------------------------------------------ what it hears
-
-    def _hear(self) -> None:
-        answer, copy = self.inbox.popleft()
-        match answer:
-            case ev.TellWriting():
-                self._join(copy, At.WRITING)
-            case ev.TellAttached():
-                self._join(copy, At.READING)
-            case ev.TellAllocated():
-                self.slabs, self.is_busy = self.slabs + 1, False
-            case ev.TellCommitted():
-                self.at, self.is_busy = At.READING, False
-            case ev.Refuse() as told:
-                self.engine.fail(f"{self.name} was refused: {told.error.code}")
-
-    def _join(self, copy: Copy | None, then: At) -> None:
-        """Take the flock before anything is mapped; too late is too late."""
-        assert copy is not None
-        if copy.epoch not in self.world.devices[self.number].files:
-            self.engine.fail(f"{self.name} came too late for its epoch")
-            return
-        self.copy = copy
-        self.at = then
-
-    # ------------------------------------------------------------------ its end
-
-    def kill(self) -> None:
-        """SIGKILL: sockets close, and what was on its way is lost."""
-        if self.at is not At.DYING:
-            self.at = At.DYING
-            self.inbox.clear()
-            self.world.close_session(self)
-
-    def reap(self) -> None:
-        """The kernel is done with it: its mappings and its flock are gone."""
-        self.copy = None
-        self.world.processes.remove(self)
 
 
 class Engine:
@@ -174,7 +23,6 @@ class Engine:
 
     def __init__(self, world: World, name: str, role: Role, ranks: int) -> None:
         self.world, self.name, self.role, self.ranks_count = world, name, role, ranks
-        self.may_replace = False
         self.supervisor: str | None = None  # None: the container is down
         self.is_stopped = False  # SIGSTOP: it does nothing, and can be killed
         self.is_dying = False  # everything of this incarnation was killed and is being reaped
@@ -198,6 +46,12 @@ class Engine:
             and not self.is_dying
             and all(rank.at is At.ATTACHED for rank in self.ranks)
         )
+
+    @property
+    def is_outdated(self) -> bool:
+        """It has, or wants, weights of a checkpoint that is not on disk any more."""
+        versions = {rank.version for rank in self.ranks if rank.version}
+        return not self.is_dying and bool(versions - {self.world.version})
 
     @property
     def progress(self) -> int:
@@ -238,6 +92,8 @@ class Engine:
             held = self.world.held_back
             free = [rank for rank in self.ranks if (self.name, rank.number) not in held]
             found += [move for rank in free if (move := rank.move())]
+            if self.is_whole and any(rank.copy and rank.copy.is_bad for rank in self.ranks):
+                found.append((f"{self.name} meets a bad page", self._meet_bad_page))
         return found
 
     def _start(self) -> None:
@@ -255,7 +111,6 @@ class Engine:
         self.loading = self.world.loading_type(self.role)
         self.ranks = [Rank(self, number, incarnation) for number in range(self.ranks_count)]
         self.world.processes += self.ranks
-        self.may_replace = self.world.may_replace
         self._say()
 
     def _reaped(self) -> None:
@@ -312,6 +167,12 @@ class Engine:
             self.world.loader.want(self.wire, self.name, self.incarnation, token=token)
 
     # ------------------------------------------------------------------ its end
+
+    def _meet_bad_page(self) -> None:
+        for rank in self.ranks:
+            if rank.copy is not None and rank.copy.is_bad:
+                rank.condemn()
+        self.fail("a bad page")
 
     def fail(self, why: str) -> None:
         """Any failure on the way is fatal to the incarnation: all of it is killed."""

@@ -2,10 +2,11 @@
 
 The real machines of the devices, of the lock server and of every incarnation's way to its weights,
 in an order that one seed draws: connects, grants, allocations, commits, attaches, completions,
-deaths and relaunches. Checked after every step, in physical terms: one copy per device, nothing
-committed is lost or altered, a whole engine has one checkpoint. When the faults stop, everything
-must settle without the help of any deadline: a schedule in which nothing can happen any more while
-somebody could be whole is a deadlock.
+deaths and relaunches, and the hazards that a test allows. Checked after every step, in physical
+terms: one copy per device unless a second was asked for, nothing committed is lost or altered, a
+whole engine has one checkpoint. When the faults stop, everything must settle without the help of
+any deadline: a schedule in which nothing can happen any more while somebody could be whole is a
+deadlock.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from engine.core.loading import Loading, Role
 from gms.core import events as ev
-from tests.sim.gms_device import Copy, SimDevice
+from gms.core.events import SessionState
+from tests.sim import faults
+from tests.sim.faults import Hazard
+from tests.sim.gms_device import MIB, SLAB_BYTES, Copy, Move, SimDevice
 from tests.sim.loader_service import LoaderService
-from tests.sim.tp_engine import At, Engine, Move, Rank
+from tests.sim.tp_engine import Engine
+from tests.sim.tp_rank import EOF, KEEPS, SLABS, At, Rank
 
 SETTLE_STEPS = 20_000
-SLOW_DEATH = 0.85
-RETRY_MS = 1000  # time that settling may let pass at once: enough for the journal's next try
+SLOW_DEATH = 0.85  # how often an exiting process is not the one that gets on
+RETRY_MS = 1000  # time that settling may let pass at once: enough for every retry of a server
+PATIENCE = 5  # times that settling lets pass in a row
+
+ROOMY, TIGHT = 64 * MIB, (SLABS + 1) * SLAB_BYTES  # many copies; one copy and a bit
 
 
 class Deadlock(AssertionError):
@@ -32,6 +41,7 @@ class Deadlock(AssertionError):
 class World:
     loading_type: Callable[[Role], Loading] = Loading
     device_type: type[SimDevice] = SimDevice
+    hazards = Hazard.DEATHS | Hazard.DRIVER
 
     def __init__(
         self,
@@ -41,13 +51,21 @@ class World:
         *,
         has_barrier: bool | None = None,
         in_container: bool | None = None,
+        hazards: Hazard | None = None,
+        is_tight: bool = False,
     ) -> None:
-        """`None` leaves to the seed what kind of pod this is."""
+        """`None` leaves to the seed what kind of pod this is; `is_tight`: two copies do not fit."""
         self.rng = random.Random(seed)
         drawn = [self.rng.random() < 0.7, self.rng.random() < 0.5]
         self.has_barrier = drawn[0] if has_barrier is None else has_barrier
         self.in_container = drawn[1] if in_container is None else in_container
-        self.may_replace = False
+        self.hazards = self.hazards if hazards is None else hazards
+        self.may_replace = Hazard.CHECKPOINT in self.hazards
+        # Somebody restarts engines that have an old checkpoint, in the end. Where only one copy
+        # fits, or only one engine may write, nobody else could make way for the new one.
+        has_shadow = any(not role.may_write for role in roles)
+        self.has_operator = is_tight or has_shadow or self.rng.random() < 0.5
+        self.is_tight = is_tight
         self.version = 1  # of the checkpoint on disk
         self.now_ms = 0.0
         self.trace: list[str] = []
@@ -71,7 +89,12 @@ class World:
             f"HOST-{number}",
             self._deliver,
             lambda: {p.holds for p in self.processes if p.number == number and p.holds},
+            capacity_bytes=TIGHT if self.is_tight else ROOMY,
         )
+
+    def identity(self, version: int, rank: int) -> dict[str, Any]:
+        """What a rank says that its weights are."""
+        return {"version": version, "rank": rank, "ranks": len(self.devices)}
 
     # ------------------------------------------------------------------ what its parts ask
 
@@ -87,8 +110,23 @@ class World:
         return session
 
     def close_session(self, rank: Rank) -> None:
+        """One side ends the connection; the server hears of it later."""
         if rank.session is not None and self._sessions.pop(rank.session, None) is not None:
-            self.devices[rank.number].closing.append(rank.session)
+            rank.device.closing.append(rank.session)
+
+    def cut_session(self, rank: Rank) -> None:
+        """Neither side ends it, and both see it end."""
+        self.close_session(rank)
+        rank.inbox.append((EOF, None))
+
+    def crash(self, device: SimDevice, how: Callable[[], None] | None = None) -> None:
+        """A server dies: every session with it ends, after what had been sent."""
+        (how or device.crash)()
+        number = self.devices.index(device)
+        for session, rank in list(self._sessions.items()):
+            if rank.number == number:
+                del self._sessions[session]
+                rank.inbox.append((EOF, None))
 
     def _deliver(self, session: int, answer: ev.Answer, copy: Copy | None) -> None:
         rank = self._sessions.get(session)
@@ -127,34 +165,9 @@ class World:
     def _readable(self, index: int) -> None:
         self.loader.dead.append(self._dead.pop(index)[0])
 
-    def faults(self) -> list[Move]:
-        found: list[Move] = [("a long time", lambda: self.pass_time(60_000))]
-        for engine in self.engines:
-            if engine.supervisor is None:
-                continue
-            name = engine.name
-            found.append((f"KILL container {name}", engine.kill_container))
-            found.append((f"STOP/CONT {name}", lambda e=engine: self._stop(e)))
-            if engine.wire is not None and not engine.wire.is_closed:
-                found.append((f"CUT {name}", lambda e=engine: self._cut(e)))
-            if engine.ranks and not engine.is_dying:
-                found.append((f"KILL tree {name}", lambda e=engine: e.fail("killed")))
-                rank = self.rng.choice(engine.ranks)
-                found.append((f"KILL rank {rank.name}", rank.kill))
-        busy = [device for device in self.devices if device.driver]
-        return found + [(f"{device.name} driver fails", device.fail_one) for device in busy]
-
-    def _stop(self, engine: Engine) -> None:
-        engine.is_stopped = not engine.is_stopped
-
-    def _cut(self, engine: Engine) -> None:
-        assert engine.wire is not None
-        engine.wire.is_closed = True
-        engine.grants.clear()
-
     def step(self, fault_rate: float = 0.0) -> bool:
         """One thing happens; False: nothing can."""
-        moves = self.faults() if self.rng.random() < fault_rate else self.moves()
+        moves = faults.of(self) if self.rng.random() < fault_rate else self.moves()
         if not moves:
             return False
         if self.rng.random() < SLOW_DEATH:  # exiting takes long, beside everything else
@@ -189,22 +202,26 @@ class World:
         self.trace.append("-- faults stop --")
         for engine in self.engines:
             engine.is_stopped = False
-        patience = 5
-        for _ in range(SETTLE_STEPS):
-            if self.step():
-                patience = 5
-                continue
-            if patience == 0:
-                break
-            patience -= 1
-            self.pass_time(RETRY_MS)
-        else:
-            raise Deadlock(f"no end after {SETTLE_STEPS} steps")
+            if self.has_operator and engine.is_outdated:
+                engine.fail("restarted by its operator")
+        self._come_to_rest()
         missing = [e.name for e in self.expected_whole if not e.is_whole]
         if missing:
             where = [f"{p.name} {p.at}" for p in self.processes]
             raise Deadlock(f"{missing} cannot become whole: {where}")
         self._check_rest()
+
+    def _come_to_rest(self) -> None:
+        patience = PATIENCE
+        for _ in range(SETTLE_STEPS):
+            if self.step():
+                patience = PATIENCE
+            elif patience == 0:
+                return
+            else:
+                patience -= 1
+                self.pass_time(RETRY_MS)
+        raise Deadlock(f"no end after {SETTLE_STEPS} steps")
 
     def _check_rest(self) -> None:
         """What is left is what is in use."""
@@ -212,19 +229,27 @@ class World:
         for number, device in enumerate(self.devices):
             state = device.machine.device
             mine = {p.session for p in self.processes if p.number == number}
-            assert set(state.sessions) == mine, "sessions are processes"
+            assert set(state.sessions) == mine, "every process has its session, and nobody else"
+            states = {session.state for session in state.sessions.values()}
+            assert states <= {SessionState.READING, SessionState.WAITING}, states
             committed = {state.committed.id} if state.committed else set()
-            assert set(state.epochs) == set(device.vault) == device.files == committed
+            read = {epoch.id for epoch in state.epochs.values() if epoch.readers}
+            assert set(state.epochs) == device.files == committed | read
+            assert committed <= set(device.vault) <= committed | read, "a leak"
             assert (device.journal.epoch if device.journal else None) in (*committed, None)
             if not self.expected_whole:
                 assert not committed
                 assert [s.reason for s in state.waiting] == ["not_committed"] * len(self.engines)
+            elif self.has_operator:
+                assert read == committed, "everybody has the newest weights"
 
     # ------------------------------------------------------------------ what must always hold
 
     def check(self) -> None:
-        for device in self.devices:
+        for number, device in enumerate(self.devices):
             self._check_copies(device)
+            mine = [p for p in self.processes if p.number == number]
+            device.check_not_lost([p.holds for p in mine if p.at in KEEPS])
         for engine in self.engines:
             if engine.is_whole:
                 self.whole_total += 1
@@ -235,8 +260,8 @@ class World:
         """Every physical copy on a device, a dying process's included."""
         number = self.devices.index(device)
         mapped = [p.copy for p in self.processes if p.number == number and p.copy]
-        every = dict.fromkeys([*device.vault.values(), *mapped])
-        return [copy for copy in every if copy.size_bytes]
+        every = dict.fromkeys([*device.vault.values(), *device.offered.values(), *mapped])
+        return [copy for copy in every if copy.slab_sizes]
 
     def _check_copies(self, device: SimDevice) -> None:
         copies = self.copies(device)
