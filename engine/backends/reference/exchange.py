@@ -24,6 +24,8 @@ from engine.backends.reference.decoder import Array
 from understudy.errors import UnderstudyError
 
 HEADER = struct.Struct("<IIII")  # cache, slot, start, number of tokens
+DISTRUST = 0xFFFF_FFFF  # in place of a cache: the canary failed
+DONE = b"\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,12 @@ class Leader:
             receive(peer, logits[first:end].data, number)
         return logits
 
+    def distrust(self) -> None:
+        """Have every rank say of its weights that a canary failed; returns when they have."""
+        self._send(HEADER.pack(DISTRUST, 0, 0, 0))
+        for number, peer in enumerate(self._peers, 1):
+            receive(peer, memoryview(bytearray(len(DONE))), number)
+
     def _send(self, data: bytes | memoryview) -> None:
         for number, peer in enumerate(self._peers, 1):
             send(peer, data, number)
@@ -79,13 +87,19 @@ class Follower:
         """Lend the socket's number: readable means a step, or the end of rank 0."""
         return self._leader.fileno()
 
-    def next_step(self) -> Step:
+    def next_step(self) -> Step | None:
+        """What rank 0 begins; None: it distrusts the weights, and waits for `distrusted`."""
         header = bytearray(HEADER.size)
         receive(self._leader, memoryview(header), 0)
         cache, slot, start, count = HEADER.unpack(header)
+        if cache == DISTRUST:
+            return None
         tokens = np.empty(count, "<u4")
         receive(self._leader, tokens.data, 0)
         return Step(cache, slot, tuple(tokens.tolist()), start)
+
+    def distrusted(self) -> None:
+        send(self._leader, DONE, 0)
 
     def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
         """Rank 0 began it."""

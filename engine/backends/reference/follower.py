@@ -7,39 +7,43 @@ which slot of which cache. Memory it takes when the HTTP process says so, as eve
 from __future__ import annotations
 
 import select
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from engine.backends.reference.link import TakeMemory, Taken
 from engine.backends.reference.rank import Rank
 from understudy.errors import InvariantError, UnderstudyError
 from understudy.wire.blocking import BlockingClient
 
+if TYPE_CHECKING:  # numpy comes only after the number of its threads is set
+    from engine.backends.reference.exchange import Follower
+
 
 def follow(link: BlockingClient, rank: Rank) -> NoReturn:
     """Follow until a peer is gone. Ends by an UnderstudyError that says why."""
     from engine.backends.reference.exchange import Follower
 
-    leader, session = rank.peers, rank.weights.session
+    leader = rank.peers
     if not isinstance(leader, Follower):
         raise InvariantError("rank 0 follows nobody")
     poll = select.poll()
     poll.register(link.fileno(), select.POLLIN)
     poll.register(leader.fileno(), select.POLLIN)
-    if session is not None:
-        poll.register(session.fileno(), select.POLLRDHUP)
     link.notify(rank.ready)
     while True:
         for fd, _ in poll.poll():
-            if fd == leader.fileno():
-                step = leader.next_step()
-                rank.decoder.forward(rank.cache(step.cache), step.slot, step.tokens, step.start)
-            elif fd == link.fileno():
+            if fd == link.fileno():
                 _answer(link, rank)
             else:
-                raise UnderstudyError(
-                    "engine.gms_lost",
-                    "the GPU memory service is gone; this engine exits and attaches anew",
-                )
+                _step(leader, rank)
+
+
+def _step(leader: Follower, rank: Rank) -> None:
+    step = leader.next_step()
+    if step is None:
+        rank.distrust()
+        leader.distrusted()
+    else:
+        rank.decoder.forward(rank.cache(step.cache), step.slot, step.tokens, step.start)
 
 
 def _answer(link: BlockingClient, rank: Rank) -> None:

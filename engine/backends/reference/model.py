@@ -5,9 +5,10 @@ as the first frame of the link. Owns the start, the loop and what it answers. Kn
 text. With tensor parallelism there is one such process per rank: this loop is rank 0's, the others
 follow it (`follower.py`).
 
-The surprising thing: it has one thread. Between two units of work it looks at the link and at the
-memory service's session; with nothing to do it sleeps in poll. So a cancelled request costs at
-most one unit, and whichever of its two peers dies is noticed without a timer.
+The surprising thing: one thread computes and speaks. Between two units of work it looks at the
+link; with nothing to do it sleeps in poll. So a cancelled request costs at most one unit, and the
+end of the HTTP process is noticed without a timer. The end of the memory service is nothing to it:
+the weights stay mapped, and the keeper's thread (`gms.client`) attaches to the next service.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ if TYPE_CHECKING:  # numpy comes only after the number of its threads is set
     from engine.backends.reference.generation import Generator, Produced
 
 logger = logging.getLogger(__name__)
+
+CANARY_FAILED = "engine.canary_failed"
 
 # Sums of floats depend on how many threads share them, and one thread starts faster than many.
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -102,10 +105,8 @@ class Model:
 
     def run(self) -> NoReturn:
         """Try the decoder and serve. Ends by an UnderstudyError that says why."""
-        from engine.backends.reference.generation import canary
-
         # Also where the other ranks are waited for: each follows once it has its weights.
-        self._canary_tokens = canary(self._rank.decoder, self._rank.cache(SCRATCH))
+        self._canary_tokens = self._canary(SCRATCH)
         self._link.notify(self._rank.ready)
         self._loop()
 
@@ -114,17 +115,9 @@ class Model:
     def _loop(self) -> NoReturn:
         poll = select.poll()
         poll.register(self._link.fileno(), select.POLLIN)
-        session = self._rank.weights.session
-        if session is not None:
-            poll.register(session.fileno(), select.POLLRDHUP)
         while True:
             has_work = self._generator is not None and self._generator.has_work
-            for fd, _ in poll.poll(0 if has_work else None):
-                if fd != self._link.fileno():
-                    raise UnderstudyError(
-                        "engine.gms_lost",
-                        "the GPU memory service is gone; this engine exits and attaches anew",
-                    )
+            if poll.poll(0 if has_work else None):
                 self._receive_all()
             if self._generator is not None and self._generator.has_work:
                 self._step(self._generator)
@@ -161,22 +154,31 @@ class Model:
 
     def _check(self) -> None:
         """One real inference, over the real cache unless requests are using it."""
-        from engine.backends.reference.generation import canary
-
         is_idle = self._generator is not None and not self._generator.has_work
-        cache = self._rank.cache(SERVING if is_idle else SCRATCH)
         try:
-            made = canary(self._rank.decoder, cache)
+            made = self._canary(SERVING if is_idle else SCRATCH)
         except UnderstudyError as error:
-            if error.code != "engine.canary_failed":
+            if error.code != CANARY_FAILED:
                 raise
             self._link.notify(Checked(False, error.message))
             return
         if made != self._canary_tokens:
+            self._rank.distrust()
             detail = f"the canary made {made}, and {self._canary_tokens} when it was prepared"
             self._link.notify(Checked(False, detail))
             return
         self._link.notify(Checked(True, "the same tokens as when it was prepared"))
+
+    def _canary(self, cache: int) -> tuple[int, ...]:
+        """The canary's tokens; one that fails is told before anything ends for it."""
+        from engine.backends.reference.generation import canary
+
+        try:
+            return canary(self._rank.decoder, self._rank.cache(cache))
+        except UnderstudyError as error:
+            if error.code == CANARY_FAILED:
+                self._rank.distrust()
+            raise
 
     def _submit(self, message: Submit) -> None:
         sampling = SamplingParams(

@@ -6,6 +6,7 @@ memory is taken. Knows no link and no requests. With one rank, that rank is the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from engine.backends import process
 from engine.backends.reference import free_memory
 from engine.backends.reference.config import LlamaConfig
 from engine.backends.reference.link import Configure, Ready
-from understudy.errors import InvariantError, UsageError
+from understudy.errors import InvariantError, UnderstudyError, UsageError
 from understudy.service import parent
 
 if TYPE_CHECKING:  # numpy comes only after the number of its threads is set
@@ -21,6 +22,9 @@ if TYPE_CHECKING:  # numpy comes only after the number of its threads is set
 
     from engine.backends.reference.decoder import KVCache
     from engine.backends.reference.exchange import Follower, Leader
+    from gms.client import Keeper, Reader
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT = 4096  # 1 GiB of KV for a Llama 3.2 1B with four slots
 SCRATCH_CONTEXT = 64  # for canaries while the real cache is busy or not there
@@ -97,6 +101,7 @@ class Rank:
         scratch_bytes = KVCache.bytes_needed(config, 1, SCRATCH_CONTEXT)
         scratch = KVCache(config, bytearray(scratch_bytes), 1, SCRATCH_CONTEXT, SCRATCH)
         self._caches = {SCRATCH: scratch}
+        self._keeper = self._keep(self.weights.session)
         self.ready = Ready(
             weights_bytes=checkpoint.weights_bytes,
             kv_bytes=self.kv_bytes,
@@ -112,6 +117,30 @@ class Rank:
         if found is None:
             raise InvariantError(f"rank {self._settings.rank} has no KV cache {number}")
         return found
+
+    def _keep(self, session: Reader | None) -> Keeper | None:
+        """Keep the session through the deaths of the memory service, while we compute."""
+        from gms.client import Keeper
+
+        if session is None:
+            return None
+        keeper = Keeper(session, may_digest=lambda: not self.has_memory, on_change=logger.warning)
+        keeper.start()
+        return keeper
+
+    def distrust(self) -> None:
+        """The weights may be damaged: a canary over them failed. Once a second incarnation says so
+        they are taken out of service and loaded anew, on every rank, since none is above suspicion.
+        """
+        from engine.backends.reference.exchange import Leader
+
+        try:
+            if isinstance(self.peers, Leader):
+                self.peers.distrust()
+            if self._keeper is not None:
+                self._keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
+        except UnderstudyError as error:
+            logger.warning("not everybody was told that a canary failed: %s", error.message)
 
     @property
     def has_memory(self) -> bool:

@@ -69,7 +69,14 @@ def shared(checkpoint: Checkpoint, member: Member) -> Weights:
     mine = identity(checkpoint.directory, rank=rank, size=ranks)
     leave = member.may_load(WAIT_S, rank, ranks)
     session = _attach(member, leave.mode, mine, rank)
-    reader = _load(checkpoint, session, mine) if isinstance(session, Writer) else session
+    try:
+        reader = _load(checkpoint, session, mine) if isinstance(session, Writer) else session
+    except UnreachableError as error:
+        raise UnderstudyError(
+            "engine.gms_lost",
+            f"the memory service of {device_of(rank)} ended while the weights were being loaded"
+            f" ({error.message}), and what was written is lost; this engine starts anew",
+        ) from error
     check_bound(checkpoint.tensors, reader.epoch, reader.tensors)
     member.attached(reader.epoch, same_on_every_rank(mine), rank)
     return Weights(reader.epoch, mine, reader.view, reader)
@@ -103,10 +110,14 @@ def _attach(member: Member, mode: str, mine: dict[str, Any], rank: int) -> Reade
 
 
 def _load(checkpoint: Checkpoint, writer: Writer, before: dict[str, Any]) -> Reader:
+    def place(name: str, nbytes: int, shape: tuple[int, ...], dtype: str) -> memoryview:
+        writer.place(name, nbytes, shape, dtype)
+        return writer.view(name)
+
     start = time.monotonic()
     writer.plan(checkpoint.weights_bytes, max(item.nbytes for item in checkpoint.tensors))
     try:
-        checkpoint.load_into(writer.place, writer.progress)
+        checkpoint.load_into(place, writer.progress)
     except UnderstudyError as error:
         raise _explained(error, checkpoint) from error
     after = identity(checkpoint.directory, rank=checkpoint.rank, size=checkpoint.ranks)

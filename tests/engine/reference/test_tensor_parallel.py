@@ -47,6 +47,7 @@ def follow(decoder: Decoder, peers: Follower, cache: KVCache) -> None:
             step = peers.next_step()
         except UnderstudyError:
             return
+        assert step is not None
         decoder.forward(cache, step.slot, step.tokens, step.start)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from tests.engine.reference_process.rig import (
     standalone,
     supervisor,
 )
+from tests.helpers import auntil
 from understudy.service import procfs
 
 GREEDY = {"prompt": "hello", "temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -111,6 +115,72 @@ def test_death_of_any_rank_ends_all(tmp_path: Path, model: Path, victim: str):
                 report = await stub.fault_report()
                 assert report.code in ("engine.model_died", "engine.rank_lost")
                 assert not report.permanent
+
+    asyncio.run(main())
+
+
+def is_attached(server: Any) -> bool:
+    status = server.status()
+    return status["state"] == "committed" and len(status["sessions"]) == 1
+
+
+def test_engine_serves_on_while_its_memory_services_die_and_come_back(tmp_path: Path, model: Path):
+    """Goal: with gms dead nothing is lost and nobody waits. Method: close both services under a
+    serving engine of two ranks, ask it; start others, which get the same epochs back; ask again."""
+
+    async def main() -> None:
+        sock, url = listening()
+        with sock:
+            async with (
+                two_devices(tmp_path) as (first, second),
+                supervisor(tmp_path, "--model", str(model), *TWO) as stub,
+            ):
+                prepared = await activate(stub, sock, 1)
+                expected = await complete(url)
+                await first.close()
+                await second.close()
+                assert await complete(url) == expected
+                async with two_devices(tmp_path) as servers:
+                    for server, epoch in zip(servers, prepared.epoch.split(","), strict=True):
+                        await auntil(partial(is_attached, server), "the rank to be back")
+                        assert server.status()["epoch"] == epoch
+                    assert await complete(url) == expected
+                    assert not stub.is_channel_closed
+
+    asyncio.run(main())
+
+
+def spoil(model: Path, target: Path) -> Path:
+    """A copy of `model` whose last norm is not a number."""
+    shutil.copytree(model, target)
+    path = target / "model.safetensors"
+    whole = bytearray(path.read_bytes())
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    first, end = json.loads(whole[8:begin])["model.norm.weight"]["data_offsets"]
+    whole[begin + first : begin + end] = b"\xc0\x7f" * ((end - first) // 2)
+    path.write_bytes(whole)
+    return target
+
+
+def test_weights_that_fail_two_canaries_are_taken_out_of_service(tmp_path: Path, model: Path):
+    """Goal: no relaunch maps the same bad pages for ever. Method: weights that give no numbers;
+    after the first incarnation's canary they are still there, after the second's on no device."""
+    bad = spoil(model, tmp_path / "bad")
+    home = tmp_path / "pod"
+    home.mkdir(mode=0o700)
+
+    async def main() -> None:
+        async with two_devices(home) as servers:
+            for state in ("committed", "empty"):
+                async with supervisor(home, "--model", str(bad), *TWO) as stub:
+                    report = await stub.fault_report()
+                    assert report.code == "engine.canary_failed"
+                    assert await stub.ended() == 1
+                for server in servers:
+                    await auntil(
+                        lambda server=server, state=state: server.status()["state"] == state,
+                        f"{server.device} to be {state}",
+                    )
 
     asyncio.run(main())
 

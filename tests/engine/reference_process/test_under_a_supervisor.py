@@ -24,6 +24,7 @@ from engine.messages import (
     Wake,
     Woken,
 )
+from gms.messages import Allocate
 from tests.engine.reference_process.rig import (
     is_fault,
     lend,
@@ -32,6 +33,9 @@ from tests.engine.reference_process.rig import (
     supervisor,
 )
 from understudy.service import procfs
+from understudy.wire.connection import Connection
+from understudy.wire.fds import OwnedFd
+from understudy.wire.messages import Message
 
 GREEDY = {"prompt": "hello", "temperature": 0, "max_tokens": 12}
 LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
@@ -299,19 +303,29 @@ def test_without_a_supervisor_it_ends(tmp_path: Path, model: Path):
     asyncio.run(main())
 
 
-def test_without_the_memory_service_it_ends_with_the_reason(tmp_path: Path, model: Path):
-    """Goal: the death of gms is seen through the open session. Method: close the server."""
+def test_memory_service_that_dies_under_a_writer_is_said(tmp_path: Path, model: Path):
+    """Goal: only a load can be lost with gms, and that is said. Method: a service that grants,
+    is asked for memory and goes away."""
 
     async def main() -> None:
-        async with (
-            memory_service(tmp_path) as server,
-            supervisor(tmp_path, "--model", str(model)) as stub,
-        ):
-            await stub.prepared()
-            await server.close()
-            report = await stub.fault_report()
-            assert (report.code, report.permanent) == ("engine.gms_lost", False)
-            assert await stub.ended() == 1
+        async with memory_service(tmp_path) as server:
+            allocated = asyncio.Event()
+            hear = server.received
+
+            def received(
+                conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+            ) -> None:
+                hear(conn, message, request_id, fds)
+                if isinstance(message, Allocate):
+                    allocated.set()
+
+            server.received = received
+            async with supervisor(tmp_path, "--model", str(model)) as stub:
+                await allocated.wait()
+                await server.close()
+                report = await stub.fault_report()
+                assert (report.code, report.permanent) == ("engine.gms_lost", False)
+                assert await stub.ended() == 1
 
     asyncio.run(main())
 
