@@ -53,8 +53,7 @@ class Ports:
 class LocalPod:
     """What distinguishes one local pod from another.
 
-    `backend_args` go to the backend as they are, `gms_args` to the memory service; `env` is laid
-    over every container's environment.
+    `backend_args` go to the backend as they are; `env` is laid over every container's environment.
     """
 
     directory: Path
@@ -66,7 +65,6 @@ class LocalPod:
     memory: str = "host"
     device_bytes: str = "4GiB"
     tensor_parallel: int = 1  # so many devices, and as many model processes in each engine
-    gms_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -109,7 +107,6 @@ class LocalPod:
             f"--devices={self.tensor_parallel}",
             f"--device-bytes={self.device_bytes}",
             f"--http-port={port}",
-            *self.gms_args,
         )
         startup = Startup(f"http://127.0.0.1:{port}/startup", SERVER_STARTUP_S)
         return Container("gms", command, shared, startup)

@@ -135,7 +135,6 @@ async def drill_own_pod(
         )
         runner = Runner(pod.containers(), directory / "log")
         say(f"starting a pod in {directory}")
-        plan = replace(plan, server_life_s=0)
         result = await _drill(Drill(directory, plan, say), runner, plan, say)
         passed = result is None or result.report.passed
         return result

@@ -12,7 +12,6 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +71,8 @@ def committed_devices(view: Document) -> dict[str, Document]:
     }
 
 
-async def kill_server(
-    directory: Path, number: int, life_s: float, say: Say
-) -> tuple[MemoryKill, Standing]:
+async def kill_server(directory: Path, number: int) -> tuple[MemoryKill, Standing]:
     """Kill the server of the `number`-th device, round and round; what was true before it.
-
-    `life_s` is how long a server must have lived: the service gives up on one that lives short.
 
     Raises:
         UnderstudyError: `drill.no_memory`, nothing is committed, or the server is not here.
@@ -88,10 +83,6 @@ async def kill_server(
         raise UnderstudyError("drill.no_memory", "no memory service has anything committed")
     name = list(found)[number % len(found)]
     device = found[name]
-    rest_s = life_s - _age_s(device)
-    if rest_s > 0:
-        say(f"waiting {rest_s:.0f} s, until the server of {name} is old enough to be restarted")
-        await asyncio.sleep(rest_s)
     pid = int(device.get("pid") or 0)
     try:
         pidfd = os.pidfd_open(pid)
@@ -158,12 +149,3 @@ def _missing(kill: MemoryKill, device: Mapping[str, Any]) -> str | None:
         return f"it has epoch {device.get('epoch')} and had {kill.epoch}"
     away = sorted(kill.readers - readers_of(device))
     return f"{', '.join(away)} is not attached" if away else None
-
-
-def _age_s(device: Document) -> float:
-    """How long the server has lived; for ever, where it does not say."""
-    try:
-        began = datetime.fromisoformat(str(device.get("since")))
-    except ValueError:
-        return float("inf")
-    return (datetime.now(UTC) - began.astimezone(UTC)).total_seconds()

@@ -39,9 +39,6 @@ from understudy.pod.http_get import get
 from understudy.pod.view import is_reachable
 
 FIRST_WHOLE_DEADLINE_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
-# `gms serve` gives up on a server that dies several times in a row before it is 10 s old, unless it
-# is told otherwise.
-SERVER_LIFE_S = 11.0
 TAKEOVER_DEADLINE_S = 90.0  # past the waking budget (60 s) and the hold (10 s): it will not come
 
 
@@ -49,14 +46,12 @@ TAKEOVER_DEADLINE_S = 90.0  # past the waking budget (60 s) and the hold (10 s):
 class DrillPlan:
     """How many kills, of what, under how much load.
 
-    `targets` are taken in turn; none: every process that an engine of this pod has. `server_life_s`
-    is how old a memory server must be to be killed.
+    `targets` are taken in turn; none: every process that an engine of this pod has.
     """
 
     kills: int = 20
     targets: Sequence[str] = ()
     clients: int = 4
-    server_life_s: float = SERVER_LIFE_S
 
 
 class Drill:
@@ -146,7 +141,7 @@ class Drill:
     async def _kill_memory(self, number: int) -> None:
         """Kill a memory server; whatever but itself has changed by then is written down."""
         made = len(self.records.memory_kills)
-        kill, before = await kill_server(self._directory, made, self._plan.server_life_s, self._say)
+        kill, before = await kill_server(self._directory, made)
         self.records.memory_kills.append(kill)
         await wait_recovered(self._directory, kill, self._say)
         view = await gather(self._directory)
