@@ -1,11 +1,13 @@
 """What the machine of a device wants done, done: frames to peers, calls to the driver.
 
-It decides nothing. Driver calls run on one thread, in order; the closes that free memory run on
-another, so that freeing a dead engine's memory does not delay a newcomer. Neither maps memory.
+It decides nothing. Driver calls run on one thread, in order. The closes that free memory run on
+another, and so does lending what is committed: neither a dead engine's memory nor a writer's slabs
+delay a newcomer. None of them maps memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,6 +43,7 @@ class Performer:
         log: EventLog,
         *,
         driver: DriverThread,
+        lender: DriverThread,
         closer: DriverThread,
         vault: Vault,
         watch: EpochWatch,
@@ -52,7 +55,7 @@ class Performer:
         self._connections = connections
         self._handle = handle
         self._log = log
-        self._driver, self._closer = driver, closer
+        self._driver, self._lender, self._closer = driver, lender, closer
         self._vault, self._watch, self._journal = vault, watch, journal
         self._arrived: dict[int, OwnedFd] = {}  # a new slab's descriptor, until it is sent
         self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are adopted
@@ -125,7 +128,7 @@ class Performer:
         self._send(effect, answer)
 
     def _tell_attached(self, effect: ev.TellAttached) -> None:
-        self._driver.submit(
+        self._lender.submit(
             lambda: self._vault.export(effect.epoch),
             lambda fds: self._send_epoch(effect, fds),
             lambda error: self._refuse(ev.Refuse(effect.session, effect.request_id, error)),
@@ -233,16 +236,26 @@ class Performer:
         self._driver.submit(lambda: self._journal.write(effect.record), done, failed)
 
     def _release(self, epoch: str, then: Callable[[], None]) -> None:
-        """Take it from the vault (in order with other calls) and close it where that may last."""
+        """Take it from the vault (in order with other calls), let what is being lent of it be
+        lent, and close it where that may last."""
+
+        def failed(error: UnderstudyError) -> None:
+            said = f"the driver did not take memory of epoch {epoch} back: {error.message}"
+            self._log.record("gms.release", said, severity="error", data={"epoch": epoch})
+            then()
 
         def close(slabs: list[Allocation]) -> None:
-            for slab in slabs:
-                slab.release()
+            with contextlib.ExitStack() as stack:
+                for slab in slabs:
+                    stack.callback(slab.release)
 
-        self._driver.submit(
-            lambda: self._vault.take(epoch),
-            lambda slabs: self._closer.submit(lambda: close(slabs), lambda _: then()),
-        )
+        def give_up(slabs: list[Allocation]) -> None:
+            def is_lent(_: None) -> None:
+                self._closer.submit(lambda: close(slabs), lambda _: then(), failed)
+
+            self._lender.submit(lambda: None, is_lent)
+
+        self._driver.submit(lambda: self._vault.take(epoch), give_up)
 
     def _record(self, effect: ev.Record) -> None:
         data = {"device_uuid": self._name, **effect.data}
@@ -254,8 +267,17 @@ def check_held(path: str) -> None:
 
     Raises:
         ProtocolError: `gms.epoch_not_held`.
+        UnderstudyError: `gms.server_exhausted`, it could not be looked at.
     """
-    if not epoch_file.is_held(path):
+    try:
+        is_held = epoch_file.is_held(path)
+    except OSError as error:
+        raise UnderstudyError(
+            "gms.server_exhausted",
+            f"the memory service cannot open {path}: {error.strerror}; raise its limit of open"
+            " files (ulimit -Hn), or end sessions",
+        ) from error
+    if not is_held:
         raise ProtocolError(
             "gms.epoch_not_held",
             "hold a shared flock on the epoch's file before the first allocation",

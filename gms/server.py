@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -79,6 +80,7 @@ class DeviceServer:
         loop = asyncio.get_running_loop()
         self._journal = Journal(names.journal_path(self.directory, self.device, self.tag))
         self._driver = DriverThread(f"gms-driver-{self.device}", loop)
+        self._lender = DriverThread(f"gms-lender-{self.device}", loop)
         self._closer = DriverThread(f"gms-closer-{self.device}", loop)
         self._vault = Vault(self.memory, self.directory)
         self._watch = EpochWatch(
@@ -107,6 +109,7 @@ class DeviceServer:
             self._handle,
             self.log,
             driver=self._driver,
+            lender=self._lender,
             closer=self._closer,
             vault=self._vault,
             watch=self._watch,
@@ -122,7 +125,7 @@ class DeviceServer:
         """Stop serving; sessions end, and memory lives on where somebody maps it."""
         await self._server.close()
         # In this order: what the driver gives away, the closer releases.
-        for thread in (self._driver, self._closer):
+        for thread in (self._driver, self._lender, self._closer):
             await asyncio.to_thread(thread.close, CLOSE_TIMEOUT_S)
         self._watch.close()
         if self._timer is not None:
@@ -146,7 +149,7 @@ class DeviceServer:
             "as_of_event_id": self.log.last_id,
             **snapshot(self.machine.device, self._at),
             "protocol_errors_total": errors_total,
-            "open_fds": len(os.listdir("/proc/self/fd")) - 1,  # less the listing's own
+            "open_fds": _open_fds(),
         }
 
     # ------------------------------------------------------------------ as the wire's handler
@@ -252,3 +255,11 @@ class DeviceServer:
     def _at(self, instant_ms: float) -> str:
         ago = timedelta(milliseconds=self.clock.now_ms() - instant_ms)
         return rfc3339(self.clock.wall() - ago)
+
+
+def _open_fds() -> int:
+    """How many there are: the limit, where none is left to look with."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # less the listing's own
+    except OSError:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

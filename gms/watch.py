@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from gms import epoch_file
 from gms.vmm.driver_thread import DriverThread
+from understudy.errors import UnderstudyError
 from understudy.service.clock import Clock
 from understudy.service.procfs import holders_of
 
@@ -99,4 +100,7 @@ class EpochWatch:
             mine = os.getpid()
             return tuple(pid for pid in holders_of(found.st_dev, found.st_ino) if pid != mine)
 
-        self._thread.submit(find, lambda pids: self._holders(epoch, pids))
+        def failed(error: UnderstudyError) -> None:
+            logger.debug("could not look for the holders of epoch %s: %s", epoch, error)
+
+        self._thread.submit(find, lambda pids: self._holders(epoch, pids), failed)

@@ -9,6 +9,7 @@ of their own: freeing a dead engine's memory must not delay a newcomer.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -17,6 +18,13 @@ from typing import Any, TypeVar
 from understudy.errors import UnderstudyError
 
 T = TypeVar("T")
+
+# No descriptors, no memory, a binding that lacks a call: these cost the session that asked, not
+# the server, and with it every newcomer's weights. Anything else that is raised is our own fault.
+FOREIGN = (OSError, MemoryError, RuntimeError)
+
+logger = logging.getLogger(__name__)
+
 Call = tuple[Callable[[], Any], Callable[[Any], None], Callable[[UnderstudyError], None]]
 
 
@@ -38,8 +46,9 @@ class DriverThread:
     ) -> None:
         """Run `work` on the thread, then `done` with its result on the loop.
 
-        An `UnderstudyError` goes to `failed` on the loop. Without one, and for any other exception,
-        it is raised on the loop: a bug, for the loop's exception handler.
+        An error goes to `failed` on the loop: an `UnderstudyError` as it is, what kernels, drivers
+        and their bindings raise as `gms.driver_failed`. Without a `failed`, and for any other
+        exception, it is raised on the loop: a bug, for the loop's exception handler.
         """
         self._queue.put((work, done, failed or _raise))
 
@@ -59,6 +68,8 @@ class DriverThread:
                 result = work()
             except UnderstudyError as error:
                 self._tell(failed, error)
+            except FOREIGN as error:
+                self._tell(failed, _translated(error))
             except BaseException as error:
                 self._tell(_raise, error)
             else:
@@ -71,6 +82,13 @@ class DriverThread:
             self._loop.call_soon_threadsafe(callback, value)
         except RuntimeError:
             return  # the loop is closed: the process is ending and nobody waits for the result
+
+
+def _translated(error: BaseException) -> UnderstudyError:
+    """It may have been raised in any call of ours: not ours to end for, and not to be hidden."""
+    logger.warning("a driver call failed", exc_info=error)
+    why = str(error) or type(error).__name__
+    return UnderstudyError("gms.driver_failed", f"a call to the driver or the kernel failed: {why}")
 
 
 def _raise(error: BaseException) -> None:

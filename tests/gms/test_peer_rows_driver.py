@@ -1,0 +1,146 @@
+"""Rows 4 and 5 of what the peer to beat lacks: driver errors cost one session, and slow driver
+calls delay nobody who does not need them. The server's memory fails or blocks as it is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from gms.client import Reader, Writer
+from tests.gms.bench import IDENTITY, GmsProcess
+from tests.gms.faulty import FaultyGms
+from tests.helpers import open_fds, until
+from understudy.errors import UnderstudyError
+
+KINDS = ["driver", "oserror", "memory", "runtime"]
+
+
+@pytest.fixture
+def faulty(directory: str) -> Iterator[FaultyGms]:
+    server = FaultyGms(directory).start()
+    yield server
+    server.stop()
+
+
+def replacing(gms: GmsProcess) -> Writer:
+    return gms.writer(mode="rw", replace=True, engine="engine-1")
+
+
+def write_one(writer: Writer) -> Reader:
+    for index in range(3):
+        writer.plan(8192, 4096, slab_bytes=4096)
+        writer.place(f"t{index}", 4096, (4096,), "uint8")
+    return writer.commit(IDENTITY)
+
+
+# ---------------------------------------------------------------------- row 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("call", "nth"), [("create", 1), ("create", 3), ("export", 2), ("seal", 1), ("seal", 3)]
+)
+def test_row_4_driver_error_costs_the_writer_only(
+    faulty: FaultyGms, call: str, nth: int, kind: str
+):
+    """Fail the n-th driver call of a writer, in every way that a driver fails: that session ends
+    with an error, what is committed stays, readers come, and the next writer succeeds."""
+    with faulty.load() as old:
+        pid, fds = faulty.pid, len(open_fds(faulty.pid))
+        faulty.tell(f"fail {call} {nth} {kind}")
+        with replacing(faulty) as writer, pytest.raises(UnderstudyError) as caught:
+            write_one(writer)
+        assert caught.value.code.startswith("gms.")
+        assert faulty.status()["pid"] == pid
+        assert faulty.status()["epoch"] == old.epoch
+        with faulty.reader() as reader:
+            assert reader.read("t") == b"\7" * 64
+        until(lambda: faulty.status()["staging_bytes"] == 0, "the failed load to be given up")
+        until(lambda: len(open_fds(pid)) <= fds, "the descriptors to be as before")
+        write_one(replacing(faulty)).close()
+        assert faulty.status()["commits_total"] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_4_driver_error_costs_the_reader_only(faulty: FaultyGms, kind: str):
+    """Fail the export for one reader: it gets an error, the one beside it and the next do not."""
+    with write_one(faulty.writer()) as old, faulty.reader() as beside:
+        faulty.tell(f"fail export 2 {kind}")
+        with pytest.raises(UnderstudyError):
+            faulty.reader()
+        with faulty.reader() as reader:
+            assert reader.epoch == beside.epoch == old.epoch
+        until(lambda: len(faulty.status()["sessions"]) == 2, "the failed reader to be gone")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_4_failing_release_loses_nothing_else(faulty: FaultyGms, kind: str):
+    """Memory that the driver does not take back: the server goes on, and grants are given."""
+    writer = replacing(faulty)
+    writer.place("t", 4096, (4096,), "uint8")
+    faulty.tell(f"fail release 1 {kind}")
+    writer.close()
+    with faulty.load() as reader:
+        assert faulty.status()["epoch"] == reader.epoch
+
+
+# ---------------------------------------------------------------------- row 5
+
+
+def in_thread(*work: object) -> threading.Thread:
+    thread = threading.Thread(target=lambda: [each() for each in work if callable(each)])
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("call", ["create", "seal"])
+def test_row_5_driver_call_that_blocks_delays_no_reader(faulty: FaultyGms, call: str):
+    """A writer's driver call blocks for as long as the test likes: meanwhile status answers and a
+    newcomer attaches to what is committed. Then the call goes on, and the writer succeeds."""
+    with faulty.load() as old:
+        writer = replacing(faulty)
+        done: list[Reader] = []
+        faulty.tell(f"block {call}")
+        thread = in_thread(lambda: done.append(write_one(writer)))
+        faulty.hear(f"blocked {call}")
+        assert faulty.status()["epoch"] == old.epoch
+        with faulty.reader(engine="engine-2") as newcomer:
+            assert newcomer.read("t") == b"\7" * 64
+            engines = [s["engine"] for s in faulty.status()["sessions"]]
+            assert sorted(engines) == ["engine-0", "engine-1", "engine-2"]
+        assert not done, "the driver call is still blocked"
+        faulty.tell("free")
+        thread.join(20)
+        assert faulty.status()["epoch"] == done[0].epoch
+        done[0].close()
+
+
+def test_row_5_release_that_blocks_delays_nobody(faulty: FaultyGms):
+    """The memory of an engine that left is being freed, for as long as the test likes: meanwhile
+    status answers, a reader attaches and a client that wants to write is told what it waits for;
+    it is granted when the memory is free."""
+    old = faulty.load()
+    with faulty.load(mode="rw", replace=True, engine="engine-1") as new:
+        faulty.tell("block release")
+        old.close()
+        faulty.hear("blocked release")
+        assert faulty.status()["epoch"] == new.epoch
+        faulty.reader(engine="engine-2").close()
+        reasons: list[str] = []
+        granted: list[Writer] = []
+
+        def replace() -> None:
+            more = {"mode": "rw", "replace": True, "engine": "engine-3"}
+            granted.append(faulty.writer(on_wait=reasons.append, **more))
+
+        thread = in_thread(replace)
+        until(lambda: reasons, "the reason of the wait")
+        assert "not free yet" in reasons[0]
+        assert not granted
+        faulty.reader(engine="engine-4").close()
+        faulty.tell("free")
+        thread.join(20)
+        assert granted
+        granted[0].close()
