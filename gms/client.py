@@ -32,15 +32,15 @@ from gms.attachment import Attachment
 from gms.core.manifest import TensorRecord
 from gms.keeper import Keeper
 from gms.messages import CATALOGUE, Attach, Attached, Slabs, Waiting, Writing
-from gms.sessions import Reader, Writer, unexpected_answer
-from gms.vmm.host import HostMemory
+from gms.sessions import Reader, Writer, stale_layout, unexpected_answer
 from gms.vmm.interface import Memory
+from gms.vmm.kinds import memory_for
 from understudy.errors import WaitTimeoutError
 from understudy.service.fd_limit import make_fd_room
 from understudy.wire.blocking import BlockingClient, Reply
 from understudy.wire.fds import OwnedFd, close_all
 
-__all__ = ["Keeper", "Reader", "TensorRecord", "Writer", "messages", "open_session"]
+__all__ = ["Keeper", "Reader", "TensorRecord", "Writer", "memory_for", "messages", "open_session"]
 
 # The server answers a wait that is over by itself; this is how much longer we listen for it.
 GRACE_S = 5.0
@@ -70,14 +70,16 @@ def open_session(
             once something is committed) or `rw_or_ro` (read what is committed, else write).
         identity: what the weights must be; None takes what is there.
         on_wait: called with a sentence whenever the reason for waiting changes.
+        memory: what to map with; by default the kind that `device` has.
 
     Raises:
         UnreachableError: no server there, or it went away while we waited.
+        UsageError: `gms.no_cuda`, `gms.device_not_visible`: this process cannot use that GPU.
         RemoteError: the server said no: `gms.identity_mismatch` (`details["field"]`),
             `gms.already_committed`, `gms.wait_timeout`, …
     """
     path = names.socket_path(directory, device, tag)
-    opening = _Opening(directory, path, memory or HostMemory())
+    opening = _Opening(directory, path, memory or memory_for(device))
     request = Attach(
         engine=engine,
         incarnation=incarnation,
@@ -128,6 +130,25 @@ class _Opening:
                 raise unexpected_answer(message.TYPE, "attach")
             stack.pop_all()
             return session
+
+    def reattach(
+        self, request: Attach, wait_s: float, attachment: Attachment, layout_hash: str
+    ) -> tuple[BlockingClient, Attached]:
+        """Attach again with an attachment that has addresses and nothing mapped there."""
+        with contextlib.ExitStack() as stack:
+            placeholder = stack.enter_context(_placeholder())
+            client = stack.enter_context(self.connect())
+            reply = _granted(client, request, wait_s, lambda reason: None)
+            message = reply.message
+            if not isinstance(message, Attached) or message.layout_hash != layout_hash:
+                close_all(reply.fds)
+                if isinstance(message, Attached):
+                    raise stale_layout(message.epoch)
+                raise unexpected_answer(message.TYPE, "attach")
+            stack.callback(attachment.unmap)
+            self._take_slabs(client, reply, message, attachment, placeholder)
+            stack.pop_all()
+            return client, message
 
     def _take_slabs(
         self,

@@ -15,10 +15,12 @@ from gms import messages as msg
 from gms import names
 from gms.client import Reader, Writer, open_session
 from tests.helpers import until
+from tests.standin import build
 from understudy.errors import UnderstudyError
 from understudy.wire.blocking import BlockingClient
 
 DEVICE = "HOST-0"
+GPU = build.GPU_A
 IDENTITY = {"model": "tiny", "shards": {"a": "1"}}
 MIB = 1 << 20
 ANSWER_S = 30.0
@@ -27,21 +29,35 @@ ANSWER_S = 30.0
 class GmsProcess:
     """One device's server, in a process of its own."""
 
-    def __init__(self, directory: str, device_bytes: int = 64 * MIB, stall_s: float = 120) -> None:
-        self.directory = directory
+    def __init__(
+        self,
+        directory: str,
+        device_bytes: int = 64 * MIB,
+        stall_s: float = 120,
+        device: str = DEVICE,
+    ) -> None:
+        self.directory, self.device = directory, device
         self.device_bytes, self.stall_s = device_bytes, stall_s
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> GmsProcess:
-        flags = ["--dir", self.directory, "--device", DEVICE]
+        flags = ["--dir", self.directory, "--device", self.device, "--memory", self.kind]
         flags += ["--device-bytes", str(self.device_bytes), "--stall-s", str(self.stall_s)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "gms.cli", "serve-device", *flags],
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "UNDERSTUDY_PARENT_PID": str(os.getpid())},
+            env={
+                **os.environ,
+                "UNDERSTUDY_PARENT_PID": str(os.getpid()),
+                **({"CUDA_VISIBLE_DEVICES": self.device} if self.kind == "cuda" else {}),
+            },
         )
         until(self.is_up, "the server's hello")
         return self
+
+    @property
+    def kind(self) -> str:
+        return "host" if self.device.startswith("HOST-") else "cuda"
 
     @property
     def pid(self) -> int:
@@ -57,7 +73,7 @@ class GmsProcess:
             return False
 
     def client(self) -> BlockingClient:
-        return BlockingClient(names.socket_path(self.directory, DEVICE), msg.CATALOGUE)
+        return BlockingClient(names.socket_path(self.directory, self.device), msg.CATALOGUE)
 
     def status(self) -> dict[str, Any]:
         with self.client() as client:
@@ -67,7 +83,7 @@ class GmsProcess:
 
     def open(self, mode: str = "rw_or_ro", **more: Any) -> Reader | Writer:
         wanted = {"identity": IDENTITY, "wait_s": 20, "engine": "engine-0", "incarnation": "i-0"}
-        return open_session(self.directory, DEVICE, mode=mode, **{**wanted, **more})
+        return open_session(self.directory, self.device, mode=mode, **{**wanted, **more})
 
     def writer(self, **more: Any) -> Writer:
         session = self.open(**more)
@@ -102,9 +118,11 @@ class GmsProcess:
 class ClientProcess:
     """A client in a process of its own, that does one thing per line; see `client_process.py`."""
 
-    def __init__(self, directory: str, mode: str, engine: str = "engine-9") -> None:
+    def __init__(
+        self, directory: str, mode: str, engine: str = "engine-9", device: str = DEVICE
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gms.client_process", directory, mode, engine],
+            [sys.executable, "-m", "tests.gms.client_process", directory, mode, engine, device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "UNDERSTUDY_PARENT_PID": str(os.getpid())},

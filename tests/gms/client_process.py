@@ -1,6 +1,6 @@
 """A client of the memory service that obeys one command per line and says JSON lines.
 
-Started by `bench.ClientProcess`: `python -m tests.gms.client_process DIRECTORY MODE ENGINE`.
+Started by `bench.ClientProcess`: `python -m tests.gms.client_process DIRECTORY MODE ENGINE DEVICE`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from gms.client import Keeper, Reader, Writer, open_session
@@ -22,14 +23,23 @@ def say(what: str, **more: Any) -> None:
     print(json.dumps({"is": what, **more}), flush=True)
 
 
+def writes_to(session: Writer) -> Callable[[bytes], object]:
+    """What writes to the start of tensor `t`, and goes on trying after the commit."""
+    attachment = session._attachment
+    if session._opening.memory.kind == "cuda":
+        return lambda data: attachment.range.write(0, data)
+    view = session.view("t")
+    return lambda data: view.__setitem__(slice(0, len(data)), data)
+
+
 def main() -> None:
     arm_from_environment()
-    directory, asked, engine = sys.argv[1:4]
+    directory, asked, engine, device = sys.argv[1:5]
     mode, _, more = asked.partition("+")  # `rw+replace`
     try:
         session = open_session(
             directory,
-            "HOST-0",
+            device,
             engine=engine,
             incarnation=f"{engine}-1",
             mode=mode,
@@ -42,23 +52,23 @@ def main() -> None:
         say("refused", code=error.code, message=error.message)
         return
     say("writer" if isinstance(session, Writer) else "reader", epoch=session.epoch)
-    views: dict[str, memoryview] = {}
+    write: Callable[[bytes], object] = len
     for line in sys.stdin:
         word, *rest = line.split()
         if word == "place" and isinstance(session, Writer):
             nbytes = int(rest[0]) * MIB
             session.place("t", nbytes, (nbytes,), "uint8")
-            views["t"] = session.view("t")
-            views["t"][:] = b"\7" * nbytes
+            write = writes_to(session)
+            write(b"\7" * nbytes)
             say("placed")
         elif word == "commit" and isinstance(session, Writer):
             session = session.commit(session._request.identity or {})
             say("committed", epoch=session.epoch)
         elif word == "read" and isinstance(session, Reader):
-            say("bytes", first=session.view("t")[0])
+            say("bytes", first=session.read("t")[0])
         elif word == "write":  # after a commit this must end the process
             say("writing")
-            views["t"][0] = 1
+            write(b"\1")
         elif word == "fork":  # a child that keeps every descriptor and mapping
             child = os.fork()
             if child == 0:

@@ -1,4 +1,8 @@
-"""A server per test, in a directory of its own that is short enough for sockets."""
+"""A server per test, in a directory of its own that is short enough for sockets.
+
+What asks for `gms` or `device` runs twice, on host memory and on CUDA through the stand-in for the
+driver; `tests.gms.kinds` has marks for what only one promises.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.gms.bench import ClientProcess, GmsProcess
+from tests.gms.bench import DEVICE, GPU, ClientProcess, GmsProcess
+from tests.standin import build
 
 
 @pytest.fixture
@@ -18,20 +23,33 @@ def directory() -> Iterator[str]:
     shutil.rmtree(path)
 
 
+@pytest.fixture(params=["host", "cuda"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind of memory."""
+    if request.param == "cuda":
+        build.use(monkeypatch)
+    return str(request.param)
+
+
 @pytest.fixture
-def gms(directory: str) -> Iterator[GmsProcess]:
-    server = GmsProcess(directory).start()
+def device(kind: str) -> str:
+    return DEVICE if kind == "host" else GPU
+
+
+@pytest.fixture
+def gms(directory: str, device: str) -> Iterator[GmsProcess]:
+    server = GmsProcess(directory, device=device).start()
     yield server
     server.stop()
 
 
 @pytest.fixture
-def client(directory: str) -> Iterator[Callable[..., ClientProcess]]:
+def client(directory: str, device: str) -> Iterator[Callable[..., ClientProcess]]:
     """Starts client processes that end with the test."""
     started: list[ClientProcess] = []
 
     def start(mode: str = "rw_or_ro", engine: str = "engine-9") -> ClientProcess:
-        started.append(ClientProcess(directory, mode, engine))
+        started.append(ClientProcess(directory, mode, engine, device))
         return started[-1]
 
     yield start

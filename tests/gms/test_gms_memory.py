@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,9 @@ from gms import epoch_file
 from gms.client import open_session
 from gms.server import DeviceServer
 from gms.vmm.host import HostAllocation, HostMemory
-from tests.gms.bench import DEVICE, IDENTITY, MIB, ClientProcess, GmsProcess
+from gms.vmm.kinds import memory_for
+from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess
+from tests.gms.kinds import host_only
 from tests.helpers import auntil, open_fds
 from understudy.errors import InvariantError, RemoteError, UnderstudyError
 from understudy.wire.fds import OwnedFd
@@ -38,6 +41,7 @@ def refused_with(call: Callable[..., object], *args: object) -> str:
     return "it worked"
 
 
+@host_only
 def test_after_a_commit_nobody_can_write(gms: GmsProcess):
     """Try every way to write to committed memory: descriptors old and new, mappings, truncation."""
     with gms.writer() as writer:
@@ -82,6 +86,7 @@ def test_writing_to_a_view_after_the_commit_ends_the_process(gms: GmsProcess, cl
     assert writer.process.wait() == -signal.SIGSEGV
 
 
+@host_only
 def test_commit_is_refused_while_somebody_can_still_write(gms: GmsProcess):
     """A second writable mapping of a slab: the commit fails and says why, nothing is published."""
     with gms.writer() as writer:
@@ -175,6 +180,7 @@ def test_only_sealed_memory_of_its_size_passes_the_check(tmp_path: Path):
         each.release()
 
 
+@host_only
 def test_tensor_larger_than_a_slab_may_be_spans_slabs(gms: GmsProcess):
     """A cap of two pages: three tensors, one of five pages; readers find it in one piece."""
     memory = HostMemory(allocation_bytes_max=2 * PAGE + 1)
@@ -244,36 +250,34 @@ def test_flock_takes_the_low_number_of_its_placeholder(directory: str):
         assert not os.get_inheritable(number)
 
 
-class WatchedMemory(HostMemory):
-    """Host memory that writes down which thread makes, seals and frees."""
+class Watched:
+    """A memory, or an allocation of it, that writes down which thread makes, seals and frees."""
 
-    def __init__(self) -> None:
-        self.threads: dict[str, set[str]] = {"create": set(), "seal": set(), "release": set()}
+    def __init__(self, inner: Any, threads: dict[str, set[str]]) -> None:
+        self.inner, self.threads = inner, threads
 
-    def create(self, size_bytes: int, name: str) -> HostAllocation:
-        self.threads["create"].add(threading.current_thread().name)
-        allocation = super().create(size_bytes, name)
-        for verb in ("seal", "release"):
-            setattr(allocation, verb, self._watched(verb, getattr(allocation, verb)))
-        return allocation
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if name not in ("create", "seal", "release"):
+            return found
 
-    def _watched(self, verb: str, call: Callable[[], None]) -> Callable[[], None]:
-        def watched() -> None:
-            self.threads[verb].add(threading.current_thread().name)
-            call()
+        def call(*args: Any) -> Any:
+            self.threads.setdefault(name, set()).add(threading.current_thread().name)
+            made = found(*args)
+            return Watched(made, self.threads) if name == "create" else made
 
-        return watched
+        return call
 
 
-def test_driver_calls_and_frees_never_run_on_the_loop(directory: str):
+def test_driver_calls_and_frees_never_run_on_the_loop(directory: str, device: str):
     """Load, commit, replace: slabs are made and sealed on one thread, freed on another."""
-    memory = WatchedMemory()
+    memory = Watched(memory_for(device), {})
     main = threading.current_thread().name
 
     def load(version: int) -> None:
         session = open_session(
             directory,
-            DEVICE,
+            device,
             engine="e",
             incarnation="i",
             mode="rw",
@@ -285,14 +289,14 @@ def test_driver_calls_and_frees_never_run_on_the_loop(directory: str):
         session.commit({"v": version}).close()
 
     async def scenario() -> None:
-        server = DeviceServer(directory, DEVICE, memory, 200 * MIB)
+        server = DeviceServer(directory, device, memory, 200 * MIB)
         await server.start()
         await asyncio.to_thread(load, 1)
         await asyncio.to_thread(load, 2)
         await auntil(lambda: server.status()["reclaims_total"] == 1, "the first epoch to be freed")
         assert main not in set().union(*memory.threads.values())
-        assert memory.threads["release"] == {f"gms-closer-{DEVICE}"}
-        assert memory.threads["seal"] == memory.threads["create"] == {f"gms-driver-{DEVICE}"}
+        assert memory.threads["release"] == {f"gms-closer-{device}"}
+        assert memory.threads["seal"] == memory.threads["create"] == {f"gms-driver-{device}"}
         await server.close()
 
     before = open_fds()
