@@ -2,7 +2,8 @@
 answered. Small enough for a slot (no manifest, no identity: those come back with the memory).
 
 One slot that cannot be read may have been the newest commit: then nobody knows what is committed,
-which is said (`Loaded.is_lost`), and the survivors' word decides. The file is kept aside.
+which is said (`Loaded.is_lost`), and the survivors' word decides. The file is kept aside, and the
+new one says the same until something is written: the next server may die before a survivor speaks.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was found; `is_lost`: there was something, and it cannot be read."""
+    """What was found; `is_lost`: there was something, and it could not be read."""
 
     record: JournalRecord | None = None
     is_lost: bool = False
+
+
+LOST = Loaded(is_lost=True)
 
 
 class Journal:
@@ -43,12 +47,13 @@ class Journal:
         """
         self.path = path
         try:
-            self.loaded = _load(path)
-            is_there = os.path.lexists(path)
-            if is_there and self.loaded.is_lost:
+            found = _load(path)
+            if found is None:
                 logger.warning("%s cannot be read; it is kept as %s", path, put_aside(path))
-            if not is_there or self.loaded.is_lost:
-                FORMAT.create(path, _text(None))
+                FORMAT.create(path, _text(LOST))
+            elif not os.path.lexists(path):
+                FORMAT.create(path, _text(found))
+            self.loaded = LOST if found is None else found
             self._file = SlotFile(path, FORMAT)
         except BlockingIOError as error:
             raise UnderstudyError(
@@ -64,7 +69,7 @@ class Journal:
             UnderstudyError: `gms.journal_unwritable`, with the reason; it may or may not be there.
         """
         try:
-            self._file.write(_text(record))
+            self._file.write(_text(Loaded(record)))
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
@@ -75,12 +80,14 @@ class Journal:
 def peek(path: str) -> JournalRecord | None:
     """The record as a bystander sees it; None where there is none to be read. Changes nothing."""
     try:
-        return _load(path).record
+        found = _load(path)
+        return None if found is None else found.record
     except OSError:
         return None
 
 
-def _load(path: str) -> Loaded:
+def _load(path: str) -> Loaded | None:
+    """What the file says; None where it cannot be read."""
     try:
         with open(path, "rb") as stream:
             raw = stream.read(FILE_BYTES + 1)
@@ -89,34 +96,37 @@ def _load(path: str) -> Loaded:
     slots = FORMAT.decode(raw)
     known = [slot for slot in slots if slot is not None]
     if len(known) < len(slots):
-        return Loaded(is_lost=True)
+        return None
     try:
-        return Loaded(_meaning(max(known)[1]))
+        return _meaning(max(known)[1])
     except (ValueError, KeyError, TypeError):
-        return Loaded(is_lost=True)  # a checksum that fits: another version's file
+        return None  # a checksum that fits: another version's file
 
 
-def _text(record: JournalRecord | None) -> bytes:
-    body = {"schema": SCHEMA, "committed": None if record is None else asdict(record)}
+def _text(said: Loaded) -> bytes:
+    committed = None if said.record is None else asdict(said.record)
+    body = {"schema": SCHEMA, "committed": committed, "is_lost": said.is_lost}
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def _meaning(text: bytes) -> JournalRecord | None:
+def _meaning(text: bytes) -> Loaded:
     body = json.loads(text)
     if body["schema"] != SCHEMA:
         raise ValueError(f"its schema is {body['schema']!r}")
     found = body["committed"]
     if found is None:
-        return None
+        return Loaded(is_lost=bool(body["is_lost"]))
     if not names.is_epoch_id(found["epoch"]):
         raise ValueError("it names no epoch")
     digest = found["digest"]
-    return JournalRecord(
-        epoch=found["epoch"],
-        size_bytes=int(found["size_bytes"]),
-        layout_hash=LayoutHash(str(found["layout_hash"])),
-        identity_hash=str(found["identity_hash"]),
-        digest=None if digest is None else str(digest),
+    return Loaded(
+        JournalRecord(
+            epoch=found["epoch"],
+            size_bytes=int(found["size_bytes"]),
+            layout_hash=LayoutHash(str(found["layout_hash"])),
+            identity_hash=str(found["identity_hash"]),
+            digest=None if digest is None else str(digest),
+        )
     )
 
 

@@ -294,7 +294,9 @@ class Machine:
         effects: Effects = [
             ev.Record("gms.reclaim", said, {"epoch": epoch.id, "size_bytes": epoch.size_bytes})
         ]
-        if epoch.phase is EpochPhase.ORPHANED and epoch.expected is not None:
+        is_over = self.device.is_journal_lost and not self.device.orphans  # nobody can tell us more
+        if is_over or (epoch.phase is EpochPhase.ORPHANED and epoch.expected is not None):
+            self.device.is_journal_lost = False
             effects += self.device.journal()  # the journalled epoch is gone for good
         for session in list(self.device.sessions.values()):
             if session.epoch == epoch.id and session.state in HANDING_BACK:

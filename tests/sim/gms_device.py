@@ -118,9 +118,6 @@ class SimDevice:
             is_journal_lost=self.is_journal_lost,
             now_ms=self.now_ms,
         )
-        if self.is_journal_lost:
-            self.journal, self.last = None, None
-        self.is_journal_lost = False
         self.is_up = True
         self.watched = set(orphans)
 
@@ -140,8 +137,11 @@ class SimDevice:
         """The record is on disk, and that is the last that this server does."""
         effect = self.driver.popleft()
         assert isinstance(effect, ev.WriteJournal)
-        self.journal = effect.record
+        self._write(effect)
         self.crash()
+
+    def _write(self, effect: ev.WriteJournal) -> None:
+        self.journal, self.is_journal_lost = effect.record, False
 
     # ------------------------------------------------------------------ machine and driver
 
@@ -220,7 +220,7 @@ class SimDevice:
             case ev.WriteJournal() if fails and effect.session is not None:
                 self.tell(ev.JournalFailed(effect.session, "a full disk"))
             case ev.WriteJournal():
-                self.journal = effect.record
+                self._write(effect)
                 if effect.session is not None:
                     self.tell(ev.Journalled(effect.session))
             case ev.DiscardOffer():
@@ -326,5 +326,6 @@ class SimDevice:
         epoch = self.machine.device.epochs.get(str(self.last))
         phase = epoch.phase if epoch is not None else None
         is_expected = epoch is not None and epoch.expected is not None
+        is_expected = is_expected or self.machine.device.is_journal_lost  # the first one's word
         is_safe = phase is EpochPhase.COMMITTED or (phase is EpochPhase.ORPHANED and is_expected)
         assert is_safe, f"epoch {self.last} is mapped by a live engine and lost ({phase})"
