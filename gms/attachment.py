@@ -41,7 +41,9 @@ class Attachment:
         self._flock = flock
 
     def reserve(self, size_bytes: int) -> None:
-        """Take addresses for at least `size_bytes`; they cost no memory."""
+        """Take addresses for at least `size_bytes`, unless it has them; they cost no memory."""
+        if self._range is not None:
+            return
         granularity = self._memory.granularity_bytes
         # An epoch may be empty, a range of addresses may not.
         self._range = self._memory.reserve(max(1, -(-size_bytes // granularity)) * granularity)
@@ -74,13 +76,6 @@ class Attachment:
             if self._range is not None:
                 self._range.unmap()
 
-    def remap_from(self, fresh: Attachment) -> None:
-        """Take over the memory and the flock of `fresh`, at our addresses."""
-        fresh.range.free()
-        self._flock, fresh._flock = fresh._flock, None
-        self.slabs, fresh.slabs = fresh.slabs, []
-        self.range.map(0, self.slabs, writable=False)
-
     def close(self) -> None:
         """Give everything back; again is harmless."""
         with contextlib.ExitStack() as stack:
@@ -96,6 +91,11 @@ class Attachment:
 
 def _release(slabs: Sequence[Allocation]) -> None:
     """Release every one, whatever releasing any of them raises."""
-    with contextlib.ExitStack() as stack:
-        for slab in slabs:
-            stack.callback(slab.release)
+    failed: BaseException | None = None
+    for slab in slabs:
+        try:
+            slab.release()
+        except BaseException as error:
+            failed = error
+    if failed is not None:
+        raise failed

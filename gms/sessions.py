@@ -51,7 +51,9 @@ class Opening(Protocol):
 
     def connect(self, deadline_s: float) -> BlockingClient: ...
 
-    def run(self, request: Attach, wait_s: float) -> Reader | Writer: ...
+    def reattach(
+        self, request: Attach, wait_s: float, attachment: Attachment, layout_hash: str
+    ) -> tuple[BlockingClient, Attached]: ...
 
 
 class Session:
@@ -235,18 +237,10 @@ class Reader(Session):
             rank=self._request.rank,
             wait_ms=round(deadline_s * 1000),
         )
-        fresh = self._opening.run(request, deadline_s)
-        assert isinstance(fresh, Reader)  # it asked for `ro`
-        if fresh.layout_hash != self.layout_hash:
-            fresh.close()
-            raise UnderstudyError(
-                "gms.stale_layout",
-                f"epoch {fresh.epoch} has another layout than epoch {self.epoch}, which was mapped "
-                "before; this engine must start anew",
-            )
-        self._attachment.remap_from(fresh._attachment)
-        self._client = fresh._client
-        self.epoch = fresh.epoch
+        self._client, epoch = self._opening.reattach(
+            request, deadline_s, self._attachment, self.layout_hash
+        )
+        self.epoch = epoch.epoch
 
 
 class Writer(Session):
@@ -391,6 +385,15 @@ def _settle_doubt(reader: Reader) -> None:
             if time.monotonic() > end:
                 raise
             time.sleep(DOUBT_POLL_S)
+
+
+def stale_layout(epoch: str) -> UnderstudyError:
+    return UnderstudyError(
+        "gms.stale_layout",
+        f"epoch {epoch} has another layout than the one that was mapped before; this engine must "
+        "start anew",
+        epoch=epoch,
+    )
 
 
 def unexpected_answer(what: str, request: str) -> ProtocolError:

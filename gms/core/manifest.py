@@ -25,7 +25,10 @@ from understudy.errors import ProtocolError
 
 LayoutHash = NewType("LayoutHash", str)
 
-TENSORS_MAX = 65_536  # a 120-layer mixture of experts has 12,000; five times that is a mistake
+# A 120-layer mixture of experts has 12,000; a checkpoint of DeepSeek-V3, each expert and each block
+# of scales by itself, has 91,991.
+TENSORS_MAX = 131_072
+MANIFEST_BYTES_MAX = 15 << 20  # what one frame carries beside an identity and the slabs' sizes
 NAME_LENGTH_MAX = 512
 DIMENSIONS_MAX = 32  # numpy's old limit, and torch's practical one
 
@@ -77,10 +80,28 @@ class Manifest(Mapping[str, TensorRecord]):
 
 def encode(records: Iterable[TensorRecord]) -> bytes:
     """The one encoding of a manifest with these records."""
-    packed: bytes = msgpack.packb(
-        [(r.name, r.offset, r.nbytes, r.shape, r.dtype, r.strides) for r in records]
-    )
-    return packed
+    rows = [(r.name, r.offset, r.nbytes, r.shape, r.dtype, r.strides) for r in records]
+    packer = msgpack.Packer()
+    parts = [packer.pack_array_header(len(rows))]
+    # Row by row, and so is the reading of what a peer sent: a thread that packs megabytes in one
+    # call keeps all others waiting for as long.
+    parts += [packer.pack(row) for row in rows]
+    return b"".join(parts)
+
+
+def check_size(manifest: bytes) -> None:
+    """Check that a manifest can be sent on to readers.
+
+    Raises:
+        ProtocolError: `gms.manifest_too_large`.
+    """
+    if len(manifest) > MANIFEST_BYTES_MAX:
+        raise ProtocolError(
+            "gms.manifest_too_large",
+            f"a manifest has {len(manifest)} bytes, and the limit is {MANIFEST_BYTES_MAX}; shorter "
+            "names of tensors help",
+            limit=MANIFEST_BYTES_MAX,
+        )
 
 
 def layout_hash(slab_sizes: Sequence[int], manifest: bytes) -> LayoutHash:
@@ -115,15 +136,19 @@ def check_manifest(manifest: bytes, slab_sizes: Sequence[int]) -> int:
 
 def _decode(manifest: bytes) -> list[TensorRecord]:
     try:
-        rows = msgpack.unpackb(manifest, use_list=False)
+        # No maps and no extensions: empty ones take seventy times their size in memory.
+        limits = {"max_array_len": TENSORS_MAX, "max_map_len": 0, "max_ext_len": 0}
+        unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=len(manifest), **limits)
+        unpacker.feed(manifest)
+        count = unpacker.read_array_header()
+        if count > TENSORS_MAX:
+            raise _bad(f"it lists {count} tensors and the limit is {TENSORS_MAX}")
+        records = [_record(unpacker.unpack()) for _ in range(count)]
+    except ProtocolError:
+        raise
     except Exception as error:  # msgpack raises a dozen unrelated classes on bad input
-        raise _bad(f"it is not MessagePack ({error})") from error
-    if type(rows) is not tuple:
-        raise _bad("it is not a list of tensors")
-    if len(rows) > TENSORS_MAX:
-        raise _bad(f"it lists {len(rows)} tensors and the limit is {TENSORS_MAX}")
-    records = [_record(row) for row in rows]
-    if encode(records) != manifest:  # one layout has one hash
+        raise _bad(f"it is not a MessagePack array ({error})") from error
+    if encode(records) != manifest:  # one layout has one encoding, and so one hash
         raise _bad("its encoding is not the canonical one")
     return records
 

@@ -129,10 +129,11 @@ def test_bad_manifest_is_refused_with_its_reason(change: dict[str, Any], word: s
 @pytest.mark.parametrize(
     ("manifest", "word"),
     [
-        (b"", "not MessagePack"),
-        (b"\xff" * 9, "not MessagePack"),
-        (b"\x90\x90", "not MessagePack"),
-        (b"\x80", "not a list"),
+        (b"", "not a MessagePack array"),
+        (b"\xff" * 9, "not a MessagePack array"),
+        (b"\x90\x90", "canonical"),
+        (b"\x80", "not a MessagePack array"),
+        (b"\xdd\xff\xff\xff\xff", "4294967295 tensors and the limit"),
         (b"\x91\x01", "is not a tensor's"),
         (b"\x91\x91\xa1t", "is not a tensor's"),
         (b"\xdc\x00\x00", "canonical"),
