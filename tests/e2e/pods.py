@@ -16,7 +16,7 @@ from typing import Any
 
 from lockserver.client import messages as lock_messages
 from tests.e2e.processes import Processes, continue_all, pod_ports
-from tests.helpers import auntil
+from tests.helpers import POLL_S, auntil
 from understudy.pod.drill.clients import Target, stream_without_pause
 from understudy.pod.drill.killer import Whole, wait_whole
 from understudy.pod.drill.records import End, Exchange, Outcome
@@ -93,6 +93,21 @@ class Pod:
         """The process that serves the only device."""
         (pid,) = children(self.pid("gms"))
         return pid
+
+    async def memory(self, device: str = "HOST-0") -> Mapping[str, Any]:
+        """The status of the server of `device`; {} while none answers."""
+        parts = (await self.view())["gms"]
+        return next((part for part in parts if part.get("device_uuid") == device), {})
+
+    async def recovered(self, old: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Wait until another server has what the one of the status `old` had, readers included."""
+        async with asyncio.timeout(WHOLE_DEADLINE_S):
+            while True:
+                new = await self.memory(old["device_uuid"])
+                is_back = new.get("epoch") == old["epoch"] and new["pid"] != old["pid"]
+                if is_back and _readers(new) == _readers(old):
+                    return new
+                await asyncio.sleep(POLL_S)
 
     def processes(self) -> list[int]:
         """Every process of the pod."""
@@ -260,6 +275,10 @@ class PodHome:
         if pod is not None:
             continue_all(pod.processes())
             await pod.runner.stop()
+
+
+def _readers(device: Mapping[str, Any]) -> set[tuple[str, int]]:
+    return {(each["incarnation"], each["rank"]) for each in device["sessions"]}
 
 
 def make_model(directory: Path) -> Path:

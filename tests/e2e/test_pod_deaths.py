@@ -159,52 +159,47 @@ async def relaunched(pod: Pod, engine: str, incarnation: str):
             return document
 
 
-def test_device_server_killed_under_load_both_engines_relaunch_and_load_once(home: PodHome):
-    """Goal: the pod heals from losing its memory server. Method: SIGKILL the device's server."""
+def test_device_server_killed_under_load_is_noticed_by_nobody(home: PodHome):
+    """Goal: a crash without loss. Method: SIGKILL the device's server."""
 
     async def scenario(pod: Pod) -> None:
         supervisor = pod.pid("gms")
-        await lose_memory(pod, victim=pod.gms_server())
+        await lose_memory_service(pod, victim=pod.gms_server())
         assert pod.pid("gms") == supervisor
 
     home.run(scenario)
 
 
-def test_memory_service_killed_under_load_both_engines_relaunch_and_load_once(home: PodHome):
+def test_memory_service_killed_under_load_is_noticed_by_nobody(home: PodHome):
     """Goal: the same where the whole container dies. Method: SIGKILL gms's supervisor."""
 
     async def scenario(pod: Pod) -> None:
         restarts = pod.runner.restarts()["gms"]
         server = pod.gms_server()
         with Processes([server]) as servers:
-            await lose_memory(pod, victim=pod.pid("gms"))
+            await lose_memory_service(pod, victim=pod.pid("gms"))
             assert not servers.alive()
         assert pod.runner.restarts()["gms"] == restarts + 1
 
     home.run(scenario)
 
 
-async def lose_memory(pod: Pod, victim: int) -> None:
-    before = await pod.whole()
-    engines = [part["engine"] for part in (await pod.view())["engines"]]
+async def lose_memory_service(pod: Pod, victim: int) -> None:
+    """Kill it; the next one has the same epoch with the same readers, and nothing else changed."""
+    before, engines = await pod.whole(), await incarnations(pod)
+    memory = await pod.memory()
     async with pod.load() as load:
         await load.answers()
         kill(victim)
-        await pod.whole_after(before.token)
-        seen = len(load.exchanges)
-        await load.answers()
-        view = await pod.view()
-        (memory,) = view["gms"]
-        assert memory["pid"] != victim
-        assert memory["commits_total"] == 1
-        assert memory["exports_total"] == 1  # the other engine maps what the first has loaded
-        assert [each["mode"] for each in memory["sessions"]] == ["ro", "ro"]
-        assert {each["engine"] for each in memory["sessions"]} == {"engine-0", "engine-1"}
-        for old, new in zip(engines, (part["engine"] for part in view["engines"]), strict=True):
-            assert new["pid"] == old["pid"]  # by itself: nobody restarted the supervisor
-            assert new["number"] == old["number"] + 1
-        assert not load.connections_refused()
-        assert {each.token for each in load.exchanges[seen:] if each.chunks} == {view["token"]}
+        recovered = await pod.recovered(memory)
+        assert recovered["commits_total"] == 0  # nothing was loaded
+        await only_answers_under(load, before.token)
+        assert await incarnations(pod) == engines
+        assert (await pod.whole()) == before
+
+
+async def incarnations(pod: Pod) -> list[str]:
+    return [part["engine"]["incarnation"] for part in (await pod.view())["engines"]]
 
 
 def test_memory_of_supervisors_and_lock_server_after_requests(home: PodHome):

@@ -95,31 +95,33 @@ def test_stopped_lock_server_costs_nothing(home: PodHome):
     home.run(scenario)
 
 
-def test_engines_wait_for_a_memory_service_that_stays_away(home: PodHome):
-    """Goal: relaunched engines that are back first wait instead of dying again and again. Method:
-    SIGSTOP gms's supervisor, SIGKILL its server; SIGCONT once an engine has knocked in vain."""
+def test_newcomer_waits_for_a_memory_service_that_stays_away(home: PodHome):
+    """Goal: a relaunched engine waits instead of dying again and again, and the others serve on.
+    Method: SIGSTOP gms's supervisor, SIGKILL its server and the standby's backend; SIGCONT once
+    that has knocked in vain, and requests were answered all the while."""
 
     async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        numbers = await launches(pod)
-        logs = [pod.directory / "log" / f"{name}.log" for name in numbers]
-        told = [log.read_text().count("waiting up to") for log in logs]
-
-        def have_knocked() -> bool:
-            now = [log.read_text().count("waiting up to") for log in logs]
-            return now != told
-
-        with Processes([pod.pid("gms")]) as supervisor:
-            supervisor.signal(signal.SIGSTOP)
-            kill(pod.gms_server())
-            await auntil(have_knocked, "an engine that finds nobody")
-            assert not (await pod.view())["active"]
-            supervisor.signal(signal.SIGCONT)
-        after = await pod.whole_after(before.token)
-        assert await launches(pod) == {name: number + 1 for name, number in numbers.items()}
+        before, numbers = await pod.whole(), await launches(pod)
+        (standby,) = before.standbys
+        log = pod.directory / "log" / f"{standby}.log"
+        told = log.read_text().count("waiting up to")
         async with pod.load() as load:
+            with Processes([pod.pid("gms")]) as supervisor:
+                supervisor.signal(signal.SIGSTOP)
+                kill(pod.gms_server())
+                kill((await pod.engine(standby))["backend"]["pids"]["model"])
+                await auntil(
+                    lambda: log.read_text().count("waiting up to") > told, "a knock in vain"
+                )
+                await load.answers()
+                assert (await pod.view())["active"] == before.engine
+                supervisor.signal(signal.SIGCONT)
+            assert await pod.whole() == before
+            assert await launches(pod) == {**numbers, standby: numbers[standby] + 1}
             await load.answers()
-            assert load.tokens() == {after.token}
+            assert load.tokens() == {before.token}
+            assert not load.lost()
+        assert (await pod.memory())["commits_total"] == 0  # what the active one has, is mapped
 
     home.run(scenario)
 

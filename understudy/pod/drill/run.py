@@ -37,9 +37,14 @@ from understudy.pod.drill.records import (
 from understudy.pod.gather import engine_sockets, engine_status, gather
 from understudy.pod.http_get import get
 from understudy.pod.view import is_reachable
+from understudy.service.clock import SystemClock
 
 FIRST_WHOLE_DEADLINE_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
+ANSWERS_DEADLINE_S = 90.0  # longer than a client is silent before it gives up
+ANSWERS_POLL_S = 0.01
 TAKEOVER_DEADLINE_S = 90.0  # past the waking budget (60 s) and the hold (10 s): it will not come
+
+clock = SystemClock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,7 @@ class Drill:
         await wait_recovered(self._directory, kill, self._say)
         view = await gather(self._directory)
         self._physical.watch(roots_of(view))  # engines that other kills have replaced
+        await self._answers(2 * self._plan.clients)
         for changed in before.changes(Standing.of(view)):
             self.records.disturbed.append(f"the server of {kill.device} died, and {changed}")
         took_ms = (kill.recovered_ms or kill.killed_ms) - kill.killed_ms
@@ -164,6 +170,23 @@ class Drill:
             f"kill {number}/{self._plan.kills}  {what} of {kill.engine}  "
             f"{kill.new_engine or 'the next'} answered after {took_ms:.0f} ms"
         )
+
+    async def _answers(self, count: int) -> None:
+        """Wait until so many more requests have ended: what has just come back is used, too.
+
+        Raises:
+            WaitTimeoutError: `drill.no_answers`.
+        """
+        goal = len(self.records.exchanges) + count
+        end_ms = clock.now_ms() + ANSWERS_DEADLINE_S * 1000
+        while len(self.records.exchanges) < goal:
+            if clock.now_ms() > end_ms:
+                raise WaitTimeoutError(
+                    "drill.no_answers",
+                    f"{count} requests did not end within {ANSWERS_DEADLINE_S:g} s, although"
+                    " nothing was killed",
+                )
+            await asyncio.sleep(ANSWERS_POLL_S)
 
     async def _probe(self, kill: Kill, target: Target) -> float:
         """Ask afresh, at once, until a newer grant answers; milliseconds since the kill."""
