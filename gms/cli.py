@@ -1,4 +1,4 @@
-"""The `gms` command: `serve`, `status`, `inspect`."""
+"""The `gms` command: `serve`, `status`, `inspect`, `verify`, `drop`."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ SERVE = (
     Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
     Option("http_port", int, 9401, "Port of probes, status and metrics.", minimum=0, maximum=65535),
 )
+ONE_DEVICE = Option("device", str, None, "Only this device.")
 SERVE_DEVICE = (DIRECTORY, MEMORY, Option("device", str, help="Its name."), DEVICE_BYTES, STALL)
 
 
@@ -163,6 +164,50 @@ def inspect(config: Resolved, as_json: bool) -> None:
     document = report.collect(config["dir"], in_full=True)
     click.echo(json.dumps(document, indent=1) if as_json else report.render_in_full(document))
     sys.exit(0 if document["online"] else 3)
+
+
+@main.command()
+@options((DIRECTORY, ONE_DEVICE), command="gms-client")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def verify(config: Resolved, as_json: bool) -> None:
+    """Compare the committed bytes with what was written: 0 intact, 1 altered, 4 no digest yet."""
+    from gms import operate
+
+    document = operate.verify(config["dir"], config["device"])
+    lines = [
+        f"gms  {d['device_uuid']}  epoch {d['epoch'][:8]} is {d['result']}, says {d['reader']}"
+        for d in document["devices"]
+    ]
+    click.echo(json.dumps(document, indent=1) if as_json else "\n".join(lines))
+    sys.exit({operate.INTACT: 0, operate.ALTERED: 1, operate.PENDING: 4}[document["result"]])
+
+
+@main.command()
+@options((DIRECTORY, ONE_DEVICE), command="gms-client")
+@click.option("--epoch", help="Only if this is the epoch that is committed.")
+@click.option("--even-if-mapped", is_flag=True, help="Its memory is freed when its readers leave.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def drop(
+    config: Resolved, epoch: str | None, even_if_mapped: bool, yes: bool, as_json: bool
+) -> None:
+    """Take a device's committed weights out of service; the next engine loads anew."""
+    from gms import operate
+
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError("gms.not_confirmed", "this drops weights; say --yes to mean it")
+        click.confirm("Drop the committed weights?", abort=True)
+    document = operate.drop(
+        config["dir"], config["device"], epoch=epoch, even_if_mapped=even_if_mapped
+    )
+    for dropped in document["devices"] if not as_json else ():
+        said = f"gms  {dropped['device_uuid']}  epoch {dropped['epoch'][:8]} is out of service"
+        if dropped["readers"]:
+            said += f"; its memory is freed when {', '.join(dropped['readers'])} leave"
+        click.echo(said)
+    if as_json:
+        click.echo(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":

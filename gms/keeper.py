@@ -53,6 +53,7 @@ class Keeper:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="gms-keeper", daemon=True)
         self._digests: list[threading.Thread] = []
+        self._authors_digest: str | None = None  # told again to a service that may not have it
 
     def start(self) -> None:
         """Begin; a reader that has just committed computes the digest of its bytes."""
@@ -99,6 +100,7 @@ class Keeper:
             reply = self._reader.hear()
             if isinstance(reply.message, DigestWanted):
                 if self._may_digest() and reply.message.epoch == self._reader.epoch:
+                    self._reader.tell(Digest(None, is_coming=True), reply.request_id)
                     self._digest_aside(reply.request_id)
                 else:
                     self._reader.tell(Digest(None), reply.request_id)
@@ -118,6 +120,8 @@ class Keeper:
             delay_s = min(max(BACKOFF_S, delay_s * 2), BACKOFF_S_MAX)
             try:
                 self._reader.rejoin(REJOIN_TIMEOUT_S)
+                if self._authors_digest is not None:
+                    self._reader.tell(Digest(self._authors_digest))
             except UnderstudyError as error:
                 why = error
                 continue
@@ -148,6 +152,8 @@ class Keeper:
         try:
             digest = self._reader.digest(lambda: not self._is_closing)
             if digest is not None:
+                if request_id == 0:
+                    self._authors_digest = digest
                 self._reader.tell(Digest(digest), request_id)
         except UnderstudyError as error:
             logger.warning("no digest of epoch %s: %s", self._reader.epoch, error.message)

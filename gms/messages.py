@@ -20,6 +20,7 @@ from understudy.wire.observe import StatusReply as StatusReply
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
 WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: longer waits are a unit mistaken for another
 RANKS_MAX = 1024
+REQUEST_BYTES_MAX = 512 * 1024  # of every frame but those with a manifest: an identity is half
 DETAIL_LENGTH_MAX = 2048  # a sentence of a driver or a canary, not a core dump
 
 Name = Annotated[str, Length(1, 128)]
@@ -192,10 +193,12 @@ class DigestWanted(Message):
 @dataclass(frozen=True, slots=True)
 class Digest(Message):
     """SHA-256, in hex, of all slabs in order: unasked by the writer after its commit, or the
-    answer to `digest_wanted`. None: this reader has better things to do."""
+    answer to `digest_wanted`. None: this reader has better things to do, or, with `is_coming`, it
+    has begun and answers again."""
 
     TYPE: ClassVar[str] = "digest"
     digest: Annotated[str, Length(64, 64)] | None
+    is_coming: bool = False
 
 
 @dataclass(frozen=True, slots=True)

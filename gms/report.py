@@ -31,6 +31,18 @@ def collect(directory: str, *, in_full: bool) -> dict[str, Any]:
     Raises:
         UnreachableError: `gms.no_devices`, there is nothing of the service in that directory.
     """
+    devices = [
+        _ask(directory, device, tag, in_full=in_full) for device, tag in devices_in(directory)
+    ]
+    return {"schema": 1, "online": all(d["online"] for d in devices), "devices": devices}
+
+
+def devices_in(directory: str) -> list[tuple[str, str]]:
+    """(device, tag) of every server that there is, or was, in `directory`.
+
+    Raises:
+        UnreachableError: `gms.no_devices`.
+    """
     try:
         found = sorted({m.group(1, 2) for m in map(_SOCKET.fullmatch, os.listdir(directory)) if m})
     except OSError as error:
@@ -42,8 +54,7 @@ def collect(directory: str, *, in_full: bool) -> dict[str, Any]:
             "gms.no_devices",
             f"no memory service in {directory}; start one with `gms serve --dir {directory}`",
         )
-    devices = [_ask(directory, device, tag, in_full=in_full) for device, tag in found]
-    return {"schema": 1, "online": all(d["online"] for d in devices), "devices": devices}
+    return [(device, tag) for device, tag in found]
 
 
 def render(document: dict[str, Any]) -> str:

@@ -56,7 +56,7 @@ def event_of(session: int, pid: int, message: Message, request_id: int) -> ev.Ev
     if isinstance(message, msg.Condemn):
         return ev.Condemn(session, message.why, message.detail)
     if isinstance(message, msg.Digest):
-        return ev.Digested(session, request_id, message.digest)
+        return ev.Digested(session, request_id, message.digest, message.is_coming)
     if isinstance(message, msg.Drop):
         return ev.Drop(session, request_id, message.epoch, message.even_if_mapped)
     if isinstance(message, msg.Verify):

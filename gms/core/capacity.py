@@ -15,6 +15,8 @@ from gms.core.state import Epoch, Session
 from understudy.errors import UnderstudyError
 
 SLABS_MAX = 4096  # 250 are usual; this is 16 frames of descriptors, and a bound on a mad writer
+EPOCHS_MAX = 8  # one is committed, one superseded; each keeps a manifest of up to 15 MiB here
+EPOCH_BYTES_MAX = 1 << 50  # no device has a pebibyte; sums over all sessions stay below 64 bits
 GIB = 1 << 30
 
 
@@ -58,7 +60,7 @@ def fit(
     free = free_bytes(everything, capacity_bytes)
     if size_bytes <= free:
         return Fits()
-    going = sum(e.size_bytes for e in everything if e.phase is EpochPhase.RELEASING)
+    going = sum(e.size_bytes for e in everything if e.is_going)
     if size_bytes <= free + going:
         return FitsLater()
     committed = next((e for e in everything if e.phase is EpochPhase.COMMITTED), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gms.core.capacity import EPOCHS_MAX
 from gms.core.events import Attach, EpochPhase, Mode
 from gms.core.identity import first_mismatch
 from gms.core.state import Epoch, Session
@@ -64,10 +65,17 @@ def decide(request: Attach, epochs: Iterable[Epoch], writer: Session | None) -> 
         return Wait("writer", f"{writer.label} is loading the weights")
     if request.mode is Mode.RO:
         return Wait("not_committed", "nothing is committed and nobody is loading")
-    unowned = _in_phase(everything, EpochPhase.RELEASING)
+    # A reader that lost its connection and came back owns what was given up meanwhile.
+    unowned = [epoch for epoch in everything if epoch.is_going]
     if unowned:
         return Wait(
             "releasing", "memory of a session that has ended is not free yet: " + _holders(unowned)
+        )
+    if len(everything) >= EPOCHS_MAX:
+        return Wait(
+            "epochs",
+            f"{len(everything)} epochs of this device are still read, which is the limit; end the "
+            "engines that read superseded ones",
         )
     return Write()
 

@@ -151,6 +151,7 @@ class Digested(SessionEvent):
 
     request_id: int
     digest: str | None
+    is_coming: bool = False  # it has begun; another such event follows
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class Grants:
 
 
 def _going(device: Device) -> str:
-    going = [e for e in device.epochs.values() if e.phase is EpochPhase.RELEASING]
+    going = [e for e in device.epochs.values() if e.is_going]
     return "room is being made: " + (
         "; ".join(f"epoch {e.id[:8]}" + "".join(f", pid {pid}" for pid in e.holders) for e in going)
         or "the epoch that is replaced is given up"

@@ -14,6 +14,8 @@ from typing import Any
 
 from understudy.errors import ProtocolError
 
+IDENTITY_CHARS_MAX = 256 << 10  # as JSON: two hashes and a name for each of 1,300 shards
+FIELD_CHARS_MAX = 200  # of a dotted path in an error; the longest of ours have sixty
 DEPTH_MAX = 16  # shards are three levels deep; recursion needs a bound that a peer cannot choose
 
 ABSENT = "absent"  # how a missing field reads in the error
@@ -40,6 +42,7 @@ def first_mismatch(expected: Any, offered: Any, field: str = "identity") -> Mism
     if isinstance(expected, dict) and isinstance(offered, dict):
         for key in sorted(expected.keys() | offered.keys()):
             inner = str(key) if field == "identity" else f"{field}.{key}"
+            inner = inner[:FIELD_CHARS_MAX]
             if key not in expected or key not in offered:
                 return Mismatch(inner, expected.get(key, ABSENT), offered.get(key, ABSENT))
             found = first_mismatch(expected[key], offered[key], inner)
@@ -66,24 +69,37 @@ def identity_hash(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def check_identity(identity: Any, field: str = "identity", depth: int = 0) -> None:
-    """Check that an identity is plain data: what JSON can hold, not too deep.
+def check_identity(identity: Any) -> None:
+    """Check that an identity is plain data: what JSON can hold, not too deep, not too large.
 
     Raises:
-        ProtocolError: `gms.bad_identity`, naming the field.
+        ProtocolError: `gms.bad_identity`, naming the field; `gms.identity_too_large`.
     """
+    _check(identity, "identity", 0)
+    size = len(json.dumps(identity))
+    if size > IDENTITY_CHARS_MAX:
+        raise ProtocolError(
+            "gms.identity_too_large",
+            f"an identity has {size} characters as JSON, and the limit is {IDENTITY_CHARS_MAX};"
+            " identify shards by their hashes",
+            limit=IDENTITY_CHARS_MAX,
+        )
+
+
+def _check(identity: Any, field: str, depth: int) -> None:
+    field = field[:FIELD_CHARS_MAX]  # a peer's words, and there may be many below one of them
     if depth > DEPTH_MAX:
-        raise ProtocolError("gms.bad_identity", f"{field[:80]} is nested too deep", field=field)
+        raise ProtocolError("gms.bad_identity", f"{field} is nested too deep", field=field)
     if isinstance(identity, dict):
         for key, value in identity.items():
             if not isinstance(key, str):
                 raise ProtocolError(
                     "gms.bad_identity", f"{field} has a key that is no string", field=field
                 )
-            check_identity(value, f"{field}.{key}", depth + 1)
+            _check(value, f"{field}.{key}", depth + 1)
     elif isinstance(identity, list | tuple):
         for value in identity:
-            check_identity(value, f"{field}[]", depth + 1)
+            _check(value, f"{field}[]", depth + 1)
     elif identity is not None and not isinstance(identity, str | int | float | bool):
         raise ProtocolError(
             "gms.bad_identity",

@@ -32,7 +32,7 @@ from gms.core.device import Device
 from gms.core.events import Effect, EpochPhase, SessionState
 from gms.core.grants import Grants, pending_request_id
 from gms.core.identity import check_identity, first_mismatch
-from gms.core.manifest import layout_hash
+from gms.core.manifest import check_size, layout_hash
 from gms.core.recovery import HANDING_BACK, Recovery
 from gms.core.state import COMPLETIONS, Epoch, Session
 from gms.core.upkeep import Upkeep
@@ -121,7 +121,7 @@ class Machine:
         if not is_late:
             effects += handler(event, now_ms)
         if isinstance(event, ev.Closed):
-            effects += self._upkeep.left(event.session)
+            effects += self._upkeep.left(event.session, now_ms)
         # Survivors first: what they hand back is what newcomers wait for.
         return effects + self._recovery.settle(now_ms) + self._grants.settle(now_ms)
 
@@ -167,6 +167,7 @@ class Machine:
         session.target(ev.Commit)
         epoch = self.device.epoch_of(session)
         check_identity(event.identity)
+        check_size(event.manifest)
         computed = layout_hash(epoch.slab_sizes, event.manifest)
         if event.layout_hash != computed:
             raise ProtocolError(

@@ -17,10 +17,11 @@ Rules, each of which the models showed to be needed:
 from __future__ import annotations
 
 from gms.core import events as ev
+from gms.core.capacity import EPOCH_BYTES_MAX
 from gms.core.device import Device
 from gms.core.events import Effect, EpochPhase, Mode, SessionState
 from gms.core.identity import check_identity, identity_hash
-from gms.core.manifest import layout_hash
+from gms.core.manifest import check_size, layout_hash
 from gms.core.state import Epoch, Session
 from understudy.errors import InvariantError, ProtocolError, UnderstudyError
 
@@ -51,6 +52,12 @@ class Recovery:
         session = self.device.sessions.get(event.session) or Session(event.session)
         session.target(ev.Rejoin)
         self.device.check_waiters()
+        if sum(event.slab_sizes) > EPOCH_BYTES_MAX:
+            raise ProtocolError(
+                "gms.bad_epoch",
+                f"an epoch of {sum(event.slab_sizes)} bytes, and the limit is {EPOCH_BYTES_MAX}",
+                limit=EPOCH_BYTES_MAX,
+            )
         session.rejoin = event
         session.attach = ev.Attach(
             session=event.session,
@@ -74,6 +81,7 @@ class Recovery:
         session.target(ev.Offer)
         epoch, rejoin = self.device.epoch_of(session), _rejoin_of(session)
         check_identity(event.identity)
+        check_size(event.manifest)
         computed = layout_hash(rejoin.slab_sizes, event.manifest)
         expected = epoch.expected
         if event.layout_hash != computed or (

@@ -110,6 +110,11 @@ class Epoch:
     def size_bytes(self) -> int:
         return sum(self.slab_sizes)
 
+    @property
+    def is_going(self) -> bool:
+        """Given up, and nobody who is known here keeps it: it ends when its processes do."""
+        return self.phase is P.RELEASING and not self.readers
+
     def turn(self, verb: str) -> None:
         """Move to the next phase, by the table."""
         target = EPOCH_TURNS.get((self.phase, verb))

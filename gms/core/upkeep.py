@@ -20,6 +20,9 @@ CANARIES_MAX = 2
 
 # Digesting 120 GiB at 2 GB/s takes a minute; a reader that has not answered in ten has a problem.
 VERIFY_MS = 600_000.0
+# A reader says at once whether it has begun; one that does not is stopped, or nobody keeps its
+# session, and another is asked.
+ASK_MS = 5_000.0
 
 Effects = list[Effect]
 
@@ -31,8 +34,9 @@ class Verification:
     asker: int
     request_id: int
     epoch: str
-    deadline_ms: float
+    deadline_ms: float = 0.0
     reader: int = 0
+    has_begun: bool = False
     asked: set[int] = field(default_factory=set)
 
 
@@ -109,9 +113,8 @@ class Upkeep:
             raise UnderstudyError(
                 "gms.verifying", "a verification of this device is under way; wait for its end"
             )
-        deadline_ms = now_ms + VERIFY_MS
-        self._verification = Verification(event.session, event.request_id, epoch.id, deadline_ms)
-        return self._ask_next(self._verification)
+        self._verification = Verification(event.session, event.request_id, epoch.id)
+        return self._ask_next(self._verification, now_ms)
 
     def digested(self, event: ev.Digested, now_ms: float) -> Effects:
         """A writer's digest of what it has just committed, or the answer to a verification."""
@@ -122,8 +125,11 @@ class Upkeep:
         question = self._verification
         if question is None or (question.reader, self._last_id) != (session.id, event.request_id):
             return []  # too late: somebody else was asked, or nobody asks any more
+        if event.digest is None and event.is_coming:
+            question.has_begun, question.deadline_ms = True, now_ms + VERIFY_MS
+            return []
         if event.digest is None:
-            return self._ask_next(question)
+            return self._ask_next(question, now_ms)
         self._verification = None
         epoch = self.device.epochs.get(question.epoch)
         expected = epoch.digest if epoch is not None else None
@@ -145,19 +151,21 @@ class Upkeep:
         question = self._verification
         if question is None or now_ms < question.deadline_ms:
             return []
+        if not question.has_begun:
+            return self._ask_next(question, now_ms)
         self._verification = None
         error = WaitTimeoutError(
             "gms.verify_timeout", f"no digest within {VERIFY_MS / 1000:g} s; is the reader stopped?"
         )
         return [ev.Refuse(question.asker, question.request_id, error)]
 
-    def left(self, session: int) -> Effects:
+    def left(self, session: int, now_ms: float) -> Effects:
         """A connection has ended: a reader that was asked, or whoever asked."""
         question = self._verification
         if question is not None and question.asker == session:
             self._verification = None
         elif question is not None and question.reader == session:
-            return self._ask_next(question)
+            return self._ask_next(question, now_ms)
         return []
 
     def _keep(self, epoch_id: str | None, digest: str | None) -> Effects:
@@ -167,12 +175,13 @@ class Upkeep:
         epoch.digest = digest
         return self.device.journal() if epoch.phase is EpochPhase.COMMITTED else []
 
-    def _ask_next(self, question: Verification) -> Effects:
+    def _ask_next(self, question: Verification, now_ms: float) -> Effects:
         epoch = self.device.epochs.get(question.epoch)
         left = sorted((epoch.readers if epoch is not None else set()) - question.asked)
         for reader in left:
             if self.device.sessions[reader].state is SessionState.READING:
-                question.reader = reader
+                question.reader, question.has_begun = reader, False
+                question.deadline_ms = now_ms + ASK_MS
                 question.asked.add(reader)
                 self._last_id += 1
                 return [ev.AskDigest(reader, self._last_id, question.epoch)]

@@ -242,7 +242,7 @@ def test_lost_journal_lets_the_survivors_decide(gms: GmsProcess):
         gms.start()
         reader.rejoin(10)
         assert is_committed_with(gms, 1)
-        assert journalled(gms) == reader.epoch, "written down again"
+        until(lambda: journalled(gms) == reader.epoch, "it to be written down again")
         gms.kill()
         gms.start()
         reader.rejoin(10)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gms.core import events as ev
-from gms.core.events import EpochPhase
 from gms.core.device import WAITERS_MAX
+from gms.core.events import EpochPhase
 from gms.core.machine import JOURNAL_RETRY_MS
 from gms.core.state import Epoch
 from tests.gms.core.driver import IDENTITY, MIB, Bench

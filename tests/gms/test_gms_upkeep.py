@@ -1,0 +1,159 @@
+"""Condemn, drop, digest, verify: what happens to committed weights besides being read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from gms.client import Reader
+from gms.messages import Digest
+from tests.gms.bench import GmsProcess
+from tests.gms.kinds import host_only
+from tests.gms.test_gms_recovery import OTHER, inodes, kept
+from tests.helpers import until
+
+
+def command(gms: GmsProcess, *words: str) -> tuple[int, Any]:
+    """Run `gms …` as a user does: exit code, and its JSON or the sentence why not."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gms.cli", *words, "--dir", gms.directory, "--json"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    document = json.loads(done.stdout)
+    failed = document.get("error")
+    return done.returncode, failed["message"] if failed else document
+
+
+def digested(gms: GmsProcess) -> str:
+    def digest() -> str | None:
+        found = gms.status()["digest"]
+        return found if found != "pending" else None
+
+    return str(until(digest, "the writer's digest"))
+
+
+def test_writer_digests_what_it_committed_and_a_standby_verifies_it(gms: GmsProcess):
+    """Commit, keep, verify: the kept reader is asked; the digest outlives the server."""
+    with gms.load() as reader, kept(reader):
+        digest = digested(gms)
+        assert digest == reader.digest()
+        gms.kill()
+        gms.start()
+        until(lambda: gms.status()["state"] == "committed", "the epoch to be back")
+        code, document = command(gms, "verify")
+        assert (code, document["result"]) == (0, "intact")
+        found = document["devices"][0]
+        assert (found["expected"], found["found"]) == (digest, digest)
+        assert found["reader"].startswith("engine-0")
+
+
+def test_verify_without_a_digest_is_pending(gms: GmsProcess):
+    """The writer left before it had computed one: exit code 4."""
+    gms.load().close()
+    with reader_of(gms, 1) as standby, kept(standby):
+        code, document = command(gms, "verify", "--device", gms.device)
+        assert (code, document["result"]) == (4, "pending")
+
+
+def test_verify_on_a_gpu_does_not_take_the_engines_memory(gms: GmsProcess):
+    """Nobody attached has time: on a GPU the command says so instead of making a context there."""
+    with gms.load() as reader, kept(reader, may_digest=lambda: False):
+        code, said = command(gms, "verify")
+        if gms.kind == "cuda":
+            assert (code, "attach a standby" in said) == (1, True)
+
+
+@host_only
+def test_verify_reads_by_itself_where_every_reader_is_busy(gms: GmsProcess):
+    """An active engine has better things to do: the command attaches for the occasion."""
+    with gms.load() as reader, kept(reader, may_digest=lambda: False):
+        digested(gms)
+        code, document = command(gms, "verify")
+        assert (code, document["result"]) == (0, "intact")
+        assert document["devices"][0]["reader"].startswith("gms verify")
+        until(lambda: len(gms.status()["sessions"]) == 1, "the command to have left")
+
+
+def test_verify_finds_bytes_that_are_not_what_was_written(gms: GmsProcess):
+    """The writer's digest is another than that of the bytes: exit code 1, and it is an event."""
+    with gms.load() as reader:
+        reader.tell(Digest("0" * 64))
+        assert digested(gms) == "0" * 64
+    with reader_of(gms, 1) as standby, kept(standby):
+        code, document = command(gms, "verify")
+        assert (code, document["result"]) == (1, "altered")
+
+
+def test_verify_of_nothing_is_one_sentence(gms: GmsProcess):
+    """Nothing is committed; no such device."""
+    assert "nothing is committed" in command(gms, "verify")[1]
+    code, said = command(gms, "verify", "--device", "HOST-7")
+    assert (code, gms.device in said) == (2, True)
+
+
+def test_drop_names_the_readers_and_frees_what_nobody_maps(gms: GmsProcess):
+    """Mapped: refused, unless that is meant. Not mapped: gone, and the next loads anew."""
+    with gms.load() as reader:
+        code, said = command(gms, "drop", "--yes")
+        assert (code, "engine-0" in said) == (1, True)
+        code, document = command(gms, "drop", "--yes", "--even-if-mapped", "--epoch", reader.epoch)
+        assert code == 0
+        assert document["devices"][0]["readers"][0].startswith("engine-0")
+        status = gms.status()
+        assert (status["state"], status["superseded_bytes"]) == ("empty", reader.size_bytes)
+        assert reader.read("t") == b"\7" * 64
+    gms.load(identity=OTHER).close()
+    assert command(gms, "drop", "--yes", "--epoch", reader.epoch)[0] == 1, "that one is history"
+    assert command(gms, "drop", "--yes")[0] == 0
+    until(lambda: gms.status()["committed_bytes"] == 0, "the memory to be freed")
+
+
+def test_drop_asks_before_it_drops(gms: GmsProcess):
+    """Without a terminal and without --yes nothing happens."""
+    gms.load().close()
+    code, said = command(gms, "drop")
+    assert (code, "--yes" in said) == (2, True)
+    assert gms.status()["state"] == "committed"
+
+
+def reader_of(gms: GmsProcess, number: int) -> Reader:
+    return gms.reader(engine=f"engine-{number}", incarnation=f"i-{number}")
+
+
+def test_device_error_condemns_at_once_and_the_next_writer_loads_anew(gms: GmsProcess):
+    """A reader reports a device error: another epoch, in other memory, for the next engine."""
+    with gms.load() as reader, kept(reader) as keeper:
+        keeper.report_device_error("Xid 63")
+        until(lambda: gms.status()["epoch"] is None, "the epoch to be condemned")
+        with gms.load(engine="engine-1", incarnation="i-1") as fresh:
+            assert fresh.epoch != reader.epoch
+            assert not set(inodes(fresh)) & set(inodes(reader))
+
+
+def test_second_incarnation_that_fails_its_canary_condemns(gms: GmsProcess):
+    """One failure may be the engine's own, even twice; the same of another process is not."""
+    with gms.load() as first, reader_of(gms, 1) as second:
+        first.condemn("canary", "other tokens")
+        first.condemn("canary", "other tokens")
+        assert gms.status()["state"] == "committed"
+        second.condemn("canary", "other tokens")
+        until(lambda: gms.status()["epoch"] is None, "the epoch to be condemned")
+
+
+def test_condemned_epoch_does_not_come_back_with_a_restart(gms: GmsProcess):
+    """Its survivors are kept as readers of history; nothing is committed."""
+    with gms.load() as reader:
+        reader.condemn("device_error", "Xid 63")
+        until(lambda: gms.status()["epoch"] is None, "the epoch to be condemned")
+        gms.kill()
+        gms.start()
+        reader.rejoin(10)
+        status = gms.status()
+        assert (status["state"], status["superseded_bytes"]) == ("empty", reader.size_bytes)
