@@ -24,7 +24,7 @@ from understudy.errors import ProtocolError, UnderstudyError
 from understudy.service.events import EventLog
 from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd, close_all
-from understudy.wire.limits import FDS_PER_FRAME_MAX
+from understudy.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
 from understudy.wire.messages import Message
 
 Handle = Callable[[ev.Event], None]
@@ -66,7 +66,7 @@ class Performer:
             ev.TellAllocated: self._tell_allocated,
             ev.TellCommitted: lambda e: self._send(e, msg.Committed(e.epoch)),
             ev.TellRejoined: lambda e: self._send(e, msg.Rejoined(e.epoch)),
-            ev.AskOffer: lambda e: self._send(e, msg.Wanted(e.epoch)),
+            ev.AskOffer: self._ask_offer,
             ev.TellDropped: lambda e: self._send(e, msg.Dropped(e.epoch, e.readers)),
             ev.AskDigest: lambda e: self._send(e, msg.DigestWanted(e.epoch)),
             ev.TellVerified: lambda e: self._send(
@@ -117,7 +117,18 @@ class Performer:
 
     # ------------------------------------------------------------------ answers
 
+    def _ask_offer(self, effect: ev.AskOffer) -> None:
+        self._await_manifest(effect.session)
+        self._send(effect, msg.Wanted(effect.epoch))
+
+    def _await_manifest(self, session: int) -> None:
+        """Nobody else may send us 16 MiB: neither a newcomer nor a reader has a reason to."""
+        conn = self._connections.get(session)
+        if conn is not None:
+            conn.limit_frames(MANIFEST_FRAME_BYTES_MAX)
+
     def _tell_writing(self, effect: ev.TellWriting) -> None:
+        self._await_manifest(effect.session)
         answer = msg.Writing(
             epoch=effect.epoch,
             epoch_file=names.epoch_file(self._name, effect.epoch, self._tag),

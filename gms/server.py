@@ -156,6 +156,7 @@ class DeviceServer:
 
     def opened(self, conn: Connection) -> None:
         self._conns[conn.id] = conn
+        conn.limit_frames(msg.REQUEST_BYTES_MAX)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]

@@ -14,9 +14,9 @@ FDS_PER_FRAME_MAX = 250
 # A pod has a handful of engines with up to 8 ranks each, and a few observers.
 CONNECTIONS_MAX = 128
 
-# Half of them: one process that opens connections in a loop must not lock the others out. (Where
-# PID namespaces hide the process, only the sum is counted.)
-CONNECTIONS_PER_PROCESS_MAX = 64
+# Three quarters of them: one process that opens connections in a loop must not lock the others
+# out. (Where PID namespaces hide the process, only the sum is counted.)
+CONNECTIONS_PER_PROCESS_MAX = 96
 
 # An error is one sentence and a few facts. Both are cut to this: they may quote what a peer sent,
 # and an error frame that is too large to send would be an error in sending an error.

@@ -1,0 +1,264 @@
+"""What one session, connection or process can make grow in a server: each has a limit with a name,
+and who hits it is told its number. One test per thing that grows.
+
+The wire's own limits (frames, queued bytes, connections, silence) are in `tests/wire`; here is what
+a memory server adds, and what it does when it runs out of descriptors itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from gms import messages as msg
+from gms.core import events as ev
+from gms.core.capacity import EPOCH_BYTES_MAX, EPOCHS_MAX, SLABS_MAX
+from gms.core.device import WAITERS_MAX
+from gms.core.identity import IDENTITY_CHARS_MAX
+from gms.core.manifest import MANIFEST_BYTES_MAX, TENSORS_MAX, TensorRecord, encode, layout_hash
+from gms.messages import CATALOGUE, REQUEST_BYTES_MAX, Attached
+from tests.gms.bench import DEVICE, IDENTITY, GmsProcess
+from tests.gms.core.driver import MIB, Bench
+from tests.helpers import open_fds, until
+from understudy.errors import ProtocolError, RemoteError, UnderstudyError
+from understudy.wire.blocking import BlockingClient
+from understudy.wire.fds import close_all
+from understudy.wire.frames import encode_frame
+from understudy.wire.messages import Message
+
+EPOCH = "e" * 32
+
+
+@pytest.fixture
+def host(directory: str) -> Iterator[GmsProcess]:
+    """Quotas are the server's, whatever its memory."""
+    server = GmsProcess(directory).start()
+    yield server
+    server.stop()
+
+
+def refusal(gms: GmsProcess, *messages: Message) -> RemoteError:
+    """The error that the last of `messages`, all on one connection, gets."""
+    with gms.client() as client:
+        for message in messages[:-1]:
+            close_all(client.request(message).fds)
+        with pytest.raises(RemoteError) as caught:
+            client.request(messages[-1])
+    return caught.value
+
+
+# ---------------------------------------------------------------------- a session, in the machine
+
+
+def test_slabs_of_an_epoch_are_limited():
+    """One more slab than the limit: refused with the number; the epoch is as it was."""
+    bench = Bench(capacity_bytes=SLABS_MAX * 8192)
+    bench.attach(1)
+    for _ in range(SLABS_MAX):
+        assert isinstance(bench.allocate(1, 4096), ev.TellAllocated)
+    with pytest.raises(ProtocolError, match=r"gms\.too_many_slabs") as caught:
+        bench.allocate(1, 4096)
+    assert str(SLABS_MAX) in caught.value.message
+    staging = bench.device.staging
+    assert staging is not None
+    assert len(staging.slab_sizes) == SLABS_MAX
+
+
+def test_staged_bytes_are_limited_by_the_device():
+    """More than there is: an error with capacity, need and what is free."""
+    bench = Bench(capacity_bytes=10 * MIB)
+    bench.attach(1)
+    bench.allocate(1, 6 * MIB)
+    answer = bench.allocate(1, 6 * MIB)
+    assert isinstance(answer, ev.Refuse)
+    assert answer.error.code == "gms.out_of_memory"
+    assert answer.error.details["capacity_bytes"] == 10 * MIB
+    assert answer.error.details["free_bytes"] == 4 * MIB
+
+
+def test_waiting_requests_are_limited_and_one_session_has_one():
+    """The queue's limit names itself; a session that waits cannot ask again."""
+    bench = Bench()
+    bench.attach(1)
+    for session in range(2, WAITERS_MAX + 2):
+        bench.attach(session)
+    with pytest.raises(UnderstudyError, match=r"gms\.too_many_waiters") as caught:
+        bench.attach(WAITERS_MAX + 2)
+    assert str(WAITERS_MAX) in caught.value.message
+    with pytest.raises(ProtocolError, match=r"gms\.unexpected_message"):
+        bench.attach(2)
+
+
+def test_epochs_that_are_still_read_are_limited():
+    """Replace again and again while somebody reads every old epoch: the next writer waits, with
+    the number; it is granted when one of the readers leaves."""
+    bench = Bench()
+    for session in range(1, EPOCHS_MAX + 1):
+        bench.load(session, 4096, mode="rw", replace=True)
+    assert len(bench.device.epochs) == EPOCHS_MAX
+    answer = bench.attach(99, "rw", replace=True)
+    assert isinstance(answer, ev.TellWaiting)
+    assert answer.reason == "epochs"
+    assert f"{EPOCHS_MAX} epochs" in answer.message
+    bench.close(3)
+    assert isinstance(bench.last(99), ev.TellWriting)
+
+
+# ---------------------------------------------------------------------- sizes of what is said
+
+
+def test_identity_is_limited(host: GmsProcess):
+    """Too large by one shard, in attach and in commit: the limit is in the error."""
+    large = {"shards": {f"s{n}": "0" * 1000 for n in range(IDENTITY_CHARS_MAX // 1000)}}
+    error = refusal(host, msg.Attach("e", "i", "ro", identity=large))
+    assert error.code == "gms.identity_too_large"
+    assert error.details["limit"] == IDENTITY_CHARS_MAX
+    attach = msg.Attach("e", "i", "rw_or_ro", wait_ms=20_000)
+    commit = msg.Commit(large, encode([]), layout_hash([], encode([])))
+    assert refusal(host, attach, commit).code == "gms.identity_too_large"
+    host.load().close()
+
+
+def test_identity_below_one_huge_key_is_checked_in_no_time(host: GmsProcess):
+    """A key of 200 KiB with thousands below it: paths in errors are cut before they multiply."""
+    key = "k" * 200_000
+    identity = {key: {str(n): n for n in range(20_000)}, "x": b"no plain data"}
+    error = refusal(host, msg.Attach("e", "i", "ro", identity=identity))
+    assert error.code == "gms.bad_identity"
+    assert len(error.message) < 500
+
+
+def records(count: int, name_chars: int) -> list[TensorRecord]:
+    return [TensorRecord(f"{n:0{name_chars}}", 0, 0, (0,), "uint8") for n in range(count)]
+
+
+def test_manifest_is_limited_so_that_readers_can_be_sent_it(host: GmsProcess):
+    """The largest manifest that is taken, with the largest identity and every slab, still fits
+    the answer that readers get; one that would not is refused at commit with the limit."""
+    answer = Attached(
+        epoch=EPOCH,
+        epoch_file="f" * 255,
+        identity={"x": "\N{SNOWMAN}" * (IDENTITY_CHARS_MAX // 6 - 10)},
+        layout_hash="0" * 64,
+        slab_sizes=(2**62,) * SLABS_MAX,
+        manifest=bytes(MANIFEST_BYTES_MAX),
+    )
+    assert len(CATALOGUE.encode(answer)) < CATALOGUE.frame_bytes_max
+    manifest = encode(records(40_000, 400))
+    assert MANIFEST_BYTES_MAX < len(manifest) < CATALOGUE.frame_bytes_max
+    attach = msg.Attach("e", "i", "rw_or_ro", identity=IDENTITY, wait_ms=20_000)
+    error = refusal(host, attach, msg.Commit(IDENTITY, manifest, layout_hash([], manifest)))
+    assert error.code == "gms.manifest_too_large"
+    assert error.details["limit"] == MANIFEST_BYTES_MAX
+    until(lambda: host.status()["state"] == "empty", "the refused load to be given up")
+    host.load().close()
+
+
+@pytest.mark.parametrize(
+    ("manifest", "why"),
+    [
+        (encode(records(TENSORS_MAX + 1, 6)), str(TENSORS_MAX)),
+        (b"\xdd\x00\x01\x00\x00" + b"\x80" * 65536, ""),
+        (b"\x91" * 1000 + b"\xc0", ""),
+        (b"\x91\xc7\x00\x01", ""),
+    ],
+    ids=["too many tensors", "empty maps", "nested", "extension"],
+)
+def test_manifest_that_is_a_bomb_is_refused(host: GmsProcess, manifest: bytes, why: str):
+    """Small on the wire and large in memory, or deep: refused, and the server goes on."""
+    attach = msg.Attach("e", "i", "rw_or_ro", identity=IDENTITY, wait_ms=20_000)
+    error = refusal(host, attach, msg.Commit(IDENTITY, manifest, layout_hash([], manifest)))
+    assert error.code == "gms.bad_manifest"
+    assert why in error.message
+    host.load().close()
+
+
+def test_only_who_owes_a_manifest_may_send_large_frames(host: GmsProcess):
+    """A newcomer's frame beyond the limit of requests is refused by its header alone."""
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(f"{host.directory}/gms_{DEVICE}_weights.sock")
+        raw.sendall(encode_frame(bytes(REQUEST_BYTES_MAX + 1), 0, 2**24)[:100])
+        with (
+            BlockingClient.from_socket(raw, CATALOGUE) as client,
+            pytest.raises(RemoteError, match=r"wire\.frame_too_large") as caught,
+        ):
+            client.receive()
+    assert caught.value.details["limit_bytes"] == REQUEST_BYTES_MAX
+
+
+def test_survivor_cannot_claim_more_than_any_device_has(host: GmsProcess):
+    """Sizes whose sum no status could carry: refused; what is claimed within reason is shown."""
+    huge = msg.Rejoin("e", "i", EPOCH, (2**62,) * 8, was_committed=True)
+    error = refusal(host, huge)
+    assert error.code == "gms.bad_epoch"
+    assert error.details["limit"] == EPOCH_BYTES_MAX
+    clients = []
+    for index in range(20):
+        clients.append(host.client())
+        claim = msg.Rejoin("e", "i", f"{index:032x}", (EPOCH_BYTES_MAX,), was_committed=True)
+        assert isinstance(clients[-1].request(claim).message, msg.Rejoined)
+    assert host.status()["superseded_bytes"] == 20 * EPOCH_BYTES_MAX
+    for client in clients:
+        client.close()
+    until(lambda: host.status()["superseded_bytes"] == 0, "the survivors to be gone")
+    host.load().close()
+
+
+# ---------------------------------------------------------------------- floods
+
+
+def test_status_flood_that_is_not_read_ends_its_sender_only(host: GmsProcess):
+    """Requests without end, and without reading an answer: others are answered meanwhile, the flood
+    is dropped at its limit of queued bytes, the server's memory comes back."""
+    request = encode_frame(CATALOGUE.encode(msg.Inspect(), 1), 0)
+    writer = host.writer()
+    for index in range(5000):
+        writer.place(f"model.layers.{index}.weight", 4, (4,), "uint8")
+    with (
+        writer.commit(IDENTITY),
+        host.client() as good,
+        socket.socket(socket.AF_UNIX) as flood,
+    ):
+        flood.connect(f"{host.directory}/gms_{DEVICE}_weights.sock")
+        flood.setblocking(False)
+        answered = 0
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while answered < 10_000:
+                with contextlib.suppress(BlockingIOError):
+                    flood.send(request * 100)
+                assert isinstance(good.request(msg.Status()).message, msg.StatusReply)
+                answered += 1
+        assert 0 < answered < 10_000, "it was dropped, and others were answered before"
+        host.reader().close()
+
+
+def test_server_at_its_limit_of_descriptors_refuses_and_lives(host: GmsProcess):
+    """Take the server's room for descriptors away: newcomers wait or are refused, what is attached
+    is served on, status answers; with the room back everything goes on. Nothing is lost."""
+    with host.load() as reader, host.client() as client:
+        client.request(msg.Status())
+        soft, hard = resource.prlimit(host.pid, resource.RLIMIT_NOFILE)
+        until(lambda: len(host.status()["sessions"]) == 1, "other connections to end")
+        held: list[socket.socket] = []
+        resource.prlimit(host.pid, resource.RLIMIT_NOFILE, (len(open_fds(host.pid)) + 5, hard))
+        for _ in range(8):
+            held.append(socket.socket(socket.AF_UNIX))
+            held[-1].connect(f"{host.directory}/gms_{DEVICE}_weights.sock")
+        for _ in range(3):
+            reply = client.request(msg.Status()).message
+            assert isinstance(reply, msg.StatusReply)
+            assert reply.document["epoch"] == reader.epoch
+        with host.client() as late, pytest.raises(UnderstudyError):
+            late.request(msg.Attach("e", "i", "ro"), timeout_s=0.2)
+        for sock in held:
+            sock.close()
+        resource.prlimit(host.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert host.is_up()
+        with host.reader() as newcomer:
+            assert newcomer.epoch == reader.epoch
+    assert os.path.exists(f"/proc/{host.pid}")
