@@ -25,6 +25,7 @@ class Bench:
         stall_ms: float = 1000,
         orphans: Iterable[Epoch] = (),
         auto: bool = True,
+        is_journal_lost: bool = False,
     ) -> None:
         ids = (f"{n:032x}" for n in itertools.count(1))
         self.machine = Machine(
@@ -33,6 +34,7 @@ class Bench:
             stall_ms=stall_ms,
             new_epoch_id=lambda: next(ids),
             orphans=orphans,
+            is_journal_lost=is_journal_lost,
         )
         self.device = self.machine.device
         self.now_ms = 0.0
