@@ -117,6 +117,14 @@ class Bench:
         assert isinstance(answer, ev.TellCommitted), answer
         return answer.epoch
 
+    def load_by_hand(self, session: int) -> str:
+        """`load` where nothing is completed by itself."""
+        self.auto = True
+        try:
+            return self.load(session)
+        finally:
+            self.auto = False
+
     def close(self, session: int) -> None:
         self.tell(ev.Closed(session, "gone"))
 

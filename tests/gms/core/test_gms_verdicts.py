@@ -1,0 +1,201 @@
+"""Condemn, drop, verify, and a device that is full: the machine's verdicts, case by case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gms.core import events as ev
+from gms.core.machine import DEVICE_FULL_RETRY_MS, DEVICE_FULL_WAIT_MS
+from gms.core.upkeep import ASK_MS, VERIFY_MS
+from tests.gms.core.driver import MIB, Bench
+from understudy.errors import ProtocolError, UnderstudyError
+
+DIGEST, OTHER_DIGEST = "d" * 64, "e" * 64
+FULL = UnderstudyError("gms.device_full", "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY")
+ASKER = 99
+
+
+def loaded(readers: int = 2) -> Bench:
+    """Sessions 1 … `readers` read one committed epoch; 1 was its writer."""
+    bench = Bench()
+    bench.load(1)
+    for session in range(2, readers + 1):
+        bench.attach(session, "ro")
+    return bench
+
+
+def verify(bench: Bench) -> Any:
+    bench.tell(ev.Verify(ASKER, 7))
+    return bench.last(ASKER)
+
+
+def asked(bench: Bench) -> ev.AskDigest:
+    """The last question to a reader."""
+    return [answer for answer in bench.sent if isinstance(answer, ev.AskDigest)][-1]
+
+
+def test_verification_asks_one_reader_after_the_other():
+    """The first is busy, the second leaves, the third says nothing, the fourth answers."""
+    bench = loaded(4)
+    bench.tell(ev.Digested(1, 0, DIGEST))
+    assert verify(bench) is None
+    assert asked(bench).session == 1
+    bench.tell(ev.Digested(1, asked(bench).request_id, None))
+    assert asked(bench).session == 2
+    bench.close(2)
+    assert asked(bench).session == 3
+    bench.advance(ASK_MS)
+    question = asked(bench)
+    assert question.session == 4
+    bench.tell(ev.Digested(4, question.request_id, None, is_coming=True))
+    bench.advance(VERIFY_MS - 1)
+    bench.tell(ev.Digested(4, question.request_id, DIGEST))
+    answer = bench.last(ASKER)
+    assert isinstance(answer, ev.TellVerified)
+    assert (answer.expected, answer.found) == (DIGEST, DIGEST)
+    assert answer.reader.startswith("engine-4")
+
+
+def test_verification_that_nobody_can_do_is_refused():
+    """Every reader is busy: the asker hears so, and may ask again."""
+    bench = loaded(1)
+    verify(bench)
+    bench.tell(ev.Digested(1, asked(bench).request_id, None))
+    for _ in range(2):
+        refused = bench.last(ASKER)
+        assert isinstance(refused, ev.Refuse)
+        assert refused.error.code == "gms.no_verifier"
+        bench.sent.clear()
+        verify(bench)
+        bench.tell(ev.Digested(1, asked(bench).request_id, None))
+
+
+def test_verification_that_takes_too_long_is_over():
+    """The reader has begun and never ends: an error for the asker; its late answer means nothing."""
+    bench = loaded(1)
+    verify(bench)
+    question = asked(bench)
+    bench.tell(ev.Digested(1, question.request_id, None, is_coming=True))
+    bench.advance(VERIFY_MS)
+    refused = bench.last(ASKER)
+    assert isinstance(refused, ev.Refuse)
+    assert refused.error.code == "gms.verify_timeout"
+    bench.tell(ev.Digested(1, question.request_id, DIGEST))
+    assert bench.last(ASKER) is refused
+
+
+def test_second_verification_waits_for_the_first_to_end():
+    """One at a time; an asker that leaves makes room."""
+    bench = loaded(1)
+    verify(bench)
+    with pytest.raises(UnderstudyError, match=r"gms\.verifying"):
+        bench.tell(ev.Verify(98, 1))
+    bench.tell(ev.Closed(ASKER, "gone"))
+    bench.tell(ev.Verify(98, 1))
+
+
+def test_altered_bytes_are_an_event():
+    """The found digest is another: the answer says so, and so does an event."""
+    bench = loaded(2)
+    bench.tell(ev.Digested(1, 0, DIGEST))
+    verify(bench)
+    bench.tell(ev.Digested(1, asked(bench).request_id, OTHER_DIGEST))
+    assert [r.type for r in bench.records if r.severity == "error"] == ["gms.altered"]
+
+
+def test_digest_is_journalled_once():
+    """The writer's digest goes to disk; a second opinion does not replace it."""
+    bench = loaded(2)
+    bench.tell(ev.Digested(1, 0, DIGEST))
+    bench.tell(ev.Digested(2, 0, OTHER_DIGEST))
+    assert bench.journal is not None
+    assert bench.journal.digest == DIGEST
+
+
+def test_journal_of_a_commit_under_way_is_not_overtaken():
+    """A digest and a condemnation come while another epoch is being journalled: what is on disk
+    in the end is the new epoch, or the truth if that commit fails."""
+    bench = loaded(2)
+    bench.auto = False
+    bench.attach(3, "rw", replace=True)
+    bench.drain()
+    bench.commit(3)
+    seal = bench.pending.pop(0)
+    bench.complete(seal)
+    written = bench.pending.pop(0)
+    assert isinstance(written, ev.WriteJournal)
+    bench.tell(ev.Digested(1, 0, DIGEST))
+    bench.tell(ev.Condemn(1, "device_error", "Xid 63"))
+    assert not [e for e in bench.pending if isinstance(e, ev.WriteJournal)]
+    bench.complete(written)
+    assert bench.journal is not None
+    assert bench.journal.epoch == bench.device.committed.id  # type: ignore[union-attr]
+
+
+def test_condemnation_of_a_superseded_epoch_means_nothing():
+    """It is out of service already; the epoch that replaced it stays."""
+    bench = loaded(2)
+    fresh = bench.load(3, mode="rw", replace=True)
+    bench.tell(ev.Condemn(1, "device_error", "Xid 63"))
+    assert bench.device.committed is not None
+    assert bench.device.committed.id == fresh
+
+
+def test_condemnation_needs_a_known_reason():
+    """Anything else is a peer's mistake, and changes nothing."""
+    bench = loaded(1)
+    with pytest.raises(ProtocolError, match=r"gms\.bad_reason"):
+        bench.tell(ev.Condemn(1, "boredom", ""))
+    assert bench.device.committed is not None
+
+
+def full(bench: Bench) -> None:
+    """The driver refuses the slab that is being made."""
+    create = bench.pending.pop(0)
+    assert isinstance(create, ev.CreateSlab)
+    bench.tell(ev.DeviceFull(create.session, FULL))
+
+
+def test_full_device_is_waited_for_and_says_who_holds_what():
+    """The driver has no memory: the writer is told why, asked for again, and served in the end."""
+    bench = Bench(auto=False)
+    bench.attach(1)
+    bench.drain()
+    bench.allocate(1, MIB)
+    full(bench)
+    told = bench.last(1)
+    assert isinstance(told, ev.TellWaiting)
+    assert told.reason == "device_full"
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in told.message
+    assert "Held by this service: nothing" in told.message
+    assert not bench.pending, "not at once again"
+    bench.advance(DEVICE_FULL_RETRY_MS)
+    full(bench)
+    assert bench.last(1) is told, "nothing new to say"
+    bench.advance(DEVICE_FULL_RETRY_MS)
+    bench.drain()
+    assert isinstance(bench.last(1), ev.TellAllocated)
+    assert bench.device.oom_waits_total == 1
+    assert bench.device.staging is not None
+    assert bench.device.staging.size_bytes == MIB, "counted once"
+
+
+def test_full_device_ends_the_writer_at_its_deadline():
+    """It stays full: an error that names the holders, the staging epoch is given up."""
+    bench = Bench(auto=False)
+    old = bench.load_by_hand(1)
+    bench.attach(2, "rw", replace=True)
+    bench.drain()
+    bench.allocate(2, MIB)
+    while bench.now_ms < DEVICE_FULL_WAIT_MS:
+        full(bench)
+        bench.advance(DEVICE_FULL_RETRY_MS)
+    refused = bench.last(2)
+    assert isinstance(refused, ev.Refuse)
+    assert refused.error.code == "gms.out_of_memory"
+    assert "engine-1" in refused.error.message
+    assert bench.device.staging is None
+    assert bench.device.committed is not None
+    assert bench.device.committed.id == old
