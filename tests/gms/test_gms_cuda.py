@@ -29,9 +29,10 @@ GPU = build.GPU_A
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A fresh machine; what a test opens, it closes, so that its memory is free again."""
     build.use(monkeypatch)
+    standin("Init", 0)
+    standin("CtxSetCurrent", 0)  # as on a fresh thread, whatever ran before on this one
     before = open_fds()
     yield
-    standin("CtxSetCurrent", 0)
     assert open_fds() == before
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.gms.bench import IDENTITY, ClientProcess, GmsProcess
 from tests.gms.memory_process import Holder
+from tests.helpers import until
 from tests.standin import build
 from understudy.wire.fds import OwnedFd
 
@@ -110,3 +112,76 @@ def test_descriptor_alone_keeps_the_memory(holder: Callable[[], Holder]):
     newcomer.do("map")
     newcomer.kill()
     assert used() == 0
+
+
+def test_service_frees_as_the_table_says(directory: str):
+    """The same through the service: a replaced epoch, the server's death, its readers' deaths."""
+    gms = GmsProcess(directory, device=GPU, device_bytes=SIZE).start()
+    reader = None
+    try:
+        gms.load().close()
+        slab_bytes = used()
+        assert slab_bytes == gms.status()["committed_bytes"]
+        reader = ClientProcess(directory, "ro", device=GPU)
+        reader.expect("reader")
+        assert used() == slab_bytes, "a reader takes nothing"
+        gms.load(mode="rw", replace=True).close()
+        assert used() == 2 * slab_bytes, "the reader still maps what was replaced"
+        reader.kill()
+        until(lambda: used() == slab_bytes, "the replaced epoch to be free")
+        reader = ClientProcess(directory, "ro", device=GPU)
+        reader.expect("reader")
+        gms.kill()
+        assert used() == slab_bytes, "memory outlives its service while somebody maps it"
+        assert reader.do("read")["first"] == 7
+    finally:
+        gms.stop()
+        if reader is not None:
+            reader.kill()
+    assert used() == 0
+
+
+@pytest.mark.parametrize("needs_context", [False, True])
+def test_server_maps_nothing_and_makes_no_context_unless_it_must(
+    directory: str, monkeypatch: pytest.MonkeyPatch, needs_context: bool
+):
+    """Commit and attach, with a driver that wants a context and one that does not: status says."""
+    monkeypatch.setenv("STANDIN_NEEDS_CONTEXT", str(int(needs_context)))
+    gms = GmsProcess(directory, device=GPU).start()
+    try:
+        with gms.load(), gms.reader():
+            status = gms.status()
+            assert status["memory"] == "cuda"
+            assert status["driver"]["cuda_version"] == "13.0"
+            assert status["driver"]["has_context"] == needs_context
+            with open(f"/proc/{gms.pid}/maps", encoding="utf-8") as maps:
+                assert "standin:" not in maps.read(), "the server maps nothing"
+    finally:
+        gms.stop()
+
+
+def test_full_device_is_waited_for(
+    directory: str, monkeypatch: pytest.MonkeyPatch, holder: Callable[[], Holder]
+):
+    """Another process has the device's memory: the writer is told, and goes on when it dies."""
+    monkeypatch.setenv("STANDIN_MEMORY", str(SIZE + 64 * MIB))
+    other = holder()
+    fd = other.do(f"create {SIZE}")
+    assert fd is not None
+    fd.close()
+    gms = GmsProcess(directory, device=GPU, device_bytes=SIZE).start()
+    said: list[str] = []
+
+    def told(reason: str) -> None:
+        said.append(reason)
+        other.kill()
+
+    try:
+        with gms.writer(on_wait=told) as writer:
+            writer.place("t", 128 * MIB, (128 * MIB,), "uint8")
+            with writer.commit(IDENTITY):
+                assert used() >= 128 * MIB
+        assert said
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in said[0]
+    finally:
+        gms.stop()

@@ -18,24 +18,29 @@ import pytest
 
 from gms.client import Reader, open_session
 from tests.gms.bench import IDENTITY, GmsProcess
+from tests.gms.kinds import host_only
 from tests.helpers import until
+from tests.standin import build
 from understudy.service import procfs
 from understudy.service.config import size_bytes
 
 RSS_MAX = size_bytes("64MiB")
+DEVICES = {"host": ("HOST-0", "HOST-1"), "cuda": (build.GPU_A, build.GPU_B)}
 
 
 class Serve:
     """`gms serve` with two devices."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, kind: str) -> None:
         self.directory = directory
+        self.first, self.second = DEVICES[kind]
+        self.flags = ["--memory", kind, *(["--devices", "2"] if kind == "host" else [])]
         self.stderr = open(f"{directory}/stderr", "w+b")  # noqa: SIM115 - closed by `stop`
         self.process = self.launch(self.stderr)
         self.port = until(self._port, "the port to listen on")
 
     def launch(self, stderr: Any) -> subprocess.Popen[bytes]:
-        flags = ["--dir", self.directory, "--devices", "2", "--http-port", "0"]
+        flags = ["--dir", self.directory, *self.flags, "--http-port", "0"]
         return subprocess.Popen(
             [sys.executable, "-m", "gms.cli", "serve", *flags, "--device-bytes", "64MiB"],
             stderr=stderr,
@@ -82,20 +87,27 @@ class Serve:
 
 
 @pytest.fixture
-def serve(directory: str) -> Iterator[Serve]:
-    running = Serve(directory)
+def serve(directory: str, kind: str) -> Iterator[Serve]:
+    running = Serve(directory, kind)
     yield running
     running.stop()
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Serve]:
-    """One for the tests that leave it as it was."""
-    directory = tempfile.mkdtemp(prefix="gms-")
-    running = Serve(directory).started()
-    yield running
-    running.stop()
-    shutil.rmtree(directory)
+@pytest.fixture(scope="module", params=DEVICES)
+def shared(request: pytest.FixtureRequest) -> Iterator[Serve]:
+    """One of each kind for the tests that leave it as it was."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if request.param == "cuda":
+            build.use(monkeypatch)
+        directory = tempfile.mkdtemp(prefix="gms-")
+        running = Serve(directory, request.param).started()
+        yield running
+        running.stop()
+        shutil.rmtree(directory)
+
+
+def load(shared: Serve) -> Reader:
+    return GmsProcess(shared.directory, device=shared.first).load(4096, mode="rw", replace=True)
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -112,7 +124,7 @@ def test_startup_is_ok_when_every_socket_answers(serve: Serve):
     """/startup goes 503 → 200; then every device's socket takes a session. Memory is modest."""
     serve.started()
     assert serve.get("/live")[0] == serve.get("/ready")[0] == 200
-    for device in ("HOST-0", "HOST-1"):
+    for device in (serve.first, serve.second):
         session = open_session(
             serve.directory, device, engine="e", incarnation="i", mode="rw_or_ro",
             identity=IDENTITY, wait_s=20,
@@ -126,14 +138,13 @@ def test_startup_is_ok_when_every_socket_answers(serve: Serve):
 def test_metrics_are_there_from_the_first_scrape_and_follow(shared: Serve):
     """Zeros for both devices before anything happened; a commit shows."""
     page = shared.get("/metrics")[1]
-    assert 'understudy_gms_exports_total{device_uuid="HOST-1"} 0.0' in page
-    assert 'understudy_gms_sessions{device_uuid="HOST-1",mode="ro"} 0.0' in page
-    with GmsProcess(shared.directory).load(4096, mode="rw", replace=True):
-        wanted = (
-            'understudy_gms_epoch_state{device_uuid="HOST-0",state="committed",tag="weights"} 1'
-        )
+    first, second = (f'device_uuid="{name}"' for name in (shared.first, shared.second))
+    assert f"understudy_gms_exports_total{{{second}}} 0.0" in page
+    assert f'understudy_gms_sessions{{{second},mode="ro"}} 0.0' in page
+    with load(shared):
+        wanted = f'understudy_gms_epoch_state{{{first},state="committed",tag="weights"}} 1'
         until(lambda: wanted in shared.get("/metrics")[1], "the commit to show")
-        assert 'sessions{device_uuid="HOST-0",mode="ro"} 1.0' in shared.get("/metrics")[1]
+        assert f'sessions{{{first},mode="ro"}} 1.0' in shared.get("/metrics")[1]
 
 
 def test_dead_server_is_restarted_in_place(serve: Serve):
@@ -148,9 +159,11 @@ def test_dead_server_is_restarted_in_place(serve: Serve):
     assert fresh["restarts_total"] == 1
     assert other["pid"] == second["pid"]
     assert other["restarts_total"] == 0
-    assert 'gms_restarts_total{device_uuid="HOST-0"} 1.0' in serve.get("/metrics")[1]
+    wanted = f'gms_restarts_total{{device_uuid="{serve.first}"}} 1.0'
+    assert wanted in serve.get("/metrics")[1]
 
 
+@host_only  # PDEATHSIG, likewise
 def test_servers_die_with_their_supervisor(serve: Serve):
     """SIGKILL the supervisor: its servers go too, and a new one can start at once."""
     pids = [device["pid"] for device in serve.started().devices()]
@@ -169,6 +182,7 @@ def test_sigterm_ends_it_with_exit_code_zero(serve: Serve):
     assert b"Traceback" not in serve.stderr.read()
 
 
+@host_only  # the supervisor counts deaths; what its servers hold is all the same to it
 def test_several_deaths_in_a_row_end_the_container_with_the_childs_code(serve: Serve):
     """Kill a server as often as it comes: the supervisor gives up with 128 + SIGKILL."""
     serve.started()
@@ -177,7 +191,7 @@ def test_several_deaths_in_a_row_end_the_container_with_the_childs_code(serve: S
     def kill_again() -> bool:
         for pid in procfs.children(serve.process.pid):
             words = procfs._read(f"/proc/{pid}/cmdline").split("\0")
-            if "HOST-0" in words and pid not in killed and procfs.is_alive(pid):
+            if serve.first in words and pid not in killed and procfs.is_alive(pid):
                 killed.add(pid)
                 os.kill(pid, signal.SIGKILL)
         return serve.process.poll() is not None
@@ -198,9 +212,9 @@ def test_second_supervisor_is_refused_with_a_sentence(shared: Serve):
 
 def test_status_and_inspect_read_from_the_sockets(shared: Serve):
     """Both commands, for people and as JSON; the other device is seen too."""
-    with GmsProcess(shared.directory).load(4096, mode="rw", replace=True):
+    with load(shared):
         document = json.loads(command("status", "--dir", shared.directory, "--json").stdout)
-        assert [d["device_uuid"] for d in document["devices"]] == ["HOST-0", "HOST-1"]
+        assert [d["device_uuid"] for d in document["devices"]] == [shared.first, shared.second]
         assert document["devices"][0]["state"] == "committed"
         assert document["devices"][0]["sessions"][0]["engine"] == "engine-0"
         assert "committed" in command("status", "--dir", shared.directory).stdout
@@ -229,7 +243,8 @@ def test_status_without_a_server_is_an_offline_view(gms: GmsProcess):
         (("status", "--dir", "{}"), "no memory service in"),
         (("status", "--dir", "{}/missing"), "cannot look into"),
         (("serve", "--dir", "{}/missing/deeper"), "does not exist"),
-        (("serve", "--dir", "{}", "--memory", "cuda"), "one of host"),
+        (("serve", "--dir", "{}", "--memory", "disk"), "one of host, cuda"),
+        (("serve", "--dir", "{}", "--device", "GPU-1"), "for --memory cuda"),
         (("serve", "--dir", "{}", "--device-bytes", "lots"), "like 4GiB"),
     ],
 )

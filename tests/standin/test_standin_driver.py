@@ -38,9 +38,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine of this test's own; what it opens, it closes."""
     build.use(monkeypatch)
     call("Init", 0)
+    call("CtxSetCurrent", 0)  # as on a fresh thread, whatever ran before on this one
     before = open_fds()
     yield
-    call("CtxSetCurrent", 0)
     assert open_fds() == before
 
 
