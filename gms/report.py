@@ -143,10 +143,19 @@ def _headline(device: dict[str, Any]) -> str:
         was = f"epoch {device['epoch'][:8]} was committed" if device["epoch"] else "was empty"
         return f"{name}  offline view: {was}; {device['reason']}"
     return (
-        f"{name}  {device['state']}, committed {_size(device['committed_bytes'])}, "
+        f"{name}  {device['state']}, {_memory(device)}, committed {_size(device['committed_bytes'])}, "
         f"staging {_size(device['staging_bytes'])} of {_size(device['capacity_bytes'])}, "
         f"{len(device['sessions'])} sessions, {len(device['waiting'])} waiting"
     )
+
+
+def _memory(device: dict[str, Any]) -> str:
+    """The kind of memory, and what people should know of its driver."""
+    driver = device["driver"]
+    if not driver:
+        return f"{device['memory']} memory"
+    context = "with a context" if driver["has_context"] else "no context"
+    return f"{device['memory']} {driver['cuda_version']} memory ({context})"
 
 
 def _session(session: dict[str, Any]) -> str:

@@ -34,6 +34,7 @@ class Serve:
     def __init__(self, directory: str, kind: str) -> None:
         self.directory = directory
         self.first, self.second = DEVICES[kind]
+        self.memory = "host memory" if kind == "host" else "cuda 13.0 memory (no context)"
         self.flags = ["--memory", kind, *(["--devices", "2"] if kind == "host" else [])]
         self.stderr = open(f"{directory}/stderr", "w+b")  # noqa: SIM115 - closed by `stop`
         self.process = self.launch(self.stderr)
@@ -217,7 +218,8 @@ def test_status_and_inspect_read_from_the_sockets(shared: Serve):
         assert [d["device_uuid"] for d in document["devices"]] == [shared.first, shared.second]
         assert document["devices"][0]["state"] == "committed"
         assert document["devices"][0]["sessions"][0]["engine"] == "engine-0"
-        assert "committed" in command("status", "--dir", shared.directory).stdout
+        said = command("status", "--dir", shared.directory).stdout
+        assert f"{shared.first}  committed, {shared.memory}, " in said
         shown = command("inspect", "--dir", shared.directory)
         assert shown.returncode == 0, shown.stderr
         assert "slab 0 offset 0 bytes 4096" in shown.stdout
