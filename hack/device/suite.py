@@ -1,0 +1,76 @@
+"""The tests of the memory service on the real driver: pytest, and what it counts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from understudy.service import parent
+
+# Read by tests/standin/build.py: leave the stand-in out, use this device of the real driver.
+REAL_ENV = "UNDERSTUDY_TEST_GPU"
+
+
+def run_suite(
+    tests: Sequence[str], device: str, limit_s: float, *, is_real: bool
+) -> dict[str, Any]:
+    """Run pytest on `tests` and count: a part of the report."""
+    if importlib.util.find_spec("pytest") is None:
+        return {"status": "skipped", "reason": "pytest is not installed (the `dev` extra)"}
+    settings = {"CUDA_VISIBLE_DEVICES": device, REAL_ENV: device} if is_real else {}
+    with tempfile.TemporaryDirectory() as directory, open(f"{directory}/out", "w+b") as out:
+        report = Path(directory) / "report.xml"
+        words = [*tests, "-q", "-p", "no:cacheprovider", "-m", "not slow", f"--junitxml={report}"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *words],
+            env={**os.environ, **settings, **parent.environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it still writes its report and ends what it started
+            try:
+                code = process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                code = process.wait()
+        counted = _counted(report) if report.exists() else {}
+        out.seek(0)
+        tail = out.read().decode(errors="replace")[-1500:]
+    if code == 0:
+        return {"status": "ok", "reason": None, "figures": counted}
+    why = f"pytest ended with {code}; the limit was {limit_s:.0f} s"
+    return {"status": "failed", "reason": why, "figures": counted, "output": tail}
+
+
+def _counted(report: Path) -> dict[str, Any]:
+    """How many tests ended how, which failed, and why others were skipped."""
+    count: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    failures = []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        ends = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        count[ends[0].tag if ends else "passed"] += 1
+        for end in ends:
+            if end.tag == "skipped":
+                reasons[end.get("message") or ""] += 1
+            else:
+                why = (end.get("message") or "").partition("\n")[0]
+                failures.append(f"{case.get('classname')}::{case.get('name')}: {why}"[:300])
+    names = ("passed", "failure", "error", "skipped")
+    return {
+        **{name: count[name] for name in names},
+        "failures": failures,
+        "skipped_because": dict(reasons),
+    }

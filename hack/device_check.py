@@ -1,0 +1,240 @@
+"""`make device-check`: ask one GPU what the design rests on, and write the answers down.
+
+    python -m hack.device_check [--device UUID] [--only PART,…] [--max-gib 80] [--budget-s 450]
+
+Each part runs in a process of its own with its own limit, and what it finds is written to
+bench/device/<device>-<date>.json; then the tests of the memory service run on the real driver. Only
+plain allocations are made and no setting is touched; 4 GiB of the device stay free. Without a GPU
+it says so and writes nothing. `--stand-in` runs everything on the tests' stand-in for the driver:
+a rehearsal, marked as one, which is never written to bench/device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GIB = 1 << 30
+ROOT = Path(__file__).resolve().parent.parent
+BENCH = ROOT / "bench" / "device"
+SCHEMA = 1
+GRACE_S = 5.0  # beyond a part's own limit, which it minds itself
+SUITE, SUITE_S, SUITE_S_MIN = "suite", 150.0, 20.0
+PART_S_MIN = 8.0  # no part says anything of use in less
+STAND_IN = {"max_gib": 1.0, "max_allocations": 80}  # two cores and no GPU: the words, not the size
+
+
+def main() -> int:
+    flags = _flags()
+    try:
+        return _check(flags)
+    except ModuleNotFoundError as error:
+        print(
+            "device check: it needs this repository with its `cuda` extra, and "
+            f"{error.name} cannot be imported; pip install -e '.[cuda,dev]'"
+        )
+        return 1 if flags.require else 0
+
+
+def _check(flags: argparse.Namespace) -> int:
+    from hack.device.parts import PARTS
+
+    names = [name for name in flags.only.split(",") if name] or [*PARTS, SUITE]
+    if unknown := set(names) - {*PARTS, SUITE}:
+        print(
+            f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join([*PARTS, SUITE])}"
+        )
+        return 2
+    if flags.stand_in:
+        from tests.standin import build
+
+        os.environ.update(build.environment())
+    device, reason = _device(flags.device)
+    if device is None:
+        print(f"device check: no GPU can be used here ({reason}); skipped {', '.join(names)}")
+        return 1 if flags.require else 0
+    os.environ["CUDA_VISIBLE_DEVICES"] = device
+    report = _ask(names, device, flags)
+    _finish(report, flags)
+    return 0 if _is_good(report) else 1
+
+
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="what a GPU says to the questions of the design")
+    parser.add_argument("--device", default="", help="its UUID; default: the first one visible")
+    parser.add_argument("--only", default="", help="parts to run, with commas between them")
+    parser.add_argument("--max-gib", type=float, help="of the device, at one time (80)")
+    parser.add_argument("--max-allocations", type=int, help="at one time (4000)")
+    parser.add_argument("--budget-s", type=float, default=450, help="for everything")
+    parser.add_argument("--suite", default="tests/gms", help="tests to run on the device")
+    parser.add_argument("--out", type=Path, help="instead of bench/device/<device>-<date>.json")
+    parser.add_argument("--require", action="store_true", help="no GPU is a failure")
+    parser.add_argument("--stand-in", action="store_true", help="rehearse without a GPU")
+    flags = parser.parse_args()
+    if flags.stand_in and flags.out and flags.out.resolve().is_relative_to(BENCH):
+        parser.error("bench/device holds what real devices said")
+    wanted = STAND_IN if flags.stand_in else {"max_gib": 80.0, "max_allocations": 4000}
+    flags.max_gib = wanted["max_gib"] if flags.max_gib is None else flags.max_gib
+    if flags.max_allocations is None:
+        flags.max_allocations = wanted["max_allocations"]
+    return flags
+
+
+def _device(wanted: str) -> tuple[str | None, str]:
+    """The UUID of the device to ask, or why there is none. In a process of its own, so that nothing
+    of the driver stays open in this one."""
+    program = (
+        "import sys; from gms.devices import devices_to_serve; from understudy.errors import *\n"
+        "try: print(devices_to_serve([w for w in sys.argv[1:] if w])[0])\n"
+        "except UnderstudyError as error: sys.exit(error.message)"
+    )
+    words = [sys.executable, "-c", program, wanted]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return None, done.stderr.strip().rpartition("\n")[2]
+    return done.stdout.strip(), ""
+
+
+def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, Any]:
+    """Every part, one after the other; what is left of the budget is the last one's."""
+    from hack.bench import machine
+    from hack.device.parts import PARTS
+    from hack.device.suite import run_suite
+
+    began = time.monotonic()
+    end = began + flags.budget_s
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "date": time.strftime("%Y-%m-%d"),
+        "is_stand_in": flags.stand_in,
+        "commit": _commit(),
+        "machine": machine(),
+        "parts": {},
+    }
+    for name in names:
+        started = time.monotonic()
+        rest_s = end - started - GRACE_S
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        if name == SUITE:
+            found = {"question": "Do the memory service's tests pass on this driver?"}
+            if rest_s < SUITE_S_MIN:
+                found |= {"status": "skipped", "reason": "out of time"}
+            else:
+                tests = flags.suite.split(",")
+                found |= run_suite(tests, device, rest_s, is_real=not flags.stand_in)
+        else:
+            reserved_s = SUITE_S if SUITE in names else 0.0
+            limit_s = min(PARTS[name].limit_s, rest_s - reserved_s)
+            found = {"question": PARTS[name].text, **_run_part(name, device, limit_s, flags)}
+        report["parts"][name] = {**found, "seconds": round(time.monotonic() - started, 1)}
+    report["seconds"] = round(time.monotonic() - began, 1)
+    report["claims"] = {
+        claim: holds
+        for part in report["parts"].values()
+        for claim, holds in part.get("claims", {}).items()
+    }
+    return report
+
+
+def _run_part(name: str, device: str, limit_s: float, flags: argparse.Namespace) -> dict[str, Any]:
+    """One part in its process; whatever becomes of it, what it had found by then."""
+    from understudy.service import parent
+
+    if limit_s < PART_S_MIN:
+        return {"status": "skipped", "reason": "out of time"}
+    with (
+        tempfile.TemporaryDirectory(prefix="dc-") as directory,
+        open(f"{directory}/err", "w+b") as err,
+    ):
+        result = Path(directory) / "result.json"
+        asked = {
+            "device": device,
+            "result": str(result),
+            "directory": directory,
+            "limit_s": limit_s,
+            "bytes_max": int(flags.max_gib * GIB),
+            "allocations_max": flags.max_allocations,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hack.device.parts", name, json.dumps(asked)],
+            cwd=ROOT,
+            env={**os.environ, **parent.environment()},
+            stdin=subprocess.DEVNULL,
+            stderr=err,
+        )
+        try:
+            process.wait(limit_s + GRACE_S)
+            ended = f"its process ended with {process.returncode}"
+        except subprocess.TimeoutExpired:
+            process.kill()  # its peers and servers die with it
+            process.wait()
+            ended = f"no end after {limit_s + GRACE_S:.0f} s"
+        err.seek(0)
+        said = err.read().decode(errors="replace")[-1500:]
+        found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+    if "status" not in found:
+        found |= {"status": "failed", "reason": ended}
+    if found["status"] == "failed":
+        found["output"] = said
+    return found
+
+
+def _commit() -> str:
+    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def _is_good(report: dict[str, Any]) -> bool:
+    return all(report["claims"].values()) and not any(
+        part["status"] == "failed" for part in report["parts"].values()
+    )
+
+
+def _finish(report: dict[str, Any], flags: argparse.Namespace) -> None:
+    """For people on stdout; for everybody else in the file."""
+    for name, part in report["parts"].items():
+        print(f"{name}: {part['status']}, {part['seconds']} s. {part['question']}")
+        if part["reason"]:
+            print(f"    {part['reason']}")
+        for line in _lines(part.get("figures", {})):
+            print(f"    {line}")
+    for claim, holds in report["claims"].items():
+        print(f"{'holds        ' if holds else 'DOES NOT HOLD'}  {claim}")
+    name = report["parts"].get("device", {}).get("figures", {}).get("nvml", {}).get("name", "gpu")
+    report["is_stand_in"] |= name.startswith("Stand-in")  # also where it came by the environment
+    path = flags.out
+    if path is None and not report["is_stand_in"]:
+        path = BENCH / f"{name.lower().replace(' ', '-')}-{report['date']}.json"
+    if path is None:
+        print("a rehearsal on the stand-in: nothing was written")
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+def _lines(found: Any, name: str = "", depth: int = 0) -> Iterator[str]:
+    if isinstance(found, dict) and depth < 2:
+        for key, value in found.items():
+            yield from _lines(value, f"{name}.{key}" if name else key, depth + 1)
+    else:
+        words = json.dumps(found)
+        yield f"{name:<44} {words if len(words) <= 120 else words[:117] + '...'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
