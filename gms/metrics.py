@@ -13,7 +13,14 @@ from understudy.service.metrics import Metrics
 
 STATES = ("empty", "staging", "committed", "recovering", "down")
 MODES = ("rw", "ro", "waiting")
-COUNTERS = ("exports_total", "reclaims_total", "oom_waits_total", "protocol_errors_total")
+COUNTERS = (
+    "exports_total",
+    "reclaims_total",
+    "recoveries_total",
+    "condemnations_total",
+    "oom_waits_total",
+    "protocol_errors_total",
+)
 
 
 class GmsMetrics:
@@ -85,6 +92,8 @@ class GmsMetrics:
 _HELP = {
     "exports_total": "Epochs sent to readers.",
     "reclaims_total": "Epochs whose memory became free.",
+    "recoveries_total": "Epochs that a restarted server got back from their readers.",
+    "condemnations_total": "Epochs that were taken out of service because their bytes were bad.",
     "oom_waits_total": "Slabs that waited for memory to become free.",
     "protocol_errors_total": "Requests that were refused as the peer's fault.",
 }

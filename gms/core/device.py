@@ -34,6 +34,7 @@ class Device:
         self.sessions: dict[int, Session] = {}
         self.is_journal_lost = is_journal_lost  # what was committed is not on file any more
         self.recoveries_total = 0
+        self.condemnations_total = 0
         self.commits_total = 0
         self.exports_total = 0
         self.reclaims_total = 0

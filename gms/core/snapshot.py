@@ -40,6 +40,7 @@ def snapshot(device: Device, at: Callable[[float], str]) -> dict[str, Any]:
         "problem": device.problem,
         "commits_total": device.commits_total,
         "recoveries_total": device.recoveries_total,
+        "condemnations_total": device.condemnations_total,
         "exports_total": device.exports_total,
         "reclaims_total": device.reclaims_total,
         "oom_waits_total": device.oom_waits_total,

@@ -68,6 +68,7 @@ class Upkeep:
             epoch.failed_canaries.add(session.request.incarnation)
             if len(epoch.failed_canaries) < CANARIES_MAX:
                 return [ev.Record("gms.suspect", what, data, "warning")]
+        self.device.condemnations_total += 1
         said = f"epoch {epoch.id} is condemned, the next writer loads anew; {what}"
         return [
             ev.Record("gms.condemned", said, data, "error"),

@@ -73,7 +73,7 @@ def test_verification_that_nobody_can_do_is_refused():
 
 
 def test_verification_that_takes_too_long_is_over():
-    """The reader has begun and never ends: an error for the asker; its late answer means nothing."""
+    """The reader has begun and never ends: an error for the asker; a late answer means nothing."""
     bench = loaded(1)
     verify(bench)
     question = asked(bench)
