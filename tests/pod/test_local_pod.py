@@ -33,6 +33,19 @@ def test_standard_pod_uses_the_ports_and_directory_of_the_design():
     assert [url.rsplit("/", 1)[1] for url in urls] == ["live", "startup", "startup"]
 
 
+def test_pod_of_two_ranks_has_two_devices_and_engines_that_know():
+    """Goal: a device per rank. Method: read the command lines; one rank is said to nobody."""
+    pod = LocalPod(Path("/run/understudy"), Path("/models/m"), tensor_parallel=2)
+    _, gms, *engines = pod.containers()
+    assert "--devices=2" in gms.command
+    for engine in engines:
+        backend = engine.command[engine.command.index("--") + 1 :]
+        assert backend == ("--model", "/models/m", "--tensor-parallel", "2")
+    _, gms, *engines = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
+    assert "--devices=1" in gms.command
+    assert not any("--tensor-parallel" in engine.command for engine in engines)
+
+
 def test_free_ports_of_two_pods_differ():
     """Goal: drills beside a running pod. Method: all ports of one pod are distinct and unused."""
     ports = free_pod_ports(engines=3)

@@ -178,6 +178,8 @@ def test_status_of_no_pod_is_unreachable(directory):
     [
         (["drill", "--kills", "0"], "the least is 1"),
         (["drill", "--target", "lockserver"], "it takes backend-http"),
+        (["drill", "--target", "backend-model-0"], "it takes backend-http"),
+        (["up", "--tensor-parallel", "0"], "the least is 1"),
         (["drill", "--model", "/no/such/model"], "is not a directory"),
         (["drill", "--attach"], "add --yes"),
         (["up", "--service-port", "x"], "whole number"),

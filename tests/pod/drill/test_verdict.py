@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from understudy.pod.drill.records import End, Exchange, Kill, Outcome, Records
+from understudy.pod.drill.records import (
+    TARGETS,
+    End,
+    Exchange,
+    Kill,
+    MemoryKill,
+    MemoryUse,
+    Outcome,
+    Records,
+)
 from understudy.pod.drill.verdict import (
     classify,
     first_answer,
@@ -215,3 +224,56 @@ def test_judge_a_request_accepted_by_a_dying_engine_is_lost_but_explained():
     report = judge(records, kills_wanted=1)
     assert report.passed
     assert report.lost_in_flight == 2
+
+
+def memory_records() -> Records:
+    """Two kills of memory servers under requests that all came through; 100 bytes on each of two
+    devices, and never more than that."""
+    kills = [
+        MemoryKill(f"HOST-{number}", "weights", 7, "e", frozenset(), killed, killed + 30)
+        for number, killed in enumerate((100, 200))
+    ]
+    return Records(
+        exchanges=[served(1, sent=0, first=50), served(1, sent=90, first=250)],
+        expected=EXPECTED,
+        memory_kills=kills,
+        memory=MemoryUse(committed_bytes=200, device_bytes_min=100, peak_bytes=200),
+    )
+
+
+def test_judge_deaths_of_the_memory_service_are_a_part_of_the_document():
+    """Goal: no failover, and no figure of one. Method: the keys that are there only then."""
+    report = judge(memory_records(), kills_wanted=2)
+    assert report.passed
+    document = json.loads(json.dumps(report.to_dict("reference", {})))
+    assert document["killed"] == {**dict.fromkeys(TARGETS, 0), "gms": 2}
+    assert (document["kills"], document["lost_in_flight"]) == (2, 0)
+    assert document["failover_ms"]["max"] is None
+    assert document["gms"] == {
+        "recovery_ms": {"p50": 30, "p99": 30, "max": 30},
+        "committed_bytes": 200,
+        "peak_physical_bytes": 200,
+    }
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda r: r.memory_kills.pop(), "only 1 of 2 kills"),
+        (lambda r: setattr(r.memory_kills[1], "recovered_ms", None), "after 1 kills"),
+        (lambda r: r.disturbed.append("engine-1 restarted"), "engine-1 restarted"),
+        (lambda r: setattr(r.memory, "peak_bytes", 300), "loaded a second time"),
+        (lambda r: setattr(r.memory, "peak_bytes", 0), "could not be seen"),
+        (
+            lambda r: r.exchanges.append(replace(ANSWER, token=1, end=End.CUT, ended_ms=110)),
+            "lost though nothing had been killed",
+        ),
+    ],
+)
+def test_judge_a_memory_service_that_anybody_noticed_fails_the_drill(damage, sentence):
+    """Goal: a crash without loss is nothing less. Method: one loss at a time."""
+    records = memory_records()
+    damage(records)
+    report = judge(records, kills_wanted=2)
+    assert not report.passed
+    assert any(sentence in problem for problem in report.problems)
