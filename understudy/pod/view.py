@@ -70,6 +70,12 @@ def holders(view: Document) -> list[str]:
     return [f"pid {pid} has {name}" for name, pid in pids.items() if pid]
 
 
+def devices(part: Document) -> Sequence[Document]:
+    """A device's server speaks for itself, the service's supervisor for all its devices."""
+    found = part.get("devices", [part] if "device_uuid" in part else [])
+    return found if isinstance(found, (list, tuple)) else []
+
+
 def lines(view: Document, now: datetime) -> list[str]:
     """The view for people, in less than 15 lines for a pod of two engines and one device."""
     ready = f"failover ready ({view['standbys']} standby)"
@@ -189,12 +195,6 @@ def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
         str(engine.get("pid") or "-"),
         str(engine.get("reason") or "-"),
     )
-
-
-def devices(part: Document) -> Sequence[Document]:
-    """A device's server speaks for itself, the service's supervisor for all its devices."""
-    found = part.get("devices", [part] if "device_uuid" in part else [])
-    return found if isinstance(found, (list, tuple)) else []
 
 
 def _gms_line(part: Document, device: Document) -> str:
