@@ -3,10 +3,12 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 ARGS ?=
+SEED ?= 1
+RUNS ?= 10000
 export PYTHONDONTWRITEBYTECODE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup style types test test-core fuzz drill bench docs clean
+.PHONY: help setup style types test test-core fuzz sim drill bench docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +36,9 @@ test-core: setup ## the pure cores only: tables, properties, simulations
 
 fuzz: setup ## the decoder and the sessions under 20,000 random inputs each; keeps what it finds
 	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz $(ARGS)
+
+sim: setup ## random schedules of the memory service: RUNS= of them from SEED= on
+	SEED=$(SEED) RUNS=$(RUNS) $(PY) -m pytest -q tests/sim/test_crash_recovery.py tests/sim/test_tensor_parallel.py -k simulation $(ARGS)
 
 drill: setup ## start a pod, kill the active engine 20 times, print the report
 	@$(VENV)/bin/understudy drill $(ARGS)

@@ -88,7 +88,7 @@ class SimDevice:
         self.is_journal_lost = False
         self.published: dict[str, Published] = {}
         self.last: str | None = None  # what must be committed here while anybody alive maps it
-        self.loads_total = 0
+        self.begun_total = 0  # epochs that somebody began to write
         self.was_replaced = False  # on purpose: then there may be two copies
         self.driver: deque[ev.Effect] = deque()
         self.closing: deque[int] = deque()  # sessions whose end the server has not seen yet
@@ -203,6 +203,7 @@ class SimDevice:
             case ev.OpenEpoch():
                 assert effect.epoch not in self.files, f"two files under the name {effect.epoch}"
                 self.files.add(effect.epoch)
+                self.begun_total += 1
                 self.vault[effect.epoch] = Copy(effect.epoch)
                 self.tell(ev.EpochOpened(effect.session))
             case ev.CreateSlab() if fails:

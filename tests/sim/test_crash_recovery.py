@@ -1,0 +1,200 @@
+"""Memory services that crash under engines that serve: nothing committed is lost or altered.
+
+Random schedules with every hazard there is, and for each rule of the recovery the proof that the
+simulation would see it missing (`broken_rules.py`). `make sim RUNS=10000` runs many more.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.core.loading import Role
+from gms.core import events as ev
+from gms.core.recovery import OFFER_MS
+from tests.sim.broken_rules import RULES, Rule, abort_in_doubt
+from tests.sim.faults import Hazard
+from tests.sim.gms_device import SLAB_BYTES, manifest_of
+from tests.sim.seeds import replayable, seeds
+from tests.sim.steps import committed, quiet, run_one, run_until
+from tests.sim.tp_world import World
+
+ROLES = [(a, b) for a in Role for b in Role]
+ALWAYS = Hazard.DEATHS | Hazard.DRIVER | Hazard.SERVER
+
+
+def drawn(seed: int) -> World:
+    """A pod of a kind that the seed chooses."""
+    rng = random.Random(f"pod {seed}")
+    hazards, is_tight = ALWAYS, False
+    if rng.random() < 0.6:
+        hazards |= Hazard.SESSIONS
+    kind = rng.random()
+    if kind < 0.4:
+        hazards |= Hazard.CHECKPOINT
+        is_tight = rng.random() < 0.3
+    elif kind < 0.55:
+        hazards |= Hazard.BAD_PAGE
+    elif kind < 0.65:  # alone: without a journal the survivors' word decides, also about the past
+        hazards |= Hazard.JOURNAL
+    devices = rng.choice((1, 2, 2, 2, 3, 4))
+    return World(seed, rng.choice(ROLES), devices, hazards=hazards, is_tight=is_tight)
+
+
+def run(world: World, fault_rate: float = 0.05) -> World:
+    world.run(150 * len(world.devices), fault_rate)
+    world.settle()
+    return world
+
+
+def test_crash_simulation_nothing_committed_is_lost_and_everybody_is_whole_again():
+    """Goal: a committed epoch is never lost or altered, never doubled, and every engine that can
+    be whole becomes whole. Method: crashes of servers (also between journal and answer), deaths,
+    stops, cut sessions, broken offers, failing drivers, changed checkpoints, bad pages."""
+    recoveries = 0
+    for seed in seeds(500):
+        world = drawn(seed)
+        with replayable(seed, lambda w=world: w.trace):
+            run(world)
+        recoveries += sum(d.machine.device.recoveries_total for d in world.devices)
+    assert recoveries or len(seeds(500)) < 100  # of each device's last server alone
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_that_is_left_out_is_caught(rule: Rule, monkeypatch: pytest.MonkeyPatch):
+    """Goal: every rule is needed, and the simulation can fail. Method: leave one out."""
+    rule.leave_out(monkeypatch)
+    monkeypatch.setattr("tests.sim.tp_world.SETTLE_STEPS", 3000)
+    with pytest.raises(AssertionError, match=rule.caught):
+        search(rule)
+
+
+def search(rule: Rule) -> None:
+    for seed in range(400):
+        run(World(seed, rule.roles, 1 + seed % 2, hazards=rule.hazards, is_tight=rule.is_tight))
+
+
+# ---------------------------------------------------------------------- told step by step
+
+
+def pod(*roles: Role, devices: int = 2, hazards: Hazard = ALWAYS) -> World:
+    return World(0, roles, devices, has_barrier=True, in_container=True, hazards=hazards)
+
+
+def epochs_loaded(world: World) -> list[int]:
+    """How many epochs were ever begun on each device."""
+    return [device.begun_total for device in world.devices]
+
+
+def both_whole(world: World) -> None:
+    run_until(world, "both are whole", lambda: all(e.is_whole for e in world.engines))
+
+
+def crash_in_the_middle_of_a_commit(world: World) -> None:
+    """Every device's record is on disk when its server dies; nobody was answered."""
+    (engine,) = world.engines
+
+    def is_writing() -> bool:
+        heads = [device.driver[0] for device in world.devices if device.driver]
+        return len(heads) == 2 and all(isinstance(e, ev.WriteJournal) for e in heads)
+
+    journal_last = ("SealEpoch", "writes", "CreateSlab", "hears", "")
+    while not is_writing():
+        moves = [m for m in world.moves() if "WriteJournal" not in m[0]]
+        run_one(world, next(m for part in journal_last for m in moves if part in m[0]))
+    for device in world.devices:
+        world.crash(device, device.crash_after_journal)
+    assert all(rank.at == "committing" for rank in engine.ranks)
+
+
+def test_a_commit_that_was_journalled_and_not_answered_is_not_loaded_again():
+    """Goal: a writer in doubt may offer. Method: both servers die between journal and answer; the
+    ranks become readers of the very epochs that they wrote."""
+    world = pod(Role.AUTO)
+    crash_in_the_middle_of_a_commit(world)
+    (engine,) = world.engines
+    written = [rank.holds for rank in engine.ranks]
+    world.settle()
+    assert committed(world) == written
+    assert epochs_loaded(world) == [1, 1]
+    assert not engine.failures
+
+
+def test_a_writer_that_gives_up_in_doubt_loads_again(monkeypatch: pytest.MonkeyPatch):
+    """Goal: that rule is needed. Method: refuse whoever is in doubt; everything is loaded twice."""
+    abort_in_doubt(monkeypatch)
+    world = pod(Role.AUTO)
+    crash_in_the_middle_of_a_commit(world)
+    world.settle()
+    assert epochs_loaded(world) == [2, 2]
+
+
+def test_a_survivor_that_is_stopped_keeps_everybody_from_loading_until_it_goes_on():
+    """Goal: no deadline ends recovery. Method: the only survivor sleeps for an hour; a newcomer
+    waits, and then reads the epoch that it brings back."""
+    world = pod(Role.AUTO, Role.PRIMARY)
+    survivor, newcomer = world.engines
+    quiet(world, "engine-0")
+    run_until(world, "one is whole", lambda: survivor.is_whole)
+    before = committed(world)
+    for device in world.devices:
+        world.crash(device)
+    quiet(world, "engine-1")
+    run_until(world, "it waits", lambda: len(newcomer.waiting_sessions) == 2)
+    for _ in range(60):
+        world.pass_time(60_000)
+        world.check()
+        assert len(newcomer.waiting_sessions) == 2
+    world.settle()
+    assert committed(world) == before
+    assert epochs_loaded(world) == [1, 1]
+
+
+@pytest.mark.parametrize("how", ["dies", "is cut off", "is stopped"])
+def test_an_offer_that_breaks_off_is_forgotten_and_the_next_survivor_asked(how: str):
+    """Goal: a half-made offer costs nothing. Method: the first survivor is asked, and then dies,
+    loses its connection, or sleeps; the other one hands the same memory back."""
+    world = pod(Role.AUTO, Role.AUTO, devices=1)
+    both_whole(world)
+    before, (device,) = committed(world), world.devices
+    world.crash(device)
+    device.boot()
+    first = world.engines[0].ranks[0]
+    run_until(world, "the first is asked", lambda: first.is_asked, only="engine-0.")
+    second = world.engines[1].ranks[0]
+    run_until(world, "the second waits", lambda: second.session, only="engine-1.")
+    if how == "dies":
+        world.engines[0].fail("killed")
+    elif how == "is cut off":
+        world.cut_session(first)
+    else:
+        quiet(world, "engine-1")
+        world.pass_time(OFFER_MS)
+    world.held_back = {("engine-0", 0)}
+    run_until(world, "it is back", lambda: committed(world) == before)
+    assert second.session in device.machine.device.sessions
+    world.held_back.clear()
+    world.settle()
+    assert committed(world) == before
+    assert device.begun_total == 1
+
+
+def test_a_reader_that_is_not_fully_attached_may_not_offer():
+    """Goal: half an epoch is not taken for it. Method: a survivor hands back one slab of two; it is
+    refused, the other one asked, and nothing is altered."""
+    world = pod(Role.AUTO, Role.AUTO, devices=1)
+    both_whole(world)
+    before, (device,) = committed(world), world.devices
+    world.crash(device)
+    device.boot()
+    first = world.engines[0].ranks[0]
+    run_until(world, "it hears of it", lambda: first.session is None, only="engine-0.")
+    first.session = world.open_session(first)
+    half = (SLAB_BYTES,)
+    device.tell(ev.Rejoin(first.session, 4, "engine-0", first.incarnation, first.holds, half, True))
+    device.tell(ev.Offer(first.session, 5, first.identity, *manifest_of(half)))
+    run_until(world, "it is refused", lambda: "gms.bad_offer" in world.trace[-2], only="engine-0.")
+    assert committed(world) == [None]
+    world.settle()
+    assert committed(world) == before
