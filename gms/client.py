@@ -32,9 +32,11 @@ from gms.attachment import Attachment
 from gms.core.manifest import TensorRecord
 from gms.keeper import Keeper
 from gms.messages import CATALOGUE, Attach, Attached, Slabs, Waiting, Writing
-from gms.sessions import Reader, Writer, stale_layout, unexpected_answer
+from gms.reader import Reader
+from gms.sessions import stale_layout, unexpected_answer
 from gms.vmm.interface import Memory
 from gms.vmm.kinds import memory_for
+from gms.writer import Writer
 from understudy.errors import WaitTimeoutError
 from understudy.service.fd_limit import make_fd_room
 from understudy.wire.blocking import BlockingClient, Reply

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from gms.messages import Digest, DigestWanted
-from gms.sessions import Reader
+from gms.reader import Reader
 from understudy.errors import UnderstudyError
 
 # The first attempts fall into the restart of a server, which takes half a second; after that the

@@ -142,8 +142,9 @@ def _headline(device: dict[str, Any]) -> str:
     if not device["online"]:
         was = f"epoch {device['epoch'][:8]} was committed" if device["epoch"] else "was empty"
         return f"{name}  offline view: {was}; {device['reason']}"
+    committed = _size(device["committed_bytes"])
     return (
-        f"{name}  {device['state']}, {_memory(device)}, committed {_size(device['committed_bytes'])}, "
+        f"{name}  {device['state']}, {_memory(device)}, committed {committed}, "
         f"staging {_size(device['staging_bytes'])} of {_size(device['capacity_bytes'])}, "
         f"{len(device['sessions'])} sessions, {len(device['waiting'])} waiting"
     )
