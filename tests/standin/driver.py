@@ -56,3 +56,10 @@ def reserve(size: int = STEP) -> int:
 
 def export(handle: Any) -> int:
     return int(call("MemExportToShareableHandle", handle, POSIX_FD, 0))
+
+
+def device_id(device: int) -> str:
+    """The UUID of a device, in hex; of a MIG instance, its own and not its GPU's."""
+    # cuda-python 13 has one name for the newer of two calls, 12 has two.
+    name = "DeviceGetUuid_v2" if hasattr(api, "cuDeviceGetUuid_v2") else "DeviceGetUuid"
+    return bytes(call(name, device).bytes).hex()

@@ -335,7 +335,7 @@ LIST = """
 from tests.standin.driver import *
 import json
 if (code("Init", 0)) == OK:
-    ids = [call("DeviceGetUuid", n).bytes.hex()[:8] for n in range(call("DeviceGetCount"))]
+    ids = [device_id(n)[:8] for n in range(call("DeviceGetCount"))]
     print(json.dumps(ids))
 else:
     print("[]")
