@@ -11,12 +11,12 @@ at once however often that happens, and only the counter says so.
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 
 DEATHS_MAX = 5  # in a row: 0 + 0.5 + 1 + 2 s of back-off and five start-ups, about ten seconds
 LONG_LIFE_MS = 10_000.0  # a server that lived so long did not die of how it was started
 BACKOFF_MS, BACKOFF_MS_MAX = 500.0, 30_000.0
+SIGKILL = 9  # signal(7); a core does not import the module
 USAGE_EXIT_CODE = 2  # a bad flag or path does not mend itself
 
 
@@ -44,7 +44,7 @@ class Restarts:
     def died(self, lived_ms: float, returncode: int, *, had_answered: bool) -> StartAgain | GiveUp:
         """What to do about a server that lived `lived_ms`; a signal is a negative returncode."""
         self.deaths_total += 1
-        was_killed = had_answered and returncode == -signal.SIGKILL
+        was_killed = had_answered and returncode == -SIGKILL
         self.deaths = 1 if lived_ms >= LONG_LIFE_MS or was_killed else self.deaths + 1
         if self.deaths >= DEATHS_MAX or returncode == USAGE_EXIT_CODE:
             # Shells report a death by signal n as 128 + n; a child that "ended well" did not.
