@@ -156,7 +156,8 @@ def _costs_of(part: Part, size: int, count: int) -> dict[str, Any]:
 
 
 def _per_gib(took: dict[str, float], size: int) -> dict[str, float]:
-    return {**took, "ms_per_gib": round(took["sum_ms"] / (took["n"] * size / GIB), 3)}
+    per_gib = round(took["sum_ms"] / (took["n"] * size / GIB), 3)
+    return {"median_us": took["median_us"], "max_us": took["max_us"], "ms_per_gib": per_gib}
 
 
 def alias(part: Part) -> None:

@@ -134,8 +134,8 @@ def crash(part: Part) -> None:
         epoch = service.status()["epoch"]
         seen: list[Any] = []
         for _ in range(KILLS):
-            service.restart()
             began = time.monotonic()
+            service.restart()
             status = service.wait(
                 lambda status: status["state"] == "committed" and len(status["sessions"]) == 2,
                 watch=lambda: most.append(nvml.used()),
@@ -148,7 +148,7 @@ def crash(part: Part) -> None:
         newcomer("attach", directory=service.directory)
         part.note(
             kills=len(back_ms),
-            from_answering_to_committed_with_both_readers_ms=back_ms,
+            from_sigkill_to_committed_with_both_readers_ms=back_ms,
             epoch_mib=mib(size),
             used_before_mib=mib(used),
             most_used_since_mib=mib(max(most)),
@@ -184,8 +184,13 @@ def attach(part: Part) -> None:
 
 def _load(writer: Peer, service: Service, slabs: int, slab_bytes: int) -> None:
     """Write and commit an epoch of one tensor per slab."""
-    sizes = {"tensor_bytes": slab_bytes, "slab_bytes": slab_bytes}
-    writer("load", directory=service.directory, tensors=slabs, **sizes)
+    writer(
+        "load",
+        directory=service.directory,
+        tensors=slabs,
+        tensor_bytes=slab_bytes,
+        slab_bytes=slab_bytes,
+    )
 
 
 def _attach_once(part: Part, service: Service) -> dict[str, Any]:

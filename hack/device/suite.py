@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,21 +18,26 @@ from understudy.service import parent
 
 # Read by tests/standin/build.py: leave the stand-in out, use this device of the real driver.
 REAL_ENV = "UNDERSTUDY_TEST_GPU"
+# Arming takes the parent's id out of the environment, which pytest's own children would inherit.
+PYTEST = """
+import sys
+from understudy.service.parent import arm_from_environment
+arm_from_environment()
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 
-def run_suite(
-    tests: Sequence[str], device: str, limit_s: float, *, is_real: bool
-) -> dict[str, Any]:
-    """Run pytest on `tests` and count: a part of the report."""
+def run_suite(tests: Sequence[str], device: str, limit_s: float) -> dict[str, Any]:
+    """Run pytest on those of `tests` that use a device, and count: a part of the report."""
     if importlib.util.find_spec("pytest") is None:
         return {"status": "skipped", "reason": "pytest is not installed (the `dev` extra)"}
-    settings = {"CUDA_VISIBLE_DEVICES": device, REAL_ENV: device} if is_real else {}
     with tempfile.TemporaryDirectory() as directory, open(f"{directory}/out", "w+b") as out:
         report = Path(directory) / "report.xml"
-        words = [*tests, "-q", "-p", "no:cacheprovider", "-m", "not slow", f"--junitxml={report}"]
+        words = [*tests, "-q", "-k", "cuda", "-p", "no:cacheprovider", f"--junitxml={report}"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *words],
-            env={**os.environ, **settings, **parent.environment()},
+            [sys.executable, "-c", PYTEST, *words],
+            env={**os.environ, **parent.environment(), REAL_ENV: device},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -39,7 +45,7 @@ def run_suite(
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            process.terminate()  # it still writes its report and ends what it started
+            process.send_signal(signal.SIGINT)  # it still writes its report
             try:
                 code = process.wait(20)
             except subprocess.TimeoutExpired:

@@ -15,6 +15,7 @@ from gms.vmm.cuda import ALLOCATION_BYTES_MAX, CudaAllocation, CudaMemory
 from gms.vmm.cuda_driver import MENDS
 from gms.vmm.host import HostMemory
 from gms.vmm.kinds import memory_for
+from tests.gms.kinds import stand_in_only
 from tests.helpers import open_fds
 from tests.standin import build
 from tests.standin.driver import call as standin
@@ -33,7 +34,8 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     standin("CtxSetCurrent", 0)  # as on a fresh thread, whatever ran before on this one
     before = open_fds()
     yield
-    assert open_fds() == before
+    if build.REAL_GPU is None:  # which opens files of its own when it sees fit
+        assert open_fds() == before
 
 
 @pytest.fixture
@@ -47,6 +49,7 @@ def error_of(memory: CudaMemory, *, size_bytes: int = STEP) -> UnderstudyError:
     return caught.value
 
 
+@stand_in_only
 def test_device_is_found_by_its_uuid_whatever_its_number():
     """Both devices, by name: each serves its own memory; the other's is refused."""
     first, second = CudaMemory(build.GPU_A), CudaMemory(build.GPU_B)
@@ -57,6 +60,7 @@ def test_device_is_found_by_its_uuid_whatever_its_number():
         mine.release()
 
 
+@stand_in_only
 def test_device_that_is_not_visible_is_one_sentence():
     """Another UUID, or a MIG instance's: what CUDA shows instead, and what to look at."""
     for name in ("GPU-dddddddd-0000-0000-0000-000000000000", "MIG-dddd"):
@@ -72,6 +76,7 @@ def test_kind_of_memory_follows_from_the_devices_name():
     assert isinstance(memory_for(GPU), CudaMemory)
 
 
+@stand_in_only
 def test_devices_without_shareable_memory_are_refused(monkeypatch: pytest.MonkeyPatch):
     """No virtual memory management: said at start, not at the first slab."""
     monkeypatch.setenv("STANDIN_NO_VMM", "1")
@@ -123,6 +128,7 @@ def test_device_memory_has_no_view(memory: CudaMemory):
     reservation.free()
 
 
+@stand_in_only
 @pytest.mark.parametrize("failing", ["cuMemMap:2:999", "cuMemSetAccess:1:999"])
 def test_map_is_all_or_nothing(memory: CudaMemory, monkeypatch: pytest.MonkeyPatch, failing: str):
     """The second map, or setting access, fails: nothing is mapped, and it can be tried again."""
@@ -190,6 +196,7 @@ def test_sizes_are_multiples_of_the_drivers_granularity(memory: CudaMemory):
             memory.create(size, "t")
 
 
+@stand_in_only
 def test_full_device_is_an_error_of_its_own(memory: CudaMemory, monkeypatch: pytest.MonkeyPatch):
     """The driver is out of memory: `gms.device_full`, which the service waits on."""
     monkeypatch.setenv("STANDIN_MEMORY", str(2 * STEP))
@@ -200,6 +207,7 @@ def test_full_device_is_an_error_of_its_own(memory: CudaMemory, monkeypatch: pyt
     slab.release()
 
 
+@stand_in_only
 @pytest.mark.parametrize("code", [214, 304, 700, 999])
 def test_errors_carry_the_drivers_name_and_a_mend(
     memory: CudaMemory, monkeypatch: pytest.MonkeyPatch, code: int
@@ -214,6 +222,7 @@ def test_errors_carry_the_drivers_name_and_a_mend(
     )
 
 
+@stand_in_only
 def test_slab_that_cannot_be_exported_is_given_back(
     memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
 ):
@@ -222,6 +231,7 @@ def test_slab_that_cannot_be_exported_is_given_back(
     assert "ulimit" in error_of(memory).message
 
 
+@stand_in_only
 def test_no_context_is_made_unless_the_driver_wants_one(
     memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
 ):
@@ -252,6 +262,7 @@ def test_context_can_be_asked_for_at_once():
     assert memory.facts()["has_context"]
 
 
+@stand_in_only
 def test_failed_initialisation_says_what_to_do():
     """cuInit fails in a fresh process: its code's name and mend, as `gms.no_cuda`."""
     program = (

@@ -25,6 +25,7 @@ from gms.vmm.kinds import memory_for
 from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess
 from tests.gms.kinds import host_only
 from tests.helpers import auntil, open_fds
+from tests.standin import build
 from understudy.errors import InvariantError, RemoteError, UnderstudyError
 from understudy.wire.fds import OwnedFd
 
@@ -77,13 +78,16 @@ def test_after_a_commit_nobody_can_write(gms: GmsProcess):
 
 
 def test_writing_to_a_view_after_the_commit_ends_the_process(gms: GmsProcess, client: Start):
-    """A writer that keeps a writable view and uses it after its commit dies of SIGSEGV."""
+    """A writer that keeps a writable view and uses it after its commit dies of SIGSEGV; on a real
+    device, whose memory the process itself cannot address, of the driver's error."""
     writer = client()
     writer.expect("writer")
     writer.do("place 1")
     writer.do("commit")
     writer.do("write")
-    assert writer.process.wait() == -signal.SIGSEGV
+    ended = writer.process.wait()
+    is_real = gms.kind == "cuda" and build.REAL_GPU is not None
+    assert ended == -signal.SIGSEGV or (is_real and ended == 1)
 
 
 @host_only

@@ -22,8 +22,12 @@ SOURCES = Path(__file__).parent
 LIBRARIES = {"cuda": "libcuda.so.1", "nvml": "libnvidia-ml.so.1"}
 FLAGS = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread")
 
+# The UUID of a real device on which the tests run instead (`make device-check`); they skip what
+# only the stand-in can do.
+REAL_GPU = os.environ.get("UNDERSTUDY_TEST_GPU")
+
 # What a machine is without any STANDIN_DEVICES (machine.h), in NVML's order; CUDA's is the reverse.
-GPU_A = "GPU-5a0f1b2c-0000-4000-8000-00000000000a"
+GPU_A = REAL_GPU or "GPU-5a0f1b2c-0000-4000-8000-00000000000a"
 GPU_B = "GPU-5a0f1b2c-1111-4111-8111-11111111111b"
 
 _loaded: list[ctypes.CDLL] = []
@@ -76,6 +80,12 @@ def use(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
 
     This process counts CUDA's devices once, so a test of other devices asks child processes.
     """
+    if REAL_GPU is not None:
+        if settings:
+            import pytest
+
+            pytest.skip("only the stand-in can be such a machine")
+        return
     load()
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
