@@ -38,7 +38,7 @@ fuzz: setup ## the decoder and the sessions under 20,000 random inputs each; kee
 	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz $(ARGS)
 
 sim: setup ## random schedules of the memory service: RUNS= of them from SEED= on
-	SEED=$(SEED) RUNS=$(RUNS) $(PY) -m pytest -q tests/sim/test_crash_recovery.py tests/sim/test_tensor_parallel.py -k simulation $(ARGS)
+	SEED=$(SEED) RUNS=$(RUNS) $(PY) -m pytest -q tests/sim/test_crash_recovery.py tests/sim/test_tensor_parallel.py -k simulation -o faulthandler_timeout=0 $(ARGS)
 
 drill: setup ## start a pod, kill the active engine 20 times, print the report
 	@$(VENV)/bin/understudy drill $(ARGS)

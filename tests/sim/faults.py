@@ -38,7 +38,7 @@ def of(world: World) -> list[Move]:
                 found += _deaths(world, engine)
     up = [device for device in world.devices if device.is_up]
     if Hazard.DRIVER in world.hazards:
-        found += [(f"{d.name} driver fails", d.fail_one) for d in up if d.driver]
+        found += 4 * [(f"{d.name} driver fails", d.fail_one) for d in up if d.driver]
     if Hazard.SERVER in world.hazards:
         for device in up:
             found += _crashes(world, device)
@@ -48,9 +48,9 @@ def of(world: World) -> list[Move]:
         found += [(f"CUT session of {p.name}", lambda p=p: world.cut_session(p)) for p in ranks]
     if Hazard.JOURNAL in world.hazards:
         down = [device for device in world.devices if not device.is_up]
-        found += [(f"LOSE journal of {d.name}", lambda d=d: _lose_journal(d)) for d in down]
+        found += 5 * [(f"LOSE journal of {d.name}", lambda d=d: _lose_journal(d)) for d in down]
     if Hazard.CHECKPOINT in world.hazards and world.version < VERSIONS_MAX:
-        found.append(("CHECKPOINT changes", lambda: _change_checkpoint(world)))
+        found += 2 * [("CHECKPOINT changes", lambda: _change_checkpoint(world))]
     if Hazard.BAD_PAGE in world.hazards:
         for device in up:
             committed = device.machine.device.committed
@@ -78,7 +78,7 @@ def _crashes(world: World, device: SimDevice) -> list[Move]:
     found: list[Move] = [(f"CRASH {device.name}", lambda: world.crash(device))]
     if device.driver and isinstance(device.driver[0], ev.WriteJournal):
         how = device.crash_after_journal
-        found += 3 * [(f"CRASH {device.name} after its journal", lambda: world.crash(device, how))]
+        found += 8 * [(f"CRASH {device.name} after its journal", lambda: world.crash(device, how))]
     return found
 
 

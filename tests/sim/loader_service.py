@@ -68,8 +68,12 @@ class LoaderService:
     def moves(self) -> list[tuple[str, Callable[[], None]]]:
         """What the server could do now."""
         found: list[tuple[str, Callable[[], None]]] = []
+        behind = set[str]()  # what was said on an older connection is read before
         for wire in self.wires.values():
+            if wire.supervisor in behind:
+                continue
             if wire.up:
+                behind.add(wire.supervisor)
                 found.append((f"lock hears {wire.supervisor}", lambda w=wire: self._hear(w)))
             elif wire.is_closed:
                 found.append((f"lock loses {wire.supervisor}", lambda w=wire: self._lose(w)))
