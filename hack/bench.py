@@ -2,6 +2,8 @@
 
     python -m hack.bench [--json] [--kills N] [--sessions N]
 
+The memory service alone: `python -m hack.bench_gms`.
+
 Machines differ and are shared: compare figures of one run with each other, not with another day's.
 The whole failover is measured by `understudy drill`.
 """
@@ -14,7 +16,7 @@ import os
 import platform
 from typing import Any
 
-from hack.bench_attach import attach
+from hack.bench_gms import SESSIONS, measure
 from hack.bench_lock import kill_to_grant
 
 DIRTY_MIB = 256  # enough for the death of a process to take visibly longer than the grant
@@ -37,12 +39,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what the parts cost")
     parser.add_argument("--json", action="store_true", help="one line")
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--sessions", type=int, default=30)
+    parser.add_argument("--sessions", type=int, default=SESSIONS)
     flags = parser.parse_args()
     report = {
         "machine": machine(),
         "lock": [kill_to_grant(flags.kills), kill_to_grant(flags.kills // 5, DIRTY_MIB)],
-        "attach": [attach(tensors, flags.sessions) for tensors in (100, 1000, 12_000)],
+        "gms": measure(flags.sessions),
     }
     print(json.dumps(report, indent=None if flags.json else 2))
 

@@ -1,0 +1,104 @@
+"""What `bench_gms` has done by processes of their own; each verb prints JSON.
+
+serve DIR BYTES             a device's server that knows both protocols; prints nothing
+attach DIR                  attach, look at every tensor's record, detach, attach again
+attach-per-allocation DIR   attach with two requests for each allocation
+ask DIR                     `gms status` over and over, until stdin ends
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+import time
+from collections.abc import Callable
+
+from gms import messages as msg
+from gms import names
+from gms.client import Reader, open_session
+from gms.vmm.host import HostMemory
+from hack import per_allocation
+from understudy.service.cli import run_async
+from understudy.service.fd_limit import make_fd_room
+from understudy.service.parent import arm_from_environment
+from understudy.service.signals import wait_signals
+from understudy.wire.blocking import BlockingClient
+
+DEVICE = "HOST-0"
+ASK_EVERY_S = 0.002
+
+
+def serve(directory: str, capacity_bytes: str) -> None:
+    async def run() -> None:
+        server = per_allocation.PerAllocationServer(
+            directory, DEVICE, HostMemory(), int(capacity_bytes)
+        )
+        await server.start()
+        try:
+            await wait_signals()
+        finally:
+            await server.close()
+
+    run_async(run)
+
+
+def attach(directory: str) -> None:
+    began = time.perf_counter()
+    session = open_session(
+        directory, DEVICE, engine="bench", incarnation="1", mode="ro", identity=None, wait_s=20
+    )
+    assert isinstance(session, Reader)
+    report = {"attach": _since(began)}
+    began = time.perf_counter()
+    report["tensors"] = len([record.offset for record in session.tensors.values()])
+    report["look"] = _since(began)
+    began = time.perf_counter()
+    session.unmap()
+    report["detach"] = _since(began)
+    began = time.perf_counter()
+    session.remap(20)
+    report["reattach"] = _since(began)
+    report["slabs"] = len(session.slab_fds())
+    session.close()
+    print(json.dumps(report))
+
+
+def attach_per_allocation(directory: str) -> None:
+    make_fd_room(4096)
+    began = time.perf_counter()
+    whole, allocations = per_allocation.attach(directory, DEVICE)
+    report = {"attach": _since(began), "slabs": len(allocations)}
+    whole.free()
+    for allocation in allocations:
+        allocation.release()
+    print(json.dumps(report))
+
+
+def ask(directory: str) -> None:
+    """Pairs of when (this machine's monotonic clock, seconds) and how long it took (ms)."""
+    poll = select.poll()
+    poll.register(sys.stdin, select.POLLIN)
+    asked: list[tuple[float, float]] = []
+    while not poll.poll(ASK_EVERY_S * 1000):
+        when, began = time.monotonic(), time.perf_counter()
+        with BlockingClient(names.socket_path(directory, DEVICE), msg.CATALOGUE) as client:
+            client.request(msg.Status())
+        asked.append((when, _since(began)))
+    print(json.dumps(asked))
+
+
+def _since(began: float) -> float:
+    return (time.perf_counter() - began) * 1000
+
+
+VERBS: dict[str, Callable[..., None]] = {
+    "serve": serve,
+    "attach": attach,
+    "attach-per-allocation": attach_per_allocation,
+    "ask": ask,
+}
+
+if __name__ == "__main__":
+    arm_from_environment()
+    VERBS[sys.argv[1]](*sys.argv[2:])

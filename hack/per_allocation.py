@@ -1,0 +1,107 @@
+"""The protocol that `bench_gms` is measured against: two requests for each allocation.
+
+It is how other memory services attach (ask what an allocation is, then for its descriptor), spoken
+here by the very server that also answers `attach`. The service itself knows nothing of it, and it
+is given every advantage: no session, no flock on the epoch's file, no thread between request and
+descriptor, one range of addresses for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gms import messages as msg
+from gms import names
+from gms.server import DeviceServer
+from gms.vmm.host import HostMemory
+from gms.vmm.interface import Allocation, Memory, Reservation
+from understudy.errors import ProtocolError
+from understudy.wire.blocking import BlockingClient
+from understudy.wire.connection import Connection
+from understudy.wire.fds import OwnedFd
+from understudy.wire.limits import MANIFEST_FRAME_BYTES_MAX
+from understudy.wire.messages import Catalogue, Fault, Hello, Message, Welcome
+from understudy.wire.server import Server
+
+
+@dataclass(frozen=True, slots=True)
+class Describe(Message):
+    """What is allocation `slab` of the epoch?"""
+
+    TYPE: ClassVar[str] = "describe"
+    epoch: str
+    slab: int
+
+
+@dataclass(frozen=True, slots=True)
+class Described(Message):
+    TYPE: ClassVar[str] = "described"
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Export(Message):
+    """Its descriptor, please."""
+
+    TYPE: ClassVar[str] = "export"
+    epoch: str
+    slab: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exported(Message):
+    TYPE: ClassVar[str] = "exported"
+    FDS: ClassVar[tuple[int, int]] = (1, 1)
+
+
+ADDED = (Describe, Described, Export, Exported)
+CLIENT_CATALOGUE = Catalogue(msg.Status, msg.StatusReply, *ADDED)
+
+
+class PerAllocationServer(DeviceServer):
+    """A device's server that also answers `describe` and `export`."""
+
+    def __init__(self, directory: str, device: str, memory: Memory, capacity_bytes: int) -> None:
+        super().__init__(directory, device, memory, capacity_bytes)
+        every = msg.CATALOGUE._classes.values()
+        known = [cls for cls in every if cls not in (Hello, Welcome, Fault)]  # in all catalogues
+        catalogue = Catalogue(*known, *ADDED, frame_bytes_max=MANIFEST_FRAME_BYTES_MAX)
+        path = names.socket_path(directory, device)
+        self._server = Server(path, catalogue, self, service="gms")
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        if isinstance(message, Describe):
+            conn.send(Described(self._slab(message).size_bytes), request_id)
+        elif isinstance(message, Export):
+            conn.send(Exported(), request_id, [self._slab(message).export(writable=False)])
+        else:
+            super().received(conn, message, request_id, fds)
+
+    def _slab(self, asked: Describe | Export) -> Allocation:
+        slabs = self._vault._slabs.get(asked.epoch, [])
+        if not 0 <= asked.slab < len(slabs):
+            raise ProtocolError("bench.no_such_slab", f"{asked.epoch} has no slab {asked.slab}")
+        return slabs[asked.slab]
+
+
+def attach(directory: str, device: str) -> tuple[Reservation, list[Allocation]]:
+    """Map what is committed, one allocation after the other."""
+    memory = HostMemory()
+    allocations: list[Allocation] = []
+    with BlockingClient(names.socket_path(directory, device), CLIENT_CATALOGUE) as client:
+        status = client.request(msg.Status()).message
+        assert isinstance(status, msg.StatusReply)
+        epoch = status.document["epoch"]
+        whole = memory.reserve(status.document["committed_bytes"])
+        end_bytes = 0
+        for slab in range(status.document["slabs"]):
+            described = client.request(Describe(epoch, slab)).message
+            assert isinstance(described, Described)
+            reply = client.request(Export(epoch, slab))
+            allocations.append(memory.adopt(reply.fds[0], described.size_bytes))
+            whole.map(end_bytes, allocations[-1:], writable=False)
+            end_bytes += described.size_bytes
+    return whole, allocations
