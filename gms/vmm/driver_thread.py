@@ -11,11 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from understudy.errors import UnderstudyError
+
+# How long a thread that computes (the check of a large manifest) keeps the loop waiting, at each of
+# the half dozen system calls that an answer to `status` takes. Python's 5 ms make 30 ms of that.
+SWITCH_INTERVAL_S = 0.0005
 
 T = TypeVar("T")
 
@@ -32,6 +37,7 @@ class DriverThread:
     """One worker thread and its queue."""
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))
         self._loop = loop
         self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         # A daemon: a driver call that never returns must not keep a process from ending.

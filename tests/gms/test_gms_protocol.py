@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -74,6 +75,19 @@ def test_attach_is_one_request_and_one_frame_per_250_slabs(
         with gms.reader() as reader:
             assert len(reader.slab_fds()) == count
             assert reader.read(f"t{count - 1}") == bytes(reader.slab_sizes[0])
+
+
+def test_client_makes_room_for_the_descriptors_that_it_is_sent(roomy: GmsProcess):
+    """A process that may open 400 attaches 600 slabs: the limit is raised, and nothing is lost."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with roomy.client() as writer, commit_slabs(roomy, writer, 600):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+        try:
+            with roomy.reader() as reader:
+                assert len(reader.slab_fds()) == 600
+                assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == hard
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def fault_of(gms: GmsProcess, *messages: Message) -> str:
