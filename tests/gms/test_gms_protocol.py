@@ -15,6 +15,7 @@ from gms import epoch_file, names
 from gms import messages as msg
 from gms.core.manifest import Manifest, TensorRecord, encode, layout_hash
 from tests.gms.bench import DEVICE, IDENTITY, MIB, GmsProcess
+from tests.gms.kinds import host_only
 from tests.helpers import open_fds, until
 from understudy.errors import ProtocolError, RemoteError
 from understudy.wire.blocking import BlockingClient
@@ -77,6 +78,7 @@ def test_attach_is_one_request_and_one_frame_per_250_slabs(
             assert reader.read(f"t{count - 1}") == bytes(reader.slab_sizes[0])
 
 
+@host_only  # the stand-in needs a descriptor of its own for each handle
 def test_client_makes_room_for_the_descriptors_that_it_is_sent(roomy: GmsProcess):
     """A process that may open 400 attaches 600 slabs: the limit is raised, and nothing is lost."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
