@@ -66,7 +66,7 @@ class CudaAllocation:
     def check(self) -> None:
         reservation = self._memory.reserve(self.size_bytes)
         try:
-            reservation.map(0, [self], writable=False)
+            reservation.probe(self)
         finally:
             reservation.free()
 
@@ -114,6 +114,16 @@ class CudaReservation:
             stack.pop_all()
         self._mapped += [each.size_bytes for each in cuda]
         self._is_writable = writable
+
+    def probe(self, allocation: CudaAllocation) -> None:
+        """Whether `allocation` is of its size: it is mapped and unmapped, without access, which a
+        server without a context may not be able to set.
+
+        Raises:
+            UnderstudyError: `gms.bad_slab`.
+        """
+        self._map(self.address, allocation)
+        self._call("MemUnmap", self.address, allocation.size_bytes)
 
     def make_read_only(self) -> None:
         self._set_access(self.address, self.mapped_bytes, writable=False)
