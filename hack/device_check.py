@@ -29,9 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench" / "device"
 SCHEMA = 1
 GRACE_S = 5.0  # beyond a part's own limit, which it minds itself
+FIRST = "device"
 SUITE, SUITE_S, SUITE_S_MIN = "suite", 150.0, 20.0
 PART_S_MIN = 8.0  # no part says anything of use in less
-STAND_IN = {"max_gib": 1.0, "max_allocations": 80}  # two cores and no GPU: the words, not the size
+STILL_S = 0.3  # how long memory in use must stand still to count
+REAL = {"max_gib": 80.0, "max_slabs": 4000, "still_s": STILL_S}
+# Two cores and no GPU: the words, not the sizes; and what is free is free at once.
+STAND_IN = {"max_gib": 1.0, "max_slabs": 80, "still_s": 0.02}
 
 
 def main() -> int:
@@ -50,6 +54,7 @@ def _check(flags: argparse.Namespace) -> int:
     from hack.device.parts import PARTS
 
     names = [name for name in flags.only.split(",") if name] or [*PARTS, SUITE]
+    names = list(dict.fromkeys([FIRST, *names]))  # without it nobody knows which device this was
     if unknown := set(names) - {*PARTS, SUITE}:
         print(
             f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join([*PARTS, SUITE])}"
@@ -74,7 +79,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--device", default="", help="its UUID; default: the first one visible")
     parser.add_argument("--only", default="", help="parts to run, with commas between them")
     parser.add_argument("--max-gib", type=float, help="of the device, at one time (80)")
-    parser.add_argument("--max-allocations", type=int, help="at one time (4000)")
+    parser.add_argument("--max-slabs", type=int, help="in one epoch (4000)")
     parser.add_argument("--budget-s", type=float, default=450, help="for everything")
     parser.add_argument("--suite", default="tests/gms", help="tests to run on the device")
     parser.add_argument("--out", type=Path, help="instead of bench/device/<device>-<date>.json")
@@ -83,11 +88,9 @@ def _flags() -> argparse.Namespace:
     flags = parser.parse_args()
     if flags.stand_in and flags.out and flags.out.resolve().is_relative_to(BENCH):
         parser.error("bench/device holds what real devices said")
-    wanted = STAND_IN if flags.stand_in else {"max_gib": 80.0, "max_allocations": 4000}
-    flags.max_gib = wanted["max_gib"] if flags.max_gib is None else flags.max_gib
-    if flags.max_allocations is None:
-        flags.max_allocations = wanted["max_allocations"]
-    return flags
+    defaults = STAND_IN if flags.stand_in else REAL
+    asked = {name: value for name, value in vars(flags).items() if value is not None}
+    return argparse.Namespace(**{**vars(flags), **defaults, **asked})
 
 
 def _device(wanted: str) -> tuple[str | None, str]:
@@ -108,7 +111,7 @@ def _device(wanted: str) -> tuple[str | None, str]:
 def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Every part, one after the other; what is left of the budget is the last one's."""
     from hack.bench import machine
-    from hack.device.parts import PARTS
+    from hack.device.parts import PARTS, question
     from hack.device.suite import run_suite
 
     began = time.monotonic()
@@ -133,8 +136,8 @@ def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, 
                 found |= run_suite(flags.suite.split(","), device, rest_s)
         else:
             reserved_s = SUITE_S if SUITE in names else 0.0
-            limit_s = min(PARTS[name].limit_s, rest_s - reserved_s)
-            found = {"question": PARTS[name].text, **_run_part(name, device, limit_s, flags)}
+            limit_s = min(PARTS[name][1], rest_s - reserved_s)
+            found = {"question": question(name), **_run_part(name, device, limit_s, flags)}
         report["parts"][name] = {**found, "seconds": round(time.monotonic() - started, 1)}
     report["seconds"] = round(time.monotonic() - began, 1)
     report["claims"] = {
@@ -162,7 +165,8 @@ def _run_part(name: str, device: str, limit_s: float, flags: argparse.Namespace)
             "directory": directory,
             "limit_s": limit_s,
             "bytes_max": int(flags.max_gib * GIB),
-            "allocations_max": flags.max_allocations,
+            "slabs_max": flags.max_slabs,
+            "still_s": flags.still_s,
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "hack.device.parts", name, json.dumps(asked)],
@@ -213,7 +217,7 @@ def _finish(report: dict[str, Any], flags: argparse.Namespace) -> None:
             print(f"    {line}")
     for claim, holds in report["claims"].items():
         print(f"{'holds        ' if holds else 'DOES NOT HOLD'}  {claim}")
-    name = report["parts"].get("device", {}).get("figures", {}).get("nvml", {}).get("name", "gpu")
+    name = report["parts"][FIRST].get("figures", {}).get("name", "gpu")
     report["is_stand_in"] |= name.startswith("Stand-in")  # also where it came by the environment
     path = flags.out
     if path is None and not report["is_stand_in"]:

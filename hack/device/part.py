@@ -8,20 +8,63 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hack.device.nvml import MIB, Nvml
 from hack.device.remote import Peer
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 SPARE_BYTES = 4 * GIB  # of the device, which the checks leave to others
 NOISE_BYTES = 96 * MIB  # what a driver's own bookkeeping may add to memory in use
+SETTLE_S_MAX = 5.0  # memory of a dead process comes back over some tenths of a second
+SETTINGS = ("PersistenceMode", "ComputeMode", "MigMode", "EccMode")
 
 
 class Skipped(Exception):
     """This part cannot be asked here; the reason is for people."""
+
+
+class Nvml:
+    """The device seen from outside. While it is open, this process has the device open."""
+
+    def __init__(self, uuid: str, still_s: float) -> None:
+        """`still_s`: how long memory in use must not change to count as settled."""
+        import pynvml
+
+        self._api, self._still_s = pynvml, still_s
+        pynvml.nvmlInit()
+        self._device = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
+    def used(self) -> int:
+        """Bytes in use, by anybody."""
+        return int(self._api.nvmlDeviceGetMemoryInfo(self._device).used)
+
+    def free(self) -> int:
+        """Bytes that nobody has."""
+        return int(self._api.nvmlDeviceGetMemoryInfo(self._device).free)
+
+    def settled(self) -> int:
+        """Bytes in use, once they have stood still for a while."""
+        end = time.monotonic() + SETTLE_S_MAX
+        value, since = self.used(), time.monotonic()
+        while time.monotonic() < min(end, since + self._still_s):
+            time.sleep(0.01)
+            if (now := self.used()) != value:
+                value, since = now, time.monotonic()
+        return value
+
+    def facts(self) -> dict[str, Any]:
+        """What the driver and the device are, and how they are set."""
+        found: dict[str, Any] = {
+            "name": str(self._api.nvmlDeviceGetName(self._device)),
+            "driver": str(self._api.nvmlSystemGetDriverVersion()),
+        }
+        for name in SETTINGS:
+            try:
+                found[name] = getattr(self._api, f"nvmlDeviceGet{name}")(self._device)
+            except self._api.NVMLError as error:
+                found[name] = f"not said: {error}"
+        return found
 
 
 class Part:
@@ -35,19 +78,20 @@ class Part:
         directory: str,
         limit_s: float,
         bytes_max: int,
-        allocations_max: int,
+        slabs_max: int,
+        still_s: float,
     ) -> None:
         self.device, self.directory = device, directory
-        self.bytes_max, self.allocations_max = bytes_max, allocations_max
+        self.bytes_max, self.slabs_max, self.still_s = bytes_max, slabs_max, still_s
+        self.peers = contextlib.ExitStack()
         self._result, self._end = Path(result), time.monotonic() + limit_s
         self._found: dict[str, Any] = {"claims": {}, "figures": {}}
         self._nvml: Nvml | None = None
-        self._started = contextlib.ExitStack()
 
     @property
     def nvml(self) -> Nvml:
         """Opened when it is first asked for."""
-        self._nvml = self._nvml or Nvml(self.device)
+        self._nvml = self._nvml or Nvml(self.device, self.still_s)
         return self._nvml
 
     def left_s(self) -> float:
@@ -63,36 +107,21 @@ class Part:
         self._found["claims"] |= claims
         self._write()
 
+    def finish(self, status: str, reason: str | None = None) -> None:
+        """The last word: `ok`, or `failed` or `skipped` with a reason."""
+        self._found |= {"status": status, "reason": reason}
+        self._write()
+
     def peer(self, *, context: bool = False, witness: str | None = None) -> Peer:
         """A process with the device open; it ends with this part."""
         peer = Peer(self.device, witness)
-        self._started.callback(peer.close)
+        self.peers.callback(peer.close)
         peer("open", context=context)
         return peer
 
     def fits(self, size_bytes: int) -> bool:
+        """Whether so much of the device may be taken."""
         return size_bytes <= min(self.bytes_max, self.nvml.free() - SPARE_BYTES)
-
-    def need(self, size_bytes: int) -> None:
-        """
-        Raises:
-            Skipped: the device has not so much to spare, or it was told to take less.
-        """
-        if not self.fits(size_bytes):
-            raise Skipped(
-                f"needs {size_bytes // MIB} MiB, within --max-gib ({self.bytes_max / GIB:g}) and "
-                f"with {SPARE_BYTES // GIB} GiB of the device to spare"
-            )
-
-    def finish(self, **more: Any) -> None:
-        """The last word."""
-        self._found |= more
-        self._write()
-
-    @contextlib.contextmanager
-    def ending_peers(self) -> Iterator[None]:
-        with self._started:
-            yield
 
     def _write(self) -> None:
         part = self._result.with_suffix(".part")

@@ -15,7 +15,7 @@ from hack.device.peer import FDS_MAX
 from understudy.service import parent
 from understudy.wire.fds import OwnedFd, close_all
 
-ANSWER_BYTES_MAX = 1 << 20
+ANSWER_BYTES_MAX = 64 << 10
 ANSWER_S = 60.0
 END_S = 20.0  # a process that had 80 GiB of a device takes seconds to go
 
@@ -31,13 +31,13 @@ class NotOffered(PeerError):
 class Peer:
     """One process with CUDA; `peer("create", size_bytes=…)` is `do_create` there.
 
-    `fds` are the descriptors of the last answer, `calls` what its driver calls took.
+    `calls` says what the driver calls of the last answer took.
     """
 
     def __init__(self, device: str, witness: str | None = None) -> None:
         """`witness`: a file that it holds locked, shared, on descriptor 0, while it lives."""
-        self.fds: list[OwnedFd] = []
         self.calls: dict[str, dict[str, float]] = {}
+        self._fds: list[OwnedFd] = []
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = [str(theirs.fileno()), device, "witness" if witness else "none"]
         with theirs, open(witness or os.devnull, "rb") as stdin:
@@ -52,32 +52,28 @@ class Peer:
         """Lend the socket, which ends with the peer."""
         return self._sock.fileno()
 
-    def send(self, do: str, fds: Sequence[OwnedFd] = (), **more: Any) -> None:
-        """Ask without waiting; takes `fds`."""
-        words = json.dumps({"do": do, **more}).encode()
-        try:
-            # Of a peer that has ended, the answer says how.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                socket.send_fds(self._sock, [words], [fd.fileno() for fd in fds])
-        finally:
-            close_all(fds)
-
-    def answer(self, timeout_s: float = ANSWER_S) -> Any:
-        """What it says to the last request.
+    def __call__(self, do: str, fds: Sequence[OwnedFd] = (), **more: Any) -> Any:
+        """What it answers to this request; takes `fds`.
 
         Raises:
             PeerError: it refused, it ended, or nothing came.
         """
-        self._sock.settimeout(timeout_s)
+        self._sock.settimeout(ANSWER_S)
         try:
-            words, fds, _, _ = socket.recv_fds(self._sock, ANSWER_BYTES_MAX, FDS_MAX)
+            lent, request = [fd.fileno() for fd in fds], json.dumps({"do": do, **more})
+            # Of a peer that has ended, what is received says so.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(self._sock, [request.encode()], lent)
+            words, received, _, _ = socket.recv_fds(self._sock, ANSWER_BYTES_MAX, FDS_MAX)
         except TimeoutError:
-            raise PeerError(f"no answer in {timeout_s:.0f} s") from None
+            raise PeerError(f"no answer to {do} in {ANSWER_S:.0f} s") from None
         except ConnectionResetError:
-            words, fds = b"", []
+            words, received = b"", []
+        finally:
+            close_all(fds)
         if not words:
             raise PeerError(f"the process ended with {self.process.wait(END_S)}")
-        self.fds = [OwnedFd(fd) for fd in fds]
+        self._fds = [OwnedFd(fd) for fd in received]
         reply = json.loads(words)
         self.calls = reply["calls"]
         if "error" in reply:
@@ -85,28 +81,22 @@ class Peer:
             raise (NotOffered if is_missing else PeerError)(reply["error"])
         return reply["value"]
 
-    def __call__(self, do: str, fds: Sequence[OwnedFd] = (), **more: Any) -> Any:
-        self.send(do, fds, **more)
-        return self.answer()
-
     def attempt(self, do: str, fds: Sequence[OwnedFd] = (), **more: Any) -> str:
-        """`ok`, or why not; for what is expected to be refused."""
+        """`ok`, or why not; for what may be refused."""
         try:
             self(do, fds, **more)
-        except NotOffered as error:
-            return f"skipped: {error}"
         except PeerError as error:
             return f"refused: {error}"
         return "ok"
 
-    def take_fds(self) -> list[OwnedFd]:
-        """The descriptors of the last answer, which the caller now owns."""
-        fds, self.fds = self.fds, []
+    def lend(self, do: str = "lend") -> list[OwnedFd]:
+        """The descriptors of its memory, which the caller owns."""
+        self(do)
+        fds, self._fds = self._fds, []
         return fds
 
     def close(self) -> None:
         """End it in order, or else at once."""
-        close_all(self.take_fds())
         self._sock.close()
         try:
             self.process.wait(END_S)
@@ -117,5 +107,4 @@ class Peer:
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
-        close_all(self.take_fds())
         self._sock.close()

@@ -20,7 +20,7 @@ from understudy.wire.fds import OwnedFd
 MIB = 1 << 20
 SIZE = 512 * MIB
 GPU = build.GPU_A
-STILL, ROUGHLY = 100, 64 * MIB  # looks in a row, bytes; of real devices
+NOISE = 64 * MIB  # of a real device
 BASELINE: dict[str, int] = {}
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     build.use(monkeypatch)
     if build.REAL_GPU is not None:
-        monkeypatch.setitem(BASELINE, GPU, in_use())
+        monkeypatch.setitem(BASELINE, GPU, used())
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def holder() -> Iterator[Callable[[], Holder]]:
         each.kill()
 
 
-def in_use() -> int:
+def used() -> int:
     """What NVML says is in use on the device, by anybody."""
     import pynvml
 
@@ -56,22 +56,13 @@ def in_use() -> int:
     return int(found)
 
 
-def used() -> int:
-    """What is in use beyond what was when the test began.
-
-    Of a real device, once it has stood still, and in whole `ROUGHLY`: what dies takes a moment to
-    be free, and the driver keeps a little for itself.
-    """
+def expect_used(size_bytes: int, why: str = "memory to be kept or free") -> None:
+    """So much is in use: at once, and to the byte. Of a real device, beyond what was when the test
+    began, roughly (the driver keeps a little for itself), and after a moment."""
     if build.REAL_GPU is None:
-        return in_use()
-    seen: list[int] = []
-
-    def stands_still() -> bool:
-        seen.append(in_use())
-        return len(seen) >= STILL and len(set(seen[-STILL:])) == 1
-
-    until(stands_still, "memory in use to stand still")
-    return round((seen[-1] - BASELINE[GPU]) / ROUGHLY) * ROUGHLY
+        assert used() == size_bytes, why
+    else:
+        until(lambda: abs(used() - BASELINE[GPU] - size_bytes) < NOISE, why)
 
 
 def shared(server: Holder, client: Holder) -> None:
@@ -86,17 +77,17 @@ def shared(server: Holder, client: Holder) -> None:
 def test_memory_is_free_when_the_last_of_all_processes_lets_go(holder: Callable[[], Holder]):
     """The table: baseline, create and import, server releases, client releases, death."""
     server, client = holder(), holder()
-    assert used() == 0, "baseline"
+    expect_used(0, "baseline")
     shared(server, client)
-    assert used() == SIZE, "one piece of memory, however many hold it"
+    expect_used(SIZE, "one piece of memory, however many hold it")
     server.do("release")
-    assert used() == SIZE, "the server's release frees nothing"
+    expect_used(SIZE, "the server's release frees nothing")
     client.do("unmap")
-    assert used() == SIZE, "neither does unmapping, while the client has its handle"
+    expect_used(SIZE, "neither does unmapping, while the client has its handle")
     client.do("release")
-    assert used() == 0, "freed by the last reference"
+    expect_used(0, "freed by the last reference")
     client.kill()
-    assert used() == 0, "back to the baseline"
+    expect_used(0, "back to the baseline")
 
 
 def test_client_that_only_maps_keeps_the_memory(holder: Callable[[], Holder]):
@@ -105,9 +96,9 @@ def test_client_that_only_maps_keeps_the_memory(holder: Callable[[], Holder]):
     shared(server, client)
     server.do("release")
     client.do("release")
-    assert used() == SIZE
+    expect_used(SIZE)
     client.do("unmap")
-    assert used() == 0
+    expect_used(0)
 
 
 @pytest.mark.parametrize("first", ["server", "client"])
@@ -117,9 +108,9 @@ def test_death_frees_like_a_release(holder: Callable[[], Holder], first: str):
     shared(server, client)
     one, other = (server, client) if first == "server" else (client, server)
     one.kill()
-    assert used() == SIZE
+    expect_used(SIZE)
     other.kill()
-    assert used() == 0
+    expect_used(0)
 
 
 def test_descriptor_alone_keeps_the_memory(holder: Callable[[], Holder]):
@@ -127,14 +118,14 @@ def test_descriptor_alone_keeps_the_memory(holder: Callable[[], Holder]):
     server = holder()
     fd = server.do(f"create {SIZE}")
     server.kill()
-    assert used() == SIZE
+    expect_used(SIZE)
     newcomer = holder()
     newcomer.do(f"import {SIZE}", fd)
     assert fd is not None
     fd.close()
     newcomer.do("map")
     newcomer.kill()
-    assert used() == 0
+    expect_used(0)
 
 
 @stand_in_only  # slabs of 2 MiB are counted, which on a real device are lost in the noise

@@ -1,0 +1,242 @@
+"""What the driver does with memory and mappings: parts of the device check."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from hack.device.part import GIB, MIB, NOISE_BYTES, Part, Skipped, mib
+from hack.device.remote import Peer, PeerError
+from understudy.wire.fds import OwnedFd
+
+SIZE = 64 * MIB
+OURS, THEIRS = 7, 9  # what the owner wrote, what an importer tries to write
+CLOSED = 7  # times as long as "settled" takes: for a device to be torn down by its last close
+
+# MiB of one handle, and how many: from the smallest that there is to above our own limit.
+HANDLES = ((2, 250), (64, 64), (256, 32), (1024, 12), (2048, 6), (4096, 3))
+
+
+def device(part: Part) -> None:
+    """Which device and driver is this, and how are they set?"""
+    part.note(**part.nvml.facts(), cuda=part.peer()("open", context=False))
+
+
+def context(part: Part) -> None:
+    """Does it take a context to create, export, import and check memory; what does one cost?"""
+    nvml, base = part.nvml, part.nvml.settled()
+    one, used, has_context = part.peer(), {}, {}
+
+    def row(step: str, peer: Peer, beyond: int = 0) -> None:
+        used[step] = mib(nvml.settled() - base - beyond)
+        has_context[step] = peer("has_context")
+
+    row("open", one)
+    one("create", size_bytes=SIZE)
+    row("create_and_export", one, SIZE)
+    other = part.peer()
+    other("adopt", one.lend(), size_bytes=SIZE)
+    row("import_in_another_process", other, SIZE)
+    other("check")
+    row("map_and_set_access", other, SIZE)
+    other.close()
+    one.close()
+    began, base = time.monotonic(), nvml.settled()
+    part.peer(context=True)
+    part.note(
+        has_context=has_context,
+        used_beyond_the_memory_mib=used,
+        process_with_context_ms=round((time.monotonic() - began) * 1e3),
+        used_by_context_mib=mib(nvml.settled() - base),
+    )
+    part.claim(memory_needs_no_context=not any(has_context.values()))
+
+
+def read_only(part: Part) -> None:
+    """Is read-only honoured on an import, also set on a live mapping; what does a write do?"""
+    owner, cases = part.peer(), {}
+    owner("create", size_bytes=SIZE)
+    owner("map", writable=True)
+    for rights in ("mapped_read_only", "made_read_only_in_place", "made_writable_again"):
+        for how in ("copy", "memset"):
+            owner("write", byte=OURS)
+            importer = part.peer(context=True)  # it may not survive its write
+            importer("adopt", owner.lend(), size_bytes=SIZE)
+            importer("map", writable=rights == "made_read_only_in_place")
+            if rights != "mapped_read_only":
+                importer("set_access", writable=rights == "made_writable_again")
+            cases[f"{rights}, {how}"] = {
+                "read_before": importer("read"),
+                "write": importer.attempt("write", byte=THEIRS, how=how),
+                "read_after": importer.attempt("read"),
+                "owner_reads": owner("read"),
+                "owner_writes": owner.attempt("write", byte=OURS),
+            }
+            part.note(**cases)
+    forbidden = [found for name, found in cases.items() if not name.startswith("made_writable")]
+    part.claim(
+        write_through_read_only_is_refused=all(f["write"] != "ok" for f in forbidden),
+        refused_write_changes_nothing=all(f["owner_reads"] == [OURS] for f in forbidden),
+        read_only_in_place_can_be_read=all(f["read_before"] == [OURS] for f in forbidden),
+        fault_spares_other_processes=all(f["owner_writes"] == "ok" for f in forbidden),
+    )
+
+
+def descriptors(part: Part) -> None:
+    """Does a descriptor alone keep memory, even of a closed device; can an import be exported?"""
+    found: dict[str, str] = {}
+    # The first of these before anything opens NVML, which opens the device.
+    for case in ("fd_with_device_closed", "fd_with_device_open", "fd_of_survivor", "import_again"):
+        if case == "fd_with_device_closed":
+            part.note(other_processes_with_the_device_open=_processes_with_device())
+        elif case == "fd_with_device_open":
+            part.note(persistence_mode=part.nvml.facts()["PersistenceMode"])
+        owner, survivor = part.peer(), None
+        owner("create", size_bytes=SIZE)
+        owner("map", writable=True)
+        owner("write", byte=OURS)
+        fds = owner.lend()  # ours now, and this process never opens CUDA
+        if case in ("fd_of_survivor", "import_again"):
+            survivor = part.peer()
+            survivor("adopt", fds, size_bytes=SIZE)
+        owner.kill()
+        time.sleep(CLOSED * part.still_s)
+        try:
+            if survivor:
+                fds = survivor.lend("export" if case == "import_again" else "lend")
+            newcomer = part.peer()
+            newcomer("adopt", fds, size_bytes=SIZE)
+            newcomer("map", writable=False)
+            found[case] = f"bytes {newcomer('read')}"
+        except PeerError as error:
+            found[case] = f"lost: {error}"
+        part.peers.close()
+        part.note(**found)
+    kept = {case: how == f"bytes {[OURS]}" for case, how in found.items()}
+    part.claim(
+        descriptor_alone_keeps_memory=kept["fd_with_device_open"],
+        it_does_while_nobody_has_the_device_open=kept["fd_with_device_closed"],
+        survivor_can_hand_back_what_it_was_given=kept["fd_of_survivor"],
+    )
+
+
+def refcount(part: Part) -> None:
+    """When is memory that two processes hold really free? (the table of Decision 7)"""
+    size = min(2 * GIB, part.bytes_max)
+    if not part.fits(size):
+        raise Skipped(f"there are not {size // MIB} MiB to spare")
+    base, used = part.nvml.settled(), {}
+    for end in ("release", "SIGKILL"):
+        server, client = part.peer(), part.peer()
+        server("create", size_bytes=size)
+        client("adopt", server.lend(), size_bytes=size)
+        client("map", writable=False)
+        used[f"{end}: shared"] = part.nvml.settled() - base
+        server("release") if end == "release" else server.kill()
+        used[f"{end}: the server let go"] = part.nvml.settled() - base
+        if end == "release":
+            client("release")
+            used[f"{end}: a mapping is left"] = part.nvml.settled() - base
+        client("unmap") if end == "release" else client.kill()
+        used[f"{end}: nobody has it"] = part.nvml.settled() - base
+    part.note(**{step: mib(size_bytes) for step, size_bytes in used.items()})
+    part.claim(
+        memory_lives_while_anybody_holds_it=all(
+            u >= size * 0.9 for step, u in used.items() if "nobody" not in step
+        ),
+        last_reference_frees_it=all(u < NOISE_BYTES for s, u in used.items() if "nobody" in s),
+    )
+
+
+def lies(part: Part) -> None:
+    """Does the driver refuse a wrong size, and what is no memory, so that the service can tell?"""
+    owner, found = part.peer(), {}
+    owner("create", size_bytes=SIZE)
+    for wrong in (SIZE // 2, 2 * SIZE):
+        liar = part.peer()
+        liar("adopt", owner.lend(), size_bytes=wrong)
+        found[f"{SIZE // MIB} MiB called {wrong // MIB}"] = liar.attempt("check")
+    memfd, (pipe, other) = os.memfd_create("foreign"), os.pipe()
+    os.ftruncate(memfd, SIZE)
+    for name, fd in (("a memfd", memfd), ("a pipe", pipe), ("/dev/null", os.open("/dev/null", 2))):
+        found[name] = part.peer().attempt("adopt", [OwnedFd(fd)], size_bytes=SIZE)
+    os.close(other)
+    part.note(**found)
+    part.claim(lies_are_bad_slabs=all("gms.bad_slab" in how for how in found.values()))
+
+
+def costs(part: Part) -> None:
+    """What do create, export, map, set access, import and release cost, by size of a handle?"""
+    for size_mib, most in HANDLES:
+        size = size_mib * MIB
+        count = min(most, part.slabs_max, part.bytes_max // size)
+        if not count or not part.fits(count * size):
+            part.note(**{f"{size_mib}_mib": "skipped: not so much may be taken of this device"})
+            continue
+        part.note(**{f"{size_mib}_mib": _costs_of(part, size, count)})
+        part.peers.close()
+
+
+def _costs_of(part: Part, size: int, count: int) -> dict[str, Any]:
+    """What each driver call took, step by step, for `count` handles of `size` bytes."""
+    peers = {"owner": part.peer(), "reader": part.peer()}
+    for peer in peers.values():  # the first calls of a process load things
+        peer("create", size_bytes=2 * MIB)
+        peer("map", writable=True)
+        peer("unmap")
+        peer("release")
+    steps: dict[str, Any] = {"handles": count}
+    plan: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("owner", "create", {"size_bytes": size, "count": count}),
+        ("owner", "map", {"writable": True, "each": True}),
+        ("reader", "adopt", {"size_bytes": size}),
+        ("reader", "map", {"writable": False}),
+        ("reader", "unmap", {}),
+        ("reader", "release", {}),
+        ("owner", "unmap", {}),
+        ("owner", "release", {}),
+    )
+    for who, do, more in plan:
+        peers[who](do, peers["owner"].lend() if do == "adopt" else (), **more)
+        steps[f"{who}: {do}"] = {
+            call: {
+                "median_us": took["median_us"],
+                "max_us": took["max_us"],
+                "ms_per_gib": round(took["sum_ms"] / (took["n"] * size / GIB), 3),
+            }
+            for call, took in peers[who].calls.items()
+        }
+    return steps
+
+
+def alias(part: Part) -> None:
+    """Can one block fill a large range, and other memory take its place at the same addresses?"""
+    span = min(16 * GIB, part.bytes_max)
+    if not part.fits(span):
+        raise Skipped(f"there are not {span // MIB} MiB to spare")
+    peer = part.peer()
+    peer("create", size_bytes=SIZE)
+    peer("map", writable=True, times=span // SIZE)
+    part.note(aliases=span // SIZE, map=peer.calls)
+    peer("write", byte=OURS)
+    is_one = peer("read", offset=span - SIZE) == [OURS]
+    peer("replace", size_bytes=min(span, GIB), count=max(1, span // GIB))
+    part.note(replace=peer.calls)
+    peer("write", byte=THEIRS)
+    part.claim(
+        one_block_can_fill_a_range=is_one,
+        other_memory_can_take_its_place=peer("read") == [THEIRS],
+    )
+
+
+def _processes_with_device() -> int:
+    """How many processes that can be seen have a file of the device open."""
+    count = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            files = [os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:  # it ended, or is not ours
+            continue
+        count += any(file.startswith("/dev/nvidia") for file in files)
+    return count
