@@ -89,6 +89,8 @@ class SimDevice:
         self.published: dict[str, Published] = {}
         self.last: str | None = None  # what must be committed here while anybody alive maps it
         self.begun_total = 0  # epochs that somebody began to write
+        self.condemned: set[str] = set()  # for good: it is on disk
+        self.condemning: set[str] = set()  # a crash forgets it, like a message that came too late
         self.was_replaced = False  # on purpose: then there may be two copies
         self.driver: deque[ev.Effect] = deque()
         self.closing: deque[int] = deque()  # sessions whose end the server has not seen yet
@@ -132,6 +134,7 @@ class SimDevice:
         self.is_up = False
         for pending in (self.driver, self.closing, self.offered, self.vault, self.watched):
             pending.clear()
+        self.condemning.clear()
 
     def crash_after_journal(self) -> None:
         """The record is on disk, and that is the last that this server does."""
@@ -142,6 +145,7 @@ class SimDevice:
 
     def _write(self, effect: ev.WriteJournal) -> None:
         self.journal, self.is_journal_lost = effect.record, False
+        self.condemned |= self.condemning - {effect.record.epoch if effect.record else ""}
 
     # ------------------------------------------------------------------ machine and driver
 
@@ -174,6 +178,8 @@ class SimDevice:
         is_condemned = isinstance(event, ev.Condemn)
         is_evicted = writer is not None and writer.request.replace and not before.readers
         assert is_condemned or is_evicted, f"epoch {before.id} was lost to {event}"
+        if is_condemned:
+            self.condemning.add(before.id)
         self.last, self.was_replaced = None, True
 
     def _answer(self, answer: ev.Answer) -> None:
@@ -300,6 +306,7 @@ class SimDevice:
             if session.state is SessionState.READING:
                 assert session.epoch in device.epochs, "a reader's epoch is never freed"
         committed = device.committed
+        assert committed is None or committed.id not in self.condemned, "a condemned epoch is back"
         if committed is not None and self.last is not None:
             assert committed.id == self.last, f"{committed.id} is stale: {self.last} came after it"
         self._check_published()

@@ -31,12 +31,11 @@ def drawn(seed: int) -> World:
     if rng.random() < 0.6:
         hazards |= Hazard.SESSIONS
     kind = rng.random()
-    if kind < 0.4:
-        hazards |= Hazard.CHECKPOINT
-        is_tight = rng.random() < 0.3
-    elif kind < 0.55:
-        hazards |= Hazard.BAD_PAGE
-    elif kind < 0.65:  # alone: without a journal the survivors' word decides, also about the past
+    if kind < 0.5:
+        hazards |= Hazard.CHECKPOINT if kind < 0.4 else Hazard.BAD_PAGE
+        is_tight = Hazard.CHECKPOINT in hazards and rng.random() < 0.3
+        hazards |= Hazard.BAD_PAGE if rng.random() < 0.2 else Hazard(0)
+    elif kind < 0.6:  # alone: without a journal the survivors' word decides, also about the past
         hazards |= Hazard.JOURNAL
     devices = rng.choice((1, 2, 2, 2, 3, 4))
     return World(seed, rng.choice(ROLES), devices, hazards=hazards, is_tight=is_tight)
@@ -53,12 +52,12 @@ def test_crash_simulation_nothing_committed_is_lost_and_everybody_is_whole_again
     be whole becomes whole. Method: crashes of servers (also between journal and answer), deaths,
     stops, cut sessions, broken offers, failing drivers, changed checkpoints, bad pages."""
     recoveries = 0
-    for seed in seeds(500):
+    for seed in seeds(350):
         world = drawn(seed)
         with replayable(seed, lambda w=world: w.trace):
             run(world)
         recoveries += sum(d.machine.device.recoveries_total for d in world.devices)
-    assert recoveries or len(seeds(500)) < 100  # of each device's last server alone
+    assert recoveries or len(seeds(350)) < 100  # of each device's last server alone
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

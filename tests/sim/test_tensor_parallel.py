@@ -28,14 +28,14 @@ def test_tensor_parallel_simulation_settles_without_a_deadlock_or_a_second_copy(
     of ranks, trees and containers, stops, cut connections and failing drivers, for every mix of
     roles and two to eight devices; checked at each step."""
     whole: dict[tuple[Role, Role], int] = dict.fromkeys(ROLES, 0)
-    for seed in seeds(250):
+    for seed in seeds(200):
         roles, devices = ROLES[seed % len(ROLES)], 2 + seed % (DEVICES_MAX - 1)
         world = World(seed, roles, devices)
         with replayable(seed, lambda w=world: w.trace):
             world.run(120 * devices, fault_rate=0.04)
             world.settle()
         whole[roles] += world.whole_total
-    if len(seeds(250)) >= len(ROLES):
+    if len(seeds(200)) >= len(ROLES):
         assert [roles for roles in ROLES if not whole[roles]] == [(Role.SHADOW, Role.SHADOW)]
 
 
