@@ -8,7 +8,7 @@ RUNS ?= 10000
 export PYTHONDONTWRITEBYTECODE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup style types test test-core fuzz sim drill bench docs clean
+.PHONY: help setup style types test test-core fuzz sim drill bench device-check docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,8 +34,8 @@ test: setup ## every test that needs no GPU
 test-core: setup ## the pure cores only: tables, properties, simulations
 	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/sim $(ARGS)
 
-fuzz: setup ## the decoder and the sessions under 20,000 random inputs each; keeps what it finds
-	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz $(ARGS)
+fuzz: setup ## random input for the decoder, the sessions and real servers; keeps what it finds
+	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz -o faulthandler_timeout=0 $(ARGS)
 
 sim: setup ## random schedules of the memory service: RUNS= of them from SEED= on
 	SEED=$(SEED) RUNS=$(RUNS) $(PY) -m pytest -q tests/sim/test_crash_recovery.py tests/sim/test_tensor_parallel.py -k simulation -o faulthandler_timeout=0 $(ARGS)
@@ -45,6 +45,10 @@ drill: setup ## start a pod, kill the active engine 20 times, print the report
 
 bench: setup ## measure; JSON with ARGS=--json
 	@$(PY) -m hack.bench $(ARGS)
+
+device-check: setup ## ask a GPU what the design relies on; without one it says so (ARGS=--stand-in rehearses)
+	@$(PY) -c 'import cuda.bindings' 2>/dev/null || $(PY) -m pip install --quiet -e '.[cuda]'
+	@$(PY) -m hack.device_check $(ARGS)
 
 docs: setup ## write the generated pages again
 	$(PY) -m hack.gen_states
