@@ -10,6 +10,12 @@ The whole failover is measured by `understudy drill`.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: the repository is where its neighbours are
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import argparse
 import json
 import os

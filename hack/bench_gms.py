@@ -10,11 +10,16 @@ not touch what it maps.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: the repository is where its neighbours are
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -37,7 +42,7 @@ STARTS = 5
 SESSIONS = 15
 STATUS_ROUNDS, STATUS_ATTACHES = 3, 8
 DEVICE_BYTES = 64 << 30
-CHILD = (sys.executable, "-m", "hack.bench_gms_child")
+CHILD = (sys.executable, str(Path(__file__).with_name("bench_gms_child.py")))
 
 
 class BenchServer(GmsProcess):

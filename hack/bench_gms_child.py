@@ -8,9 +8,14 @@ ask DIR                     `gms status` over and over, until stdin ends
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: the repository is where its neighbours are
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import json
 import select
-import sys
 import time
 from collections.abc import Callable
 
