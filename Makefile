@@ -47,7 +47,6 @@ bench: setup ## measure; JSON with ARGS=--json
 	@$(PY) -m hack.bench $(ARGS)
 
 device-check: setup ## ask a GPU what the design relies on; without one it says so (ARGS=--stand-in rehearses)
-	@$(PY) -c 'import cuda.bindings' 2>/dev/null || $(PY) -m pip install --quiet -e '.[cuda]'
 	@$(PY) -m hack.device_check $(ARGS)
 
 docs: setup ## write the generated pages again

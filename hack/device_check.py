@@ -217,14 +217,15 @@ def _finish(report: dict[str, Any], flags: argparse.Namespace) -> None:
             print(f"    {line}")
     for claim, holds in report["claims"].items():
         print(f"{'holds        ' if holds else 'DOES NOT HOLD'}  {claim}")
-    name = report["parts"][FIRST].get("figures", {}).get("name", "gpu")
-    report["is_stand_in"] |= name.startswith("Stand-in")  # also where it came by the environment
+    name = report["parts"][FIRST].get("figures", {}).get("name")
+    # Also where it came by the environment.
+    report["is_stand_in"] |= name is not None and name.startswith("Stand-in")
     path = flags.out
-    if path is None and not report["is_stand_in"]:
-        path = BENCH / f"{name.lower().replace(' ', '-')}-{report['date']}.json"
     if path is None:
-        print("a rehearsal on the stand-in: nothing was written")
-        return
+        if name is None or report["is_stand_in"]:
+            print("nothing was written:", name or "the device did not say what it is")
+            return
+        path = BENCH / f"{name.lower().replace(' ', '-')}-{report['date']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written to {path}")

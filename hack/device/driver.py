@@ -92,19 +92,19 @@ def descriptors(part: Part) -> None:
             part.note(other_processes_with_the_device_open=_processes_with_device())
         elif case == "fd_with_device_open":
             part.note(persistence_mode=part.nvml.facts()["PersistenceMode"])
-        owner, survivor = part.peer(), None
+        owner = part.peer()
         owner("create", size_bytes=SIZE)
         owner("map", writable=True)
         owner("write", byte=OURS)
         fds = owner.lend()  # ours now, and this process never opens CUDA
-        if case in ("fd_of_survivor", "import_again"):
-            survivor = part.peer()
-            survivor("adopt", fds, size_bytes=SIZE)
-        owner.kill()
-        time.sleep(CLOSED * part.still_s)
         try:
-            if survivor:
+            if case in ("fd_of_survivor", "import_again"):
+                survivor = part.peer()
+                survivor("adopt", fds, size_bytes=SIZE)
+                owner.kill()
                 fds = survivor.lend("export" if case == "import_again" else "lend")
+            owner.kill()
+            time.sleep(CLOSED * part.still_s)
             newcomer = part.peer()
             newcomer("adopt", fds, size_bytes=SIZE)
             newcomer("map", writable=False)
@@ -122,7 +122,7 @@ def descriptors(part: Part) -> None:
 
 
 def refcount(part: Part) -> None:
-    """When is memory that two processes hold really free? (the table of Decision 7)"""
+    """When (the table of Decision 7) is memory that two processes hold really free?"""
     size = min(2 * GIB, part.bytes_max)
     if not part.fits(size):
         raise Skipped(f"there are not {size // MIB} MiB to spare")
@@ -168,24 +168,23 @@ def lies(part: Part) -> None:
 
 def costs(part: Part) -> None:
     """What do create, export, map, set access, import and release cost, by size of a handle?"""
-    for size_mib, most in HANDLES:
-        size = size_mib * MIB
-        count = min(most, part.slabs_max, part.bytes_max // size)
-        if not count or not part.fits(count * size):
-            part.note(**{f"{size_mib}_mib": "skipped: not so much may be taken of this device"})
-            continue
-        part.note(**{f"{size_mib}_mib": _costs_of(part, size, count)})
-        part.peers.close()
-
-
-def _costs_of(part: Part, size: int, count: int) -> dict[str, Any]:
-    """What each driver call took, step by step, for `count` handles of `size` bytes."""
     peers = {"owner": part.peer(), "reader": part.peer()}
     for peer in peers.values():  # the first calls of a process load things
         peer("create", size_bytes=2 * MIB)
         peer("map", writable=True)
         peer("unmap")
         peer("release")
+    for size_mib, most in HANDLES:
+        size = size_mib * MIB
+        count = min(most, part.slabs_max, part.bytes_max // size)
+        if not count or not part.fits(count * size):
+            part.note(**{f"{size_mib}_mib": "skipped: not so much may be taken of this device"})
+            continue
+        part.note(**{f"{size_mib}_mib": _costs_of(peers, size, count)})
+
+
+def _costs_of(peers: dict[str, Peer], size: int, count: int) -> dict[str, Any]:
+    """What each driver call took, step by step, for `count` handles of `size` bytes."""
     steps: dict[str, Any] = {"handles": count}
     plan: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("owner", "create", {"size_bytes": size, "count": count}),

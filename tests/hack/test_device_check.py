@@ -1,0 +1,158 @@
+"""The device check, rehearsed on the stand-in for the driver: every part answers or says why not.
+
+Method: the command itself in a process, as `make device-check` runs it, and its JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hack import device_check
+from hack.device.parts import PARTS
+from tests.standin import build
+
+ROOT = device_check.ROOT
+# On a machine without a GPU there is time and memory for small sizes only.
+TOO_LARGE_HERE = "skipped: not so much may be taken of this device"
+
+
+def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hack.device_check", *words],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def rehearse(out: Path, *words: str, **env: str) -> tuple[int, dict[str, Any]]:
+    """How it ended, and what it wrote."""
+    done = run("--stand-in", "--out", str(out), *words, **env)
+    assert out.exists(), done.stderr
+    return done.returncode, json.loads(out.read_text())
+
+
+def written() -> list[Path]:
+    return sorted(device_check.BENCH.glob("*"))
+
+
+@pytest.mark.slow
+def test_rehearsal_answers_every_part(tmp_path: Path):
+    """All of it on the stand-in: each part is ok, what it relies on holds, the file is marked."""
+    before = written()
+    tests = "tests/gms/test_gms_cuda.py"
+    code, report = rehearse(tmp_path / "report.json", "--suite", tests)
+    assert report["is_stand_in"]
+    assert [*PARTS, "suite"] == list(report["parts"])
+    problems = {name: part for name, part in report["parts"].items() if part["status"] != "ok"}
+    assert problems == {}
+    for name, part in report["parts"].items():
+        assert part["question"].endswith("?"), name
+        assert part["figures"], name
+        assert part.get("claims") or name in ("device", "costs", "attach", "suite"), name
+    # How late NVML sees memory free is a matter of time, which a busy machine has not.
+    holds = {name: it for name, it in report["claims"].items() if not name.startswith("memory_is")}
+    assert [name for name, it in holds.items() if not it] == []
+    assert len(holds) > 15
+    assert code == (0 if all(report["claims"].values()) else 1)
+    assert report["parts"]["costs"]["figures"]["4096_mib"] == TOO_LARGE_HERE
+    runs = report["parts"]["death"]["figures"]["runs"]
+    assert ["cuModuleLoadData" in run.get("skipped", "") for run in runs] == [False, True] * 2
+    suite = report["parts"]["suite"]["figures"]
+    assert (suite["failure"], suite["error"]) == (0, 0)
+    assert suite["passed"] > 5
+    assert "only the stand-in" in next(iter(suite["skipped_because"]))
+    assert written() == before
+
+
+def test_driver_that_refuses_costs_one_answer_and_the_exit_code(tmp_path: Path):
+    """The first import of every process fails: that part fails with its reason, another claims
+    what does not hold, others go on; exit 1, and the figures so far are kept."""
+    failing = "cuMemImportFromShareableHandle:1:999"
+    only = "context,descriptors,alias"
+    code, report = rehearse(tmp_path / "r.json", "--only", only, STANDIN_FAIL=failing)
+    assert code == 1
+    context, descriptors = report["parts"]["context"], report["parts"]["descriptors"]
+    assert context["status"] == "failed"
+    assert "CUDA_ERROR_UNKNOWN" in context["reason"]
+    assert descriptors["figures"]["fd_with_device_closed"].startswith("lost: gms.driver_failed")
+    assert report["claims"]["descriptor_alone_keeps_memory"] is False
+    assert report["parts"]["alias"]["status"] == "ok"
+
+
+def test_parts_without_time_are_skipped_and_say_so(tmp_path: Path):
+    """A budget of a second: nothing is started, everything says why, the file is written."""
+    _, report = rehearse(tmp_path / "r.json", "--budget-s", "1")
+    assert {part["reason"] for part in report["parts"].values()} == {"out of time"}
+    assert report["claims"] == {}
+
+
+def test_part_that_hangs_is_ended_with_its_peers(monkeypatch: pytest.MonkeyPatch):
+    """A part that outlives its limit: killed, reported as failed, what it had found is kept."""
+    monkeypatch.setattr(device_check, "GRACE_S", -7.0)
+    for name, value in build.environment().items():
+        monkeypatch.setenv(name, value)
+    flags = device_check.argparse.Namespace(max_gib=1.0, max_slabs=1, still_s=30.0)
+    found = device_check._run_part("context", build.GPU_A, 8.5, flags)
+    assert found["status"] == "failed"
+    assert found["reason"].startswith("no end after")
+
+
+@pytest.mark.parametrize(("flags", "code"), [((), 0), (("--require",), 1)])
+def test_without_a_gpu_it_says_so_and_writes_nothing(flags: tuple[str, ...], code: int):
+    """No driver, or no device visible: one line with the reason and what was skipped."""
+    before = written()
+    done = run(*flags, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == code
+    assert "no GPU can be used here (" in done.stdout
+    assert all(name in done.stdout for name in PARTS)
+    assert done.stdout.count("\n") == 1
+    assert written() == before
+
+
+def test_rehearsal_is_never_written_where_devices_are(tmp_path: Path):
+    """`--out` into bench/device is refused; a stand-in that came by the environment is noticed."""
+    before = written()
+    done = run("--stand-in", "--out", str(device_check.BENCH / "forged.json"))
+    assert done.returncode == 2
+    assert "real devices" in done.stderr
+    done = run("--only", "device", **build.environment())
+    assert done.returncode == 0
+    assert "nothing was written" in done.stdout
+    assert run("--only", "nonsense").returncode == 2
+    assert written() == before
+
+
+def test_missing_library_is_one_sentence():
+    """What the project needs is not installed: said with the command that mends it."""
+    program = (
+        "import sys; sys.modules['msgpack'] = None; sys.argv[1:] = []\n"
+        "from hack.device_check import main; sys.exit(main())"
+    )
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "msgpack cannot be imported; pip install" in done.stdout
+
+
+def test_real_device_is_written_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A report of an H200: bench/device/nvidia-h200-<date>.json."""
+    monkeypatch.setattr(device_check, "BENCH", tmp_path)
+    part = {"status": "ok", "reason": None, "seconds": 1.0, "question": "Which?"}
+    report: dict[str, Any] = {
+        "date": "2026-01-02",
+        "is_stand_in": False,
+        "claims": {"it_holds": True, "it_does_not": False},
+        "parts": {"device": {**part, "figures": {"name": "NVIDIA H200"}}},
+    }
+    device_check._finish(report, device_check.argparse.Namespace(out=None))
+    assert json.loads((tmp_path / "nvidia-h200-2026-01-02.json").read_text()) == report
+    assert not device_check._is_good(report)
