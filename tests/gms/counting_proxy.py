@@ -74,9 +74,11 @@ class CountingProxy:
     @staticmethod
     def _send(target: socket.socket, data: bytes, fds: list[OwnedFd]) -> None:
         assert len(fds) <= FDS_PER_FRAME_MAX
-        sent = socket.send_fds(target, [data], [fd.fileno() for fd in fds])
-        target.sendall(data[sent:])
-        close_all(fds)
+        try:  # the other end may have what it wanted and be gone
+            sent = socket.send_fds(target, [data], [fd.fileno() for fd in fds])
+            target.sendall(data[sent:])
+        finally:
+            close_all(fds)
 
     def close(self) -> None:
         self._thread.join(20)
