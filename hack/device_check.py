@@ -77,7 +77,7 @@ def _check(flags: argparse.Namespace) -> int:
 def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="what a GPU says to the questions of the design")
     parser.add_argument("--device", default="", help="its UUID; default: the first one visible")
-    parser.add_argument("--only", default="", help="parts to run, with commas between them")
+    parser.add_argument("--only", default="", help="some parts, with commas; needs --out to write")
     parser.add_argument("--max-gib", type=float, help="of the device, at one time (80)")
     parser.add_argument("--max-slabs", type=int, help="in one epoch (4000)")
     parser.add_argument("--budget-s", type=float, default=450, help="for everything")
@@ -221,11 +221,14 @@ def _finish(report: dict[str, Any], flags: argparse.Namespace) -> None:
     # Also where it came by the environment.
     report["is_stand_in"] |= name is not None and name.startswith("Stand-in")
     path = flags.out
-    if path is None:
-        if name is None or report["is_stand_in"]:
-            print("nothing was written:", name or "the device did not say what it is")
-            return
+    if path is None and not flags.only and name is not None:
         path = BENCH / f"{name.lower().replace(' ', '-')}-{report['date']}.json"
+    if path is None:
+        print("nothing was written: no --out, and some parts only or no name of the device")
+        return
+    if report["is_stand_in"] and path.resolve().is_relative_to(BENCH):
+        print("nothing was written: this was the stand-in")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written to {path}")

@@ -125,9 +125,10 @@ def test_rehearsal_is_never_written_where_devices_are(tmp_path: Path):
     done = run("--stand-in", "--out", str(device_check.BENCH / "forged.json"))
     assert done.returncode == 2
     assert "real devices" in done.stderr
-    done = run("--only", "device", **build.environment())
+    words = ["--only", "device", "--out", str(device_check.BENCH / "forged.json")]
+    done = run(*words, **build.environment())
     assert done.returncode == 0
-    assert "nothing was written" in done.stdout
+    assert "nothing was written: this was the stand-in" in done.stdout
     assert run("--only", "nonsense").returncode == 2
     assert written() == before
 
@@ -143,8 +144,11 @@ def test_missing_library_is_one_sentence():
     assert "msgpack cannot be imported; pip install" in done.stdout
 
 
-def test_real_device_is_written_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A report of an H200: bench/device/nvidia-h200-<date>.json."""
+def test_whole_run_on_a_real_device_is_written_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A report of an H200: bench/device/nvidia-h200-<date>.json; not of the stand-in, not of some
+    parts only."""
     monkeypatch.setattr(device_check, "BENCH", tmp_path)
     part = {"status": "ok", "reason": None, "seconds": 1.0, "question": "Which?"}
     report: dict[str, Any] = {
@@ -153,6 +157,12 @@ def test_real_device_is_written_under_its_name(tmp_path: Path, monkeypatch: pyte
         "claims": {"it_holds": True, "it_does_not": False},
         "parts": {"device": {**part, "figures": {"name": "NVIDIA H200"}}},
     }
-    device_check._finish(report, device_check.argparse.Namespace(out=None))
+    flags = device_check.argparse.Namespace(out=None, only="context")
+    device_check._finish(report, flags)
+    flags.only, report["parts"]["device"]["figures"]["name"] = "", "Stand-in"
+    device_check._finish(report, flags)
+    assert list(tmp_path.iterdir()) == []
+    report["parts"]["device"]["figures"]["name"], report["is_stand_in"] = "NVIDIA H200", False
+    device_check._finish(report, flags)
     assert json.loads((tmp_path / "nvidia-h200-2026-01-02.json").read_text()) == report
     assert not device_check._is_good(report)
