@@ -1,6 +1,6 @@
 """`make device-check`: ask one GPU what the design rests on, and write the answers down.
 
-    python -m hack.device_check [--device UUID] [--only PART,…] [--max-gib 80] [--budget-s 450]
+    python hack/device_check.py [--device UUID] [--only PART,…] [--max-gib 80] [--budget-s 450]
 
 Each part runs in a process of its own with its own limit, and what it finds is written to
 bench/device/<device>-<date>.json; then the tests of the memory service run on the real driver. Only
@@ -36,6 +36,10 @@ STILL_S = 0.3  # how long memory in use must stand still to count
 REAL = {"max_gib": 80.0, "max_slabs": 4000, "still_s": STILL_S}
 # Two cores and no GPU: the words, not the sizes; and what is free is free at once.
 STAND_IN = {"max_gib": 1.0, "max_slabs": 80, "still_s": 0.02}
+
+
+if not __package__:  # run as a file: the repository is where its neighbours are
+    sys.path.insert(0, str(ROOT))
 
 
 def main() -> int:
