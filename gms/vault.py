@@ -48,7 +48,7 @@ class Vault:
             UnderstudyError: `gms.driver_failed`, …
         """
         slabs = self._slabs[epoch]
-        slab = self.memory.create(size_bytes, f"understudy-{epoch[:8]}-{len(slabs)}")
+        slab = self.memory.create(size_bytes, _slab_name(epoch, len(slabs)))
         try:
             fd = slab.export(writable=True)
         except BaseException:
@@ -77,15 +77,16 @@ class Vault:
 
         Raises:
             ProtocolError: `gms.bad_manifest`.
-            UnderstudyError: `gms.bad_slab`, one is not of its size, or somebody can write to it.
+            UnderstudyError: `gms.bad_slab`, one is not of its size, or somebody can write to it,
+                or (host memory) it is not the one that was made for its place.
         """
         slabs: list[Allocation] = []
         rest = deque(fds)
         try:
             tensors = check_manifest(manifest, slab_sizes)
-            for size_bytes in slab_sizes:
+            for index, size_bytes in enumerate(slab_sizes):
                 slabs.append(self.memory.adopt(rest.popleft(), size_bytes))
-                slabs[-1].check()
+                slabs[-1].check(_slab_name(epoch, index))
         except BaseException:
             close_all(rest)
             for slab in slabs:
@@ -112,3 +113,8 @@ class Vault:
     def take(self, epoch: str) -> list[Allocation]:
         """Give an epoch's slabs away, to be released where that may take long."""
         return self._slabs.pop(epoch, [])
+
+
+def _slab_name(epoch: str, index: int) -> str:
+    """What a slab is created as: no two of an epoch alike, so none passes in another's place."""
+    return f"understudy-{epoch[:8]}-{index}"

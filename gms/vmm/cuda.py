@@ -63,7 +63,8 @@ class CudaAllocation:
         """Nothing that the driver could be asked for; from here on we lend it to readers only."""
         self._is_sealed = True
 
-    def check(self) -> None:
+    def check(self, name: str) -> None:
+        """Its size only: the driver knows neither names nor which handles are one memory."""
         reservation = self._memory.reserve(self.size_bytes)
         try:
             reservation.probe(self)
@@ -197,6 +198,7 @@ class CudaMemory:
 
         Raises:
             UsageError: `gms.no_cuda`, `gms.device_not_visible`, `gms.device_unsuitable`.
+            UnderstudyError: `gms.driver_failed`.
         """
         self.driver = Driver(device_uuid)
         if context:

@@ -85,16 +85,21 @@ class HostAllocation:
             ) from error
         self._keep(read_only)
 
-    def check(self) -> None:
+    def check(self, name: str) -> None:
         try:
             found = os.fstat(self._fd.fileno())
             seals = fcntl.fcntl(self._fd.fileno(), fcntl.F_GET_SEALS)
+            # man 5 proc: `/memfd:NAME (deleted)`, the name for which it was made.
+            target = os.readlink(f"/proc/self/fd/{self._fd.fileno()}")
         except OSError as error:  # EINVAL: a file that cannot have seals
             raise _bad_slab(f"it is no memory that can be sealed ({error.strerror})") from error
         if found.st_size != self.size_bytes:
             raise _bad_slab(f"it should have {self.size_bytes} bytes and has {found.st_size}")
         if seals & ALL_SEALS != ALL_SEALS:
             raise _bad_slab("it is not sealed, so somebody could still write to it")
+        called = target.removeprefix("/memfd:").removesuffix(" (deleted)")
+        if called != name:
+            raise _bad_slab(f"it should be {name} and is {called}")
 
     def drop_write(self) -> None:
         """Hold it by a read-only descriptor from now on (for a writer that is about to commit)."""

@@ -46,8 +46,12 @@ class Allocation(Protocol):
         """
         ...
 
-    def check(self) -> None:
-        """Of memory that came from another process: its size is true and nobody can write it.
+    def check(self, name: str) -> None:
+        """Of memory that came from another process: its size is true, nobody can write it, and it
+        is what was created as `name`.
+
+        The name is a guard against mistakes, not against forgery, and the host's only: a CUDA
+        handle says nothing of which one it is.
 
         Raises:
             UnderstudyError: `gms.bad_slab`.

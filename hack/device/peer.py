@@ -122,7 +122,7 @@ class Obeying:
 
     def do_check(self) -> None:
         for slab in self.slabs:
-            slab.check()
+            slab.check("check")
 
     def do_release(self) -> None:
         while self.slabs:

@@ -167,19 +167,22 @@ def test_foreign_descriptors_are_not_taken_for_slabs():
 
 
 def test_only_sealed_memory_of_its_size_passes_the_check(tmp_path: Path):
-    """What a survivor hands back is looked at: sealed is good; open, wrong or a file is not."""
+    """What a survivor hands back is looked at: sealed is good; open, wrong, a file, or another
+    slab of the same size is not."""
     memory = HostMemory()
     with open(tmp_path / "file", "wb+") as file:
         file.truncate(PAGE)
         plain = HostAllocation(OwnedFd(os.dup(file.fileno())), PAGE)
     writable, sealed = memory.create(PAGE, "writable"), memory.create(PAGE, "sealed")
     sealed.seal()
-    sealed.check()
+    sealed.check("sealed")
     larger = HostAllocation(sealed.export(writable=False), 2 * PAGE)
     for bad, why in ((plain, "can be sealed"), (writable, "not sealed"), (larger, "has 4096")):
         with pytest.raises(UnderstudyError, match=why) as caught:
-            bad.check()
+            bad.check("sealed")
         assert caught.value.code == "gms.bad_slab"
+    with pytest.raises(UnderstudyError, match="should be other and is sealed"):
+        sealed.check("other")
     for each in (plain, writable, sealed, larger):
         each.release()
 

@@ -13,7 +13,7 @@ import pytest
 from gms import journal, names
 from gms import messages as msg
 from gms.client import Keeper, Reader
-from tests.gms.bench import IDENTITY, ClientProcess, GmsProcess
+from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess
 from tests.gms.kinds import host_only
 from tests.helpers import until
 from understudy.errors import RemoteError, UnreachableError
@@ -146,12 +146,39 @@ def test_offer_of_memory_that_can_be_written_is_refused(gms: GmsProcess):
         gms.start()
         with gms.client() as client:
             assert isinstance(client.request(rejoin_of(reader)).message, msg.Wanted)
-            forged = OwnedFd(os.memfd_create("forged", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            name = f"understudy-{reader.epoch[:8]}-0"
+            forged = OwnedFd(os.memfd_create(name, os.MFD_ALLOW_SEALING))
             os.ftruncate(forged.fileno(), reader.slab_sizes[0])
-            with pytest.raises(RemoteError, match=r"gms\.bad_slab"):
+            with pytest.raises(RemoteError, match=r"not sealed.*gms\.bad_slab"):
                 client.request(offer_of(reader), [forged])
         reader.rejoin(10)
         assert reader.read("t") == b"\7" * 64
+
+
+@host_only  # a GPU's driver cannot tell one handle from another of the same size
+@pytest.mark.parametrize(
+    "order", [(0, 0), (1, 0)], ids=["one of them twice", "the other way round"]
+)
+def test_offer_of_the_right_slabs_in_the_wrong_places_is_refused(
+    gms: GmsProcess, order: tuple[int, ...]
+):
+    """Two slabs of one size: only in their order are they the epoch that was committed."""
+    writer = gms.writer()
+    writer.plan(2 * MIB, MIB, slab_bytes=MIB)
+    for index in range(2):
+        writer.place(f"t{index}", MIB, (MIB,), "uint8")
+        writer.write(f"t{index}", bytes([index]) * MIB)
+    with writer.commit(IDENTITY) as reader:
+        gms.kill()
+        gms.start()
+        with gms.client() as client:
+            assert isinstance(client.request(rejoin_of(reader)).message, msg.Wanted)
+            fds = [OwnedFd(os.dup(reader.slab_fds()[index])) for index in order]
+            with pytest.raises(RemoteError, match=r"should be understudy-.*gms\.bad_slab"):
+                client.request(offer_of(reader), fds)
+        reader.rejoin(10)
+        with gms.reader(engine="engine-1", incarnation="i-1") as newcomer:
+            assert [newcomer.read(f"t{index}")[0] for index in range(2)] == [0, 1]
 
 
 def test_survivor_that_is_stopped_keeps_newcomers_waiting_until_it_goes_on(
