@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from understudy.errors import UsageError
+from understudy.errors import UnderstudyError, UsageError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -40,7 +40,8 @@ def devices_to_serve(wanted: Sequence[str], environ: Mapping[str, str] = os.envi
     every GPU and every MIG instance there is.
 
     Raises:
-        UsageError: `gms.no_cuda`, no driver that works; `gms.no_such_device`; `gms.no_devices`.
+        UsageError: `gms.no_cuda`, no driver; `gms.no_such_device`; `gms.no_devices`.
+        UnderstudyError: `gms.driver_failed`, there is one and it does not work now.
     """
     gpus = list(_gpus())
     visible = environ.get(VISIBLE)
@@ -67,6 +68,7 @@ def visible_to(environ: Mapping[str, str]) -> list[str]:
 
     Raises:
         UsageError: `gms.no_cuda`, CUDA cannot be used with it.
+        UnderstudyError: `gms.driver_failed`.
     """
     words = [sys.executable, "-m", "gms.vmm.cuda_visible"]
     try:
@@ -86,7 +88,8 @@ def visible_to(environ: Mapping[str, str]) -> list[str]:
         ) from error
     if "error" in answer:
         problem = answer["error"]
-        raise UsageError(problem["code"], problem["message"], **problem["details"])
+        kind = UsageError if problem["code"] == "gms.no_cuda" else UnderstudyError
+        raise kind(problem["code"], problem["message"], **problem["details"])
     return list(answer["devices"])
 
 

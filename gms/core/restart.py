@@ -17,7 +17,9 @@ DEATHS_MAX = 5  # in a row: 0 + 0.5 + 1 + 2 s of back-off and five start-ups, ab
 LONG_LIFE_MS = 10_000.0  # a server that lived so long did not die of how it was started
 BACKOFF_MS, BACKOFF_MS_MAX = 500.0, 30_000.0
 SIGKILL = 9  # signal(7); a core does not import the module
-USAGE_EXIT_CODE = 2  # a bad flag or path does not mend itself
+# A bad flag or path does not mend itself, but flags that have served once were no bad ones: then
+# it is what the flags name that is gone, a GPU that does not come up again for one.
+USAGE_EXIT_CODE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,16 @@ class Restarts:
     def __init__(self) -> None:
         self.deaths = 0
         self.deaths_total = 0
+        self._has_ever_answered = False
 
     def died(self, lived_ms: float, returncode: int, *, had_answered: bool) -> StartAgain | GiveUp:
         """What to do about a server that lived `lived_ms`; a signal is a negative returncode."""
         self.deaths_total += 1
+        self._has_ever_answered |= had_answered
         was_killed = had_answered and returncode == -SIGKILL
         self.deaths = 1 if lived_ms >= LONG_LIFE_MS or was_killed else self.deaths + 1
-        if self.deaths >= DEATHS_MAX or returncode == USAGE_EXIT_CODE:
+        is_misused = returncode == USAGE_EXIT_CODE and not self._has_ever_answered
+        if self.deaths >= DEATHS_MAX or is_misused:
             # Shells report a death by signal n as 128 + n; a child that "ended well" did not.
             return GiveUp(128 - returncode if returncode < 0 else returncode or 1)
         if self.deaths == 1:

@@ -96,7 +96,9 @@ def initialised() -> Any:
     """The driver's API, initialised.
 
     Raises:
-        UsageError: `gms.no_cuda`, there is no cuda-python, or no driver that lets itself be used.
+        UsageError: `gms.no_cuda`, there is no cuda-python, no driver, or no GPU.
+        UnderstudyError: `gms.driver_failed`, which the next try may not meet: a fabric manager or
+            a driver that is still coming up.
     """
     try:
         from cuda.bindings import driver as api
@@ -116,6 +118,8 @@ def initialised() -> Any:
     try:
         checked(found, "Init")
     except UnderstudyError as error:
+        if error.details["driver_error"] != "CUDA_ERROR_NO_DEVICE":
+            raise
         raise UsageError("gms.no_cuda", error.message, **error.details) from error
     return api
 

@@ -11,6 +11,7 @@ def memory_for(device: str) -> Memory:
 
     Raises:
         UsageError: `gms.no_cuda`, `gms.device_not_visible`, …: never the other kind instead.
+        UnderstudyError: `gms.driver_failed`.
     """
     if not device.startswith(("GPU-", "MIG-")):
         return HostMemory()

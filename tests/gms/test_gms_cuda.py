@@ -156,18 +156,18 @@ def test_what_is_no_slab_of_this_device_is_refused(memory: CudaMemory):
             memory.adopt(fd, STEP)
     host.release()
     slab = memory.create(2 * STEP, "t")
-    slab.check()
+    slab.check("t")
     for wrong in (STEP, 4 * STEP):
         adopted = memory.adopt(slab.export(writable=False), wrong)
         with pytest.raises(UnderstudyError, match=r"gms\.bad_slab"):
-            adopted.check()
+            adopted.check("t")
         reservation = memory.reserve(wrong)
         with pytest.raises(UnderstudyError, match=r"gms\.bad_slab"):
             reservation.map(0, [adopted], writable=False)
         reservation.free()
         adopted.release()
     good = memory.adopt(slab.export(writable=False), 2 * STEP)
-    good.check()
+    good.check("t")
     good.release()
     slab.release()
 
@@ -238,7 +238,7 @@ def test_no_context_is_made_unless_the_driver_wants_one(
     """Create, export, adopt, check, release: none. Where the driver refuses: one, on any thread."""
     slab = memory.create(STEP, "t")
     memory.adopt(slab.export(writable=False), STEP).release()
-    slab.check()
+    slab.check("t")
     assert memory.facts() == {
         "cuda_version": "13.0",
         "granularity_bytes": STEP,
@@ -263,19 +263,22 @@ def test_context_can_be_asked_for_at_once():
 
 
 @stand_in_only
-def test_failed_initialisation_says_what_to_do():
-    """cuInit fails in a fresh process: its code's name and mend, as `gms.no_cuda`."""
-    program = (
-        "from gms.vmm.kinds import memory_for\n"
-        f"try: memory_for({GPU!r})\n"
-        "except Exception as error: print(error)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "STANDIN_FAIL": "cuInit:1:802"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "fabric manager" in done.stdout
-    assert "gms.no_cuda" in done.stdout
+def test_failed_initialisation_says_what_to_do_and_whether_it_may_pass(directory: str):
+    """cuInit fails in a fresh server: the name and the mend. No GPU is a mistake (exit code 2);
+    what is only not ready is tried again (1)."""
+    expected = {
+        802: (1, "fabric manager", "gms.driver_failed"),
+        100: (2, "was given one", "no_cuda"),
+    }
+    flags = ["--dir", directory, "--memory", "cuda", "--device", GPU]
+    for error, (returncode, mend, code) in expected.items():
+        done = subprocess.run(
+            [sys.executable, "-m", "gms.cli", "serve-device", *flags],
+            env={**os.environ, "STANDIN_FAIL": f"cuInit:1:{error}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == returncode
+        assert mend in done.stderr
+        assert code in done.stderr

@@ -12,7 +12,7 @@ import pytest
 from gms import devices
 from gms.devices import devices_to_serve
 from tests.standin import build
-from understudy.errors import UsageError
+from understudy.errors import UnderstudyError, UsageError
 
 # In NVML's order; CUDA counts the GPUs the other way round.
 GPUS = [f"GPU-cccccc{n}{n}-0000-0000-0000-000000000000" for n in range(3)]
@@ -129,9 +129,12 @@ def test_broken_driver_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
         serve(None)
     monkeypatch.delenv("STANDIN_NVML_INIT")
     monkeypatch.setenv("STANDIN_FAIL", "cuInit:1:803")
-    with pytest.raises(UsageError, match="compatibility package") as caught:
+    with pytest.raises(UnderstudyError, match="compatibility package") as caught:
         serve(None)
-    assert caught.value.code == "gms.no_cuda"
+    assert (caught.value.code, caught.value.exit_code) == ("gms.driver_failed", 1)
+    monkeypatch.setenv("STANDIN_FAIL", "cuInit:1:100")
+    with pytest.raises(UsageError, match="no GPU is visible"):
+        serve(None)
     monkeypatch.delenv("STANDIN_FAIL")
     monkeypatch.setattr(devices, "PROBE_S", 0.001)
     with pytest.raises(UsageError, match="did not initialise"):

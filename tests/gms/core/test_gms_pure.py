@@ -239,7 +239,15 @@ def test_restarts_back_off_give_up_and_forget():
     for _ in range(DEATHS_MAX - 2):
         restarts.died(100, 1, had_answered=True)
     assert restarts.died(100, -9, had_answered=False) == GiveUp(137)
+
+
+def test_usage_error_ends_it_at_once_only_before_the_first_answer():
+    """Exit code 2: bad flags at the start; after an hour of service, a device that is not back."""
     assert Restarts().died(100, 2, had_answered=False) == GiveUp(2)
+    restarts = Restarts()
+    assert restarts.died(3_600_000, -9, had_answered=True) == StartAgain(0)
+    delays = [restarts.died(100, 2, had_answered=False) for _ in range(DEATHS_MAX - 1)]
+    assert delays == [StartAgain(500), StartAgain(1000), StartAgain(2000), GiveUp(2)]
 
 
 def test_server_that_is_killed_again_and_again_is_started_at_once_for_ever():
