@@ -89,6 +89,7 @@ class DeviceServer:
             self._epoch_path,
             lambda epoch: self._handle(ev.EpochFree(epoch)),
             lambda epoch, pids: self._handle(ev.HoldersSeen(epoch, pids)),
+            lambda epoch, said: self.log.record("gms.epoch", said, "warning", {"epoch": epoch}),
         )
         found = self._journal.loaded
         orphans = left_behind(self.directory, self.device, self.tag, found.record)
@@ -148,6 +149,7 @@ class DeviceServer:
             "since": rfc3339(self._started),
             "as_of_event_id": self.log.last_id,
             **snapshot(self.machine.device, self._at),
+            "problem": self.machine.device.problem or self._watch.problem,
             "protocol_errors_total": errors_total,
             "open_fds": _open_fds(),
         }

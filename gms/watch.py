@@ -26,7 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class EpochWatch:
-    """Calls `free(epoch)` once per watched epoch, and `holders(epoch, pids)` while it waits."""
+    """Calls `free(epoch)` once per watched epoch, and `holders(epoch, pids)` while it waits.
+
+    A file that cannot be looked at counts as held: `failed(epoch, sentence)` is called, once for
+    each error, and `problem` says so for as long as it lasts.
+    """
 
     def __init__(
         self,
@@ -35,15 +39,24 @@ class EpochWatch:
         path_of: Callable[[str], str],
         free: Callable[[str], None],
         holders: Callable[[str, tuple[int, ...]], None],
+        failed: Callable[[str, str], None],
     ) -> None:
         self._clock = clock
         self._thread = thread
         self._path_of = path_of
         self._free = free
         self._holders = holders
+        self._failed = failed
         self._since_ms: dict[str, float] = {}
         self._look_ms: dict[str, float] = {}
+        self._problems: dict[str, str] = {}  # by epoch, of the last try
+        self._told: set[tuple[str, str]] = set()
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot be told whether some epoch is still mapped."""
+        return next(iter(self._problems.values()), None)
 
     def add(self, epoch: str) -> None:
         """Watch the file of `epoch` from now on."""
@@ -57,6 +70,7 @@ class EpochWatch:
         """Its file is no longer the question."""
         self._since_ms.pop(epoch, None)
         self._look_ms.pop(epoch, None)
+        self._problems.pop(epoch, None)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -69,7 +83,7 @@ class EpochWatch:
         now_ms = self._clock.now_ms()
         freed = [epoch for epoch in self._since_ms if self._is_gone(epoch)]
         for epoch in freed:
-            del self._since_ms[epoch], self._look_ms[epoch]
+            self.discard(epoch)
         for epoch in self._since_ms:
             if self._look_ms[epoch] <= now_ms:
                 self._look_ms[epoch] = now_ms + HOLDERS_EVERY_MS
@@ -80,13 +94,23 @@ class EpochWatch:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._try)
         for epoch in freed:
             self._free(epoch)
+        for told in self._problems.items():
+            if told not in self._told:
+                self._told.add(told)
+                self._failed(*told)
 
     def _is_gone(self, epoch: str) -> bool:
+        path = self._path_of(epoch)
         try:
-            return epoch_file.remove_if_free(self._path_of(epoch))
+            is_gone = epoch_file.remove_if_free(path)
         except OSError as error:  # out of descriptors, for one: not known is not free
-            logger.debug("could not look at the file of epoch %s: %s", epoch, error)
+            self._problems[epoch] = (
+                f"cannot tell whether epoch {epoch} is still mapped, so it counts as mapped and "
+                f"nobody may load, until {path} can be opened and removed: {error.strerror}"
+            )
             return False
+        self._problems.pop(epoch, None)
+        return is_gone
 
     def _look(self, epoch: str) -> None:
         path = self._path_of(epoch)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,13 @@ import pytest
 from gms import journal, names
 from gms import messages as msg
 from gms.client import Keeper, Reader
+from gms.vmm.driver_thread import DriverThread
+from gms.watch import EpochWatch
 from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess
 from tests.gms.kinds import host_only
-from tests.helpers import until
+from tests.helpers import auntil, until
 from understudy.errors import RemoteError, UnreachableError
+from understudy.service.clock import SystemClock
 from understudy.wire.fds import OwnedFd
 
 Start = Callable[..., ClientProcess]
@@ -179,6 +184,59 @@ def test_offer_of_the_right_slabs_in_the_wrong_places_is_refused(
         reader.rejoin(10)
         with gms.reader(engine="engine-1", incarnation="i-1") as newcomer:
             assert [newcomer.read(f"t{index}")[0] for index in range(2)] == [0, 1]
+
+
+@host_only  # a file is a file
+def test_epoch_file_that_cannot_be_looked_at_is_a_problem_until_it_can(gms: GmsProcess):
+    """Something that is no file is in its place: nobody may load, and status says why."""
+    with gms.load() as reader:
+        path = os.path.join(gms.directory, names.epoch_file(gms.device, reader.epoch))
+        gms.kill()
+    os.unlink(path)
+    os.mkdir(path)
+    gms.start()
+    problem = until(lambda: gms.status()["problem"], "the problem to be told")
+    assert path in problem
+    assert gms.status()["state"] == "recovering"
+    os.rmdir(path)
+    until(lambda: gms.status()["state"] == "empty", "the epoch to be found free")
+    assert gms.status()["problem"] is None
+
+
+def test_watch_tells_each_error_once(tmp_path: Path):
+    """Two errors of one epoch, each met again and again: two calls; then there is no file."""
+    told: list[tuple[str, str]] = []
+    tried: list[str] = []
+    freed: list[str] = []
+    folder = tmp_path / "folder"
+
+    def path_of(epoch: str) -> str:
+        tried.append(epoch)
+        return str(folder / "file")
+
+    async def scenario() -> None:
+        thread = DriverThread("watch", asyncio.get_running_loop())
+        watch = EpochWatch(
+            SystemClock(),
+            thread,
+            path_of,
+            freed.append,
+            lambda epoch, pids: None,
+            lambda epoch, said: told.append((epoch, said)),
+        )
+        watch.add("e")
+        for count, spoil in enumerate((lambda: folder.symlink_to(folder), folder.touch), 1):
+            spoil()
+            tried.clear()
+            await auntil(lambda: len(tried) > 3, "some tries")
+            assert (len(told), watch.problem) == (count, told[-1][1])
+            folder.unlink()
+        await auntil(lambda: freed == ["e"], "the file to be gone")
+        assert (len(told), watch.problem) == (2, None)
+        watch.close()
+        thread.close(10)
+
+    asyncio.run(scenario())
 
 
 def test_survivor_that_is_stopped_keeps_newcomers_waiting_until_it_goes_on(
