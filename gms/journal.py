@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from gms import names
 from gms.core.events import JournalRecord
@@ -39,21 +40,22 @@ LOST = Loaded(is_lost=True)
 class Journal:
     """The open file of one device. `write` is durable when it returns; used by one thread."""
 
-    def __init__(self, path: str) -> None:
-        """Read it, or put an unreadable one aside and make a new one.
+    def __init__(self, path: str, *, has_epochs: bool = False) -> None:
+        """Read it, or put an unreadable one aside and make a new one. `has_epochs`: there are
+        epochs on disk, so that a journal that is not there was there before, and is lost.
 
         Raises:
             UnderstudyError: `gms.journal_unwritable`, `gms.journal_in_use`.
         """
         self.path = path
         try:
-            found = _load(path)
-            if found is None:
-                logger.warning("%s cannot be read; it is kept as %s", path, put_aside(path))
-                FORMAT.create(path, _text(LOST))
-            elif not os.path.lexists(path):
-                FORMAT.create(path, _text(found))
+            is_there = os.path.lexists(path)
+            found = _load(path) if is_there or not has_epochs else None
             self.loaded = LOST if found is None else found
+            if found is None and is_there:
+                logger.warning("%s cannot be read; it is kept as %s", path, put_aside(path))
+            if found is None or not is_there:
+                FORMAT.create(path, _text(self.loaded))
             self._file = SlotFile(path, FORMAT)
         except BlockingIOError as error:
             raise UnderstudyError(
@@ -116,17 +118,20 @@ def _meaning(text: bytes) -> Loaded:
     found = body["committed"]
     if found is None:
         return Loaded(is_lost=bool(body["is_lost"]))
+    return Loaded(_record(found))
+
+
+def _record(found: dict[str, Any]) -> JournalRecord:
     if not names.is_epoch_id(found["epoch"]):
         raise ValueError("it names no epoch")
-    digest = found["digest"]
-    return Loaded(
-        JournalRecord(
-            epoch=found["epoch"],
-            size_bytes=int(found["size_bytes"]),
-            layout_hash=LayoutHash(str(found["layout_hash"])),
-            identity_hash=str(found["identity_hash"]),
-            digest=None if digest is None else str(digest),
-        )
+    digest, previous = found["digest"], found["previous"]
+    return JournalRecord(
+        epoch=found["epoch"],
+        size_bytes=int(found["size_bytes"]),
+        layout_hash=LayoutHash(str(found["layout_hash"])),
+        identity_hash=str(found["identity_hash"]),
+        digest=None if digest is None else str(digest),
+        previous=None if previous is None else _record(previous),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gms import names
-from gms.core.events import EpochPhase, JournalRecord
+from gms.core.events import JournalRecord
+from gms.core.recovery import orphans_of
 from gms.core.state import Epoch
 
 
@@ -14,13 +15,4 @@ def left_behind(directory: str, device: str, tag: str, record: JournalRecord | N
     its memory is in use. An epoch whose processes are all gone is found free at the first look; the
     journalled one is expected back from whoever still maps it.
     """
-    ids = names.epochs_on_disk(directory, device, tag)
-    if record is not None and record.epoch not in ids:
-        ids.append(record.epoch)
-    orphans = {id_: Epoch(id_, EpochPhase.ORPHANED) for id_ in ids}
-    if record is not None:
-        known = orphans[record.epoch]
-        # Its slabs are not known before it is back; for the books it is one piece until then.
-        known.slab_sizes = [record.size_bytes]
-        known.expected = record
-    return list(orphans.values())
+    return orphans_of(names.epochs_on_disk(directory, device, tag), record)

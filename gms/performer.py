@@ -235,14 +235,13 @@ class Performer:
         session = effect.session
 
         def done(_: None) -> None:
-            if session is not None:
-                self._handle(ev.Journalled(session))
+            self._handle(ev.JournalKept() if session is None else ev.Journalled(session))
 
         def failed(error: UnderstudyError) -> None:
-            if session is not None:
+            if session is None:
+                self._handle(ev.JournalBehind(error.message))
+            else:
                 self._handle(ev.JournalFailed(session, error.message))
-            else:  # harmless: it names an epoch whose file is free, which a restart finds out
-                self._log.record("gms.journal", error.message, severity="warning")
 
         self._driver.submit(lambda: self._journal.write(effect.record), done, failed)
 

@@ -78,7 +78,10 @@ class DeviceServer:
         await self._server.start()
         # The path is ours; nobody is heard before this function yields to the loop.
         loop = asyncio.get_running_loop()
-        self._journal = Journal(names.journal_path(self.directory, self.device, self.tag))
+        self._journal = Journal(
+            names.journal_path(self.directory, self.device, self.tag),
+            has_epochs=bool(names.epochs_on_disk(self.directory, self.device, self.tag)),
+        )
         self._driver = DriverThread(f"gms-driver-{self.device}", loop)
         self._lender = DriverThread(f"gms-lender-{self.device}", loop)
         self._closer = DriverThread(f"gms-closer-{self.device}", loop)

@@ -7,11 +7,12 @@ it alone kept) and `retire` (take the committed epoch out of service). It decide
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from gms.core import events as ev
 from gms.core.capacity import free_bytes
 from gms.core.events import Effect, EpochPhase, SessionState
-from gms.core.state import QUEUED, WRITER_STATES, Epoch, Session
+from gms.core.state import WRITER_STATES, Epoch, Session
 from understudy.errors import InvariantError, ProtocolError, UnderstudyError
 
 WAITERS_MAX = 64  # eight engines of eight ranks; more is a client that attaches in a loop
@@ -40,6 +41,9 @@ class Device:
         self.reclaims_total = 0
         self.oom_waits_total = 0
         self.problem: str | None = None  # what people should mend: a journal that cannot be written
+        self.journal_retry_ms: float | None = None
+        self._journal_writes = 0  # under way, of those that no session waits for
+        self._is_journal_behind = False  # a commit under way keeps us from writing what is true
 
     @property
     def committed(self) -> Epoch | None:
@@ -110,17 +114,43 @@ class Device:
     def journal(self) -> list[Effect]:
         """Put on disk what is true now, unless a commit is on its way there: that would be
         overtaken, and it says the same or puts it right itself."""
-        if any(s.state is SessionState.JOURNALLING for s in self.sessions.values()):
+        self._is_journal_behind = any(
+            s.state is SessionState.JOURNALLING for s in self.sessions.values()
+        )
+        self.journal_retry_ms = None
+        if self._is_journal_behind:
             return []
+        self._journal_writes += 1
         return [ev.WriteJournal(None, self.committed.record() if self.committed else None)]
 
+    def journal_commit(self, session: Session) -> ev.WriteJournal:
+        """Put the epoch that `session` commits on disk, and what it replaces until it has."""
+        previous = self.committed.record() if self.committed else None
+        record = replace(self.epoch_of(session).record(), previous=previous)
+        return ev.WriteJournal(session.id, record)
+
+    def journal_written(self) -> None:
+        """A write that no session waits for has ended, well or not."""
+        self._journal_writes -= 1
+
+    @property
+    def is_journal_true(self) -> bool:
+        """Whether the disk says what is true now."""
+        is_retrying = self.journal_retry_ms is not None
+        return not (self._journal_writes or self._is_journal_behind or is_retrying)
+
+    @property
+    def is_journal_behind(self) -> bool:
+        return self._is_journal_behind
+
     def check_waiters(self) -> None:
-        """Whether one more session may queue here.
+        """Whether one more session may wait for its grant. Survivors are not counted: what they
+        bring is what the others wait for, and there are as many of them as connections at most.
 
         Raises:
             UnderstudyError: `gms.too_many_waiters`.
         """
-        if sum(s.state in QUEUED for s in self.sessions.values()) >= WAITERS_MAX:
+        if len(self.waiting) >= WAITERS_MAX:
             raise UnderstudyError(
                 "gms.too_many_waiters",
                 f"{WAITERS_MAX} sessions wait for this device already, which is the limit; "

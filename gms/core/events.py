@@ -61,6 +61,9 @@ class JournalRecord:
     layout_hash: LayoutHash  # covers slab sizes and manifest
     identity_hash: str
     digest: str | None = None  # of the bytes; None until the writer has computed it
+    # What it replaces, for as long as nobody was told: a writer and a server that die between this
+    # record and the answer must not take the epoch with them that everybody still uses.
+    previous: JournalRecord | None = None
 
 
 # ---------------------------------------------------------------------------- events
@@ -234,6 +237,18 @@ class EpochFree(Event):
     """The kernel says that nobody holds the file of this epoch, and our own copy is freed."""
 
     epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class JournalKept(Event):
+    """A record that no session waits for is on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalBehind(Event):
+    """Such a record could not be written: what is on disk is not true any more."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +429,8 @@ class Unwatch(Effect):
 
 @dataclass(frozen=True, slots=True)
 class WriteJournal(Effect):
-    """Put `record` on disk, then say `Journalled`; without a session there is no answer."""
+    """Put `record` on disk, then say `Journalled` or `JournalFailed`; without a session,
+    `JournalKept` or `JournalBehind`."""
 
     session: int | None
     record: JournalRecord | None

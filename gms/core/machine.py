@@ -90,6 +90,8 @@ class Machine:
             ev.JournalFailed: self._journal_failed,
             ev.DriverFailed: self._driver_failed,
             ev.Closed: self._closed,
+            ev.JournalKept: self._journal_kept,
+            ev.JournalBehind: self._journal_behind,
             ev.EpochFree: self._epoch_free,
             ev.HoldersSeen: self._holders_seen,
             ev.Tick: self._tick,
@@ -100,6 +102,7 @@ class Machine:
         times = [s.deadline_ms for s in self.device.sessions.values()]
         times += [s.retry_ms for s in self.device.sessions.values()]
         times += [self._recovery.next_report_ms(), self._upkeep.next_deadline_ms()]
+        times.append(self.device.journal_retry_ms)
         return min((t for t in times if t is not None), default=None)
 
     def handle(self, event: ev.Event, now_ms: float) -> Effects:
@@ -240,7 +243,7 @@ class Machine:
         session.may_be_journalled = True
         epoch = self.device.epoch_of(session)
         epoch.tensors = event.tensors
-        return [ev.WriteJournal(session.id, epoch.record())]
+        return [self.device.journal_commit(session)]
 
     def _journalled(self, event: ev.Journalled, now_ms: float) -> Effects:
         """On disk: publish. From here on the old epoch is history and the new one is readable."""
@@ -249,7 +252,10 @@ class Machine:
         epoch, commit = self.device.epoch_of(session), session.commit
         if commit is None:
             raise InvariantError(f"session {session.id} was journalled without a commit")
-        retired = self.device.retire(self.device.committed) if self.device.committed else []
+        retired: Effects = []
+        is_stale = self.device.is_journal_behind
+        if self.device.committed is not None:
+            retired, is_stale = self.device.retire(self.device.committed), True
         epoch.turn("publish")
         epoch.readers.add(session.id)
         session.commit = session.retry_ms = self.device.problem = None
@@ -262,6 +268,8 @@ class Machine:
                 {"epoch": epoch.id, "size_bytes": epoch.size_bytes, "tensors": epoch.tensors},
             ),
             *retired,
+            # What was replaced is history from now on, also after a restart.
+            *(self.device.journal() if is_stale else []),
         ]
 
     def _journal_failed(self, event: ev.JournalFailed, now_ms: float) -> Effects:
@@ -275,6 +283,26 @@ class Machine:
         if told == self.device.problem:
             return []
         return [ev.Record("gms.commit", self.device.problem, severity="error")]
+
+    def _journal_kept(self, event: ev.JournalKept, now_ms: float) -> Effects:
+        self.device.journal_written()
+        if not self.device.is_journal_true:
+            return []
+        self.device.problem = None
+        return self._upkeep.journal_is_true()
+
+    def _journal_behind(self, event: ev.JournalBehind, now_ms: float) -> Effects:
+        """What was condemned or dropped would come back with a restart: try until it is written."""
+        self.device.journal_written()
+        self.device.journal_retry_ms = now_ms + JOURNAL_RETRY_MS
+        told = self.device.problem
+        self.device.problem = (
+            "the journal cannot be written, and a restart would find what it said before: "
+            f"{event.why}"
+        )
+        if told == self.device.problem:
+            return []
+        return [ev.Record("gms.journal", self.device.problem, severity="error")]
 
     def _driver_failed(self, event: ev.DriverFailed, now_ms: float) -> Effects:
         session = self.device.session(event)
@@ -298,7 +326,7 @@ class Machine:
         is_over = self.device.is_journal_lost and not self.device.orphans  # nobody can tell us more
         if is_over or (epoch.phase is EpochPhase.ORPHANED and epoch.expected is not None):
             self.device.is_journal_lost = False
-            effects += self.device.journal()  # the journalled epoch is gone for good
+            effects += self._recovery.journalled_is_gone()
         for session in list(self.device.sessions.values()):
             if session.epoch == epoch.id and session.state in HANDING_BACK:
                 error = UnderstudyError(
@@ -316,12 +344,14 @@ class Machine:
 
     def _tick(self, event: ev.Tick, now_ms: float) -> Effects:
         effects = self._recovery.report(now_ms) + self._upkeep.tick(now_ms)
+        retry_ms = self.device.journal_retry_ms
+        if retry_ms is not None and retry_ms <= now_ms:
+            effects += self.device.journal()
         for session in list(self.device.sessions.values()):
             if session.retry_ms is not None and session.retry_ms <= now_ms:
                 session.retry_ms = None  # a slab is asked for again by the grants
                 if session.state is SessionState.JOURNALLING:
-                    record = self.device.epoch_of(session).record()
-                    effects.append(ev.WriteJournal(session.id, record))
+                    effects.append(self.device.journal_commit(session))
             if session.deadline_ms is not None and session.deadline_ms <= now_ms:
                 effects += self._grants.refuse(session, self._too_late(session), now_ms)
         return effects

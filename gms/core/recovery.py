@@ -16,6 +16,8 @@ Rules, each of which the models showed to be needed:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gms.core import events as ev
 from gms.core.capacity import EPOCH_BYTES_MAX
 from gms.core.device import Device
@@ -33,6 +35,7 @@ OFFER_MS = 10_000.0
 REJOIN_MS = 60_000.0
 # When people are told who still maps the memory that nobody has handed back.
 REPORT_AFTER_MS = 10_000.0
+ASKED_MAX = 1024  # incarnations remembered; a device has a handful of survivors
 
 Effects = list[Effect]
 
@@ -46,12 +49,12 @@ class Recovery:
         self.device = device
         self._began_ms = now_ms
         self._is_reported = not device.orphans
+        self._asked: dict[str, int] = {}  # how often, by incarnation
 
     def rejoin(self, event: ev.Rejoin, now_ms: float) -> Effects:
         """A survivor is back; `settle` says what becomes of it."""
         session = self.device.sessions.get(event.session) or Session(event.session)
         session.target(ev.Rejoin)
-        self.device.check_waiters()
         if sum(event.slab_sizes) > EPOCH_BYTES_MAX:
             raise ProtocolError(
                 "gms.bad_epoch",
@@ -121,18 +124,30 @@ class Recovery:
             ev.TellRejoined(session.id, offer.request_id, epoch.id),
             ev.Record("gms.recovered", said, {"epoch": epoch.id, "duration_ms": took_ms}),
         ]
-        if self.device.is_journal_lost:
-            self.device.is_journal_lost = False
-            effects += self.device.journal()
+        self.device.is_journal_lost = False
+        effects += self.device.journal()  # it may be lost there, or name something else beside it
+        for orphan in self.device.orphans:
+            orphan.fallback = None  # replaced, as we know now
         self.device.recoveries_total += 1
         return effects
+
+    def journalled_is_gone(self) -> Effects:
+        """Nobody maps the journalled epoch any more. If nobody was told of it either, the one that
+        it was to replace is still what is committed."""
+        heir = next((orphan for orphan in self.device.orphans if orphan.fallback), None)
+        self.device.is_journal_lost = False
+        if heir is None:
+            return self.device.journal()
+        heir.expected, heir.fallback = heir.fallback, None
+        return []
 
     def settle(self, now_ms: float) -> Effects:
         """Judge every survivor that has come back, in order."""
         effects: Effects = []
-        for session in list(self.device.sessions.values()):
-            if session.state is SessionState.REJOINING:
-                effects += self._judge(session, _rejoin_of(session), now_ms)
+        back = [s for s in self.device.sessions.values() if s.state is SessionState.REJOINING]
+        # Whoever was asked before and is back did not do it: the others first.
+        for session in sorted(back, key=lambda s: self._asked.get(s.request.incarnation, 0)):
+            effects += self._judge(session, _rejoin_of(session), now_ms)
         return effects
 
     def next_report_ms(self) -> float | None:
@@ -155,9 +170,12 @@ class Recovery:
         phase = epoch.phase if epoch is not None else None
         if phase is EpochPhase.STAGING:
             return []  # its old connection has ended; we are about to hear of that
+        if epoch is not None and epoch.fallback is not None:
+            return []  # until the kernel, or a survivor, says what became of its successor
         if epoch is not None and phase is EpochPhase.ORPHANED and self._may_publish(epoch, rejoin):
             if any(s.state in HANDING_BACK for s in self.device.sessions.values()):
                 return []  # one at a time; if that one breaks off, this one is asked
+            self._note_asked(session)
             session.move(ev.AskedToOffer, now_ms)
             session.epoch, session.deadline_ms = epoch.id, now_ms + OFFER_MS
             return [ev.AskOffer(session.id, rejoin.request_id, epoch.id)]
@@ -173,6 +191,12 @@ class Recovery:
             refuse = ev.Refuse(session.id, rejoin.request_id, error)
             return [refuse, *self.device.drop(session, error.message)]
         return self._register(session, rejoin, now_ms)
+
+    def _note_asked(self, session: Session) -> None:
+        if len(self._asked) >= ASKED_MAX:
+            self._asked.clear()
+        incarnation = session.request.incarnation
+        self._asked[incarnation] = self._asked.get(incarnation, 0) + 1
 
     def _may_publish(self, epoch: Epoch, rejoin: ev.Rejoin) -> bool:
         """Without a journal the first survivor's word decides which epoch was committed."""
@@ -208,3 +232,17 @@ def _rejoin_of(session: Session) -> ev.Rejoin:
     if session.rejoin is None:
         raise InvariantError(f"session {session.id} is {session.state} without having rejoined")
     return session.rejoin
+
+
+def orphans_of(ids: Iterable[str], record: ev.JournalRecord | None) -> list[Epoch]:
+    """The epochs that a server starts with: those of which there are files, and what the journal
+    knows of them."""
+    orphans = {id_: Epoch(id_, EpochPhase.ORPHANED) for id_ in ids}
+    if record is not None:
+        known = orphans.setdefault(record.epoch, Epoch(record.epoch, EpochPhase.ORPHANED))
+        # Its slabs are not known before it is back; for the books it is one piece until then.
+        known.slab_sizes, known.expected = [record.size_bytes], record
+        if record.previous is not None and record.previous.epoch in orphans:
+            older = orphans[record.previous.epoch]
+            older.slab_sizes, older.fallback = [record.previous.size_bytes], record.previous
+    return list(orphans.values())

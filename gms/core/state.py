@@ -103,6 +103,7 @@ class Epoch:
     readers: set[int] = field(default_factory=set)  # sessions
     holders: tuple[int, ...] = ()  # pids seen with its file open, while nobody here owns it
     expected: ev.JournalRecord | None = None  # what an offer of this orphan must match
+    fallback: ev.JournalRecord | None = None  # the same, should the journalled one be gone
     digest: str | None = None  # of the bytes, as its writer computed it
     failed_canaries: set[str] = field(default_factory=set)  # incarnations
 

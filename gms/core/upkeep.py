@@ -47,6 +47,7 @@ class Upkeep:
         self.device = device
         self._verification: Verification | None = None
         self._last_id = 0
+        self._dropped: list[ev.TellDropped] = []  # answered once that is on disk
 
     # ------------------------------------------------------------------ out of service
 
@@ -96,12 +97,17 @@ class Upkeep:
                 "of these leaves",
                 readers=list(readers),
             )
+        self._dropped.append(ev.TellDropped(event.session, event.request_id, epoch.id, readers))
         return [
-            ev.TellDropped(event.session, event.request_id, epoch.id, readers),
             ev.Record("gms.dropped", f"epoch {epoch.id} was dropped by hand", {"epoch": epoch.id}),
             *self.device.retire(epoch),
             *self.device.journal(),
         ]
+
+    def journal_is_true(self) -> Effects:
+        """The disk says what is true: what was dropped will not come back with a restart."""
+        told, self._dropped = self._dropped, []
+        return list(told)
 
     # ------------------------------------------------------------------ the bytes
 

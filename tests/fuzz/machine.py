@@ -183,7 +183,9 @@ class Fuzzed:
                 self.tell(ev.DriverFailed(session, error) if failed else ev.Sealed(session, 1))
             case ev.AdoptEpoch(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.Adopted(session, 1))
-            case ev.WriteJournal(session) if session is not None:
+            case ev.WriteJournal(None):
+                self.tell(ev.JournalBehind("disk") if failed else ev.JournalKept())
+            case ev.WriteJournal(int(session)):
                 self.tell(ev.JournalFailed(session, "disk") if failed else ev.Journalled(session))
             case ev.ReleaseEpoch(epoch):
                 self.watched.add(epoch)

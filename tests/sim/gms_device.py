@@ -18,6 +18,7 @@ from gms.core import events as ev
 from gms.core.events import EpochPhase, SessionState
 from gms.core.machine import Machine
 from gms.core.manifest import TensorRecord, encode, layout_hash
+from gms.core.recovery import orphans_of
 from gms.core.state import WRITER_STATES, Epoch
 from understudy.errors import UnderstudyError
 
@@ -88,6 +89,8 @@ class SimDevice:
         self.is_journal_lost = False
         self.published: dict[str, Published] = {}
         self.last: str | None = None  # what must be committed here while anybody alive maps it
+        self.doubtful: str | None = None  # journalled to replace `last`, and nobody was told
+        self.older: str | None = None  # what the journal says that `last` has replaced
         self.begun_total = 0  # epochs that somebody began to write
         self.condemned: set[str] = set()  # for good: it is on disk
         self.condemning: set[str] = set()  # a crash forgets it, like a message that came too late
@@ -105,23 +108,18 @@ class SimDevice:
 
     def boot(self) -> None:
         """A server starts on what the one before it left (`gms.leftovers`)."""
-        orphans = {e: Epoch(e, EpochPhase.ORPHANED) for e in sorted(self.files)}
-        if self.journal is not None and not self.is_journal_lost:
-            orphan = orphans.setdefault(
-                self.journal.epoch, Epoch(self.journal.epoch, EpochPhase.ORPHANED)
-            )
-            orphan.slab_sizes, orphan.expected = [self.journal.size_bytes], self.journal
+        orphans = orphans_of(sorted(self.files), None if self.is_journal_lost else self.journal)
         self.machine = self.machine_type(
             capacity_bytes=self.capacity_bytes,
             granularity_bytes=4096,
             stall_ms=STALL_MS,
             new_epoch_id=self.new_id,
-            orphans=orphans.values(),
+            orphans=orphans,
             is_journal_lost=self.is_journal_lost,
             now_ms=self.now_ms,
         )
         self.is_up = True
-        self.watched = set(orphans)
+        self.watched = {orphan.id for orphan in orphans}
 
     def crash(self) -> None:
         """The server dies; what it held is gone unless somebody maps it."""
@@ -129,8 +127,13 @@ class SimDevice:
         if journal is not None and journal.epoch != self.last:
             # On disk and not answered: committed all the same, if anything is left of it.
             if journal.epoch in self.vault and journal.epoch not in self.published:
-                self._publish(journal.epoch)
-            self.last = journal.epoch
+                self._register(journal.epoch)
+            if journal.previous is None:
+                self.last = journal.epoch
+            else:
+                self.doubtful = journal.epoch
+        if journal is not None and journal.previous is not None:
+            self.older = journal.previous.epoch
         self.is_up = False
         for pending in (self.driver, self.closing, self.offered, self.vault, self.watched):
             pending.clear()
@@ -195,12 +198,15 @@ class SimDevice:
         self._deliver(answer.session, answer, copy)
 
     def _publish(self, epoch: str) -> None:
+        self._register(epoch)
+        self.last, self.doubtful, self.older = epoch, None, None
+
+    def _register(self, epoch: str) -> None:
         copy, identity = self.vault[epoch], self.machine.device.epochs[epoch].identity
         assert identity is not None
         assert epoch not in self.published, f"two memories under the name {epoch}"
         sizes, contents = tuple(copy.slab_sizes), frozenset(copy.contents)
         self.published[epoch] = Published(copy, sizes, contents, dict(identity))
-        self.last = epoch
 
     def complete_one(self, *, fails: bool = False) -> None:
         """The driver's oldest call completes; if its session has left, the call was made anyway."""
@@ -224,12 +230,16 @@ class SimDevice:
                 self.tell(ev.Sealed(effect.session, tensors=1))
             case ev.AdoptEpoch():
                 self._adopt(effect)
+            case ev.WriteJournal(None) if fails:
+                self.tell(ev.JournalBehind("a full disk"))
             case ev.WriteJournal() if fails and effect.session is not None:
                 self.tell(ev.JournalFailed(effect.session, "a full disk"))
             case ev.WriteJournal():
                 self._write(effect)
                 if effect.session is not None:
                     self.tell(ev.Journalled(effect.session))
+                else:
+                    self.tell(ev.JournalKept())
             case ev.DiscardOffer():
                 self.vault.pop(effect.epoch, None)
             case ev.ReleaseEpoch():
@@ -308,6 +318,12 @@ class SimDevice:
                 assert session.epoch not in self._holders(), "a reader's epoch is never freed"
         committed = device.committed
         assert committed is None or committed.id not in self.condemned, "a condemned epoch is back"
+        if committed is not None and committed.id == self.doubtful:
+            self.last, self.doubtful, self.older = committed.id, None, None
+        if committed is not None and committed.id == self.older != self.last:
+            # Its successor is gone with everybody who had it.
+            assert self.last not in self._holders(), "an older epoch is back beside a newer one"
+            self.last, self.doubtful, self.older = committed.id, None, None
         if committed is not None and self.last is not None:
             assert committed.id == self.last, f"{committed.id} is stale: {self.last} came after it"
         self._check_published()
@@ -334,7 +350,7 @@ class SimDevice:
             return
         epoch = self.machine.device.epochs.get(str(self.last))
         phase = epoch.phase if epoch is not None else None
-        is_expected = epoch is not None and epoch.expected is not None
+        is_expected = epoch is not None and (epoch.expected or epoch.fallback) is not None
         is_expected = is_expected or self.machine.device.is_journal_lost  # the first one's word
         is_safe = phase is EpochPhase.COMMITTED or (phase is EpochPhase.ORPHANED and is_expected)
         assert is_safe, f"epoch {self.last} is mapped by a live engine and lost ({phase})"

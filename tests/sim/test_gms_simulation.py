@@ -158,6 +158,8 @@ class World:
                 self.journal = effect.record
                 if effect.session is not None:
                     self.tell(ev.Journalled(effect.session))
+                else:
+                    self.tell(ev.JournalKept())
             case ev.ReleaseEpoch():
                 self.slabs.pop(effect.epoch, None)
                 self.watched.add(effect.epoch)

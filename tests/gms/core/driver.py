@@ -75,6 +75,12 @@ class Bench:
                 self.journal = effect.record
                 if effect.session is not None:
                     self.tell(ev.Journalled(effect.session))
+                else:
+                    self.tell(ev.JournalKept())
+            case ev.AdoptEpoch():
+                self.tell(ev.Adopted(effect.session, tensors=1))
+            case ev.Unwatch() | ev.DiscardOffer():
+                pass
             case ev.ReleaseEpoch():
                 self.released.append(effect.epoch)
                 if effect.epoch not in self.mapped:

@@ -1,0 +1,166 @@
+"""What the journal says between a commit and its answer, and when it cannot be written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gms.core import events as ev
+from gms.core.events import EpochPhase
+from gms.core.identity import identity_hash
+from gms.core.machine import JOURNAL_RETRY_MS
+from gms.core.manifest import encode, layout_hash
+from gms.core.recovery import orphans_of
+from tests.gms.core.driver import IDENTITY, MIB, Bench
+
+OTHER = {"model": "tiny", "shards": {"a": "2"}}
+OLD, NEW = "a" * 32, "b" * 32
+MANIFEST = encode(())
+
+
+def record(epoch: str, identity: dict[str, object]) -> ev.JournalRecord:
+    return ev.JournalRecord(epoch, MIB, layout_hash((MIB,), MANIFEST), identity_hash(identity))
+
+
+def restarted() -> Bench:
+    """A server that finds a commit of NEW over OLD on disk, of which nobody may have heard."""
+    bench = Bench(
+        orphans=orphans_of([OLD, NEW], replace(record(NEW, OTHER), previous=record(OLD, IDENTITY)))
+    )
+    bench.mapped |= {OLD, NEW}
+    return bench
+
+
+def rejoin(bench: Bench, session: int, epoch: str) -> ev.Answer | None:
+    bench.tell(ev.Rejoin(session, 1, f"engine-{session}", f"i{session}", epoch, (MIB,), True))
+    return bench.last(session)
+
+
+def offer(bench: Bench, session: int, identity: dict[str, object]) -> ev.Answer | None:
+    told = layout_hash((MIB,), MANIFEST)
+    bench.tell(ev.Offer(session, 2, identity, MANIFEST, told))
+    return bench.last(session)
+
+
+def phases(bench: Bench) -> dict[str, EpochPhase]:
+    return {epoch.id: epoch.phase for epoch in bench.device.epochs.values()}
+
+
+def test_record_of_a_commit_names_what_it_replaces_until_it_is_answered():
+    """Commit over a committed epoch, step by step: with its predecessor first, then alone."""
+    bench = Bench(auto=False)
+    old = bench.load_by_hand(1)
+    bench.attach(2, "rw", replace=True, identity=OTHER)
+    bench.drain()
+    bench.commit(2, OTHER)
+    bench.complete(bench.pending.pop(0))
+    written = bench.pending[0]
+    assert isinstance(written, ev.WriteJournal)
+    assert written.record is not None
+    assert written.record.previous is not None
+    assert written.record.previous.epoch == old
+    bench.drain()
+    assert bench.journal is not None
+    assert bench.journal.previous is None
+
+
+def test_commit_that_nobody_has_does_not_cost_what_it_was_to_replace():
+    """Its writer died with the server: once the kernel says so, the older epoch is asked for."""
+    bench = restarted()
+    assert rejoin(bench, 1, OLD) is None, "not before it is known"
+    bench.unmap(NEW)
+    assert isinstance(bench.last(1), ev.AskOffer)
+    assert isinstance(offer(bench, 1, IDENTITY), ev.TellRejoined)
+    assert phases(bench) == {OLD: EpochPhase.COMMITTED}
+    assert bench.journal is not None
+    assert (bench.journal.epoch, bench.journal.previous) == (OLD, None)
+
+
+def test_commit_that_its_writer_has_makes_the_older_one_history():
+    """The writer hands it back: the reader of the older epoch is kept as that."""
+    bench = restarted()
+    assert rejoin(bench, 1, OLD) is None
+    assert isinstance(rejoin(bench, 2, NEW), ev.AskOffer)
+    offer(bench, 2, OTHER)
+    assert phases(bench) == {OLD: EpochPhase.SUPERSEDED, NEW: EpochPhase.COMMITTED}
+    assert isinstance(bench.last(1), ev.TellRejoined)
+    assert bench.journal is not None
+    assert (bench.journal.epoch, bench.journal.previous) == (NEW, None)
+
+
+def test_older_epoch_that_nobody_maps_is_forgotten():
+    """Both are gone: empty, and the disk says so."""
+    bench = restarted()
+    bench.unmap(OLD)
+    bench.unmap(NEW)
+    assert bench.device.state == "empty"
+    assert bench.journal is None
+
+
+@pytest.mark.parametrize("how", ["condemned", "dropped"])
+def test_what_went_out_of_service_is_written_until_the_disk_takes_it(how: str):
+    """The journal fails twice: a problem that people see, and no answer before it is on disk."""
+    bench = Bench(auto=False)
+    bench.load_by_hand(1)
+    bench.tell(
+        ev.Condemn(1, "device_error", "Xid 63")
+        if how == "condemned"
+        else ev.Drop(9, 4, None, even_if_mapped=True)
+    )
+    for _ in range(2):
+        written = bench.pending.pop(0)
+        assert isinstance(written, ev.WriteJournal)
+        assert written.record is None
+        bench.tell(ev.JournalBehind("no space left"))
+        assert "no space left" in str(bench.device.problem)
+        assert bench.last(9) is None
+        bench.advance(JOURNAL_RETRY_MS)
+    bench.drain()
+    assert bench.device.problem is None
+    assert bench.journal is None
+    if how == "dropped":
+        assert isinstance(bench.last(9), ev.TellDropped)
+    assert len([r for r in bench.records if r.type == "gms.journal"]) == 1, "said once"
+
+
+def test_drop_waits_for_a_commit_that_is_being_written():
+    """The committed epoch is dropped while its successor is journalled: answered after that."""
+    bench = Bench(auto=False)
+    bench.load_by_hand(1)
+    bench.attach(2, "rw", replace=True, identity=OTHER)
+    bench.drain()
+    bench.commit(2, OTHER)
+    bench.complete(bench.pending.pop(0))
+    bench.tell(ev.Drop(9, 4, None, even_if_mapped=True))
+    assert bench.last(9) is None
+    bench.drain()
+    assert isinstance(bench.last(9), ev.TellDropped)
+    assert bench.device.committed is not None
+    assert bench.journal is not None
+    assert bench.journal.epoch == bench.device.committed.id
+
+
+def test_newcomers_that_wait_do_not_keep_survivors_out():
+    """As many newcomers as may wait for the epoch: its survivor is asked for it all the same."""
+    bench = restarted()
+    for session in range(100, 164):
+        bench.attach(session, "ro", identity=OTHER)
+    assert isinstance(rejoin(bench, 2, NEW), ev.AskOffer)
+    offer(bench, 2, OTHER)
+    assert all(isinstance(bench.last(session), ev.TellAttached) for session in range(100, 164))
+
+
+def test_survivor_that_was_asked_in_vain_lets_the_others_pass():
+    """It says nothing and comes back: whoever was not asked yet is asked before it."""
+    bench = restarted()
+    rejoin(bench, 1, NEW)
+    for silent in (3, 4):
+        rejoin(bench, silent, NEW)
+    bench.close(1)
+    rejoin(bench, 1, NEW)
+    assert isinstance(bench.last(3), ev.AskOffer)
+    bench.close(3)
+    assert isinstance(bench.last(4), ev.AskOffer)
+    bench.close(4)
+    assert isinstance(bench.last(1), ev.AskOffer)
