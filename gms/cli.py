@@ -170,16 +170,16 @@ def inspect(config: Resolved, as_json: bool) -> None:
 @options((DIRECTORY, ONE_DEVICE), command="gms-client")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def verify(config: Resolved, as_json: bool) -> None:
-    """Compare the committed bytes with what was written: 0 intact, 1 altered, 4 no digest yet."""
+    """Compare the committed bytes with what was written.
+
+    Exit codes: 0 intact or nothing there, 1 altered or not verified, 3 unreachable, 4 no digest yet
+    or recovering; of several devices, that of the gravest.
+    """
     from gms import operate
 
     document = operate.verify(config["dir"], config["device"])
-    lines = [
-        f"gms  {d['device_uuid']}  epoch {d['epoch'][:8]} is {d['result']}, says {d['reader']}"
-        for d in document["devices"]
-    ]
-    click.echo(json.dumps(document, indent=1) if as_json else "\n".join(lines))
-    sys.exit({operate.INTACT: 0, operate.ALTERED: 1, operate.PENDING: 4}[document["result"]])
+    click.echo(json.dumps(document, indent=1) if as_json else operate.render(document))
+    sys.exit(operate.EXIT_CODES[document["result"]])
 
 
 @main.command()

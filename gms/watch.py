@@ -39,7 +39,7 @@ class EpochWatch:
         path_of: Callable[[str], str],
         free: Callable[[str], None],
         holders: Callable[[str, tuple[int, ...]], None],
-        failed: Callable[[str, str], None],
+        failed: Callable[[str, str], object],
     ) -> None:
         self._clock = clock
         self._thread = thread

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
+from gms import operate
 from gms.client import Reader
 from gms.messages import Digest
 from tests.gms.bench import GmsProcess
 from tests.gms.kinds import host_only
 from tests.gms.test_gms_recovery import OTHER, inodes, kept
 from tests.helpers import until
+from understudy.errors import WaitTimeoutError
 
 
 def command(gms: GmsProcess, *words: str) -> tuple[int, Any]:
@@ -65,9 +72,11 @@ def test_verify_without_a_digest_is_pending(gms: GmsProcess):
 def test_verify_on_a_gpu_does_not_take_the_engines_memory(gms: GmsProcess):
     """Nobody attached has time: on a GPU the command says so instead of making a context there."""
     with gms.load() as reader, kept(reader, may_digest=lambda: False):
-        code, said = command(gms, "verify")
+        digested(gms)
+        code, document = command(gms, "verify")
         if gms.kind == "cuda":
-            assert (code, "attach a standby" in said) == (1, True)
+            assert (code, document["result"]) == (1, "failed")
+            assert "attach a standby" in document["devices"][0]["error"]["message"]
 
 
 @host_only
@@ -91,11 +100,62 @@ def test_verify_finds_bytes_that_are_not_what_was_written(gms: GmsProcess):
         assert (code, document["result"]) == (1, "altered")
 
 
-def test_verify_of_nothing_is_one_sentence(gms: GmsProcess):
-    """Nothing is committed; no such device."""
-    assert "nothing is committed" in command(gms, "verify")[1]
+def test_verify_of_nothing_finds_nothing_wrong(gms: GmsProcess):
+    """Nothing is committed: that is a result, and no failure; another device is a mistake."""
+    code, document = command(gms, "verify")
+    assert (code, document["result"]) == (0, "empty")
     code, said = command(gms, "verify", "--device", "HOST-7")
     assert (code, gms.device in said) == (2, True)
+    code, said = command(gms, "drop", "--yes")
+    assert (code, said) == (1, f"{gms.device}: nothing is committed on this device")
+
+
+@pytest.fixture
+def four(gms: GmsProcess) -> Iterator[list[GmsProcess]]:
+    """HOST-0 and three more devices beside it."""
+    more = [GmsProcess(gms.directory, device=f"HOST-{n}").start() for n in (1, 2, 3)]
+    yield [gms, *more]
+    for server in more:
+        server.stop()
+
+
+@host_only  # what becomes of several devices is all the same to it
+def test_verify_says_of_every_device_what_became_of_it(four: list[GmsProcess]):
+    """Intact, empty, recovering and down: four results; each answer of a worse one is graver."""
+    intact, _, recovering, down = four
+    with intact.load() as reader, kept(reader), recovering.load(), down.load():
+        digested(intact)
+        recovering.kill()
+        recovering.start()
+        code, document = command(intact, "verify")
+        results = {d["device_uuid"]: d["result"] for d in document["devices"]}
+        assert results == {
+            "HOST-0": "intact", "HOST-1": "empty", "HOST-2": "recovering", "HOST-3": "pending",
+        }  # fmt: skip
+        assert (code, document["result"]) == (4, "recovering")
+        down.kill()
+        code, document = command(intact, "verify")
+        assert (code, document["result"]) == (3, "unreachable")
+        assert document["devices"][0]["result"] == "intact"
+        assert document["devices"][3]["error"]["message"].startswith("HOST-3: ")
+        said = operate.render(document).splitlines()
+        assert [line.split()[1].rstrip(":") for line in said] == sorted(results)
+        code, sentence = command(recovering, "drop", "--yes", "--device", "HOST-2")
+        assert (code, "HOST-2: " in sentence, "handed back" in sentence) == (4, True, True)
+
+
+def test_stopped_server_is_neither_waited_for_nor_obeyed_later(
+    gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
+):
+    """SIGSTOP: verify says unreachable, drop fails, and does not happen once the server goes on."""
+    monkeypatch.setattr(operate, "ANSWER_TIMEOUT_S", 0.2)
+    with gms.load() as reader:
+        os.kill(gms.pid, signal.SIGSTOP)
+        assert operate.verify(gms.directory, None)["result"] == "unreachable"
+        with pytest.raises(WaitTimeoutError, match=gms.device):
+            operate.drop(gms.directory, None, epoch=None, even_if_mapped=True)
+        os.kill(gms.pid, signal.SIGCONT)
+        assert gms.status()["epoch"] == gms.status()["epoch"] == reader.epoch
 
 
 def test_drop_names_the_readers_and_frees_what_nobody_maps(gms: GmsProcess):
