@@ -54,10 +54,14 @@ class BlockingClient:
         """Connect to `path`.
 
         Raises:
-            UnreachableError: `wire.unreachable`, with the reason.
+            UnreachableError: `wire.unreachable`, with the reason; `wire.no_descriptors`, this
+                process is at its limit.
         """
         sockets.check_path(path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise sockets.no_descriptors(f"open a socket to {path}", error) from error
         try:
             _connect(sock, path, connect_timeout_s)
         except BaseException:
@@ -83,6 +87,11 @@ class BlockingClient:
     def fileno(self) -> int:
         """Lend the socket's number, to poll for its end."""
         return self._sock.fileno()
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether `receive` has something to give that was read already: no poll shows that."""
+        return bool(self._pending)
 
     def request(
         self,
@@ -115,6 +124,12 @@ class BlockingClient:
             if not self._pending:
                 self._read(time.monotonic() + timeout_s, "the next message")
             return _raise_fault(self._pending.popleft())
+
+    def interrupt(self) -> None:
+        """End the connection under a call that waits on another thread, which raises
+        `wire.closed`; that thread closes."""
+        with contextlib.suppress(OSError):  # not connected any more
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()

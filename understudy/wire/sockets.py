@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import errno
 import os
+import resource
 import socket
 from collections.abc import Sequence
 
@@ -82,6 +83,20 @@ def check_path(path: str) -> None:
             f"the socket path {path} has {length} bytes; the kernel allows"
             f" {SOCKET_PATH_BYTES_MAX}: choose a shorter --dir",
         )
+
+
+def no_descriptors(what: str, error: OSError) -> UnreachableError:
+    """Why `what` could not be done for want of a descriptor: it can be tried again."""
+    why = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        why = (
+            f"this process is at its limit of {limit} open files; raise the limit (ulimit -n) or"
+            " close what leaks"
+        )
+    elif error.errno == errno.ENFILE:
+        why = "this machine is at its limit of open files (sysctl fs.file-max)"
+    return UnreachableError("wire.no_descriptors", f"cannot {what}: {why}")
 
 
 def unreachable(path: str, error: OSError) -> UnreachableError:
