@@ -2,7 +2,9 @@
 
 Owns when a reader comes back and what it answers while it is attached. Must not touch the mapping:
 the engine computes on it all the while, which is the point. The memory is ours as long as we map
-it; a fresh server gets it back from us, and no engine restarts or loads anything again.
+it; a fresh server gets it back from us, and no engine restarts or loads anything again. So nothing
+that may succeed later ends the thread, and what was reported of the memory is said again to each
+service, because the one that heard it may have died before it had written it down.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from understudy.errors import UnderstudyError
 # as what went before would double the time without a service.
 BACKOFF_S, BACKOFF_S_MAX = 0.02, 0.1
 REJOIN_TIMEOUT_S = 90.0  # longer than a server keeps a survivor waiting (gms.core.recovery)
-CLOSE_TIMEOUT_S = 5.0  # between two pieces of a digest the end is looked for
+CLOSE_TIMEOUT_S = 5.0  # what waits is interrupted, and digests look between two pieces
 
 ATTACHED, REJOINING = "attached", "rejoining"
 
@@ -54,7 +56,13 @@ class Keeper:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="gms-keeper", daemon=True)
         self._digests: list[threading.Thread] = []
-        self._authors_digest: str | None = None  # told again to a service that may not have it
+        # Told again to each service, which may not have them: the digest, and reasons (with the
+        # detail) for which the bytes cannot be trusted.
+        self._authors_digest: str | None = None
+        self._reports: dict[str, str] = {}
+        self._report_lock = threading.Lock()
+        self._is_reported = threading.Event()
+        self._is_reported.set()
 
     def start(self) -> None:
         """Begin; a reader that has just committed computes the digest of its bytes."""
@@ -63,21 +71,41 @@ class Keeper:
             self._digest_aside(0)
 
     def close(self) -> None:
-        """Stop keeping the session; the reader stays as it is."""
+        """Stop keeping the session; the reader stays as it is. Again is harmless."""
+        if self._is_closing:
+            return
         self._is_closing = True
         os.eventfd_write(self._wake, 1)
+        self._reader.interrupt()
         for thread in (self._thread, *self._digests):
             if thread.ident is not None:
                 thread.join(CLOSE_TIMEOUT_S)
-        os.close(self._wake)
+        if not self._thread.is_alive():  # else it may still poll this number
+            os.close(self._wake)
 
     def report_canary_failure(self, detail: str) -> None:
-        """This engine's canary failed; the second such report condemns the epoch."""
-        self._reader.condemn("canary", detail)
+        """This engine's canary failed; the second such report condemns the epoch.
+
+        Without a service it is told when there is one; see `wait_until_reported`.
+        """
+        self._report("canary", detail)
 
     def report_device_error(self, detail: str) -> None:
-        """The device failed on this memory: it condemns the epoch at once."""
-        self._reader.condemn("device_error", detail)
+        """The device failed on this memory: it condemns the epoch at once. Without a service it is
+        told when there is one."""
+        self._report("device_error", detail)
+
+    def wait_until_reported(self, timeout_s: float) -> bool:
+        """For who is about to end: whether all that was reported was told to a service."""
+        return self._is_reported.wait(timeout_s)
+
+    def _report(self, why: str, detail: str) -> None:
+        with self._report_lock:
+            self._reports[why] = detail
+            self._is_reported.clear()
+            with contextlib.suppress(UnderstudyError):  # the thread comes back, and tells it then
+                self._reader.condemn(why, detail)
+                self._is_reported.set()
 
     # ------------------------------------------------------------------ on the thread
 
@@ -85,7 +113,7 @@ class Keeper:
         while not self._is_closing:
             try:
                 self._attend()
-            except UnderstudyError as error:
+            except (UnderstudyError, OSError) as error:
                 if not self._is_closing:
                     self._come_back(error)
 
@@ -95,7 +123,8 @@ class Keeper:
         poll.register(self._reader.fileno(), select.POLLIN | select.POLLRDHUP)
         poll.register(self._wake, select.POLLIN)
         while not self._is_closing:
-            poll.poll()
+            if not self._reader.has_heard:
+                poll.poll()
             if self._is_closing:
                 return
             reply = self._reader.hear()
@@ -106,13 +135,14 @@ class Keeper:
                 else:
                     self._reader.tell(Digest(None), reply.request_id)
 
-    def _come_back(self, why: UnderstudyError) -> None:
+    def _come_back(self, why: UnderstudyError | OSError) -> None:
         """Rejoin, for as long as it takes: without a service the engine serves all the same."""
         self.state = REJOINING
         began, delay_s, told = time.monotonic(), 0.0, ""
         while not self._is_closing:
-            if why.message != told:
-                told = why.message
+            sentence = why.message if isinstance(why, UnderstudyError) else str(why)
+            if sentence != told:
+                told = sentence
                 self._on_change(
                     f"no memory service for epoch {self._reader.epoch[:8]} ({told}); the weights "
                     "stay mapped, trying again"
@@ -120,16 +150,24 @@ class Keeper:
             self._pause(delay_s)
             delay_s = min(max(BACKOFF_S, delay_s * 2), BACKOFF_S_MAX)
             try:
-                self._reader.rejoin(REJOIN_TIMEOUT_S)
-                if self._authors_digest is not None:
-                    self._reader.tell(Digest(self._authors_digest))
-            except UnderstudyError as error:
+                self._reader.rejoin(REJOIN_TIMEOUT_S, may_go_on=lambda: not self._is_closing)
+                self._tell_again()
+            except (UnderstudyError, OSError) as error:
                 why = error
                 continue
             self.state = ATTACHED
             took_ms = (time.monotonic() - began) * 1000
             self._on_change(f"attached to the memory service again after {took_ms:.0f} ms")
             return
+
+    def _tell_again(self) -> None:
+        """What this service may not have heard."""
+        if self._authors_digest is not None:
+            self._reader.tell(Digest(self._authors_digest))
+        with self._report_lock:
+            for why, detail in self._reports.items():
+                self._reader.condemn(why, detail)
+            self._is_reported.set()
 
     def _pause(self, delay_s: float) -> None:
         poll = select.poll()

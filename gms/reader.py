@@ -6,6 +6,7 @@ end and come back (`gms.keeper`); the mapping stays.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,10 +16,13 @@ from gms.attachment import Attachment
 from gms.core.manifest import Manifest, TensorRecord
 from gms.messages import DETAIL_LENGTH_MAX, Attach, Attached, Condemn, Rejoin
 from gms.sessions import Opening, Session
+from understudy.errors import UnreachableError
 from understudy.wire.blocking import BlockingClient, Reply
 from understudy.wire.messages import Message
 
 HEAR_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
+# A server that does not accept yet is tried again by whoever comes back, who may want to leave.
+ACCEPT_TIMEOUT_S = 0.5
 DIGEST_PIECE_BYTES = 8 << 20  # large enough that threads seldom change places, small to stop at
 
 
@@ -47,6 +51,7 @@ class Reader(Session):
         self.layout_hash = epoch.layout_hash
         self.slab_sizes = epoch.slab_sizes
         self.manifest = Manifest(epoch.manifest)
+        self._coming: BlockingClient | None = None  # a connection that is no session yet
 
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:
@@ -93,6 +98,12 @@ class Reader(Session):
 
     # ------------------------------------------------------------------ for the keeper
 
+    @property
+    def has_heard(self) -> bool:
+        """Whether `hear` has something to give although `fileno` is not readable: what the service
+        said together with the answer to `rejoin`."""
+        return self._client.has_pending
+
     def hear(self) -> Reply:
         """What the service says unasked.
 
@@ -117,16 +128,24 @@ class Reader(Session):
         """
         self.tell(Condemn(why, detail[:DETAIL_LENGTH_MAX]))
 
-    def rejoin(self, deadline_s: float, *, was_committed: bool = True) -> None:
+    def rejoin(
+        self,
+        deadline_s: float,
+        *,
+        was_committed: bool = True,
+        may_go_on: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Be this epoch's reader at a service that has been restarted, and hand the memory back to
         it if it asks. The mapping stays as it is throughout.
+
+        `interrupt`, from another thread, ends it once `may_go_on` says no.
 
         Raises:
             UnreachableError, WaitTimeoutError, RemoteError, ProtocolError: try again later, but
                 for RemoteError `gms.not_committed`: this epoch was never published.
         """
         self._client.close()
-        client = self._opening.connect(deadline_s)
+        self._coming = client = self._opening.connect(min(deadline_s, ACCEPT_TIMEOUT_S))
         request = Rejoin(
             engine=self._request.engine,
             incarnation=self._request.incarnation,
@@ -136,6 +155,8 @@ class Reader(Session):
             rank=self._request.rank,
         )
         try:
+            if not may_go_on():  # asked when `interrupt` knows the client: one of the two sees it
+                raise _left()
             survivor.rejoin(
                 client,
                 request,
@@ -145,17 +166,28 @@ class Reader(Session):
                 slab_fds=self.slab_fds(),
                 timeout_s=deadline_s,
             )
+            self._client = client
+            if self.is_closed:  # asked when `close` sees the new client: one of the two closes it
+                raise _left()
         except BaseException:
             client.close()
             raise
-        self._client = client
+        finally:
+            self._coming = None
+
+    def interrupt(self) -> None:
+        """End a `rejoin` that is under way on another thread; a session that is there stays."""
+        client = self._coming
+        if client is not None:
+            client.interrupt()
 
     # ------------------------------------------------------------------ away and back
 
     def unmap(self) -> None:
         """Let go of the memory and the session; the addresses stay reserved for `remap`."""
-        self._attachment.unmap()
-        self._client.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._client.close)
+            self._attachment.unmap()
 
     def remap(self, deadline_s: float) -> None:
         """Attach again and map the same layout at the same addresses.
@@ -177,3 +209,7 @@ class Reader(Session):
             request, deadline_s, self._attachment, self.layout_hash
         )
         self.epoch = epoch.epoch
+
+
+def _left() -> UnreachableError:
+    return UnreachableError("wire.closed", "this reader left while it was coming back")

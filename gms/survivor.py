@@ -9,6 +9,8 @@ from typing import Any
 
 from gms.messages import Offer, Rejoin, Rejoined, Slabs, Wanted
 from understudy.errors import ProtocolError
+from understudy.service.fd_limit import make_fd_room
+from understudy.wire import sockets
 from understudy.wire.blocking import BlockingClient
 from understudy.wire.fds import OwnedFd
 from understudy.wire.limits import FDS_PER_FRAME_MAX
@@ -30,7 +32,7 @@ def rejoin(
         slab_fds: read-only descriptors of every slab, in order; borrowed.
 
     Raises:
-        UnreachableError, WaitTimeoutError, RemoteError: try again later; RemoteError
+        UnreachableError, WaitTimeoutError, ProtocolError, RemoteError: try again later; RemoteError
             `gms.not_committed` is final.
     """
     message = client.request(request, timeout_s=timeout_s).message
@@ -51,7 +53,11 @@ def rejoin(
 
 
 def _copies(fds: Sequence[int]) -> list[OwnedFd]:
+    make_fd_room(len(fds))
     with contextlib.ExitStack() as stack:
-        copies = [stack.enter_context(OwnedFd(os.dup(fd))) for fd in fds]
+        try:
+            copies = [stack.enter_context(OwnedFd(os.dup(fd))) for fd in fds]
+        except OSError as error:
+            raise sockets.no_descriptors(f"copy {len(fds)} descriptors", error) from error
         stack.pop_all()
         return copies
