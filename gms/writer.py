@@ -26,7 +26,7 @@ from gms.messages import (
 )
 from gms.reader import Reader
 from gms.sessions import Opening, Session, unexpected_answer
-from understudy.errors import InvariantError, UnreachableError
+from understudy.errors import InvariantError, RemoteError, UnderstudyError, UnreachableError
 from understudy.wire.blocking import BlockingClient
 from understudy.wire.fds import close_all
 
@@ -130,7 +130,7 @@ class Writer(Session):
         if not is_answered:
             with contextlib.ExitStack() as stack:
                 stack.callback(reader.close)
-                _settle_doubt(reader)
+                _settle_doubt(reader, self._on_wait)
                 stack.pop_all()
         return reader
 
@@ -162,19 +162,26 @@ class Writer(Session):
         self._places.slab_opened(message.size_bytes)
 
 
-def _settle_doubt(reader: Reader) -> None:
+def _settle_doubt(reader: Reader, on_wait: Callable[[str], None]) -> None:
     """Ask the next service whether the epoch was committed; it takes the memory back if so.
+
+    One word alone ends the doubt. Whatever else fails may succeed the next time, and giving up
+    loses an epoch that others were told of: this process may be all that holds it.
 
     Raises:
         RemoteError: `gms.not_committed`, the load is lost.
-        UnreachableError, WaitTimeoutError: no service within the time that a commit may take.
+        UnderstudyError: what failed last, after the time that a commit may take.
     """
-    end = time.monotonic() + COMMIT_TIMEOUT_S
+    end, told = time.monotonic() + COMMIT_TIMEOUT_S, ""
     while True:
         try:
             reader.rejoin(max(0.0, end - time.monotonic()), was_committed=False)
             return
-        except UnreachableError:
-            if time.monotonic() > end:
+        except UnderstudyError as error:
+            is_lost = isinstance(error, RemoteError) and error.code == "gms.not_committed"
+            if is_lost or time.monotonic() > end:
                 raise
+            if error.message != told:
+                told = error.message
+                on_wait(f"no answer yet whether epoch {reader.epoch[:8]} is committed: {told}")
             time.sleep(DOUBT_POLL_S)
