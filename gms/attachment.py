@@ -1,7 +1,8 @@
 """One process's hold on one epoch: the flock on its file, the slabs, their range of addresses.
 
 Owns the order of things: flock before the first mapping, and at the end unmap, let the slabs go,
-flock last. It knows neither messages nor what the bytes mean.
+flock last; where the driver fails at that, the flock stays for as long as the process lives,
+because the memory may be mapped for as long. It knows neither messages nor what the bytes mean.
 """
 
 from __future__ import annotations
@@ -69,12 +70,20 @@ class Attachment:
 
     def unmap(self) -> None:
         """Let go of the memory and then of the epoch, keeping the addresses."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._unlock)
-            slabs, self.slabs = self.slabs, []
-            stack.callback(_release, slabs)
-            if self._range is not None:
-                self._range.unmap()
+        slabs, self.slabs = self.slabs, []
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(_release, slabs)
+                if self._range is not None:
+                    self._range.unmap()
+        except BaseException:
+            if self._flock is not None:
+                self._flock.detach()
+                self._flock = None
+            raise
+        if self._flock is not None:
+            self._flock.close()
+            self._flock = None
 
     def close(self) -> None:
         """Give everything back; again is harmless."""
@@ -82,11 +91,6 @@ class Attachment:
             if self._range is not None:
                 stack.callback(self._range.free)
             self.unmap()
-
-    def _unlock(self) -> None:
-        if self._flock is not None:
-            self._flock.close()
-            self._flock = None
 
 
 def _release(slabs: Sequence[Allocation]) -> None:

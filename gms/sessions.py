@@ -5,6 +5,7 @@ Made by `gms.client.open_session`, which says how they are used: `gms.reader`, `
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Protocol
 
 from gms.attachment import Attachment
@@ -46,8 +47,9 @@ class Session:
         """Unmap, let the epoch go, leave. In this order; again is harmless."""
         if not self.is_closed:
             self.is_closed = True
-            self._attachment.close()
-            self._client.close()
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._client.close)  # also where the driver fails to unmap
+                self._attachment.close()
 
     def __enter__(self) -> Any:
         return self

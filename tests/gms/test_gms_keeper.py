@@ -1,0 +1,269 @@
+"""What a keeper and a session survive: no descriptors, a service that dies, hangs or talks at once,
+a driver that fails. Method: real servers where they can be had to do it, else a scripted one."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import resource
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from gms import epoch_file, names, survivor
+from gms import messages as msg
+from gms.client import Reader
+from tests.gms.bench import IDENTITY, GmsProcess
+from tests.gms.kinds import cuda_only, host_only, stand_in_only
+from tests.gms.test_gms_recovery import crash_in_commit, is_committed_with, kept
+from tests.helpers import open_fds, until
+from understudy.errors import UnderstudyError, UnreachableError
+from understudy.wire.blocking import BlockingClient
+from understudy.wire.frames import encode_frame
+from understudy.wire.messages import Message
+
+NOBODY = "nobody listens"  # what a keeper says of a server that was killed
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """This process may open `count` more, and not one beyond."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = open_fds()
+    free = (number for number in itertools.count() if number not in used)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (next(itertools.islice(free, count, None)), limits[1])
+    )
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_keeper_outlives_the_limit_of_open_files(gms: GmsProcess):
+    """No socket can be had while the server is away: it says so, and comes back afterwards."""
+    said: list[str] = []
+    with (
+        gms.load() as reader,
+        kept(reader, may_digest=lambda: False, on_change=said.append) as keeper,
+    ):
+        gms.kill()
+        until(lambda: NOBODY in str(said), "the keeper to have closed its connection")
+        with descriptors_left(0):
+            until(lambda: "open files; raise the limit" in said[-1], "it to be at the limit")
+        gms.start()
+        until(lambda: keeper.state == "attached", "it to come back")
+
+
+@host_only
+def test_offer_that_finds_no_descriptors_is_made_again(
+    gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
+):
+    """The connection can be made and the 40 copies cannot, as at a hard limit."""
+    monkeypatch.setattr(survivor, "make_fd_room", lambda count: None)
+    said: list[str] = []
+    writer = gms.writer()
+    writer.plan(40 * 4096, 4096, 4096)
+    for number in range(40):
+        writer.place(f"t{number}", 4096, (4096,), "uint8")
+    with (
+        writer.commit(IDENTITY) as reader,
+        kept(reader, may_digest=lambda: False, on_change=said.append) as keeper,
+    ):
+        gms.kill()
+        with descriptors_left(20):
+            gms.start()
+            until(lambda: "cannot copy 40 descriptors" in str(said), "it to be at the limit")
+        until(lambda: keeper.state == "attached", "it to come back")
+        assert is_committed_with(gms, 1)
+
+
+@stand_in_only
+@cuda_only
+def test_commit_in_doubt_outlives_a_driver_call_that_fails_once(
+    gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
+):
+    """The next server cannot take the memory at its first try: the writer says why it goes on."""
+    said: list[str] = []
+    writer = gms.writer(on_wait=said.append)
+    writer.place("t", 64, (64,), "uint8")
+    crash_in_commit(gms, writer, after_journal=True)
+    monkeypatch.setenv("STANDIN_FAIL", "cuMemImportFromShareableHandle:1:999")
+    with writer.commit(IDENTITY):
+        assert is_committed_with(gms, 1)
+    assert "CUDA_ERROR_UNKNOWN" in str(said)
+
+
+# ---------------------------------------------------------------------- what was reported
+
+
+def test_report_that_died_with_the_server_is_made_again(gms: GmsProcess):
+    """The server is stopped, so that it has not read the report when it is killed."""
+    with gms.load() as reader, kept(reader) as keeper:
+        os.kill(gms.pid, signal.SIGSTOP)
+        keeper.report_device_error("Xid 63")
+        gms.kill()
+        gms.start()
+        until(lambda: gms.status()["condemnations_total"] == 1, "the epoch to be condemned")
+
+
+def test_report_without_a_service_is_made_when_there_is_one(gms: GmsProcess):
+    """Reported while the server is dead: no error, not told yet; told as soon as it is back."""
+    with gms.load() as reader, kept(reader) as keeper:
+        gms.kill()
+        until(lambda: keeper.state == "rejoining", "the death to be seen")
+        keeper.report_device_error("Xid 63")
+        assert not keeper.wait_until_reported(0)
+        gms.start()
+        assert keeper.wait_until_reported(30)
+        until(lambda: gms.status()["condemnations_total"] == 1, "the epoch to be condemned")
+
+
+def test_failed_canaries_count_across_the_death_of_a_server(gms: GmsProcess):
+    """One incarnation reports to one server, the second to the next: that makes two."""
+    with (
+        gms.load() as first,
+        gms.reader(engine="engine-1", incarnation="i-1") as second,
+        kept(first) as keeper,
+        kept(second) as other,
+    ):
+        keeper.report_canary_failure("other tokens")
+        gms.kill()
+        gms.start()
+        until(lambda: is_committed_with(gms, 2), "both to be back")
+        other.report_canary_failure("other tokens")
+        until(lambda: gms.status()["condemnations_total"] == 1, "the epoch to be condemned")
+
+
+# ---------------------------------------------------------------------- a service by script
+
+
+@pytest.fixture
+def listener(gms: GmsProcess) -> Iterator[socket.socket]:
+    """Takes the server's place when `take_place` is called."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(30)
+        yield sock
+
+
+def take_place(gms: GmsProcess, listener: socket.socket) -> None:
+    path = names.socket_path(gms.directory, gms.device)
+    gms.kill()
+    os.unlink(path)
+    listener.bind(path)
+    listener.listen()
+
+
+def next_peer(listener: socket.socket) -> tuple[socket.socket, BlockingClient, int]:
+    """Whoever comes: its socket, a client over it, and the number of its `rejoin`."""
+    sock, _ = listener.accept()
+    peer = BlockingClient.from_socket(sock, msg.CATALOGUE)
+    reply = peer.receive()
+    assert isinstance(reply.message, msg.Rejoin)
+    return sock, peer, reply.request_id
+
+
+def frame(message: Message, request_id: int) -> bytes:
+    payload = msg.CATALOGUE.encode(message, request_id)
+    return encode_frame(payload, 0, msg.CATALOGUE.frame_bytes_max)
+
+
+@host_only
+def test_question_that_comes_with_the_welcome_is_heard(gms: GmsProcess, listener: socket.socket):
+    """`rejoined` and `digest_wanted` in one piece: read at once, and nothing more to poll for."""
+    with gms.load() as reader:
+        take_place(gms, listener)
+        with kept(reader):
+            sock, peer, number = next_peer(listener)
+            with peer:
+                wanted = msg.DigestWanted(reader.epoch)
+                digest = reader.digest()
+                sock.sendall(frame(msg.Rejoined(reader.epoch), number) + frame(wanted, 77))
+                replies = (peer.receive() for _ in itertools.count())  # the author's digest too
+                asked = (reply.message for reply in replies if reply.request_id == 77)
+                assert next(asked) == msg.Digest(None, is_coming=True)
+                assert next(asked) == msg.Digest(digest)
+
+
+@host_only
+def test_closing_a_keeper_ends_its_wait_for_an_answer(gms: GmsProcess, listener: socket.socket):
+    """A service that hears `rejoin` and says nothing: the thread ends, and leaves no session."""
+    with gms.load() as reader:
+        take_place(gms, listener)
+        before = set(open_fds())
+        with kept(reader, may_digest=lambda: False) as keeper:
+            _, peer, _ = next_peer(listener)
+            with peer:
+                keeper.close()
+                assert not keeper._thread.is_alive()
+                with pytest.raises(UnreachableError, match=r"wire\.closed"):
+                    peer.receive()
+        assert set(open_fds()) <= before
+
+
+@host_only
+def test_closed_reader_does_not_become_a_session_again(gms: GmsProcess, listener: socket.socket):
+    """It is closed while its `rejoin` is under way, which is answered all the same."""
+    reader = gms.load()
+    take_place(gms, listener)
+    raised: list[UnderstudyError] = []
+
+    def rejoin() -> None:
+        try:
+            reader.rejoin(30)
+        except UnderstudyError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=rejoin)
+    thread.start()
+    sock, peer, number = next_peer(listener)
+    with peer:
+        reader.close()
+        sock.sendall(frame(msg.Rejoined(reader.epoch), number))
+        with pytest.raises(UnreachableError, match=r"wire\.closed"):
+            peer.receive()
+    thread.join()
+    assert [error.code for error in raised] == ["wire.closed"]
+
+
+# ---------------------------------------------------------------------- a driver that fails
+
+
+def is_held(gms: GmsProcess, reader: Reader) -> bool:
+    return epoch_file.is_held(
+        os.path.join(gms.directory, names.epoch_file(gms.device, reader.epoch))
+    )
+
+
+def flocks(gms: GmsProcess, reader: Reader) -> list[int]:
+    name = names.epoch_file(gms.device, reader.epoch)
+    return [fd for fd, link in open_fds().items() if link.endswith(name)]
+
+
+@stand_in_only
+@cuda_only
+@pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
+@pytest.mark.parametrize("how", ["close", "unmap"])
+def test_session_ends_although_the_driver_fails(
+    gms: GmsProcess, monkeypatch: pytest.MonkeyPatch, call: str, how: str
+):
+    """The connection is closed in any case; the flock only if the memory was let go."""
+    reader = gms.load()
+    reservation = reader._attachment.range
+    address = reservation.address
+    monkeypatch.setenv("STANDIN_FAIL", f"{call}:1:999")
+    with contextlib.suppress(UnderstudyError):
+        getattr(reader, how)()
+    until(lambda: not gms.status()["sessions"], "the session to end")
+    assert is_held(gms, reader) == (call != "cuMemAddressFree")
+    with contextlib.suppress(UnderstudyError):  # addresses where something is mapped stay ours
+        reader.close()
+    assert is_held(gms, reader) == (call != "cuMemAddressFree"), "closing again changes nothing"
+    for fd in flocks(gms, reader):
+        os.close(fd)
+    if call == "cuMemUnmap":
+        reader._opening.memory.driver.call("MemUnmap", address, reader.size_bytes)
