@@ -7,6 +7,7 @@ memory is taken. Knows no link and no requests. With one rank, that rank is the 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 4096  # 1 GiB of KV for a Llama 3.2 1B with four slots
 SCRATCH_CONTEXT = 64  # for canaries while the real cache is busy or not there
 SCRATCH, SERVING = 0, 1  # the numbers of the two caches
+# Who distrusts its weights is about to end, and its report with it: a memory service that has just
+# died is back within a second, and nothing serves meanwhile.
+REPORT_WAIT_S = 2.0
 
 
 def choose_context(config: LlamaConfig, settings: Configure, kv_bytes_per_position: int) -> int:
@@ -134,13 +138,17 @@ class Rank:
         """
         from engine.backends.reference.exchange import Leader
 
+        end = time.monotonic() + REPORT_WAIT_S
+        if self._keeper is not None:
+            self._keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
         try:
             if isinstance(self.peers, Leader):
                 self.peers.distrust()
-            if self._keeper is not None:
-                self._keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
         except UnderstudyError as error:
-            logger.warning("not everybody was told that a canary failed: %s", error.message)
+            logger.warning("not every rank was told that a canary failed: %s", error.message)
+        rest_s = max(0.0, end - time.monotonic())
+        if self._keeper is not None and not self._keeper.wait_until_reported(rest_s):
+            logger.warning("no memory service is there to be told that a canary failed")
 
     @property
     def has_memory(self) -> bool:

@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 # Another engine may be reading a large checkpoint from a slow disk: the design's budget for that.
 WAIT_S = 2 * 3600.0
 # A memory service that died is restarted, and with it dead every engine relaunches: those that are
-# back before it wait instead of dying again. Its start takes a second, a kubelet's pause before it
-# ten or twenty.
-RESTART_WAIT_S = 60.0
+# back before it wait instead of dying again. Its start takes a second; a kubelet's pause before it
+# grows to five minutes, and its image may have to be fetched anew. An engine that gives up sooner
+# dies each time, and five such deaths count as a crash loop, for a fault that is not its own.
+RESTART_WAIT_S = 600.0
 RESTART_POLL_S = 0.05
 SOCKET_DIR_ENV = "GMS_SOCKET_DIR"
 ALIGN_BYTES = 64  # a cache line, as numpy's own allocator gives

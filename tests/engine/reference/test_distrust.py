@@ -1,0 +1,39 @@
+"""A rank whose canary failed is about to end: its report must not end with it."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.backends.reference.rank import REPORT_WAIT_S, Rank
+
+
+class Keeper:
+    """One whose service is away, or there."""
+
+    def __init__(self, *, is_attached: bool) -> None:
+        self.is_attached = is_attached
+        self.calls: list[Any] = []
+
+    def report_canary_failure(self, detail: str) -> None:
+        self.calls.append(detail)
+
+    def wait_until_reported(self, timeout_s: float) -> bool:
+        self.calls.append(0 < timeout_s <= REPORT_WAIT_S)
+        return self.is_attached
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_failed_canary_is_waited_for_until_it_is_reported(
+    caplog: pytest.LogCaptureFixture, is_attached: bool
+):
+    """Reported first, then waited for, not for ever; a report in vain is in the log."""
+    rank, keeper = Rank.__new__(Rank), Keeper(is_attached=is_attached)
+    rank.__dict__.update(_keeper=keeper, peers=None, _settings=SimpleNamespace(rank=3))
+    with caplog.at_level(logging.WARNING):
+        rank.distrust()
+    assert keeper.calls == ["rank 3: a canary failed", True]
+    assert ("no memory service" in caplog.text) == (not is_attached)
