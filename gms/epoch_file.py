@@ -54,6 +54,26 @@ def join(path: str, placeholder: OwnedFd | None = None) -> OwnedFd:
     return held
 
 
+def mark_history(path: str) -> None:
+    """Say on disk that this epoch is out of service: a journal that is lost, or that could not be
+    written, must not bring it back. By its length, which takes no room; a file that is gone needs
+    no mark.
+
+    Raises:
+        OSError: it cannot be marked.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.truncate(path, 1)
+
+
+def is_history(path: str) -> bool:
+    """Whether the epoch was taken out of service."""
+    try:
+        return os.stat(path).st_size > 0
+    except FileNotFoundError:
+        return False
+
+
 def is_held(path: str) -> bool:
     """Whether any process holds the epoch; a file that is gone is held by nobody."""
     with contextlib.ExitStack() as stack:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gms import names
+import os
+
+from gms import epoch_file, names
 from gms.core.events import JournalRecord
 from gms.core.recovery import orphans_of
 from gms.core.state import Epoch
@@ -15,4 +17,7 @@ def left_behind(directory: str, device: str, tag: str, record: JournalRecord | N
     its memory is in use. An epoch whose processes are all gone is found free at the first look; the
     journalled one is expected back from whoever still maps it.
     """
-    return orphans_of(names.epochs_on_disk(directory, device, tag), record)
+    ids = names.epochs_on_disk(directory, device, tag)
+    paths = {id_: os.path.join(directory, names.epoch_file(device, id_, tag)) for id_ in ids}
+    history = {id_ for id_, path in paths.items() if epoch_file.is_history(path)}
+    return orphans_of(ids, record, history)

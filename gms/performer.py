@@ -79,6 +79,7 @@ class Performer:
             ev.AdoptEpoch: self._adopt_epoch,
             ev.DiscardOffer: lambda e: self._release(e.epoch, lambda: None),
             ev.Unwatch: lambda e: self._watch.discard(e.epoch),
+            ev.MarkHistory: self._mark_history,
             ev.WriteJournal: self._write_journal,
             ev.ReleaseEpoch: lambda e: self._release(e.epoch, lambda: self._watch.add(e.epoch)),
             ev.Record: self._record,
@@ -230,6 +231,14 @@ class Performer:
     def _call(self, session: int, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """Have the driver work for a session, which a failure ends."""
         self._driver.submit(work, done, lambda error: self._handle(ev.DriverFailed(session, error)))
+
+    def _mark_history(self, effect: ev.MarkHistory) -> None:
+        name = names.epoch_file(self._name, effect.epoch, self._tag)
+
+        def failed(error: UnderstudyError) -> None:  # the journal says it too
+            self._log.record("gms.epoch_file", error.message, severity="warning")
+
+        self._driver.submit(lambda: self._vault.mark_history(name), failed=failed)
 
     def _write_journal(self, effect: ev.WriteJournal) -> None:
         session = effect.session

@@ -41,6 +41,19 @@ class Vault:
             ) from error
         self._slabs[epoch] = []
 
+    def mark_history(self, file_name: str) -> None:
+        """Note on an epoch's file that it is out of service.
+
+        Raises:
+            UnderstudyError: `gms.epoch_file`, it cannot be marked.
+        """
+        try:
+            epoch_file.mark_history(os.path.join(self._directory, file_name))
+        except OSError as error:
+            raise UnderstudyError(
+                "gms.epoch_file", f"cannot mark {file_name} as out of service: {error.strerror}"
+            ) from error
+
     def create(self, epoch: str, size_bytes: int) -> OwnedFd:
         """One more slab; a writable descriptor for its writer.
 

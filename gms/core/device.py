@@ -107,7 +107,7 @@ class Device:
         """Take the committed epoch out of service; its readers keep it until the last leaves."""
         if epoch.readers:
             epoch.turn("supersede")
-            return []
+            return [ev.MarkHistory(epoch.id)]
         epoch.turn("release")
         return [ev.ReleaseEpoch(epoch.id)]
 

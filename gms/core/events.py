@@ -428,6 +428,13 @@ class Unwatch(Effect):
 
 
 @dataclass(frozen=True, slots=True)
+class MarkHistory(Effect):
+    """Note on the epoch's own file that it is out of service; there is no answer."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
 class WriteJournal(Effect):
     """Put `record` on disk, then say `Journalled` or `JournalFailed`; without a session,
     `JournalKept` or `JournalBehind`."""

@@ -16,7 +16,7 @@ Rules, each of which the models showed to be needed:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from gms.core import events as ev
 from gms.core.capacity import EPOCH_BYTES_MAX
@@ -35,7 +35,7 @@ OFFER_MS = 10_000.0
 REJOIN_MS = 60_000.0
 # When people are told who still maps the memory that nobody has handed back.
 REPORT_AFTER_MS = 10_000.0
-ASKED_MAX = 1024  # incarnations remembered; a device has a handful of survivors
+ASKED_MAX = 1024  # survivors remembered; a device has a handful of survivors
 
 Effects = list[Effect]
 
@@ -49,7 +49,7 @@ class Recovery:
         self.device = device
         self._began_ms = now_ms
         self._is_reported = not device.orphans
-        self._asked: dict[str, int] = {}  # how often, by incarnation
+        self._asked: dict[tuple[str, str, int], int] = {}  # how often, by who
 
     def rejoin(self, event: ev.Rejoin, now_ms: float) -> Effects:
         """A survivor is back; `settle` says what becomes of it."""
@@ -146,7 +146,7 @@ class Recovery:
         effects: Effects = []
         back = [s for s in self.device.sessions.values() if s.state is SessionState.REJOINING]
         # Whoever was asked before and is back did not do it: the others first.
-        for session in sorted(back, key=lambda s: self._asked.get(s.request.incarnation, 0)):
+        for session in sorted(back, key=lambda s: self._asked.get(_who(s), 0)):
             effects += self._judge(session, _rejoin_of(session), now_ms)
         return effects
 
@@ -195,16 +195,14 @@ class Recovery:
     def _note_asked(self, session: Session) -> None:
         if len(self._asked) >= ASKED_MAX:
             self._asked.clear()
-        incarnation = session.request.incarnation
-        self._asked[incarnation] = self._asked.get(incarnation, 0) + 1
+        self._asked[_who(session)] = self._asked.get(_who(session), 0) + 1
 
     def _may_publish(self, epoch: Epoch, rejoin: ev.Rejoin) -> bool:
         """Without a journal the first survivor's word decides which epoch was committed."""
         if epoch.expected is not None:
             return True
-        return (
-            self.device.is_journal_lost and rejoin.was_committed and self.device.committed is None
-        )
+        is_lost = self.device.is_journal_lost and not epoch.is_history
+        return is_lost and rejoin.was_committed and self.device.committed is None
 
     def _register(self, session: Session, rejoin: ev.Rejoin, now_ms: float) -> Effects:
         """A reader again, of whatever its epoch is by now. An epoch that we have never heard of
@@ -234,15 +232,22 @@ def _rejoin_of(session: Session) -> ev.Rejoin:
     return session.rejoin
 
 
-def orphans_of(ids: Iterable[str], record: ev.JournalRecord | None) -> list[Epoch]:
+def _who(session: Session) -> tuple[str, str, int]:
+    return session.request.engine, session.request.incarnation, session.request.rank
+
+
+def orphans_of(
+    ids: Iterable[str], record: ev.JournalRecord | None, history: Collection[str] = ()
+) -> list[Epoch]:
     """The epochs that a server starts with: those of which there are files, and what the journal
-    knows of them."""
-    orphans = {id_: Epoch(id_, EpochPhase.ORPHANED) for id_ in ids}
-    if record is not None:
+    knows of them, unless their files say that they are history."""
+    orphans = {id_: Epoch(id_, EpochPhase.ORPHANED, is_history=id_ in history) for id_ in ids}
+    if record is not None and record.epoch not in history:
         known = orphans.setdefault(record.epoch, Epoch(record.epoch, EpochPhase.ORPHANED))
         # Its slabs are not known before it is back; for the books it is one piece until then.
         known.slab_sizes, known.expected = [record.size_bytes], record
-        if record.previous is not None and record.previous.epoch in orphans:
-            older = orphans[record.previous.epoch]
-            older.slab_sizes, older.fallback = [record.previous.size_bytes], record.previous
+        previous = record.previous
+        older = orphans.get(previous.epoch) if previous is not None else None
+        if previous is not None and older is not None and not older.is_history:
+            older.slab_sizes, older.fallback = [previous.size_bytes], previous
     return list(orphans.values())

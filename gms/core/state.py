@@ -104,6 +104,7 @@ class Epoch:
     holders: tuple[int, ...] = ()  # pids seen with its file open, while nobody here owns it
     expected: ev.JournalRecord | None = None  # what an offer of this orphan must match
     fallback: ev.JournalRecord | None = None  # the same, should the journalled one be gone
+    is_history: bool = False  # its file says that it was taken out of service
     digest: str | None = None  # of the bytes, as its writer computed it
     failed_canaries: set[str] = field(default_factory=set)  # incarnations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gms import operate
+from gms import names, operate
 from gms.client import Reader
 from gms.messages import Digest
 from tests.gms.bench import GmsProcess
@@ -207,12 +207,25 @@ def test_second_incarnation_that_fails_its_canary_condemns(gms: GmsProcess):
         until(lambda: gms.status()["epoch"] is None, "the epoch to be condemned")
 
 
-def test_condemned_epoch_does_not_come_back_with_a_restart(gms: GmsProcess):
-    """Its survivors are kept as readers of history; nothing is committed."""
+@pytest.mark.parametrize("journal", ["as it was", "torn", "never written"])
+def test_condemned_epoch_does_not_come_back_with_a_restart(gms: GmsProcess, journal: str):
+    """Its survivors are kept as readers of history, whatever became of the journal."""
+    path = names.journal_path(gms.directory, gms.device)
     with gms.load() as reader:
+        if journal == "never written":  # its place is taken while it is condemned
+            os.rename(path, path + ".saved")
+            os.mkdir(path)
         reader.condemn("device_error", "Xid 63")
         until(lambda: gms.status()["epoch"] is None, "the epoch to be condemned")
+        mark = os.path.join(gms.directory, names.epoch_file(gms.device, reader.epoch))
+        until(lambda: os.stat(mark).st_size, "its file to be marked")
         gms.kill()
+        if journal == "never written":
+            os.rmdir(path)
+            os.rename(path + ".saved", path)
+        elif journal == "torn":
+            with open(path, "r+b") as stream:
+                stream.write(b"torn")
         gms.start()
         reader.rejoin(10)
         status = gms.status()

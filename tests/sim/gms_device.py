@@ -93,6 +93,7 @@ class SimDevice:
         self.older: str | None = None  # what the journal says that `last` has replaced
         self.begun_total = 0  # epochs that somebody began to write
         self.condemned: set[str] = set()  # for good: it is on disk
+        self.marked: set[str] = set()  # epochs whose files say that they are history
         self.condemning: set[str] = set()  # a crash forgets it, like a message that came too late
         self.was_replaced = False  # on purpose: then there may be two copies
         self.driver: deque[ev.Effect] = deque()
@@ -108,7 +109,8 @@ class SimDevice:
 
     def boot(self) -> None:
         """A server starts on what the one before it left (`gms.leftovers`)."""
-        orphans = orphans_of(sorted(self.files), None if self.is_journal_lost else self.journal)
+        record = None if self.is_journal_lost else self.journal
+        orphans = orphans_of(sorted(self.files), record, self.marked & self.files)
         self.machine = self.machine_type(
             capacity_bytes=self.capacity_bytes,
             granularity_bytes=4096,
@@ -124,7 +126,7 @@ class SimDevice:
     def crash(self) -> None:
         """The server dies; what it held is gone unless somebody maps it."""
         journal = self.journal
-        if journal is not None and journal.epoch != self.last:
+        if journal is not None and journal.epoch not in (self.last, *self.marked):
             # On disk and not answered: committed all the same, if anything is left of it.
             if journal.epoch in self.vault and journal.epoch not in self.published:
                 self._register(journal.epoch)
@@ -240,6 +242,9 @@ class SimDevice:
                     self.tell(ev.Journalled(effect.session))
                 else:
                     self.tell(ev.JournalKept())
+            case ev.MarkHistory():
+                self.marked.add(effect.epoch)
+                self.condemned |= self.condemning & self.marked
             case ev.DiscardOffer():
                 self.vault.pop(effect.epoch, None)
             case ev.ReleaseEpoch():

@@ -79,7 +79,7 @@ class Bench:
                     self.tell(ev.JournalKept())
             case ev.AdoptEpoch():
                 self.tell(ev.Adopted(effect.session, tensors=1))
-            case ev.Unwatch() | ev.DiscardOffer():
+            case ev.Unwatch() | ev.DiscardOffer() | ev.MarkHistory():
                 pass
             case ev.ReleaseEpoch():
                 self.released.append(effect.epoch)

@@ -108,6 +108,7 @@ def test_what_went_out_of_service_is_written_until_the_disk_takes_it(how: str):
         if how == "condemned"
         else ev.Drop(9, 4, None, even_if_mapped=True)
     )
+    assert bench.pending.pop(0) == ev.MarkHistory(str(bench.device.sessions[1].epoch))
     for _ in range(2):
         written = bench.pending.pop(0)
         assert isinstance(written, ev.WriteJournal)
