@@ -13,6 +13,7 @@ from typing import Any
 
 from gms import epoch_file, names
 from gms import messages as msg
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import Device
 from gms.journal import Journal
@@ -59,33 +60,33 @@ class Performer:
         self._vault, self._watch, self._journal = vault, watch, journal
         self._arrived: dict[int, OwnedFd] = {}  # a new slab's descriptor, until it is sent
         self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are adopted
-        self._perform_by: Mapping[type[ev.Effect], Callable[[Any], None]] = {
-            ev.TellWaiting: lambda e: self._send(e, msg.Waiting(e.reason, e.message)),
-            ev.TellWriting: self._tell_writing,
-            ev.TellAttached: self._tell_attached,
-            ev.TellAllocated: self._tell_allocated,
-            ev.TellCommitted: lambda e: self._send(e, msg.Committed(e.epoch)),
-            ev.TellRejoined: lambda e: self._send(e, msg.Rejoined(e.epoch)),
-            ev.AskOffer: self._ask_offer,
-            ev.TellDropped: lambda e: self._send(e, msg.Dropped(e.epoch, e.readers)),
-            ev.AskDigest: lambda e: self._send(e, msg.DigestWanted(e.epoch)),
-            ev.TellVerified: lambda e: self._send(
+        self._perform_by: Mapping[type[fx.Effect], Callable[[Any], None]] = {
+            fx.TellWaiting: lambda e: self._send(e, msg.Waiting(e.reason, e.message)),
+            fx.TellWriting: self._tell_writing,
+            fx.TellAttached: self._tell_attached,
+            fx.TellAllocated: self._tell_allocated,
+            fx.TellCommitted: lambda e: self._send(e, msg.Committed(e.epoch)),
+            fx.TellRejoined: lambda e: self._send(e, msg.Rejoined(e.epoch)),
+            fx.AskOffer: self._ask_offer,
+            fx.TellDropped: lambda e: self._send(e, msg.Dropped(e.epoch, e.readers)),
+            fx.AskDigest: lambda e: self._send(e, msg.DigestWanted(e.epoch)),
+            fx.TellVerified: lambda e: self._send(
                 e, msg.Verified(e.epoch, e.expected, e.found, e.reader)
             ),
-            ev.Refuse: self._refuse,
-            ev.OpenEpoch: self._open_epoch,
-            ev.CreateSlab: self._create_slab,
-            ev.SealEpoch: self._seal_epoch,
-            ev.AdoptEpoch: self._adopt_epoch,
-            ev.DiscardOffer: lambda e: self._release(e.epoch, lambda: None),
-            ev.Unwatch: lambda e: self._watch.discard(e.epoch),
-            ev.MarkHistory: self._mark_history,
-            ev.WriteJournal: self._write_journal,
-            ev.ReleaseEpoch: lambda e: self._release(e.epoch, lambda: self._watch.add(e.epoch)),
-            ev.Record: self._record,
+            fx.Refuse: self._refuse,
+            fx.OpenEpoch: self._open_epoch,
+            fx.CreateSlab: self._create_slab,
+            fx.SealEpoch: self._seal_epoch,
+            fx.AdoptEpoch: self._adopt_epoch,
+            fx.DiscardOffer: lambda e: self._release(e.epoch, lambda: None),
+            fx.Unwatch: lambda e: self._watch.discard(e.epoch),
+            fx.MarkHistory: self._mark_history,
+            fx.WriteJournal: self._write_journal,
+            fx.ReleaseEpoch: lambda e: self._release(e.epoch, lambda: self._watch.add(e.epoch)),
+            fx.Record: self._record,
         }
 
-    def perform(self, effect: ev.Effect) -> None:
+    def perform(self, effect: fx.Effect) -> None:
         self._perform_by[type(effect)](effect)
 
     def close(self) -> None:
@@ -118,7 +119,7 @@ class Performer:
 
     # ------------------------------------------------------------------ answers
 
-    def _ask_offer(self, effect: ev.AskOffer) -> None:
+    def _ask_offer(self, effect: fx.AskOffer) -> None:
         self._await_manifest(effect.session)
         self._send(effect, msg.Wanted(effect.epoch))
 
@@ -128,7 +129,7 @@ class Performer:
         if conn is not None:
             conn.limit_frames(MANIFEST_FRAME_BYTES_MAX)
 
-    def _tell_writing(self, effect: ev.TellWriting) -> None:
+    def _tell_writing(self, effect: fx.TellWriting) -> None:
         self._await_manifest(effect.session)
         answer = msg.Writing(
             epoch=effect.epoch,
@@ -139,14 +140,14 @@ class Performer:
         )
         self._send(effect, answer)
 
-    def _tell_attached(self, effect: ev.TellAttached) -> None:
+    def _tell_attached(self, effect: fx.TellAttached) -> None:
         self._lender.submit(
             lambda: self._vault.export(effect.epoch),
             lambda fds: self._send_epoch(effect, fds),
-            lambda error: self._refuse(ev.Refuse(effect.session, effect.request_id, error)),
+            lambda error: self._refuse(fx.Refuse(effect.session, effect.request_id, error)),
         )
 
-    def _send_epoch(self, effect: ev.TellAttached, fds: list[OwnedFd]) -> None:
+    def _send_epoch(self, effect: fx.TellAttached, fds: list[OwnedFd]) -> None:
         conn = self._connections.get(effect.session)
         epoch = self._device.epochs.get(effect.epoch)
         if conn is None or epoch is None:
@@ -166,18 +167,18 @@ class Performer:
             more = fds[first : first + FDS_PER_FRAME_MAX]
             conn.send(msg.Slabs(epoch.id, first), effect.request_id, more)
 
-    def _tell_allocated(self, effect: ev.TellAllocated) -> None:
+    def _tell_allocated(self, effect: fx.TellAllocated) -> None:
         fd = self._arrived.pop(effect.session)
         self._send(effect, msg.Allocated(effect.slab, effect.size_bytes), fd)
 
-    def _refuse(self, effect: ev.Refuse) -> None:
+    def _refuse(self, effect: fx.Refuse) -> None:
         # A peer's fault that was found late, on the driver's thread: a manifest, an offer.
         self.protocol_errors_total += isinstance(effect.error, ProtocolError)
         conn = self._connections.get(effect.session)
         if conn is not None:
             conn.fault(effect.error, effect.request_id)
 
-    def _send(self, effect: ev.Answer, message: Message, *fds: OwnedFd) -> None:
+    def _send(self, effect: fx.Answer, message: Message, *fds: OwnedFd) -> None:
         conn = self._connections.get(effect.session)
         if conn is None:
             self._closer.submit(lambda: close_all(fds))
@@ -186,7 +187,7 @@ class Performer:
 
     # ------------------------------------------------------------------ the driver
 
-    def _open_epoch(self, effect: ev.OpenEpoch) -> None:
+    def _open_epoch(self, effect: fx.OpenEpoch) -> None:
         name = names.epoch_file(self._name, effect.epoch, self._tag)
         self._call(
             effect.session,
@@ -194,7 +195,7 @@ class Performer:
             lambda _: self._handle(ev.EpochOpened(effect.session)),
         )
 
-    def _create_slab(self, effect: ev.CreateSlab) -> None:
+    def _create_slab(self, effect: fx.CreateSlab) -> None:
         def failed(error: UnderstudyError) -> None:
             is_full = error.code == "gms.device_full"
             kind = ev.DeviceFull if is_full else ev.DriverFailed
@@ -213,14 +214,14 @@ class Performer:
         if unclaimed is not None:
             self._closer.submit(unclaimed.close)
 
-    def _seal_epoch(self, effect: ev.SealEpoch) -> None:
+    def _seal_epoch(self, effect: fx.SealEpoch) -> None:
         self._call(
             effect.session,
             lambda: self._vault.seal(effect.epoch, effect.manifest),
             lambda tensors: self._handle(ev.Sealed(effect.session, tensors)),
         )
 
-    def _adopt_epoch(self, effect: ev.AdoptEpoch) -> None:
+    def _adopt_epoch(self, effect: fx.AdoptEpoch) -> None:
         fds = self._offered.pop(effect.session, [])
         self._call(
             effect.session,
@@ -232,7 +233,7 @@ class Performer:
         """Have the driver work for a session, which a failure ends."""
         self._driver.submit(work, done, lambda error: self._handle(ev.DriverFailed(session, error)))
 
-    def _mark_history(self, effect: ev.MarkHistory) -> None:
+    def _mark_history(self, effect: fx.MarkHistory) -> None:
         name = names.epoch_file(self._name, effect.epoch, self._tag)
 
         def failed(error: UnderstudyError) -> None:  # the journal says it too
@@ -240,7 +241,7 @@ class Performer:
 
         self._driver.submit(lambda: self._vault.mark_history(name), failed=failed)
 
-    def _write_journal(self, effect: ev.WriteJournal) -> None:
+    def _write_journal(self, effect: fx.WriteJournal) -> None:
         session = effect.session
 
         def done(_: None) -> None:
@@ -276,7 +277,7 @@ class Performer:
 
         self._driver.submit(lambda: self._vault.take(epoch), give_up)
 
-    def _record(self, effect: ev.Record) -> None:
+    def _record(self, effect: fx.Record) -> None:
         data = {"device_uuid": self._name, **effect.data}
         self._log.record(effect.type, effect.message, effect.severity, data)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.capacity import free_bytes
-from gms.core.events import Effect, EpochPhase, SessionState
+from gms.core.effects import Effect
+from gms.core.events import EpochPhase, SessionState
 from gms.core.state import WRITER_STATES, Epoch, Session
 from understudy.errors import InvariantError, ProtocolError, UnderstudyError
 
@@ -83,7 +85,7 @@ class Device:
         """Forget a session that is closed, and give up what it alone kept."""
         del self.sessions[session.id]
         if session.offer is not None and session.epoch is not None:
-            return [ev.DiscardOffer(session.epoch)]
+            return [fx.DiscardOffer(session.epoch)]
         epoch = self.epochs.get(session.epoch or "")
         if epoch is None:
             return []
@@ -92,24 +94,24 @@ class Device:
             epoch.turn("lose")
             said = f"staging epoch {epoch.id} of {session.label} is lost: {why}"
             return [
-                ev.ReleaseEpoch(epoch.id),
+                fx.ReleaseEpoch(epoch.id),
                 # Its record may be on disk already; put back what is true.
                 *(self.journal() if session.may_be_journalled else []),
-                ev.Record("gms.reclaim", said, {"epoch": epoch.id}, severity="warning"),
+                fx.Record("gms.reclaim", said, {"epoch": epoch.id}, severity="warning"),
             ]
         epoch.readers.discard(session.id)
         if epoch.phase is EpochPhase.SUPERSEDED and not epoch.readers:
             epoch.turn("release")
-            return [ev.ReleaseEpoch(epoch.id)]
+            return [fx.ReleaseEpoch(epoch.id)]
         return []
 
     def retire(self, epoch: Epoch) -> list[Effect]:
         """Take the committed epoch out of service; its readers keep it until the last leaves."""
         if epoch.readers:
             epoch.turn("supersede")
-            return [ev.MarkHistory(epoch.id)]
+            return [fx.MarkHistory(epoch.id)]
         epoch.turn("release")
-        return [ev.ReleaseEpoch(epoch.id)]
+        return [fx.ReleaseEpoch(epoch.id)]
 
     def journal(self) -> list[Effect]:
         """Put on disk what is true now, unless a commit is on its way there: that would be
@@ -121,13 +123,13 @@ class Device:
         if self._is_journal_behind:
             return []
         self._journal_writes += 1
-        return [ev.WriteJournal(None, self.committed.record() if self.committed else None)]
+        return [fx.WriteJournal(None, self.committed.record() if self.committed else None)]
 
-    def journal_commit(self, session: Session) -> ev.WriteJournal:
+    def journal_commit(self, session: Session) -> fx.WriteJournal:
         """Put the epoch that `session` commits on disk, and what it replaces until it has."""
         previous = self.committed.record() if self.committed else None
         record = replace(self.epoch_of(session).record(), previous=previous)
-        return ev.WriteJournal(session.id, record)
+        return fx.WriteJournal(session.id, record)
 
     def journal_written(self) -> None:
         """A write that no session waits for has ended, well or not."""

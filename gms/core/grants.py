@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gms.core import capacity
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.decide import No, Read, Wait, Write, decide
 from gms.core.device import Device
-from gms.core.events import Effect, EpochPhase, SessionState
+from gms.core.effects import Effect
+from gms.core.events import EpochPhase, SessionState
 from gms.core.state import Epoch, Session
 from understudy.errors import InvariantError, UnderstudyError
 
@@ -63,7 +65,7 @@ class Grants:
         if message == session.reason_message:
             return []
         session.reason, session.reason_message = reason, message
-        return [ev.TellWaiting(session.id, request_id, reason, message)]
+        return [fx.TellWaiting(session.id, request_id, reason, message)]
 
     def _grant_read(self, session: Session, now_ms: float) -> Effects:
         epoch = self.device.committed
@@ -75,8 +77,8 @@ class Grants:
         self.device.exports_total += 1
         said = f"{session.label} reads epoch {epoch.id}"
         return [
-            ev.TellAttached(session.id, session.request.request_id, epoch.id),
-            ev.Record("gms.session", said, {"engine": session.request.engine, "epoch": epoch.id}),
+            fx.TellAttached(session.id, session.request.request_id, epoch.id),
+            fx.Record("gms.session", said, {"engine": session.request.engine, "epoch": epoch.id}),
         ]
 
     def _grant_write(self, session: Session, now_ms: float) -> Effects:
@@ -86,8 +88,8 @@ class Grants:
         session.epoch, session.deadline_ms = epoch.id, None
         said = f"{session.label} writes epoch {epoch.id}"
         return [
-            ev.OpenEpoch(session.id, epoch.id),
-            ev.Record("gms.session", said, {"engine": session.request.engine, "epoch": epoch.id}),
+            fx.OpenEpoch(session.id, epoch.id),
+            fx.Record("gms.session", said, {"engine": session.request.engine, "epoch": epoch.id}),
         ]
 
     def _settle_allocation(self, now_ms: float) -> Effects:
@@ -124,19 +126,19 @@ class Grants:
         session.has_waited = False
         session.is_issued, session.deadline_ms = True, None
         epoch.slab_sizes.append(size)  # counted from now on, so that nobody else is promised it
-        return [ev.CreateSlab(session.id, epoch.id, size)]
+        return [fx.CreateSlab(session.id, epoch.id, size)]
 
     def refuse(self, session: Session, error: UnderstudyError, now_ms: float) -> Effects:
         request_id = pending_request_id(session)
         session.move(ev.Refused, now_ms)
-        refused = ev.Record(
+        refused = fx.Record(
             "gms.session",
             f"{session.label} was refused: {error.message}",
             {"engine": session.request.engine, "error_code": error.code},
             severity="warning",
         )
         return [
-            ev.Refuse(session.id, request_id, error),
+            fx.Refuse(session.id, request_id, error),
             refused,
             *self.device.drop(session, error.message),
         ]

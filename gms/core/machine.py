@@ -27,9 +27,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gms.core import capacity
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import Device
-from gms.core.events import Effect, EpochPhase, SessionState
+from gms.core.effects import Effect
+from gms.core.events import EpochPhase, SessionState
 from gms.core.grants import Grants, pending_request_id
 from gms.core.identity import check_identity, first_mismatch
 from gms.core.manifest import check_size, layout_hash
@@ -191,12 +193,12 @@ class Machine:
         session.commit, session.deadline_ms = event, None
         epoch.manifest, epoch.layout_hash = event.manifest, computed
         epoch.identity = dict(event.identity)
-        return [ev.SealEpoch(session.id, epoch.id, event.manifest)]
+        return [fx.SealEpoch(session.id, epoch.id, event.manifest)]
 
     def _closed(self, event: ev.Closed, now_ms: float) -> Effects:
         session = self.device.session(event)
         session.move(ev.Closed, now_ms)
-        gone = ev.Record(
+        gone = fx.Record(
             "gms.session",
             f"{session.label} left{f': {event.reason}' if event.reason else ''}",
             {"engine": session.request.engine, "incarnation": session.request.incarnation},
@@ -209,7 +211,7 @@ class Machine:
         session = self.device.session(event)
         session.move(ev.EpochOpened, now_ms)
         session.deadline_ms = now_ms + self.stall_ms
-        return [ev.TellWriting(session.id, session.request.request_id, str(session.epoch))]
+        return [fx.TellWriting(session.id, session.request.request_id, str(session.epoch))]
 
     def _slab_created(self, event: ev.SlabCreated, now_ms: float) -> Effects:
         session = self.device.session(event)
@@ -222,7 +224,7 @@ class Machine:
         if asked is None:
             raise InvariantError(f"session {session.id} got a slab that it did not ask for")
         slab = len(sizes) - 1
-        return [ev.TellAllocated(session.id, asked.request_id, slab, sizes[slab])]
+        return [fx.TellAllocated(session.id, asked.request_id, slab, sizes[slab])]
 
     def _device_full(self, event: ev.DeviceFull, now_ms: float) -> Effects:
         """The driver has less than our books say: somebody else's memory. Wait, and say so."""
@@ -261,8 +263,8 @@ class Machine:
         session.commit = session.retry_ms = self.device.problem = None
         self.device.commits_total += 1
         return [
-            ev.TellCommitted(session.id, commit.request_id, epoch.id),
-            ev.Record(
+            fx.TellCommitted(session.id, commit.request_id, epoch.id),
+            fx.Record(
                 "gms.commit",
                 f"{session.label} committed epoch {epoch.id}",
                 {"epoch": epoch.id, "size_bytes": epoch.size_bytes, "tensors": epoch.tensors},
@@ -282,7 +284,7 @@ class Machine:
         )
         if told == self.device.problem:
             return []
-        return [ev.Record("gms.commit", self.device.problem, severity="error")]
+        return [fx.Record("gms.commit", self.device.problem, severity="error")]
 
     def _journal_kept(self, event: ev.JournalKept, now_ms: float) -> Effects:
         self.device.journal_written()
@@ -302,14 +304,14 @@ class Machine:
         )
         if told == self.device.problem:
             return []
-        return [ev.Record("gms.journal", self.device.problem, severity="error")]
+        return [fx.Record("gms.journal", self.device.problem, severity="error")]
 
     def _driver_failed(self, event: ev.DriverFailed, now_ms: float) -> Effects:
         session = self.device.session(event)
         request_id = pending_request_id(session)
         session.move(ev.DriverFailed, now_ms)
         return [
-            ev.Refuse(session.id, request_id, event.error),
+            fx.Refuse(session.id, request_id, event.error),
             *self.device.drop(session, event.error.message),
         ]
 
@@ -321,7 +323,7 @@ class Machine:
         self.device.reclaims_total += 1
         said = f"the memory of epoch {epoch.id} is free"
         effects: Effects = [
-            ev.Record("gms.reclaim", said, {"epoch": epoch.id, "size_bytes": epoch.size_bytes})
+            fx.Record("gms.reclaim", said, {"epoch": epoch.id, "size_bytes": epoch.size_bytes})
         ]
         is_over = self.device.is_journal_lost and not self.device.orphans  # nobody can tell us more
         if is_over or (epoch.phase is EpochPhase.ORPHANED and epoch.expected is not None):

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.capacity import EPOCH_BYTES_MAX
 from gms.core.device import Device
-from gms.core.events import Effect, EpochPhase, Mode, SessionState
+from gms.core.effects import Effect
+from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.identity import check_identity, identity_hash
 from gms.core.manifest import check_size, layout_hash
 from gms.core.state import Epoch, Session
@@ -100,7 +102,7 @@ class Recovery:
             )
         session.move(ev.Offer, now_ms)
         session.offer, session.deadline_ms = event, None
-        return [ev.AdoptEpoch(session.id, epoch.id, rejoin.slab_sizes, event.manifest)]
+        return [fx.AdoptEpoch(session.id, epoch.id, rejoin.slab_sizes, event.manifest)]
 
     def adopted(self, event: ev.Adopted, now_ms: float) -> Effects:
         """The driver holds it: committed again, as if nothing had happened."""
@@ -120,9 +122,9 @@ class Recovery:
         took_ms = round(now_ms - self._began_ms)
         said = f"epoch {epoch.id} is back from {session.label}, {took_ms} ms after the start"
         effects: Effects = [
-            ev.Unwatch(epoch.id),
-            ev.TellRejoined(session.id, offer.request_id, epoch.id),
-            ev.Record("gms.recovered", said, {"epoch": epoch.id, "duration_ms": took_ms}),
+            fx.Unwatch(epoch.id),
+            fx.TellRejoined(session.id, offer.request_id, epoch.id),
+            fx.Record("gms.recovered", said, {"epoch": epoch.id, "duration_ms": took_ms}),
         ]
         self.device.is_journal_lost = False
         effects += self.device.journal()  # it may be lost there, or name something else beside it
@@ -163,7 +165,7 @@ class Recovery:
         pids = sorted({pid for epoch in self.device.orphans for pid in epoch.holders})
         said = "memory of the server before this one is mapped and was not handed back: "
         said += ", ".join(f"pid {pid}" for pid in pids) or "by processes not visible here"
-        return [ev.Record("gms.recovering", f"{said}; nobody may load until it is", {}, "warning")]
+        return [fx.Record("gms.recovering", f"{said}; nobody may load until it is", {}, "warning")]
 
     def _judge(self, session: Session, rejoin: ev.Rejoin, now_ms: float) -> Effects:
         epoch = self.device.epochs.get(rejoin.epoch)
@@ -178,7 +180,7 @@ class Recovery:
             self._note_asked(session)
             session.move(ev.AskedToOffer, now_ms)
             session.epoch, session.deadline_ms = epoch.id, now_ms + OFFER_MS
-            return [ev.AskOffer(session.id, rejoin.request_id, epoch.id)]
+            return [fx.AskOffer(session.id, rejoin.request_id, epoch.id)]
         is_known = phase in (EpochPhase.COMMITTED, EpochPhase.SUPERSEDED)
         if not rejoin.was_committed and not is_known:
             session.move(ev.Refused, now_ms)
@@ -188,7 +190,7 @@ class Recovery:
                 "load the weights again",
                 epoch=rejoin.epoch,
             )
-            refuse = ev.Refuse(session.id, rejoin.request_id, error)
+            refuse = fx.Refuse(session.id, rejoin.request_id, error)
             return [refuse, *self.device.drop(session, error.message)]
         return self._register(session, rejoin, now_ms)
 
@@ -214,15 +216,15 @@ class Recovery:
         if epoch.phase is EpochPhase.ORPHANED:
             epoch.slab_sizes = list(rejoin.slab_sizes)
             epoch.turn("adopt")
-            effects.append(ev.Unwatch(epoch.id))
+            effects.append(fx.Unwatch(epoch.id))
         session.move(ev.Rejoined, now_ms)
         session.epoch, session.deadline_ms = epoch.id, None
         epoch.readers.add(session.id)
         said = f"{session.label} is back as a reader of {epoch.phase} epoch {epoch.id}"
         return [
             *effects,
-            ev.TellRejoined(session.id, rejoin.request_id, epoch.id),
-            ev.Record("gms.session", said, {"engine": rejoin.engine, "epoch": epoch.id}),
+            fx.TellRejoined(session.id, rejoin.request_id, epoch.id),
+            fx.Record("gms.session", said, {"engine": rejoin.engine, "epoch": epoch.id}),
         ]
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import Device
-from gms.core.events import Effect, EpochPhase, SessionState
+from gms.core.effects import Effect
+from gms.core.events import EpochPhase, SessionState
 from understudy.errors import ProtocolError, UnderstudyError, WaitTimeoutError
 
 # One failed canary may be the engine's own fault; the same failure of another process is not.
@@ -47,7 +49,7 @@ class Upkeep:
         self.device = device
         self._verification: Verification | None = None
         self._last_id = 0
-        self._dropped: list[ev.TellDropped] = []  # answered once that is on disk
+        self._dropped: list[fx.TellDropped] = []  # answered once that is on disk
 
     # ------------------------------------------------------------------ out of service
 
@@ -68,11 +70,11 @@ class Upkeep:
         if event.why == "canary":
             epoch.failed_canaries.add(session.request.incarnation)
             if len(epoch.failed_canaries) < CANARIES_MAX:
-                return [ev.Record("gms.suspect", what, data, "warning")]
+                return [fx.Record("gms.suspect", what, data, "warning")]
         self.device.condemnations_total += 1
         said = f"epoch {epoch.id} is condemned, the next writer loads anew; {what}"
         return [
-            ev.Record("gms.condemned", said, data, "error"),
+            fx.Record("gms.condemned", said, data, "error"),
             *self.device.retire(epoch),
             *self.device.journal(),
         ]
@@ -97,9 +99,9 @@ class Upkeep:
                 "of these leaves",
                 readers=list(readers),
             )
-        self._dropped.append(ev.TellDropped(event.session, event.request_id, epoch.id, readers))
+        self._dropped.append(fx.TellDropped(event.session, event.request_id, epoch.id, readers))
         return [
-            ev.Record("gms.dropped", f"epoch {epoch.id} was dropped by hand", {"epoch": epoch.id}),
+            fx.Record("gms.dropped", f"epoch {epoch.id} was dropped by hand", {"epoch": epoch.id}),
             *self.device.retire(epoch),
             *self.device.journal(),
         ]
@@ -140,7 +142,7 @@ class Upkeep:
         self._verification = None
         epoch = self.device.epochs.get(question.epoch)
         expected = epoch.digest if epoch is not None else None
-        answer = ev.TellVerified(
+        answer = fx.TellVerified(
             question.asker, question.request_id, question.epoch, expected, event.digest,
             session.label,
         )  # fmt: skip
@@ -149,7 +151,7 @@ class Upkeep:
         said = (
             f"the bytes of epoch {question.epoch} are not what was committed, says {answer.reader}"
         )
-        return [answer, ev.Record("gms.altered", said, {"epoch": question.epoch}, "error")]
+        return [answer, fx.Record("gms.altered", said, {"epoch": question.epoch}, "error")]
 
     def next_deadline_ms(self) -> float | None:
         return self._verification.deadline_ms if self._verification is not None else None
@@ -164,7 +166,7 @@ class Upkeep:
         error = WaitTimeoutError(
             "gms.verify_timeout", f"no digest within {VERIFY_MS / 1000:g} s; is the reader stopped?"
         )
-        return [ev.Refuse(question.asker, question.request_id, error)]
+        return [fx.Refuse(question.asker, question.request_id, error)]
 
     def left(self, session: int, now_ms: float) -> Effects:
         """A connection has ended: a reader that was asked, or whoever asked."""
@@ -191,11 +193,11 @@ class Upkeep:
                 question.deadline_ms = now_ms + ASK_MS
                 question.asked.add(reader)
                 self._last_id += 1
-                return [ev.AskDigest(reader, self._last_id, question.epoch)]
+                return [fx.AskDigest(reader, self._last_id, question.epoch)]
         self._verification = None
         error = UnderstudyError(
             "gms.no_verifier",
             "no standby is attached that could read the memory: an active engine has better "
             "things to do; attach a standby",
         )
-        return [ev.Refuse(question.asker, question.request_id, error)]
+        return [fx.Refuse(question.asker, question.request_id, error)]

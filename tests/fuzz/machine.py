@@ -15,6 +15,7 @@ from typing import Any
 
 import msgpack
 
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.identity import identity_hash
@@ -33,8 +34,8 @@ STATES_WITH_EPOCH = WRITER_STATES | {
     SessionState.READING, SessionState.OFFERING, SessionState.ADOPTING,
 }  # fmt: skip
 FINAL = (
-    ev.TellWriting, ev.TellAttached, ev.TellAllocated, ev.TellCommitted, ev.TellRejoined,
-    ev.TellDropped, ev.TellVerified, ev.Refuse,
+    fx.TellWriting, fx.TellAttached, fx.TellAllocated, fx.TellCommitted, fx.TellRejoined,
+    fx.TellDropped, fx.TellVerified, fx.Refuse,
 )  # fmt: skip
 SPEAKER = {
     **dict.fromkeys((3, 4, 5, 6, 7), SessionState.WRITING),
@@ -70,7 +71,7 @@ class Fuzzed:
         )
         self.device = self.machine.device
         self.now_ms = 0.0
-        self.driver: deque[ev.Effect] = deque()
+        self.driver: deque[fx.Effect] = deque()
         self.watched = {orphan.id for orphan in orphans}
         self.next_session, self.steps = 1, 0
         self.open: dict[int, set[int]] = {}  # connections that may speak: requests without answer
@@ -173,21 +174,21 @@ class Fuzzed:
         error = UnderstudyError("gms.driver_failed", "as drawn")
         failed = how % 8 == 7
         match effect:
-            case ev.OpenEpoch(session):
+            case fx.OpenEpoch(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.EpochOpened(session))
-            case ev.CreateSlab(session) if how % 8 == 6:
+            case fx.CreateSlab(session) if how % 8 == 6:
                 self.tell(ev.DeviceFull(session, error))
-            case ev.CreateSlab(session):
+            case fx.CreateSlab(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.SlabCreated(session))
-            case ev.SealEpoch(session):
+            case fx.SealEpoch(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.Sealed(session, 1))
-            case ev.AdoptEpoch(session):
+            case fx.AdoptEpoch(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.Adopted(session, 1))
-            case ev.WriteJournal(None):
+            case fx.WriteJournal(None):
                 self.tell(ev.JournalBehind("disk") if failed else ev.JournalKept())
-            case ev.WriteJournal(int(session)):
+            case fx.WriteJournal(int(session)):
                 self.tell(ev.JournalFailed(session, "disk") if failed else ev.Journalled(session))
-            case ev.ReleaseEpoch(epoch):
+            case fx.ReleaseEpoch(epoch):
                 self.watched.add(epoch)
 
     def free(self, who: int) -> None:
@@ -227,19 +228,19 @@ class Fuzzed:
         if committed is not None and self.device.committed is not committed:
             self.check_succession(event, committed, effects)
 
-    def perform(self, effect: ev.Effect) -> None:
-        if isinstance(effect, ev.Answer):
+    def perform(self, effect: fx.Effect) -> None:
+        if isinstance(effect, fx.Answer):
             unanswered = self.open.get(effect.session)
             if unanswered is None:
                 return
             if isinstance(effect, FINAL) and effect.request_id:
                 assert effect.request_id in unanswered, f"answered twice or unasked: {effect}"
                 unanswered.discard(effect.request_id)
-            if isinstance(effect, ev.Refuse):
+            if isinstance(effect, fx.Refuse):
                 self.hang_up(effect.session)
-        elif isinstance(effect, ev.Unwatch):
+        elif isinstance(effect, fx.Unwatch):
             self.watched.discard(effect.epoch)
-        elif not isinstance(effect, ev.Record):
+        elif not isinstance(effect, fx.Record):
             self.driver.append(effect)
 
     def check(self) -> None:
@@ -287,7 +288,7 @@ class Fuzzed:
         else:
             assert epoch.phase is EpochPhase.ORPHANED
 
-    def check_succession(self, event: ev.Event, old: Epoch, effects: list[ev.Effect]) -> None:
+    def check_succession(self, event: ev.Event, old: Epoch, effects: list[fx.Effect]) -> None:
         """What is committed goes only by a commit, by word of an operator or a reader, or to make
         room for a writer who asked to replace it while nobody reads it."""
         if isinstance(event, ev.Journalled | ev.Drop | ev.Condemn):
@@ -296,7 +297,7 @@ class Fuzzed:
         assert writer is not None, f"{event} lost what was committed"
         assert writer.request.replace
         assert not old.readers
-        assert ev.ReleaseEpoch(old.id) in effects
+        assert fx.ReleaseEpoch(old.id) in effects
 
     def finish(self) -> None:
         """Everybody leaves, every call completes, every file becomes free: nothing remains but

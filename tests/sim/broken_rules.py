@@ -15,6 +15,7 @@ import pytest
 
 from engine.core.loading import Role
 from gms.core import capacity, decide, grants
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase
 from gms.core.machine import Machine
@@ -56,14 +57,14 @@ def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
     """Whoever has not come back by then is given up."""
     tick, free = Machine._tick, Machine._epoch_free
 
-    def give_up(self: Machine, event: ev.Tick, now_ms: float) -> list[ev.Effect]:
+    def give_up(self: Machine, event: ev.Tick, now_ms: float) -> list[fx.Effect]:
         due_ms = self._recovery.next_report_ms()
         if due_ms is not None and due_ms <= now_ms:
             for orphan in self.device.orphans:
                 del self.device.epochs[orphan.id]
         return tick(self, event, now_ms)
 
-    def ignore_strangers(self: Machine, event: ev.EpochFree, now_ms: float) -> list[ev.Effect]:
+    def ignore_strangers(self: Machine, event: ev.EpochFree, now_ms: float) -> list[fx.Effect]:
         return free(self, event, now_ms) if event.epoch in self.device.epochs else []
 
     patch.setattr(Machine, "_tick", give_up)
@@ -112,13 +113,13 @@ def abort_in_doubt(patch: pytest.MonkeyPatch) -> None:
 def _refuse(patch: pytest.MonkeyPatch, is_unwanted: Callable[[Recovery, ev.Rejoin], bool]) -> None:
     judge = Recovery._judge
 
-    def refuse(self: Recovery, session: Any, rejoin: ev.Rejoin, now_ms: float) -> list[ev.Effect]:
+    def refuse(self: Recovery, session: Any, rejoin: ev.Rejoin, now_ms: float) -> list[fx.Effect]:
         if not is_unwanted(self, rejoin):
             return judge(self, session, rejoin, now_ms)
         session.move(ev.Refused, now_ms)
         error = UnderstudyError("gms.not_committed", "not wanted")
         dropped = self.device.drop(session, error.message)
-        return [ev.Refuse(session.id, rejoin.request_id, error), *dropped]
+        return [fx.Refuse(session.id, rejoin.request_id, error), *dropped]
 
     patch.setattr(Recovery, "_judge", refuse)
 
@@ -129,14 +130,14 @@ def ask_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
 
     def judge_once(
         self: Recovery, session: Any, rejoin: ev.Rejoin, now_ms: float
-    ) -> list[ev.Effect]:
+    ) -> list[fx.Effect]:
         is_broken_off = (self, rejoin.epoch) in asked and self.device.committed is None
         if is_broken_off and not any(
             s.state in HANDING_BACK for s in self.device.sessions.values()
         ):
             return []
         effects = judge(self, session, rejoin, now_ms)
-        if any(isinstance(effect, ev.AskOffer) for effect in effects):
+        if any(isinstance(effect, fx.AskOffer) for effect in effects):
             asked.add((self, rejoin.epoch))
         return effects
 

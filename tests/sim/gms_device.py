@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase, SessionState
 from gms.core.machine import Machine
@@ -96,7 +97,7 @@ class SimDevice:
         self.marked: set[str] = set()  # epochs whose files say that they are history
         self.condemning: set[str] = set()  # a crash forgets it, like a message that came too late
         self.was_replaced = False  # on purpose: then there may be two copies
-        self.driver: deque[ev.Effect] = deque()
+        self.driver: deque[fx.Effect] = deque()
         self.closing: deque[int] = deque()  # sessions whose end the server has not seen yet
         self.offered: dict[int, Copy] = {}  # by session: descriptors that came with an offer
         self.vault: dict[str, Copy] = {}
@@ -144,11 +145,11 @@ class SimDevice:
     def crash_after_journal(self) -> None:
         """The record is on disk, and that is the last that this server does."""
         effect = self.driver.popleft()
-        assert isinstance(effect, ev.WriteJournal)
+        assert isinstance(effect, fx.WriteJournal)
         self._write(effect)
         self.crash()
 
-    def _write(self, effect: ev.WriteJournal) -> None:
+    def _write(self, effect: fx.WriteJournal) -> None:
         self.journal, self.is_journal_lost = effect.record, False
         self.condemned |= self.condemning - {effect.record.epoch if effect.record else ""}
 
@@ -160,15 +161,15 @@ class SimDevice:
             effects = self.machine.handle(event, self.now_ms)
         except UnderstudyError as error:  # the shell answers with it and closes the connection
             session = getattr(event, "session")  # noqa: B009 -- only what peers say is refused
-            self._deliver(session, ev.Refuse(session, 0, error), None)
+            self._deliver(session, fx.Refuse(session, 0, error), None)
             return
         self._notice_retired(before, event)
         for effect in effects:
-            if isinstance(effect, ev.Answer):
+            if isinstance(effect, fx.Answer):
                 self._answer(effect)
-            elif isinstance(effect, ev.Unwatch):
+            elif isinstance(effect, fx.Unwatch):
                 self.watched.discard(effect.epoch)
-            elif not isinstance(effect, ev.Record):
+            elif not isinstance(effect, fx.Record):
                 self.driver.append(effect)
         self.check()
 
@@ -187,15 +188,15 @@ class SimDevice:
             self.condemning.add(before.id)
         self.last, self.was_replaced = None, True
 
-    def _answer(self, answer: ev.Answer) -> None:
+    def _answer(self, answer: fx.Answer) -> None:
         copy = None
-        if isinstance(answer, ev.TellCommitted):
+        if isinstance(answer, fx.TellCommitted):
             assert self.journal is not None
             assert self.journal.epoch == answer.epoch, "journalled before it is answered"
             self._publish(answer.epoch)
-        if isinstance(answer, ev.TellAttached):
+        if isinstance(answer, fx.TellAttached):
             assert answer.epoch in self.published, "a reader sees only what was published"
-        if isinstance(answer, ev.TellWriting | ev.TellAttached):
+        if isinstance(answer, fx.TellWriting | fx.TellAttached):
             copy = self.vault[answer.epoch]
         self._deliver(answer.session, answer, copy)
 
@@ -214,46 +215,46 @@ class SimDevice:
         """The driver's oldest call completes; if its session has left, the call was made anyway."""
         effect = self.driver.popleft()
         match effect:
-            case ev.OpenEpoch():
+            case fx.OpenEpoch():
                 assert effect.epoch not in self.files, f"two files under the name {effect.epoch}"
                 self.files.add(effect.epoch)
                 self.begun_total += 1
                 self.vault[effect.epoch] = Copy(effect.epoch)
                 self.tell(ev.EpochOpened(effect.session))
-            case ev.CreateSlab() if fails:
+            case fx.CreateSlab() if fails:
                 full = UnderstudyError("gms.device_full", "somebody else has it")
                 self.tell(ev.DeviceFull(effect.session, full))
-            case ev.CreateSlab():
+            case fx.CreateSlab():
                 self.vault[effect.epoch].slab_sizes.append(effect.size_bytes)
                 self.tell(ev.SlabCreated(effect.session))
-            case ev.SealEpoch() | ev.AdoptEpoch() if fails:
+            case fx.SealEpoch() | fx.AdoptEpoch() if fails:
                 self._fail(effect.session, "gms.driver_failed")
-            case ev.SealEpoch():
+            case fx.SealEpoch():
                 self.tell(ev.Sealed(effect.session, tensors=1))
-            case ev.AdoptEpoch():
+            case fx.AdoptEpoch():
                 self._adopt(effect)
-            case ev.WriteJournal(None) if fails:
+            case fx.WriteJournal(None) if fails:
                 self.tell(ev.JournalBehind("a full disk"))
-            case ev.WriteJournal() if fails and effect.session is not None:
+            case fx.WriteJournal() if fails and effect.session is not None:
                 self.tell(ev.JournalFailed(effect.session, "a full disk"))
-            case ev.WriteJournal():
+            case fx.WriteJournal():
                 self._write(effect)
                 if effect.session is not None:
                     self.tell(ev.Journalled(effect.session))
                 else:
                     self.tell(ev.JournalKept())
-            case ev.MarkHistory():
+            case fx.MarkHistory():
                 self.marked.add(effect.epoch)
                 self.condemned |= self.condemning & self.marked
-            case ev.DiscardOffer():
+            case fx.DiscardOffer():
                 self.vault.pop(effect.epoch, None)
-            case ev.ReleaseEpoch():
+            case fx.ReleaseEpoch():
                 self.vault.pop(effect.epoch, None)
                 self.watched.add(effect.epoch)
             case _:
                 raise AssertionError(effect)
 
-    def _adopt(self, effect: ev.AdoptEpoch) -> None:
+    def _adopt(self, effect: fx.AdoptEpoch) -> None:
         """The driver looks at what came: is it what it is said to be?"""
         copy = self.offered.pop(effect.session, None)
         if copy is None or tuple(copy.slab_sizes) != effect.slab_sizes:

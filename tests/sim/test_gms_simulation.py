@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.machine import Machine
@@ -74,7 +75,7 @@ class World:
             orphans=orphans.values(),
         )
         self.device = self.machine.device
-        self.driver: deque[ev.Effect] = deque()
+        self.driver: deque[fx.Effect] = deque()
         self.slabs: dict[str, int] = {}  # what this server's vault holds, by epoch
         self.sealed: set[str] = set()
         self.watched = set(orphans)
@@ -92,22 +93,22 @@ class World:
             self.perform(effect)
         self.check()
 
-    def perform(self, effect: ev.Effect) -> None:
-        if isinstance(effect, ev.Answer):
+    def perform(self, effect: fx.Effect) -> None:
+        if isinstance(effect, fx.Answer):
             process = self.processes.get(effect.session)
             if process is not None and process.is_connected:
                 self.hear(process, effect)
-        elif not isinstance(effect, ev.Record):
+        elif not isinstance(effect, fx.Record):
             self.driver.append(effect)
 
-    def hear(self, process: Process, answer: ev.Answer) -> None:
-        process.is_busy = isinstance(answer, ev.TellWaiting)
+    def hear(self, process: Process, answer: fx.Answer) -> None:
+        process.is_busy = isinstance(answer, fx.TellWaiting)
         match answer:
-            case ev.TellWriting():
+            case fx.TellWriting():
                 process.answers.append("writing")
                 process.mode, process.holds = "rw", answer.epoch
                 assert answer.epoch in self.files
-            case ev.TellAttached():
+            case fx.TellAttached():
                 process.answers.append("attached")
                 process.mode, process.holds = "ro", answer.epoch
                 assert answer.epoch in self.sealed, "a reader may only see what is sealed"
@@ -116,13 +117,13 @@ class World:
                 assert committed.id == answer.epoch
                 wanted = process.asked.identity
                 assert wanted is None or wanted["v"] == self.contents[answer.epoch]
-            case ev.TellAllocated():
+            case fx.TellAllocated():
                 process.slabs += 1
-            case ev.TellCommitted():
+            case fx.TellCommitted():
                 process.mode = "ro"
                 assert self.journal is not None
                 assert self.journal.epoch == answer.epoch, "journalled before it is answered"
-            case ev.Refuse():
+            case fx.Refuse():
                 process.answers.append("refused")
                 self.disconnect(process)
 
@@ -130,14 +131,14 @@ class World:
         """The driver's oldest call completes; if its session has left, the call was made anyway."""
         effect = self.driver.popleft()
         match effect:
-            case ev.OpenEpoch():
+            case fx.OpenEpoch():
                 self.files.add(effect.epoch)
                 self.slabs[effect.epoch] = 0
                 self.tell(ev.EpochOpened(effect.session))
-            case ev.CreateSlab():
+            case fx.CreateSlab():
                 self.slabs[effect.epoch] += effect.size_bytes
                 self.tell(ev.SlabCreated(effect.session))
-            case ev.SealEpoch():
+            case fx.SealEpoch():
                 if self.rng.random() < 0.1:
                     error = UnderstudyError("gms.still_writable", "somebody")
                     self.tell(ev.DriverFailed(effect.session, error))
@@ -151,7 +152,7 @@ class World:
                 if identity:
                     self.contents[effect.epoch] = identity["v"]
                 self.tell(ev.Sealed(effect.session, tensors=1))
-            case ev.WriteJournal():
+            case fx.WriteJournal():
                 if effect.session is not None and self.rng.random() < 0.1:
                     self.tell(ev.JournalFailed(effect.session, "disk full"))
                     return
@@ -160,7 +161,7 @@ class World:
                     self.tell(ev.Journalled(effect.session))
                 else:
                     self.tell(ev.JournalKept())
-            case ev.ReleaseEpoch():
+            case fx.ReleaseEpoch():
                 self.slabs.pop(effect.epoch, None)
                 self.watched.add(effect.epoch)
 
@@ -314,6 +315,6 @@ def test_every_attach_is_answered_exactly_once_or_its_connection_ends():
                 assert len(process.answers) <= 1 or process.answers == ["writing", "refused"]
         for process in list(world.processes.values()):
             still_waits = process.session in {s.id for s in world.device.waiting} or any(
-                isinstance(e, ev.OpenEpoch) for e in world.driver
+                isinstance(e, fx.OpenEpoch) for e in world.driver
             )
             assert process.answers or still_waits or not process.is_connected

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from gms.core import effects as fx
 from gms.core import events as ev
 from tests.sim.gms_device import SLAB_BYTES, Copy, SimDevice, commit_of, manifest_of
 
@@ -175,19 +176,19 @@ class Rank:
     def _hear(self) -> None:
         answer, copy = self.inbox.popleft()
         match answer:
-            case ev.TellWriting():
+            case fx.TellWriting():
                 self._join(copy, At.WRITING)
-            case ev.TellAttached():
+            case fx.TellAttached():
                 self.identity = dict(self.device.published[answer.epoch].identity)
                 self._join(copy, At.READING)
-            case ev.TellAllocated():
+            case fx.TellAllocated():
                 self.is_busy = False
-            case ev.TellCommitted() | ev.TellRejoined():
+            case fx.TellCommitted() | fx.TellRejoined():
                 self.is_busy = False
                 self.at = At.READING if self.at is At.COMMITTING else self.at
-            case ev.AskOffer():
+            case fx.AskOffer():
                 self.is_asked = True
-            case ev.Refuse():
+            case fx.Refuse():
                 self._refused(answer.error.code)
             case _ if answer is EOF:
                 self._ended()

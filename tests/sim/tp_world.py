@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.core.loading import Loading, Role
-from gms.core import events as ev
+from gms.core import effects as fx
 from gms.core.events import SessionState
 from tests.sim import faults
 from tests.sim.faults import Hazard
@@ -128,12 +128,12 @@ class World:
                 del self._sessions[session]
                 rank.inbox.append((EOF, None))
 
-    def _deliver(self, session: int, answer: ev.Answer, copy: Copy | None) -> None:
+    def _deliver(self, session: int, answer: fx.Answer, copy: Copy | None) -> None:
         rank = self._sessions.get(session)
-        if rank is None or isinstance(answer, ev.TellWaiting):
+        if rank is None or isinstance(answer, fx.TellWaiting):
             return
         rank.inbox.append((answer, copy))
-        if isinstance(answer, ev.Refuse):  # the server closes after it
+        if isinstance(answer, fx.Refuse):  # the server closes after it
             self.close_session(rank)
 
     def bury(self, supervisor: str, ranks: list[Rank]) -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import Mode
 from gms.core.machine import Machine
@@ -40,18 +41,18 @@ class Bench:
         self.now_ms = 0.0
         self.auto = auto  # complete driver calls at once
         self.mapped: set[str] = set()  # epochs whose file somebody holds
-        self.pending: list[ev.Effect] = []
-        self.sent: list[ev.Answer] = []
+        self.pending: list[fx.Effect] = []
+        self.sent: list[fx.Answer] = []
         self.released: list[str] = []
         self.journal: ev.JournalRecord | None = None
-        self.records: list[ev.Record] = []
+        self.records: list[fx.Record] = []
 
-    def tell(self, event: ev.Event) -> list[ev.Effect]:
+    def tell(self, event: ev.Event) -> list[fx.Effect]:
         effects = self.machine.handle(event, self.now_ms)
         for effect in effects:
-            if isinstance(effect, ev.Answer):
+            if isinstance(effect, fx.Answer):
                 self.sent.append(effect)
-            elif isinstance(effect, ev.Record):
+            elif isinstance(effect, fx.Record):
                 self.records.append(effect)
             else:
                 self.pending.append(effect)
@@ -63,25 +64,25 @@ class Bench:
         while self.pending:
             self.complete(self.pending.pop(0))
 
-    def complete(self, effect: ev.Effect) -> None:
+    def complete(self, effect: fx.Effect) -> None:
         match effect:
-            case ev.OpenEpoch():
+            case fx.OpenEpoch():
                 self.tell(ev.EpochOpened(effect.session))
-            case ev.CreateSlab():
+            case fx.CreateSlab():
                 self.tell(ev.SlabCreated(effect.session))
-            case ev.SealEpoch():
+            case fx.SealEpoch():
                 self.tell(ev.Sealed(effect.session, tensors=1))
-            case ev.WriteJournal():
+            case fx.WriteJournal():
                 self.journal = effect.record
                 if effect.session is not None:
                     self.tell(ev.Journalled(effect.session))
                 else:
                     self.tell(ev.JournalKept())
-            case ev.AdoptEpoch():
+            case fx.AdoptEpoch():
                 self.tell(ev.Adopted(effect.session, tensors=1))
-            case ev.Unwatch() | ev.DiscardOffer() | ev.MarkHistory():
+            case fx.Unwatch() | fx.DiscardOffer() | fx.MarkHistory():
                 pass
-            case ev.ReleaseEpoch():
+            case fx.ReleaseEpoch():
                 self.released.append(effect.epoch)
                 if effect.epoch not in self.mapped:
                     self.tell(ev.EpochFree(effect.epoch))
@@ -93,21 +94,21 @@ class Bench:
         self.mapped.discard(epoch)
         self.tell(ev.EpochFree(epoch))
 
-    def attach(self, session: int, mode: str = "rw_or_ro", **more: Any) -> ev.Answer | None:
+    def attach(self, session: int, mode: str = "rw_or_ro", **more: Any) -> fx.Answer | None:
         """Attach and return the last answer to this session, if any."""
         wanted = {"identity": IDENTITY, "wait_ms": 10_000, **more}
         self.tell(ev.Attach(session, 1, f"engine-{session}", f"i{session}", Mode(mode), **wanted))
         return self.last(session)
 
-    def last(self, session: int) -> ev.Answer | None:
+    def last(self, session: int) -> fx.Answer | None:
         mine = [answer for answer in self.sent if answer.session == session]
         return mine[-1] if mine else None
 
-    def allocate(self, session: int, size_bytes: int = MIB) -> ev.Answer | None:
+    def allocate(self, session: int, size_bytes: int = MIB) -> fx.Answer | None:
         self.tell(ev.Allocate(session, 2, size_bytes))
         return self.last(session)
 
-    def commit(self, session: int, identity: dict[str, Any] | None = None) -> ev.Answer | None:
+    def commit(self, session: int, identity: dict[str, Any] | None = None) -> fx.Answer | None:
         sizes = self.device.epochs[str(self.device.sessions[session].epoch)].slab_sizes
         manifest = encode([TensorRecord("t", 0, 16, (4,), "float32")] if sizes else [])
         told = identity if identity is not None else IDENTITY
@@ -117,10 +118,10 @@ class Bench:
 
     def load(self, session: int, size_bytes: int = MIB, **more: Any) -> str:
         """A writer's whole life up to its commit; the committed epoch's id."""
-        assert isinstance(self.attach(session, **more), ev.TellWriting)
+        assert isinstance(self.attach(session, **more), fx.TellWriting)
         self.allocate(session, size_bytes)
         answer = self.commit(session, more.get("identity"))
-        assert isinstance(answer, ev.TellCommitted), answer
+        assert isinstance(answer, fx.TellCommitted), answer
         return answer.epoch
 
     def load_by_hand(self, session: int) -> str:

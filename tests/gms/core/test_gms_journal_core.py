@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase
 from gms.core.identity import identity_hash
@@ -32,12 +33,12 @@ def restarted() -> Bench:
     return bench
 
 
-def rejoin(bench: Bench, session: int, epoch: str) -> ev.Answer | None:
+def rejoin(bench: Bench, session: int, epoch: str) -> fx.Answer | None:
     bench.tell(ev.Rejoin(session, 1, f"engine-{session}", f"i{session}", epoch, (MIB,), True))
     return bench.last(session)
 
 
-def offer(bench: Bench, session: int, identity: dict[str, object]) -> ev.Answer | None:
+def offer(bench: Bench, session: int, identity: dict[str, object]) -> fx.Answer | None:
     told = layout_hash((MIB,), MANIFEST)
     bench.tell(ev.Offer(session, 2, identity, MANIFEST, told))
     return bench.last(session)
@@ -56,7 +57,7 @@ def test_record_of_a_commit_names_what_it_replaces_until_it_is_answered():
     bench.commit(2, OTHER)
     bench.complete(bench.pending.pop(0))
     written = bench.pending[0]
-    assert isinstance(written, ev.WriteJournal)
+    assert isinstance(written, fx.WriteJournal)
     assert written.record is not None
     assert written.record.previous is not None
     assert written.record.previous.epoch == old
@@ -70,8 +71,8 @@ def test_commit_that_nobody_has_does_not_cost_what_it_was_to_replace():
     bench = restarted()
     assert rejoin(bench, 1, OLD) is None, "not before it is known"
     bench.unmap(NEW)
-    assert isinstance(bench.last(1), ev.AskOffer)
-    assert isinstance(offer(bench, 1, IDENTITY), ev.TellRejoined)
+    assert isinstance(bench.last(1), fx.AskOffer)
+    assert isinstance(offer(bench, 1, IDENTITY), fx.TellRejoined)
     assert phases(bench) == {OLD: EpochPhase.COMMITTED}
     assert bench.journal is not None
     assert (bench.journal.epoch, bench.journal.previous) == (OLD, None)
@@ -81,10 +82,10 @@ def test_commit_that_its_writer_has_makes_the_older_one_history():
     """The writer hands it back: the reader of the older epoch is kept as that."""
     bench = restarted()
     assert rejoin(bench, 1, OLD) is None
-    assert isinstance(rejoin(bench, 2, NEW), ev.AskOffer)
+    assert isinstance(rejoin(bench, 2, NEW), fx.AskOffer)
     offer(bench, 2, OTHER)
     assert phases(bench) == {OLD: EpochPhase.SUPERSEDED, NEW: EpochPhase.COMMITTED}
-    assert isinstance(bench.last(1), ev.TellRejoined)
+    assert isinstance(bench.last(1), fx.TellRejoined)
     assert bench.journal is not None
     assert (bench.journal.epoch, bench.journal.previous) == (NEW, None)
 
@@ -108,10 +109,10 @@ def test_what_went_out_of_service_is_written_until_the_disk_takes_it(how: str):
         if how == "condemned"
         else ev.Drop(9, 4, None, even_if_mapped=True)
     )
-    assert bench.pending.pop(0) == ev.MarkHistory(str(bench.device.sessions[1].epoch))
+    assert bench.pending.pop(0) == fx.MarkHistory(str(bench.device.sessions[1].epoch))
     for _ in range(2):
         written = bench.pending.pop(0)
-        assert isinstance(written, ev.WriteJournal)
+        assert isinstance(written, fx.WriteJournal)
         assert written.record is None
         bench.tell(ev.JournalBehind("no space left"))
         assert "no space left" in str(bench.device.problem)
@@ -121,7 +122,7 @@ def test_what_went_out_of_service_is_written_until_the_disk_takes_it(how: str):
     assert bench.device.problem is None
     assert bench.journal is None
     if how == "dropped":
-        assert isinstance(bench.last(9), ev.TellDropped)
+        assert isinstance(bench.last(9), fx.TellDropped)
     assert len([r for r in bench.records if r.type == "gms.journal"]) == 1, "said once"
 
 
@@ -136,7 +137,7 @@ def test_drop_waits_for_a_commit_that_is_being_written():
     bench.tell(ev.Drop(9, 4, None, even_if_mapped=True))
     assert bench.last(9) is None
     bench.drain()
-    assert isinstance(bench.last(9), ev.TellDropped)
+    assert isinstance(bench.last(9), fx.TellDropped)
     assert bench.device.committed is not None
     assert bench.journal is not None
     assert bench.journal.epoch == bench.device.committed.id
@@ -147,9 +148,9 @@ def test_newcomers_that_wait_do_not_keep_survivors_out():
     bench = restarted()
     for session in range(100, 164):
         bench.attach(session, "ro", identity=OTHER)
-    assert isinstance(rejoin(bench, 2, NEW), ev.AskOffer)
+    assert isinstance(rejoin(bench, 2, NEW), fx.AskOffer)
     offer(bench, 2, OTHER)
-    assert all(isinstance(bench.last(session), ev.TellAttached) for session in range(100, 164))
+    assert all(isinstance(bench.last(session), fx.TellAttached) for session in range(100, 164))
 
 
 def test_survivor_that_was_asked_in_vain_lets_the_others_pass():
@@ -160,8 +161,8 @@ def test_survivor_that_was_asked_in_vain_lets_the_others_pass():
         rejoin(bench, silent, NEW)
     bench.close(1)
     rejoin(bench, 1, NEW)
-    assert isinstance(bench.last(3), ev.AskOffer)
+    assert isinstance(bench.last(3), fx.AskOffer)
     bench.close(3)
-    assert isinstance(bench.last(4), ev.AskOffer)
+    assert isinstance(bench.last(4), fx.AskOffer)
     bench.close(4)
-    assert isinstance(bench.last(1), ev.AskOffer)
+    assert isinstance(bench.last(1), fx.AskOffer)

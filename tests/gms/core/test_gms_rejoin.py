@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase
 from gms.core.state import Epoch
@@ -28,7 +29,7 @@ def replaced_and_cut(capacity_bytes: int = 100 * MIB) -> tuple[Bench, str]:
     bench.load(2, mode="rw", replace=True, identity=OTHER)
     bench.close(1)
     assert bench.device.epochs[old].phase is EpochPhase.RELEASING
-    assert isinstance(rejoin(bench, 3, old), ev.TellRejoined)
+    assert isinstance(rejoin(bench, 3, old), fx.TellRejoined)
     return bench, old
 
 
@@ -37,7 +38,7 @@ def test_a_reader_that_comes_back_to_a_given_up_epoch_keeps_nobody_from_writing(
     that replaces is granted at once, and the memory goes with that reader. (It waited for ever.)
     """
     bench, old = replaced_and_cut()
-    assert isinstance(bench.attach(4, "rw", replace=True, identity=THIRD), ev.TellWriting)
+    assert isinstance(bench.attach(4, "rw", replace=True, identity=THIRD), fx.TellWriting)
     bench.close(3)
     bench.unmap(old)
     assert old not in bench.device.epochs
@@ -49,7 +50,7 @@ def test_room_that_a_reader_keeps_is_not_on_its_way():
     bench, _ = replaced_and_cut(2 * MIB)
     bench.attach(4, "rw", replace=True, identity=THIRD)
     answer = bench.allocate(4)
-    assert isinstance(answer, ev.Refuse)
+    assert isinstance(answer, fx.Refuse)
     assert answer.error.code == "gms.out_of_memory"
     assert "engine-3" in answer.error.message
 
@@ -63,6 +64,6 @@ def test_a_lost_journal_is_over_when_nobody_is_left_who_could_tell(others: int):
     bench.auto = False
     for number, orphan in enumerate(orphans):
         bench.unmap(orphan.id)
-        written = [e for e in bench.pending if isinstance(e, ev.WriteJournal)]
+        written = [e for e in bench.pending if isinstance(e, fx.WriteJournal)]
         assert len(written) == (number == others)
     assert not bench.device.is_journal_lost

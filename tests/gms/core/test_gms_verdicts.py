@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.machine import DEVICE_FULL_RETRY_MS, DEVICE_FULL_WAIT_MS
 from gms.core.upkeep import ASK_MS, VERIFY_MS
@@ -31,9 +32,9 @@ def verify(bench: Bench) -> Any:
     return bench.last(ASKER)
 
 
-def asked(bench: Bench) -> ev.AskDigest:
+def asked(bench: Bench) -> fx.AskDigest:
     """The last question to a reader."""
-    return [answer for answer in bench.sent if isinstance(answer, ev.AskDigest)][-1]
+    return [answer for answer in bench.sent if isinstance(answer, fx.AskDigest)][-1]
 
 
 def test_verification_asks_one_reader_after_the_other():
@@ -53,7 +54,7 @@ def test_verification_asks_one_reader_after_the_other():
     bench.advance(VERIFY_MS - 1)
     bench.tell(ev.Digested(4, question.request_id, DIGEST))
     answer = bench.last(ASKER)
-    assert isinstance(answer, ev.TellVerified)
+    assert isinstance(answer, fx.TellVerified)
     assert (answer.expected, answer.found) == (DIGEST, DIGEST)
     assert answer.reader.startswith("engine-4")
 
@@ -65,7 +66,7 @@ def test_verification_that_nobody_can_do_is_refused():
     bench.tell(ev.Digested(1, asked(bench).request_id, None))
     for _ in range(2):
         refused = bench.last(ASKER)
-        assert isinstance(refused, ev.Refuse)
+        assert isinstance(refused, fx.Refuse)
         assert refused.error.code == "gms.no_verifier"
         bench.sent.clear()
         verify(bench)
@@ -80,7 +81,7 @@ def test_verification_that_takes_too_long_is_over():
     bench.tell(ev.Digested(1, question.request_id, None, is_coming=True))
     bench.advance(VERIFY_MS)
     refused = bench.last(ASKER)
-    assert isinstance(refused, ev.Refuse)
+    assert isinstance(refused, fx.Refuse)
     assert refused.error.code == "gms.verify_timeout"
     bench.tell(ev.Digested(1, question.request_id, DIGEST))
     assert bench.last(ASKER) is refused
@@ -125,10 +126,10 @@ def test_journal_of_a_commit_under_way_is_not_overtaken():
     seal = bench.pending.pop(0)
     bench.complete(seal)
     written = bench.pending.pop(0)
-    assert isinstance(written, ev.WriteJournal)
+    assert isinstance(written, fx.WriteJournal)
     bench.tell(ev.Digested(1, 0, DIGEST))
     bench.tell(ev.Condemn(1, "device_error", "Xid 63"))
-    assert not [e for e in bench.pending if isinstance(e, ev.WriteJournal)]
+    assert not [e for e in bench.pending if isinstance(e, fx.WriteJournal)]
     bench.complete(written)
     assert bench.journal is not None
     assert bench.journal.epoch == bench.device.committed.id  # type: ignore[union-attr]
@@ -154,7 +155,7 @@ def test_condemnation_needs_a_known_reason():
 def full(bench: Bench) -> None:
     """The driver refuses the slab that is being made."""
     create = bench.pending.pop(0)
-    assert isinstance(create, ev.CreateSlab)
+    assert isinstance(create, fx.CreateSlab)
     bench.tell(ev.DeviceFull(create.session, FULL))
 
 
@@ -166,7 +167,7 @@ def test_full_device_is_waited_for_and_says_who_holds_what():
     bench.allocate(1, MIB)
     full(bench)
     told = bench.last(1)
-    assert isinstance(told, ev.TellWaiting)
+    assert isinstance(told, fx.TellWaiting)
     assert told.reason == "device_full"
     assert "CUDA_ERROR_OUT_OF_MEMORY" in told.message
     assert "Held by this service: nothing" in told.message
@@ -176,7 +177,7 @@ def test_full_device_is_waited_for_and_says_who_holds_what():
     assert bench.last(1) is told, "nothing new to say"
     bench.advance(DEVICE_FULL_RETRY_MS)
     bench.drain()
-    assert isinstance(bench.last(1), ev.TellAllocated)
+    assert isinstance(bench.last(1), fx.TellAllocated)
     assert bench.device.oom_waits_total == 1
     assert bench.device.staging is not None
     assert bench.device.staging.size_bytes == MIB, "counted once"
@@ -193,7 +194,7 @@ def test_full_device_ends_the_writer_at_its_deadline():
         full(bench)
         bench.advance(DEVICE_FULL_RETRY_MS)
     refused = bench.last(2)
-    assert isinstance(refused, ev.Refuse)
+    assert isinstance(refused, fx.Refuse)
     assert refused.error.code == "gms.out_of_memory"
     assert "engine-1" in refused.error.message
     assert bench.device.staging is None
