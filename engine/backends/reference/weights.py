@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 WAIT_S = 2 * 3600.0
 # A memory service that died is restarted, and with it dead every engine relaunches: those that are
 # back before it wait instead of dying again. Its start takes a second; a kubelet's pause before it
-# grows to five minutes, and its image may have to be fetched anew. An engine that gives up sooner
-# dies each time, and five such deaths count as a crash loop, for a fault that is not its own.
+# grows to five minutes, and its image may have to be fetched anew. Each wait in vain is a death of
+# this engine, and five of them within ten minutes count as a crash loop, which is not its fault.
 RESTART_WAIT_S = 600.0
 RESTART_POLL_S = 0.05
 SOCKET_DIR_ENV = "GMS_SOCKET_DIR"

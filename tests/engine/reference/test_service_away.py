@@ -1,4 +1,4 @@
-"""A rank whose canary failed is about to end: its report must not end with it."""
+"""While the memory service is away: how long a rank waits for it, at its start and at its end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from engine.backends.reference.rank import REPORT_WAIT_S, Rank
+from engine.backends.reference.weights import RESTART_WAIT_S
+from engine.core.relaunch import DEATHS_MAX, DEATHS_WINDOW_MS
 
 
 class Keeper:
@@ -37,3 +39,8 @@ def test_failed_canary_is_waited_for_until_it_is_reported(
         rank.distrust()
     assert keeper.calls == ["rank 3: a canary failed", True]
     assert ("no memory service" in caplog.text) == (not is_attached)
+
+
+def test_waiting_for_a_service_is_no_crash_loop():
+    """However often an engine waits in vain and dies of it, it does not die often enough."""
+    assert RESTART_WAIT_S * 1000 * (DEATHS_MAX - 1) > DEATHS_WINDOW_MS
