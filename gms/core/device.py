@@ -84,9 +84,11 @@ class Device:
     def drop(self, session: Session, why: str) -> list[Effect]:
         """Forget a session that is closed, and give up what it alone kept."""
         del self.sessions[session.id]
+        epoch = self.epochs.get(session.epoch or "")
+        if epoch is not None and epoch.phase is EpochPhase.ORPHANED and epoch.has_no_file:
+            del self.epochs[epoch.id]  # nothing is watched that could end it
         if session.offer is not None and session.epoch is not None:
             return [fx.DiscardOffer(session.epoch)]
-        epoch = self.epochs.get(session.epoch or "")
         if epoch is None:
             return []
         if epoch.phase is EpochPhase.STAGING:

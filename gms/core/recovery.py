@@ -52,6 +52,8 @@ class Recovery:
         self._began_ms = now_ms
         self._is_reported = not device.orphans
         self._asked: dict[tuple[str, str, int], int] = {}  # how often, by who
+        # What was journalled and looked gone: its file may have been removed under its readers.
+        self._late: ev.JournalRecord | None = None
 
     def rejoin(self, event: ev.Rejoin, now_ms: float) -> Effects:
         """A survivor is back; `settle` says what becomes of it."""
@@ -133,12 +135,12 @@ class Recovery:
         self.device.recoveries_total += 1
         return effects
 
-    def journalled_is_gone(self) -> Effects:
-        """Nobody maps the journalled epoch any more. If nobody was told of it either, the one that
-        it was to replace is still what is committed."""
+    def journalled_is_gone(self, record: ev.JournalRecord | None) -> Effects:
+        """Nobody maps the journalled epoch any more, its file says. If nobody was told of it, the
+        one that it was to replace is still what is committed."""
         heir = next((orphan for orphan in self.device.orphans if orphan.fallback), None)
-        self.device.is_journal_lost = False
         if heir is None:
+            self._late = record
             return self.device.journal()
         heir.expected, heir.fallback = heir.fallback, None
         return []
@@ -168,7 +170,7 @@ class Recovery:
         return [fx.Record("gms.recovering", f"{said}; nobody may load until it is", {}, "warning")]
 
     def _judge(self, session: Session, rejoin: ev.Rejoin, now_ms: float) -> Effects:
-        epoch = self.device.epochs.get(rejoin.epoch)
+        epoch = self.device.epochs.get(rejoin.epoch) or self._late_one(rejoin)
         phase = epoch.phase if epoch is not None else None
         if phase is EpochPhase.STAGING:
             return []  # its old connection has ended; we are about to hear of that
@@ -193,6 +195,19 @@ class Recovery:
             refuse = fx.Refuse(session.id, rejoin.request_id, error)
             return [refuse, *self.device.drop(session, error.message)]
         return self._register(session, rejoin, now_ms)
+
+    def _late_one(self, rejoin: ev.Rejoin) -> Epoch | None:
+        """The journalled epoch after all, if nothing has taken its place. Its file is gone, so that
+        its end cannot be asked of the kernel: it lasts as long as its offer."""
+        late, device = self._late, self.device
+        if late is None or late.epoch != rejoin.epoch or not rejoin.was_committed:
+            return None
+        if device.committed is not None or device.staging is not None:
+            return None
+        epoch = Epoch(late.epoch, EpochPhase.ORPHANED, [late.size_bytes], expected=late)
+        epoch.has_no_file = True
+        device.epochs[epoch.id] = epoch
+        return epoch
 
     def _note_asked(self, session: Session) -> None:
         if len(self._asked) >= ASKED_MAX:

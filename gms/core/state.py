@@ -105,6 +105,7 @@ class Epoch:
     expected: ev.JournalRecord | None = None  # what an offer of this orphan must match
     fallback: ev.JournalRecord | None = None  # the same, should the journalled one be gone
     is_history: bool = False  # its file says that it was taken out of service
+    has_no_file: bool = False  # it was removed under its readers
     digest: str | None = None  # of the bytes, as its writer computed it
     failed_canaries: set[str] = field(default_factory=set)  # incarnations
 

@@ -10,9 +10,9 @@ from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase
 from gms.core.identity import identity_hash
-from gms.core.machine import JOURNAL_RETRY_MS
 from gms.core.manifest import encode, layout_hash
 from gms.core.recovery import orphans_of
+from gms.core.writing import JOURNAL_RETRY_MS
 from tests.gms.core.driver import IDENTITY, MIB, Bench
 
 OTHER = {"model": "tiny", "shards": {"a": "2"}}
@@ -166,3 +166,27 @@ def test_survivor_that_was_asked_in_vain_lets_the_others_pass():
     assert isinstance(bench.last(4), fx.AskOffer)
     bench.close(4)
     assert isinstance(bench.last(1), fx.AskOffer)
+
+
+def test_epoch_whose_file_was_removed_is_taken_back_late():
+    """It looked gone, and its reader is there: committed again, if nothing took its place."""
+    bench = restarted()
+    bench.unmap(OLD)
+    bench.unmap(NEW)
+    assert bench.device.state == "empty"
+    assert isinstance(rejoin(bench, 1, NEW), fx.AskOffer)
+    bench.close(1)
+    assert bench.device.state == "empty", "an offer that breaks off leaves nothing behind"
+    assert isinstance(rejoin(bench, 2, NEW), fx.AskOffer)
+    assert isinstance(offer(bench, 2, OTHER), fx.TellRejoined)
+    assert phases(bench) == {NEW: EpochPhase.COMMITTED}
+
+
+def test_epoch_whose_file_was_removed_and_replaced_is_history():
+    """A writer came first: the late survivor is its epoch's reader, nothing else."""
+    bench = restarted()
+    bench.unmap(OLD)
+    bench.unmap(NEW)
+    bench.attach(5)
+    assert isinstance(rejoin(bench, 2, NEW), fx.TellRejoined)
+    assert phases(bench)[NEW] is EpochPhase.SUPERSEDED

@@ -8,8 +8,8 @@ from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import WAITERS_MAX
 from gms.core.events import EpochPhase
-from gms.core.machine import JOURNAL_RETRY_MS
 from gms.core.state import Epoch
+from gms.core.writing import JOURNAL_RETRY_MS
 from tests.gms.core.driver import IDENTITY, MIB, Bench
 from understudy.errors import InvariantError, UnderstudyError
 

@@ -8,8 +8,8 @@ import pytest
 
 from gms.core import effects as fx
 from gms.core import events as ev
-from gms.core.machine import DEVICE_FULL_RETRY_MS, DEVICE_FULL_WAIT_MS
 from gms.core.upkeep import ASK_MS, VERIFY_MS
+from gms.core.writing import DEVICE_FULL_RETRY_MS, DEVICE_FULL_WAIT_MS
 from tests.gms.core.driver import MIB, Bench
 from understudy.errors import ProtocolError, UnderstudyError
 
