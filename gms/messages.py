@@ -14,12 +14,14 @@ from typing import Annotated, Any, ClassVar
 from gms.core.capacity import SLABS_MAX
 from understudy.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
 from understudy.wire.messages import Catalogue, Length, Message, Range
+from understudy.wire.observe import EventRecord as EventRecord
 from understudy.wire.observe import Status as Status
 from understudy.wire.observe import StatusReply as StatusReply
 
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
 WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: longer waits are a unit mistaken for another
 RANKS_MAX = 1024
+EVENT_ID_MAX = 2**62  # a thousand a second for a hundred million years
 REQUEST_BYTES_MAX = 512 * 1024  # of every frame but those with a manifest: an identity is half
 DETAIL_LENGTH_MAX = 2048  # a sentence of a driver or a canary, not a core dump
 
@@ -238,6 +240,15 @@ class Dropped(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Watch(Message):
+    """Stay and be told: a `status_reply`, with `since` the kept events after that id, then every
+    event as it happens. A server that was restarted counts its ids from 1 again."""
+
+    TYPE: ClassVar[str] = "watch"
+    since: Annotated[int, Range(0, EVENT_ID_MAX)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Inspect(Message):
     """Ask for every epoch with its slabs, readers and tensors."""
 
@@ -274,6 +285,8 @@ CATALOGUE = Catalogue(
     Dropped,
     Status,
     StatusReply,
+    Watch,
+    EventRecord,
     Inspect,
     InspectReply,
     frame_bytes_max=MANIFEST_FRAME_BYTES_MAX,

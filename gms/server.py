@@ -20,6 +20,7 @@ from gms.core.machine import Machine
 from gms.core.snapshot import epochs_in_full, snapshot
 from gms.journal import Journal
 from gms.leftovers import left_behind
+from gms.observers import Observers
 from gms.performer import Performer, check_held
 from gms.translate import event_of
 from gms.vault import Vault
@@ -65,6 +66,7 @@ class DeviceServer:
         path = names.socket_path(directory, device, tag)
         self._server = Server(path, msg.CATALOGUE, self, service="gms")
         self._conns: dict[int, Connection] = {}
+        self._observers = Observers(self.log, self.status)
         self._timer: asyncio.TimerHandle | None = None
         self._protocol_errors_total = 0
 
@@ -172,6 +174,8 @@ class DeviceServer:
             elif isinstance(message, msg.Inspect):
                 document = {**self.status(), "epochs": epochs_in_full(self.machine.device)}
                 conn.send(msg.InspectReply(document), request_id)
+            elif isinstance(message, msg.Watch):
+                self._observers.watch(conn, message, request_id)
             elif isinstance(message, msg.Slabs | msg.Offer):
                 self._take_offer(conn, message, request_id, fds)
             else:
@@ -185,6 +189,7 @@ class DeviceServer:
         if conn.state is not None:
             asyncio.get_running_loop().remove_reader(conn.state)
         del self._conns[conn.id]
+        self._observers.left(conn.id)
         self._performer.forget(conn.id)
         self._handle(ev.Closed(conn.id, reason))
 

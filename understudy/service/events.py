@@ -90,11 +90,29 @@ class EventLog:
             message=message,
             data=dict(data or {}),
         )
-        self._ring.append(event)
         fields = {"event": type, "event_id": event.id, **event.data}
         logger.log(level, "%s", message, extra={"fields": fields})
-        for subscriber in tuple(self._subscribers):
-            self._tell(subscriber, event)
+        self._append(event)
+        return event
+
+    def relay(self, record: Mapping[str, Any], data: Mapping[str, Any]) -> Event:
+        """Append what a child process recorded (`Event.to_dict`), with `data` beside its own.
+
+        It keeps its times and its source and gets an id of ours. It is not logged: its own process
+        has done that, mostly into the same stream.
+        """
+        self.last_id += 1
+        event = Event(
+            id=self.last_id,
+            ts=datetime.fromisoformat(record["ts"]),
+            mono_ms=record["mono_ms"],
+            type=record["type"],
+            severity=record["severity"],
+            source=record["source"],
+            message=record["message"],
+            data={**record["data"], **data},
+        )
+        self._append(event)
         return event
 
     def subscribe(self, callback: Subscriber) -> Callable[[], None]:
@@ -117,6 +135,15 @@ class EventLog:
         if not oldest_id - 1 <= event_id <= self.last_id:
             return None
         return list(islice(self._ring, event_id + 1 - oldest_id, None))
+
+    def kept_since(self, event_id: int) -> list[Event]:
+        """Those after `event_id` that are still in the ring, for readers that accept a gap."""
+        return [event for event in self._ring if event.id > event_id]
+
+    def _append(self, event: Event) -> None:
+        self._ring.append(event)
+        for subscriber in tuple(self._subscribers):
+            self._tell(subscriber, event)
 
     def _tell(self, subscriber: Subscriber, event: Event) -> None:
         try:

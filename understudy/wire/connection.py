@@ -178,6 +178,11 @@ class Connection:
             self._is_writing = False
             self._loop.remove_writer(self._sock.fileno())
 
+    def limit_queue(self, queued_bytes_max: int) -> None:
+        """Drop the peer at so much unsent from now on: one that is told things unasked may be slow
+        for as long as it lives."""
+        self._queued_bytes_max = queued_bytes_max
+
     # ------------------------------------------------------------------ receiving
 
     def limit_frames(self, frame_bytes_max: int) -> None:
