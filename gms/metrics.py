@@ -1,7 +1,8 @@
-"""The metrics of the service, filled from the status documents of the devices' servers.
+"""The metrics of the service, filled from what the devices' servers say.
 
-The supervisor serves them for all devices; counters grow by what a server reports more than last
-time, so that a server's restart does not make them fall.
+The supervisor serves them for all devices. What matters one by one is counted from events, because
+a server may die before it is asked again. The other counters grow by what its status document
+reports more than last time, so that a server's restart does not make them fall.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from understudy.service.events import Event
 from understudy.service.metrics import Metrics
 
 STATES = ("empty", "staging", "committed", "recovering", "down")
@@ -16,11 +18,10 @@ MODES = ("rw", "ro", "waiting")
 COUNTERS = (
     "exports_total",
     "reclaims_total",
-    "recoveries_total",
-    "condemnations_total",
     "oom_waits_total",
     "protocol_errors_total",
 )
+EVENTS = {"gms.recovered": "recoveries_total", "gms.condemned": "condemnations_total"}
 
 
 class GmsMetrics:
@@ -58,7 +59,8 @@ class GmsMetrics:
             "gms_restarts_total", "Restarts of the device's server.", ("device_uuid",), one
         )
         self._counters = {
-            name: m.counter(f"gms_{name}", _HELP[name], ("device_uuid",), one) for name in COUNTERS
+            name: m.counter(f"gms_{name}", _HELP[name], ("device_uuid",), one)
+            for name in (*COUNTERS, *EVENTS.values())
         }
         self._seen: dict[tuple[str, str], int] = {}
 
@@ -68,6 +70,12 @@ class GmsMetrics:
         self._state.set("down", device_uuid=device, tag=self._tag)
         for name in COUNTERS:
             self._seen[device, name] = 0
+
+    def count(self, event: Event) -> None:
+        """Count an event of a device's server, which is relayed once."""
+        name = EVENTS.get(event.type)
+        if name is not None:
+            self._counters[name].labels(device_uuid=event.data["device_uuid"]).inc()
 
     def update(self, document: Mapping[str, Any]) -> None:
         """Take over what a server's status document says."""
@@ -83,10 +91,10 @@ class GmsMetrics:
         modes += ["waiting"] * len(document["waiting"])
         for mode in MODES:
             self._sessions.labels(device_uuid=device, mode=mode).set(modes.count(mode))
-        for name, counter in self._counters.items():
+        for name in COUNTERS:
             grown = document[name] - self._seen.get((device, name), 0)
             self._seen[device, name] = document[name]
-            counter.labels(device_uuid=device).inc(max(0, grown))
+            self._counters[name].labels(device_uuid=device).inc(max(0, grown))
 
 
 _HELP = {

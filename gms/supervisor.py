@@ -1,8 +1,9 @@
-"""`gms serve`: one server process per device, started, asked after, and restarted in place.
+"""`gms serve`: one server process per device, started, watched, and restarted in place.
 
-It holds no memory and decides nothing about it. The servers die with it (PDEATHSIG), so that no
-server is ever left that nobody watches. A server that does not answer is killed: its memory lives
-on in its readers, and a fresh server is better than one that newcomers wait for in vain.
+What the servers record is recorded here too, so that one address tells of all devices. It holds no
+memory and decides nothing about it. The servers die with it (PDEATHSIG), so that no server is ever
+left that nobody watches. A server that does not answer is killed: its memory lives on in its
+readers, and a fresh server is better than one that newcomers wait for in vain.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from understudy.wire.server import PathGuard
 
 PING_S = 1.0
 SILENT_MS = 5000.0  # several pings: what does not answer for so long is not ready
-FIRST_PING_S = 0.02  # while a server starts: newcomers wait for the first answer
+# While a server starts: newcomers wait for the first answer, and what it records is lost if it dies
+# before we watch it.
+FIRST_PING_S = 0.005
+LAST_WORDS_S = 1.0  # for what a dead server has said to be read: it is all here already
 # Loop stalls of seconds happen on machines under load, of half a minute never.
 HANG_MS = 30_000.0
 STOP_S = 5.0  # for a server to end by itself; it has nothing to save
@@ -44,15 +48,19 @@ logger = logging.getLogger(__name__)
 class Child:
     """One device's server process, and what it said of itself last. The handler of its pings."""
 
-    def __init__(self, device: str, path: str, clock: Clock, metrics: GmsMetrics) -> None:
+    def __init__(
+        self, device: str, path: str, clock: Clock, metrics: GmsMetrics, log: EventLog
+    ) -> None:
         self.device, self.path = device, path
         self.restarts = Restarts()
         self.process: asyncio.subprocess.Process | None = None
         self.answered_ms: float | None = None  # None: this process has not answered yet
         self.started_ms = 0.0
         self._document: dict[str, Any] | None = None
-        self._clock, self._metrics = clock, metrics
+        self._clock, self._metrics, self._log = clock, metrics, log
         self._conn: Connection | None = None
+        self._heard_id = 0  # of this process's events: those up to here are in our log
+        self._hung_up = asyncio.Event()
 
     @property
     def is_answering(self) -> bool:
@@ -73,7 +81,7 @@ class Child:
     def begin(self, process: asyncio.subprocess.Process) -> None:
         """Another process serves the device from now on."""
         self.process, self.started_ms = process, self._clock.now_ms()
-        self.answered_ms = None
+        self.answered_ms, self._heard_id = None, 0
 
     async def ping(self) -> None:
         """Ask after the server for as long as it runs; kill it when it hangs."""
@@ -81,8 +89,11 @@ class Child:
             try:
                 if self._conn is None or self._conn.is_closed:
                     self._conn = await connect(self.path, msg.CATALOGUE, self, deadline_s=PING_S)
-                self._conn.send(Hello(), 1)
-                self._conn.send(msg.Status(), 2)
+                    self._conn.send(Hello(), 1)  # first: it is believed when we know who it is
+                    self._conn.send(msg.Watch(since=self._heard_id), 2)
+                elif self.is_answering:
+                    self._conn.send(Hello(), 1)
+                    self._conn.send(msg.Status(), 2)
             except UnreachableError as error:
                 logger.debug("%s does not answer yet: %s", self.device, error)
             await asyncio.sleep(PING_S if self.is_answering else FIRST_PING_S)
@@ -93,8 +104,16 @@ class Child:
                 self.process.kill()
                 return
 
+    async def hear_out(self) -> None:
+        """The process is gone; what it said before is still to be read."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                while self._conn is not None and not self._conn.is_closed:
+                    self._hung_up.clear()
+                    await self._hung_up.wait()
+
     def end(self) -> None:
-        """The process is gone; so is what we knew from it."""
+        """What we knew from the process is void."""
         self.answered_ms = None
         if self._conn is not None:
             self._conn.close("the server is gone")
@@ -113,8 +132,20 @@ class Child:
         elif isinstance(message, msg.StatusReply):
             self._document = message.document
             self._metrics.update(message.document)
+        elif isinstance(message, msg.EventRecord):
+            self._relay(message.record)
 
-    def closed(self, conn: Connection, reason: str) -> None: ...
+    def closed(self, conn: Connection, reason: str) -> None:
+        self._hung_up.set()
+
+    def _relay(self, record: Mapping[str, Any]) -> None:
+        missed = record["id"] - self._heard_id - 1
+        self._heard_id = record["id"]
+        about = {"device_uuid": self.device}
+        if missed:  # we were dropped, and away for longer than it keeps them
+            said = f"{missed} events of the server of {self.device} were missed"
+            self._log.record("gms.events_missed", said, "warning", {**about, "missed": missed})
+        self._log.relay(record, about)
 
 
 class Supervisor:
@@ -139,9 +170,10 @@ class Supervisor:
         self.clock = clock or SystemClock()
         self.log = EventLog("gms", self.clock)
         self.metrics = GmsMetrics(devices, names.WEIGHTS)
+        self.log.subscribe(self.metrics.count)
         self._command, self._environment = command, environment
         self.children = [
-            Child(device, names.socket_path(directory, device), self.clock, self.metrics)
+            Child(device, names.socket_path(directory, device), self.clock, self.metrics, self.log)
             for device in devices
         ]
         self.http = HttpServer(
@@ -206,6 +238,7 @@ class Supervisor:
                 pinging = tasks.create_task(child.ping())
                 returncode = await child.process.wait()
                 pinging.cancel()
+            await child.hear_out()
             had_answered = child.is_answering
             child.end()
             lived_ms = self.clock.now_ms() - child.started_ms
