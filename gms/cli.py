@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import sys
+from collections import Counter
 from typing import Any
 
 import click
@@ -44,7 +45,8 @@ SERVE = (
         "device",
         str,
         (),
-        "A GPU or MIG instance to serve, by UUID (default: all that are visible).",
+        "A GPU or MIG instance to serve, by UUID; several with commas, or the flag again (default: "
+        "all that are visible).",
         env="UNDERSTUDY_GPUS",
         many=True,
     ),
@@ -54,7 +56,14 @@ SERVE = (
     Option("http_port", int, 9401, "Port of probes, status and metrics.", minimum=0, maximum=65535),
 )
 ONE_DEVICE = Option("device", str, None, "Only this device.")
-SERVE_DEVICE = (DIRECTORY, MEMORY, Option("device", str, help="Its name."), DEVICE_BYTES, STALL)
+SERVE_DEVICE = (
+    DIRECTORY,
+    MEMORY,
+    Option("device", str, help="Its name."),
+    DEVICE_BYTES,
+    STALL,
+    Option("restarts", int, 0, "How many servers the device had before this one.", minimum=0),
+)
 
 
 @click.group()
@@ -76,13 +85,18 @@ def serve(config: Resolved) -> None:
     if gpus and not is_cuda:
         raise UsageError("config.needless_device", "--device is for --memory cuda")
 
+    starts: Counter[str] = Counter()
+
     def command(device: str) -> list[str]:
+        """How the next server of `device` is started."""
         flags = {
             "--dir": directory,
             "--memory": config["memory"],
             "--device": device,
             "--stall-s": config["stall_s"],
+            "--restarts": starts[device],
         }
+        starts[device] += 1
         if config["device_bytes"] is not None:
             flags["--device-bytes"] = config["device_bytes"]
         words = [str(word) for flag in flags.items() for word in flag]
@@ -122,15 +136,25 @@ def _memory(config: Resolved) -> tuple[Memory, int]:
     return cuda, min(wanted_bytes or cuda.capacity_bytes, cuda.capacity_bytes)
 
 
+class _CountedServer(DeviceServer):
+    """Says, too, which server of its device it is: only who starts it knows."""
+
+    restarts_total = 0
+
+    def status(self) -> dict[str, Any]:
+        return {**super().status(), "restarts_total": self.restarts_total}
+
+
 async def _serve_device(config: Resolved, memory: Memory, capacity_bytes: int) -> None:
     asyncio.get_running_loop().set_exception_handler(_crash)
-    server = DeviceServer(
+    server = _CountedServer(
         runtime_dir(config["dir"]),
         config["device"],
         memory,
         capacity_bytes,
         stall_ms=config["stall_s"] * 1000,
     )
+    server.restarts_total = config["restarts"]
     await server.start()
     try:
         await wait_signals()
@@ -194,10 +218,11 @@ def drop(
     """Take a device's committed weights out of service; the next engine loads anew."""
     from gms import operate
 
+    name, _ = operate.the_device(config["dir"], config["device"])
     if not yes:
         if not sys.stdin.isatty():
             raise UsageError("gms.not_confirmed", "this drops weights; say --yes to mean it")
-        click.confirm("Drop the committed weights?", abort=True)
+        click.confirm(f"Drop the committed weights of {name}?", abort=True)
     document = operate.drop(
         config["dir"], config["device"], epoch=epoch, even_if_mapped=even_if_mapped
     )

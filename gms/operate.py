@@ -15,7 +15,7 @@ from gms import messages as msg
 from gms import names
 from gms.client import Reader, open_session
 from gms.core.upkeep import VERIFY_MS
-from gms.report import devices_in
+from gms.report import devices_in, held_by, name_holders
 from understudy.errors import (
     DegradedError,
     RemoteError,
@@ -87,22 +87,33 @@ def drop(
         UsageError: no such device, or several and none named; DegradedError: `gms.recovering`;
         RemoteError: `gms.nothing_committed`, `gms.epoch_mapped`, …
     """
-    found = _chosen(directory, device)
-    if len(found) > 1:
-        listed = ", ".join(name for name, _ in found)
-        raise UsageError("gms.which_device", f"there are {listed}; say which with --device")
-    name, tag = found[0]
+    name, tag = the_device(directory, device)
     with _naming(name), _client(directory, name, tag) as client:
-        if _status(client)["state"] == "recovering":
+        status = _status(client)
+        if status["state"] == "recovering":
+            name_holders(directory, status)
             raise DegradedError(
                 "gms.recovering",
-                "what is committed has not been handed back yet by those that map it (`gms status` "
-                "names them); drop it then, or end them, which frees it",
+                "what is committed has not been handed back yet by those that map it: "
+                f"{held_by(status['unowned'])}; drop it then, or end them, which frees it",
             )
         answer = client.request(msg.Drop(epoch, even_if_mapped), timeout_s=ANSWER_TIMEOUT_S).message
     assert isinstance(answer, msg.Dropped)
     dropped = {"device_uuid": name, "epoch": answer.epoch, "readers": list(answer.readers)}
     return {"schema": 1, "devices": [dropped]}
+
+
+def the_device(directory: str, device: str | None) -> tuple[str, str]:
+    """(device, tag) of the one that is meant.
+
+    Raises:
+        UnreachableError: `gms.no_devices`; UsageError: no such device, or several and none named.
+    """
+    found = _chosen(directory, device)
+    if len(found) > 1:
+        listed = ", ".join(name for name, _ in found)
+        raise UsageError("gms.which_device", f"there are {listed}; say which with --device")
+    return found[0]
 
 
 def _result(directory: str, device: str, tag: str) -> dict[str, Any]:

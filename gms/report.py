@@ -9,13 +9,15 @@ import bisect
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from gms import journal
 from gms import messages as msg
 from gms.core.manifest import Manifest
 from understudy.errors import UnderstudyError, UnreachableError
+from understudy.service.files import read_json
 from understudy.wire.blocking import BlockingClient
 from understudy.wire.messages import Message
 
@@ -23,6 +25,7 @@ CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error
 TIMEOUT_S = 5.0
 
 _SOCKET = re.compile(r"gms_([A-Za-z0-9-]+)_([a-z]+)\.(sock|json)")
+_ENGINE_STATE = re.compile(r"engine_.+\.json")
 
 
 def collect(directory: str, *, in_full: bool) -> dict[str, Any]:
@@ -31,9 +34,9 @@ def collect(directory: str, *, in_full: bool) -> dict[str, Any]:
     Raises:
         UnreachableError: `gms.no_devices`, there is nothing of the service in that directory.
     """
-    devices = [
-        _ask(directory, device, tag, in_full=in_full) for device, tag in devices_in(directory)
-    ]
+    found = devices_in(directory)
+    with ThreadPoolExecutor(len(found)) as threads:  # one that hangs must not keep the others
+        devices = list(threads.map(lambda each: _ask(directory, *each, in_full=in_full), found))
     return {"schema": 1, "online": all(d["online"] for d in devices), "devices": devices}
 
 
@@ -66,9 +69,15 @@ def render(document: dict[str, Any]) -> str:
             continue
         lines += [_session(session) for session in device["sessions"]]
         lines += [_waiter(waiter) for waiter in device["waiting"]]
+        if device["superseded_bytes"]:
+            lines.append(_superseded(device))
         for epoch in device["unowned"]:
-            pids = ", ".join(str(pid) for pid in epoch["holders"]) or "processes not visible here"
-            lines.append(f"  epoch {epoch['epoch'][:8]} is {epoch['phase']}, mapped by {pids}")
+            # A server that has just started does not know yet how large what it found is.
+            size = f" {_size(epoch['size_bytes'])}," if epoch["size_bytes"] else ""
+            lines.append(
+                f"  epoch {epoch['epoch'][:8]} is {epoch['phase']},{size}"
+                f" mapped by {held_by([epoch])}"
+            )
         if device["problem"]:
             lines.append(f"  problem: {device['problem']}")
     return "\n".join(lines)
@@ -80,9 +89,10 @@ def render_in_full(document: dict[str, Any]) -> str:
     for device in document["devices"]:
         for epoch in device.get("epochs", ()):
             total = sum(epoch["slab_sizes"])
+            tensors = len(epoch["tensors"]) if epoch["has_manifest"] else "unknown"
             lines.append(
                 f"\n{device['device_uuid']} epoch {epoch['epoch']} {epoch['phase']}: "
-                f"{len(epoch['slab_sizes'])} slabs, {_size(total)}, {len(epoch['tensors'])} tensors"
+                f"{len(epoch['slab_sizes'])} slabs, {_size(total)}, tensors {tensors}"
             )
             for tensor in epoch["tensors"]:
                 shape = "x".join(str(n) for n in tensor["shape"]) or "scalar"
@@ -91,6 +101,31 @@ def render_in_full(document: dict[str, Any]) -> str:
                     f"slab {tensor['slab']} offset {tensor['offset']} bytes {tensor['nbytes']}"
                 )
     return "\n".join(lines)
+
+
+def name_holders(directory: str, device: dict[str, Any]) -> None:
+    """Say beside the pids that hold unowned epochs which engine each is, where that is known.
+
+    By the device's own sessions, and by the engines' state files: a process that is stopped, which
+    is the one that people look for, has no session with a fresh server.
+    """
+    if not any(epoch["holders"] for epoch in device["unowned"]):
+        return
+    engines = _engines_on_file(directory)
+    engines |= {each["pid"]: each["engine"] for each in device["sessions"] + device["waiting"]}
+    for epoch in device["unowned"]:
+        known = [pid for pid in epoch["holders"] if pid in engines]
+        epoch["holder_engines"] = {str(pid): engines[pid] for pid in known}
+
+
+def held_by(epochs: Iterable[dict[str, Any]]) -> str:
+    """`pid 17 (engine-0), pid 18`: the processes that hold `epochs`, which nobody here owns."""
+    engines: dict[str, str | None] = {}
+    for epoch in epochs:
+        known = epoch.get("holder_engines", {})
+        engines |= {str(pid): known.get(str(pid)) for pid in epoch["holders"]}
+    named = [f"pid {pid} ({engine})" if engine else f"pid {pid}" for pid, engine in engines.items()]
+    return ", ".join(named) or "processes not visible here"
 
 
 def end_at_once() -> NoReturn:
@@ -106,7 +141,11 @@ def _ask(directory: str, device: str, tag: str, *, in_full: bool) -> dict[str, A
             answer = client.request(question, timeout_s=TIMEOUT_S).message
         assert isinstance(answer, msg.StatusReply | msg.InspectReply)
         for epoch in answer.document.get("epochs", ()):
-            epoch["tensors"] = _tensors(epoch.pop("manifest"), epoch["slab_sizes"])
+            manifest = epoch.pop("manifest")
+            # One that was handed back after a restart, and is history, came without its own.
+            epoch["has_manifest"] = bool(manifest)
+            epoch["tensors"] = _tensors(manifest, epoch["slab_sizes"])
+        name_holders(directory, answer.document)
         return {**answer.document, "online": True}
     except UnderstudyError as error:
         record = journal.peek(path.removesuffix(".sock") + ".json")
@@ -119,6 +158,19 @@ def _ask(directory: str, device: str, tag: str, *, in_full: bool) -> dict[str, A
             "epoch": record.epoch if record else None,
             "committed_bytes": record.size_bytes if record else 0,
         }
+
+
+def _engines_on_file(directory: str) -> dict[int, str]:
+    """Which engine each pid belongs to, by what the engines last wrote of themselves."""
+    engines: dict[int, str] = {}
+    for name in filter(_ENGINE_STATE.fullmatch, os.listdir(directory)):
+        try:
+            document = read_json(os.path.join(directory, name)) or {}
+            engine, pids = document["engine"], document["backend"]["pids"]
+            engines |= dict.fromkeys((engine["pid"], *pids.values()), engine["id"])
+        except (UnderstudyError, OSError, KeyError, TypeError, AttributeError):
+            continue  # not ours to judge: the pid stands without a name
+    return engines
 
 
 def _tensors(manifest: bytes, slab_sizes: Sequence[int]) -> list[dict[str, Any]]:
@@ -147,7 +199,28 @@ def _headline(device: dict[str, Any]) -> str:
         f"{name}  {device['state']}, {_memory(device)}, committed {committed}, "
         f"staging {_size(device['staging_bytes'])} of {_size(device['capacity_bytes'])}, "
         f"{len(device['sessions'])} sessions, {len(device['waiting'])} waiting"
+        f"{_restarts(device)}"
     )
+
+
+def _restarts(device: dict[str, Any]) -> str:
+    count = device.get("restarts_total")
+    return f", restarts {count} (last {device['since']})" if count else ""
+
+
+def _superseded(device: dict[str, Any]) -> str:
+    """Who still maps what is out of service, and what that means where nothing else is there."""
+    shown = device["epoch"]  # what is committed, or being loaded
+    readers = dict.fromkeys(
+        each["engine"]
+        for each in device["sessions"]
+        if each["mode"] == "ro" and each["epoch"] not in (shown, None)
+    )
+    mapped = f", mapped by {', '.join(readers)}" if readers else ""
+    said = f"  superseded {_size(device['superseded_bytes'])}{mapped}"
+    if not device["committed_bytes"] and device["state"] != "recovering":
+        said += "; nothing is in service: the next relaunch loads a second copy"
+    return said
 
 
 def _memory(device: dict[str, Any]) -> str:
