@@ -18,27 +18,12 @@ if not __package__:  # run as a file: the repository is where its neighbours are
 
 import argparse
 import json
-import os
-import platform
-from typing import Any
 
 from hack.bench_gms import SESSIONS, measure
 from hack.bench_lock import kill_to_grant
+from hack.machine import machine
 
 DIRTY_MIB = 256  # enough for the death of a process to take visibly longer than the grant
-
-
-def machine() -> dict[str, Any]:
-    """What a reader of the figures must know of the machine."""
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "load_1min": os.getloadavg()[0],
-    }
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from gms.client import Reader, Writer
 from gms.core.suballocator import ALIGNMENT_BYTES
 from hack.bench_lock import spread
 from hack.bench_shapes import waste
+from hack.machine import machine
 from tests.gms.bench import IDENTITY, MIB, GmsProcess
 from tests.helpers import until
 from understudy.service import procfs
@@ -206,7 +207,6 @@ def _child(verb: str, directory: str) -> dict[str, float]:
 
 
 def main() -> None:
-    from hack.bench import machine
 
     parser = argparse.ArgumentParser(description="what the memory service costs")
     parser.add_argument("--json", action="store_true", help="one line")

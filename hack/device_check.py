@@ -114,7 +114,7 @@ def _device(wanted: str) -> tuple[str | None, str]:
 
 def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Every part, one after the other; what is left of the budget is the last one's."""
-    from hack.bench import machine
+    from hack.machine import machine
     from hack.device.parts import PARTS, question
     from hack.device.suite import run_suite
 
