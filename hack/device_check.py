@@ -114,9 +114,9 @@ def _device(wanted: str) -> tuple[str | None, str]:
 
 def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Every part, one after the other; what is left of the budget is the last one's."""
-    from hack.machine import machine
     from hack.device.parts import PARTS, question
     from hack.device.suite import run_suite
+    from hack.machine import machine
 
     began = time.monotonic()
     end = began + flags.budget_s
