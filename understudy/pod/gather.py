@@ -19,6 +19,7 @@ from understudy.pod.view import pod_view
 from understudy.wire.messages import Catalogue, Message
 
 LOCKSERVER_SOCKET = "lockserver.sock"
+_WEIGHTS = "_weights"  # what a device's socket is for, unless it says something else
 
 
 def engine_sockets(directory: Path) -> dict[str, str]:
@@ -27,6 +28,13 @@ def engine_sockets(directory: Path) -> dict[str, str]:
         path.name.removeprefix("engine_").removesuffix(".sock"): str(path)
         for path in sorted(directory.glob("engine_*.sock"))
     }
+
+
+def gms_sockets(directory: Path) -> dict[str, str]:
+    """Path of each device's socket, by the device: `HOST-0` of `gms_HOST-0_weights.sock`."""
+    # HOST-2 before HOST-10.
+    found = sorted(directory.glob("gms_*.sock"), key=lambda path: (len(path.name), path.name))
+    return {path.stem.removeprefix("gms_").removesuffix(_WEIGHTS): str(path) for path in found}
 
 
 async def status_of(
@@ -43,26 +51,28 @@ async def status_of(
     return document
 
 
-async def lock_status(directory: Path) -> dict[str, Any]:
-    path = str(directory / LOCKSERVER_SOCKET)
-    return await status_of("lockserver", path, lock_messages.CATALOGUE, lock_messages.Status())
+async def lock_status(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
+    path, question = str(directory / LOCKSERVER_SOCKET), lock_messages.Status()
+    return await status_of("lockserver", path, lock_messages.CATALOGUE, question, timeout_s)
 
 
-async def engine_status(engine: str, path: str) -> dict[str, Any]:
-    return await status_of(engine, path, engine_messages.CONTROL, engine_messages.Status())
+async def engine_status(engine: str, path: str, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
+    question = engine_messages.Status()
+    return await status_of(engine, path, engine_messages.CONTROL, question, timeout_s)
 
 
-async def gather(directory: Path) -> dict[str, Any]:
+async def memory_status(device: str, path: str, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
+    question = gms_messages.Status()
+    return await status_of(device, path, gms_messages.CATALOGUE, question, timeout_s)
+
+
+async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
     """The whole pod's view (`view.pod_view`), every part asked at once."""
-    # HOST-2 before HOST-10.
-    gms = sorted(directory.glob("gms_*.sock"), key=lambda path: (len(path.name), path.name))
+    gms = gms_sockets(directory)
     engines = engine_sockets(directory)
     lock, *others = await asyncio.gather(
-        lock_status(directory),
-        *(
-            status_of(path.stem, str(path), gms_messages.CATALOGUE, gms_messages.Status())
-            for path in gms
-        ),
-        *(engine_status(engine, path) for engine, path in engines.items()),
+        lock_status(directory, timeout_s),
+        *(memory_status(device, path, timeout_s) for device, path in gms.items()),
+        *(engine_status(engine, path, timeout_s) for engine, path in engines.items()),
     )
     return pod_view(str(directory), lock, others[: len(gms)], others[len(gms) :])

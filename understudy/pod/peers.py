@@ -87,7 +87,10 @@ async def ask(
 
 
 class Watch:
-    """A standing `watch` on one socket: every message goes to `heard`, a lost peer is redialled."""
+    """A standing `watch` on one socket: every message goes to `heard`, a lost peer is redialled.
+
+    `lost` is called whenever a connection has ended, unless we ended it, and at every vain dial.
+    """
 
     def __init__(
         self,
@@ -95,11 +98,13 @@ class Watch:
         catalogue: Catalogue,
         question: Message,
         heard: Callable[[Message], None],
+        lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._path = path
         self._catalogue = catalogue
         self._question = question
         self._heard = heard
+        self._tell_lost = lost
         self._lost = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"watch {path}")
 
@@ -114,6 +119,7 @@ class Watch:
             try:
                 conn = await connect(self._path, self._catalogue, self, deadline_s=ASK_TIMEOUT_S)
             except UnderstudyError:
+                self._tell_lost()
                 await asyncio.sleep(RECONNECT_S)  # its reason is in the status, where people look
                 continue
             try:
@@ -134,3 +140,5 @@ class Watch:
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._lost.set()
+        if not self._task.cancelling():
+            self._tell_lost()
