@@ -6,7 +6,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from understudy.pod.view import is_reachable, lines, pod_view, since, size
+from understudy.pod.view import is_reachable, lines, pod_view
+from understudy.pod.words import since, size
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 EARLIER = "2030-01-01T08:48:00.000Z"
@@ -118,3 +119,71 @@ def test_since_and_size_of_nothing_are_a_dash():
     """Goal: a hole is shown as one. Method: values that are missing or broken."""
     assert (since(None, NOW), since("soon", NOW), size(None)) == ("-", "-", "-")
     assert (size(12), size(2048), size(3 * 2**20)) == ("12 B", "2.0 KiB", "3.0 MiB")
+
+
+PIDS = {"http": 20, "model": 21}
+RUNNING = [{**ACTIVE, "backend": {"pids": PIDS}}, STANDBY]
+
+
+def holding(state: str = "committed", **more: object) -> dict:
+    """A device with something besides what is committed."""
+    reader = {"mode": "ro", "engine": "engine-0", "epoch": "old", "pid": 21}
+    loader = {"mode": "rw", "engine": "engine-1", "epoch": "new", "pid": 31}
+    found = {"epoch": "new", "sessions": [reader, loader], "superseded_bytes": 3 * 2**29}
+    return {**memory(state), **found, **more}
+
+
+def of(*gms: dict) -> tuple[dict, str]:
+    """The view of a pod with `gms`, and how it reads."""
+    view = pod_view("/d", lockserver(), gms, RUNNING)
+    return view, "\n".join(lines(view, NOW))
+
+
+@pytest.mark.parametrize(
+    ("state", "then"),
+    [
+        ("empty", "engine-0; the next relaunch loads a second copy"),
+        ("staging", "engine-0; somebody loads a second copy"),
+    ],
+)
+def test_weights_out_of_service_that_engines_map_are_a_fault(state, then):
+    """Goal: nobody is surprised by two copies. Method: dropped or condemned, and still mapped."""
+    view, text = of(holding(state, committed_bytes=0))
+    assert view["state"] == "degraded"
+    assert f"! weights of HOST-0 are out of service, and mapped by {then}" in text
+
+
+def test_second_copy_is_shown_with_who_maps_it():
+    """Goal: two copies never read like one. Method: superseded beside committed; releasing."""
+    view, text = of(holding())
+    assert view["state"] == "healthy"
+    assert "       superseded 1.5 GiB, mapped by engine-0\n" in text + "\n"
+    ending = {"phase": "releasing", "size_bytes": 2**30, "holders": [20, 99]}
+    _, text = of(holding(superseded_bytes=0, unowned=[ending]))
+    assert "       releasing 1.0 GiB, mapped by pid 20 (engine-0), pid 99" in text
+    assert "superseded" not in text
+
+
+def test_recovering_memory_names_the_pids_and_their_engines():
+    """Goal: whom to look at. Method: one pid of a known engine, one of nobody; none at all yet."""
+    orphan = {"phase": "orphaned", "size_bytes": 0, "holders": [21, 99]}
+    nobody = {**orphan, "holders": []}
+    _, text = of({**memory("recovering"), "unowned": [orphan]})
+    assert "! memory of HOST-0 is recovering: mapped by pid 21 (engine-0), pid 99" in text
+    _, text = of({**memory("recovering"), "unowned": [nobody]})
+    assert "recovering: mapped by processes not visible here" in text
+
+
+def test_silent_memory_server_is_down_by_its_devices_name():
+    """Goal: what it means, not a file's name. Method: the server of a device does not answer."""
+    view, text = of({"name": "HOST-0", "error": "nobody listens"}, memory())
+    assert view["state"] == "degraded"
+    assert "gms    HOST-0   down\n" in text
+    assert "! gms HOST-0 down: nobody listens; engines serve on, newcomers wait" in text
+
+
+def test_restarts_of_a_memory_server_are_shown_once_there_are_any():
+    """Goal: a server that keeps dying is seen. Method: none, then three."""
+    assert "restarts" not in of({**memory(), "restarts_total": 0, "since": EARLIER})[1]
+    _, text = of({**memory(), "restarts_total": 3, "since": EARLIER})
+    assert "restarts 3, last 3h12m ago" in text

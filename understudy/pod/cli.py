@@ -24,11 +24,14 @@ from understudy.pod.drill.run import DrillPlan
 from understudy.pod.follow import Record, follow_events
 from understudy.pod.gather import gather
 from understudy.pod.local_pod import LocalPod, Ports
-from understudy.pod.settings import DRILL_OPTIONS, STATUS_OPTIONS, UP_OPTIONS
+from understudy.pod.settings import DRILL_OPTIONS, POD_OPTIONS, STATUS_OPTIONS, UP_OPTIONS
 from understudy.pod.view import is_reachable, lines
 from understudy.service.cli import INTERRUPTED, options, plain_errors, run_async
 from understudy.service.config import Resolved, resolve
 from understudy.service.paths import runtime_dir
+
+# A part that hangs is one that people want to know of soon. What answers does so in milliseconds.
+STATUS_TIMEOUT_S = 2.0
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
@@ -72,7 +75,7 @@ def up(config: Resolved) -> None:
 def status(config: Resolved, as_json: bool, check: bool) -> None:
     """Is it fine, who is active, since when, and what would happen on a failure?"""
     directory = Path(os.path.abspath(config["dir"]))
-    view = run_async(lambda: gather(directory))
+    view = run_async(lambda: gather(directory, STATUS_TIMEOUT_S))
     if not is_reachable(view):
         reason = view["lockserver"].get("error", "nobody answers")
         raise UnreachableError(
@@ -104,6 +107,7 @@ def drill(config: Resolved, as_json: bool, attach: bool, yes: bool) -> None:
         click.echo(line, err=True)
 
     if attach:
+        _refuse_own_pod_flags(config)
         directory = Path(os.path.abspath(config["dir"]))
         _ask_first(directory, plan, yes=yes)
         result = run_async(lambda: sessions.drill_running_pod(directory, plan, say))
@@ -112,12 +116,13 @@ def drill(config: Resolved, as_json: bool, attach: bool, yes: bool) -> None:
         result = run_async(lambda: sessions.drill_own_pod(model, config, plan, say))
     if result is None:
         sys.exit(INTERRUPTED)
+    backend = result.backend or config["backend"]
     if as_json:
-        click.echo(json.dumps(result.report.to_dict(config["backend"], machine())))
+        click.echo(json.dumps(result.report.to_dict(backend, machine())))
     else:
         from rich.console import Console
 
-        print_report(result.report, Console(), config["backend"], result.usages)
+        print_report(result.report, Console(), backend, result.usages)
     for problem in result.report.problems:
         click.echo(f"error: {problem}", err=True)
     sys.exit(0 if result.report.passed else 1)
@@ -127,7 +132,7 @@ def drill(config: Resolved, as_json: bool, attach: bool, yes: bool) -> None:
 @options(STATUS_OPTIONS, command="events")
 @json_flag
 def events(config: Resolved, as_json: bool) -> None:
-    """Follow what happens in the pod: grants, states of engines, deaths. Ctrl-C ends it."""
+    """Follow what happens in the pod: grants, states of engines, memory, deaths. Ctrl-C ends it."""
 
     def show(record: Record) -> None:
         if as_json:
@@ -185,6 +190,17 @@ def _model(given: str | None) -> Path | None:
             "pod.no_model", f"{path} is not a directory; --model takes a Hugging Face checkpoint"
         )
     return path
+
+
+def _refuse_own_pod_flags(config: Resolved) -> None:
+    """A pod that runs has its model, devices and backend: a flag for them would change nothing."""
+    needless = [each.flag for each in POD_OPTIONS if config.origin(each.name) == "flag"]
+    if needless:
+        raise UsageError(
+            "drill.needless_flag",
+            f"{', '.join(needless)} cannot be used with --attach: they say what pod to start, and "
+            "the one in --dir runs already; leave them out, or leave out --attach",
+        )
 
 
 def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:

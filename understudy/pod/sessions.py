@@ -46,10 +46,14 @@ ONE_THREAD = {
 
 @dataclass(slots=True)
 class DrillResult:
-    """What a drill found, and what the watched containers used before and after."""
+    """What a drill found, and what the watched containers used before and after.
+
+    `backend`: what the engines say they run; None if they do not say.
+    """
 
     report: Report
     usages: dict[str, tuple[Usage, Usage]] = field(default_factory=dict)
+    backend: str | None = None
 
 
 async def make_random_model(directory: Path) -> Path:
@@ -174,7 +178,7 @@ async def _drill(drill: Drill, runner: Runner, plan: DrillPlan, say: Say) -> Dri
         return None
     report = judge(records, plan.kills)
     report.problems += failure + records.overlaps
-    return DrillResult(report, usages)
+    return DrillResult(report, usages, drill.backend)
 
 
 def _usages(runner: Runner) -> dict[str, Usage]:

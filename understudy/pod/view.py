@@ -7,15 +7,16 @@ them. Must not ask anybody anything: `gather.py` does. A part that did not answe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
+
+from understudy.pod.memory_view import Document, engines_by_pid, memory_faults, memory_lines
+from understudy.pod.words import since, table
 
 SCHEMA = 1
 PARKED = "standby"
 SERVING = "active"
-
-Document = Mapping[str, Any]
 
 
 def pod_view(
@@ -70,51 +71,17 @@ def holders(view: Document) -> list[str]:
     return [f"pid {pid} has {name}" for name, pid in pids.items() if pid]
 
 
-def devices(part: Document) -> Sequence[Document]:
-    """A device's server speaks for itself, the service's supervisor for all its devices."""
-    found = part.get("devices", [part] if "device_uuid" in part else [])
-    return found if isinstance(found, (list, tuple)) else []
-
-
 def lines(view: Document, now: datetime) -> list[str]:
     """The view for people, in less than 15 lines for a pod of two engines and one device."""
     ready = f"failover ready ({view['standbys']} standby)"
     ready = ready if view["failover_ready"] else "NO failover"
     out = [f"pod    {view['dir']}   {view['state']}   {ready}", _lock_line(view, now)]
     if view["engines"]:
-        out += _table([_engine_header(), *(_engine_row(part, now) for part in view["engines"])])
-    out += [_gms_line(part, device) for part in view["gms"] for device in devices(part)]
+        out += table([_engine_header(), *(_engine_row(part, now) for part in view["engines"])])
+    named = engines_by_pid(view["engines"])
+    out += [line for part in view["gms"] for line in memory_lines(part, now, named)]
     out += [f"! {problem}" for problem in view["problems"][:4]]
     return out
-
-
-def since(value: str | None, now: datetime) -> str:
-    """`3h12m` from an RFC 3339 time; `-` if there is none."""
-    if not value:
-        return "-"
-    try:
-        moment = datetime.fromisoformat(value)
-    except ValueError:
-        return "-"
-    seconds = max(0, int((now - moment.astimezone(UTC)).total_seconds()))
-    days, rest = divmod(seconds, 86400)
-    hours, rest = divmod(rest, 3600)
-    minutes, seconds = divmod(rest, 60)
-    if days:
-        return f"{days}d{hours}h"
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
-
-
-def size(value: Any) -> str:
-    """A number of bytes for people."""
-    if not isinstance(value, int):
-        return "-"
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= scale:
-            return f"{value / scale:.1f} {unit}"
-    return f"{value} B"
 
 
 def _serving(holder: Document, engines: Sequence[Document], states: Sequence[str]) -> str | None:
@@ -147,22 +114,15 @@ def _faults(
     states: Sequence[str],
 ) -> list[str]:
     faults = [
-        f"{part['name']}: {part['error']}"
-        for part in (lockserver, *gms, *engines)
-        if "error" in part
+        f"{part['name']}: {part['error']}" for part in (lockserver, *engines) if "error" in part
     ]
     if states.count(SERVING) > 1:
         faults.append("more than one engine says that it is active")
     problem = _active(lockserver).get("problem")
     if problem:
         faults.append(f"lock active: {problem}")
-    for part in gms:
-        faults += [
-            f"memory of {device.get('device_uuid')} is recovering"
-            for device in devices(part)
-            if device.get("state") == "recovering"
-        ]
-    return faults
+    named = engines_by_pid(engines)
+    return faults + [fault for part in gms for fault in memory_faults(part, named)]
 
 
 def _lock_line(view: Document, now: datetime) -> str:
@@ -195,20 +155,3 @@ def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
         str(engine.get("pid") or "-"),
         str(engine.get("reason") or "-"),
     )
-
-
-def _gms_line(part: Document, device: Document) -> str:
-    sessions, waiting = device.get("sessions") or [], device.get("waiting") or []
-    return (
-        f"gms    {device.get('device_uuid', part.get('name'))}   {device.get('state')}   "
-        f"{device.get('tag', 'weights')} {size(device.get('committed_bytes'))}   "
-        f"{len(sessions)} sessions   {len(waiting)} waiting   pid {device.get('pid', '-')}"
-    )
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

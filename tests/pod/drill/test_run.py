@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import socket
 
 import pytest
 from click.testing import CliRunner
@@ -138,6 +140,24 @@ def test_gather_of_a_pod_is_healthy_and_of_nothing_is_down(directory):
     asyncio.run(main())
 
 
+def test_gather_waits_for_all_that_hang_together_and_names_their_devices(directory):
+    """Goal: a server that hangs costs one short wait. Method: two sockets that nobody reads."""
+
+    async def main():
+        with contextlib.ExitStack() as stack:
+            for number in range(2):
+                sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+                sock.bind(str(directory / f"gms_HOST-{number}_weights.sock"))
+                sock.listen()
+            async with FakePod(directory):
+                view = await gather(directory, timeout_s=0.2)
+        assert [part["name"] for part in view["gms"]] == ["HOST-0", "HOST-1"]
+        assert all("did not answer in 0.2 s" in part["error"] for part in view["gms"])
+        assert view["active"] == "engine-0"
+
+    asyncio.run(main())
+
+
 def test_follow_events_passes_on_what_every_part_says(directory):
     """Goal: one stream of the whole pod. Method: a kill, then look for three sources."""
 
@@ -182,6 +202,8 @@ def test_status_of_no_pod_is_unreachable(directory):
         (["up", "--tensor-parallel", "0"], "the least is 1"),
         (["drill", "--model", "/no/such/model"], "is not a directory"),
         (["drill", "--attach"], "add --yes"),
+        (["drill", "--attach", "--yes", "--tensor-parallel", "2"], "--tensor-parallel cannot be"),
+        (["drill", "--attach", "--model", "/tmp", "--backend", "reference"], "--model, --backend "),
         (["up", "--service-port", "x"], "whole number"),
     ],
 )

@@ -19,7 +19,7 @@ from gms.client import messages as gms_messages
 from understudy.errors import UnderstudyError, WaitTimeoutError
 from understudy.pod.drill.records import MemoryKill
 from understudy.pod.gather import gather, status_of
-from understudy.pod.view import Document, devices
+from understudy.pod.memory_view import Document, devices
 from understudy.service.clock import SystemClock
 
 POLL_S = 0.01

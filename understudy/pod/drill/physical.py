@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Sequence
 
-from understudy.pod.view import Document, devices
+from understudy.pod.memory_view import Document, devices
 from understudy.service.procfs import descendants, parent
 
 MEMFD = "/memfd:understudy-"  # what `gms` calls its slabs

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from understudy.pod.drill.records import PHASES
 from understudy.pod.drill.verdict import Report, Spread
-from understudy.pod.view import size
+from understudy.pod.words import size
 from understudy.service.procfs import descendants, rss_bytes
 
 if TYPE_CHECKING:
@@ -59,12 +59,14 @@ def print_report(
     from rich.table import Table
 
     about = machine()
-    console.print(f"failover of the {backend} backend on {about['cpus']} CPUs ({about['cpu']})")
+    has_failovers = bool(report.failovers) or report.recovery_ms is None
+    what = _measured(report, backend, has_failovers=has_failovers)
+    console.print(f"{what} on {about['cpus']} CPUs ({about['cpu']})")
     table = Table()
     table.add_column("milliseconds")
     for column in ("p50", "p99", "max"):
         table.add_column(column, justify="right")
-    if report.failovers or report.recovery_ms is None:
+    if has_failovers:
         for phase in PHASES:
             table.add_row(f"  {phase}", *_cells(report.phases_ms[phase]))
         table.add_section()
@@ -72,8 +74,9 @@ def print_report(
     if report.recovery_ms is not None:
         table.add_row("memory service back", *_cells(report.recovery_ms), style="bold")
     console.print(table)
-    killed = ", ".join(f"{target} {count}" for target, count in report.killed.items())
-    console.print(f"kills            {report.kills} ({killed})")
+    counts = [f"{target} {count}" for target, count in report.killed.items() if count]
+    killed = f" ({', '.join(counts)})" if counts else ""
+    console.print(f"kills            {report.kills}{killed}")
     console.print(f"requests         {report.requests}, lost in flight {report.lost_in_flight}")
     for name, count in (
         ("refused", report.refused),
@@ -96,6 +99,15 @@ def print_report(
     for problem in report.problems:
         console.print(f"problem          {problem}", style="red", markup=False)
     console.print("passed" if report.passed else "FAILED", style="bold", markup=False)
+
+
+def _measured(report: Report, backend: str, *, has_failovers: bool) -> str:
+    """What the table's times are of."""
+    if report.recovery_ms is None:
+        return f"failover of the {backend} backend"
+    if has_failovers:
+        return f"failover of the {backend} backend and recovery of its memory service"
+    return f"recovery of the memory service under the {backend} backend"
 
 
 def _cells(spread: Spread) -> list[str]:

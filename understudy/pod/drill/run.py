@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from understudy.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from understudy.pod.drill.clients import Target, send, stream_without_pause
@@ -70,6 +71,7 @@ class Drill:
         self._targets = tuple(plan.targets)
         self._physical = PhysicalMemory()
         self.prompts: list[Prompt] = []
+        self.backend: str | None = None  # of the engines; known once it is prepared
 
     async def prepare(self) -> Target:
         """Wait until the pod is whole and learn the expected answers from whoever serves.
@@ -83,7 +85,9 @@ class Drill:
                 f"no part of a pod answers in {self._directory}; start one with `understudy up`",
             )
         whole = await wait_whole(self._directory, self._say, FIRST_WHOLE_DEADLINE_S)
-        self._targets = self._targets or await self._every_process(whole.engine)
+        backend = await self._backend(whole.engine)
+        self.backend = backend.get("name")
+        self._targets = self._targets or targets_of(backend.get("pids") or ())
         host, _, port = whole.service.rpartition(":")
         host = host.strip("[]")
         target = Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
@@ -131,10 +135,10 @@ class Drill:
             if self.records.memory is not None:
                 self.records.memory.peak_bytes = self._physical.peak_bytes
 
-    async def _every_process(self, engine: str) -> tuple[str, ...]:
+    async def _backend(self, engine: str) -> dict[str, Any]:
+        """What `engine` says of its backend."""
         path = engine_sockets(self._directory)[engine]
-        document = await engine_status(engine, path)
-        return targets_of((document.get("backend") or {}).get("pids") or ())
+        return (await engine_status(engine, path)).get("backend") or {}
 
     async def _watch_memory(self) -> None:
         """What is committed now, and from now on the most that the pod ever has of it."""
