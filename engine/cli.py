@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from typing import Any
 
 import click
 
 from engine import state_file
-from engine.backends import command_line
+from engine.backends import asks_for_help, command_line
 from engine.messages import CONTROL, Leave, Ok, Status, StatusReply
 from engine.settings import OPTIONS, Settings, control_path, settle
 from understudy.errors import UnderstudyError, UnreachableError, WaitTimeoutError
@@ -36,7 +38,14 @@ def main() -> None:
 @options(OPTIONS, command="engine")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(config: Resolved, arguments: tuple[str, ...]) -> None:
-    """Run an engine until it is told to end. What follows `--` goes to the backend."""
+    """Run an engine until it is told to end.
+
+    What follows `--` goes to the backend: `engine run --backend reference -- --help` prints what
+    that takes.
+    """
+    if asks_for_help(config["backend"], arguments):
+        command = command_line(config["backend"], arguments)
+        sys.exit(subprocess.run(command, check=False).returncode)
     parent.arm_from_environment()
     log.configure("engine", engine_id=config["engine_id"], role=config["role"])
     directory = runtime_dir(config["dir"])

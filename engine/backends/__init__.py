@@ -23,7 +23,13 @@ def _command(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
+HELP = frozenset({"-h", "--help"})
 REGISTRY: Mapping[str, Launcher] = {"reference": _reference, "command": _command}
+
+
+def asks_for_help(backend: str, arguments: Sequence[str]) -> bool:
+    """Whether the user wants to read what a backend takes. A program of their own is theirs."""
+    return backend != "command" and bool(HELP.intersection(arguments))
 
 
 def command_line(backend: str, arguments: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ import socket
 import sys
 from typing import NoReturn
 
-from engine.backends import process
+from engine.backends import HELP, process
 from engine.backends.reference.config import read_config
 from engine.backends.reference.link import PROMPT_TOKENS_MAX, Configure
 from engine.backends.reference.spawn import ModelProcess, spawn
@@ -74,7 +74,12 @@ def parse(argv: list[str]) -> Arguments:
     parser.add_argument(
         "--max-context", type=_whole(2, PROMPT_TOKENS_MAX), help="positions per request"
     )
-    parser.add_argument("--slots", type=_whole(1, 1024), default=DEFAULT_SLOTS)
+    parser.add_argument(
+        "--slots",
+        type=_whole(1, 1024),
+        default=DEFAULT_SLOTS,
+        help="requests at a time (default: %(default)s)",
+    )
     parser.add_argument(
         "--kv-bytes", type=size_bytes, help="most memory for KV per rank, such as 2GiB"
     )
@@ -82,11 +87,17 @@ def parse(argv: list[str]) -> Arguments:
         "--tensor-parallel",
         type=_whole(1, RANKS_MAX),
         default=1,
-        help="so many model processes, each with its part of the weights on a device of its own",
+        help="so many model processes, each with its part of the weights on a device of its own "
+        "(default: %(default)s)",
     )
     parser.add_argument("--served-model-name", help="default: the directory's name")
     parser.add_argument("--standalone", action="store_true", help="no lock, no memory service")
-    parser.add_argument("--port", type=_whole(0, 65535), default=DEFAULT_PORT)
+    parser.add_argument(
+        "--port",
+        type=_whole(0, 65535),
+        default=DEFAULT_PORT,
+        help="with --standalone (default: %(default)s)",
+    )
     return parser.parse_args(argv, Arguments())
 
 
@@ -105,7 +116,7 @@ class _whole:
 
 def main() -> int:
     configure("backend-http")
-    if "--standalone" in sys.argv:
+    if "--standalone" in sys.argv or HELP.intersection(sys.argv):
         return _alone()
     try:
         sock = process.take_channel()

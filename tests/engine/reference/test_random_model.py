@@ -67,3 +67,13 @@ def test_write_random_model_into_a_used_directory_is_refused(
     assert caught.value.code == "model.exists"
     assert main([model]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_help_of_the_random_model_says_every_default(capsys: pytest.CaptureFixture[str]):
+    """How to get a larger one is answered by `--help`, with what a plain one is."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert said.count("(default: ") == 3
+    assert "--hidden 4096 --layers 6" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,23 @@ def test_arguments_have_defaults_and_sizes():
         ["--model", "m", "--kv-bytes", "2GiB", "--slots", "8", "--served-model-name", "name"]
     )
     assert (most.kv_bytes, most.slots, most.model_name) == (2 << 30, 8, "name")
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_of_the_backend_is_printed_and_nothing_is_started(tmp_path: Path, word: str):
+    """Goal: a question is answered. Method: `engine run -- --help` in a place for no pod."""
+    nowhere = tmp_path / "nowhere"
+    program = (sys.executable, "-c", "from engine.cli import main; main()")
+    done = subprocess.run(
+        [*program, "run", "--backend", "reference", "--dir", str(nowhere), "--", word],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--tensor-parallel" in done.stdout
+    assert not nowhere.exists()
 
 
 def test_context_is_what_was_asked_or_what_fits(model: Path):
