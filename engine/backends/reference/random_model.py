@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m engine.backends.reference.random_model",
         description="Write a random Llama checkpoint: a small one, unless told otherwise.",
-        epilog="--hidden 4096 --layers 6 makes weights of 0.6 GiB.",
+        epilog="--hidden 4096 --layers 6 makes a file of 0.6 GiB.",
     )
     parser.add_argument("directory", help="a new or empty one")
     parser.add_argument(
