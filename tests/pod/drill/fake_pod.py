@@ -8,6 +8,7 @@ child lives), `stuck` (nobody is granted), `refuse` (503 during the failover ins
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import sys
@@ -43,6 +44,7 @@ class FakePod:
         self._left_alive: list[Process] = []
         self._transports: set[Any] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._event_ids = itertools.count(1)
         self._watchers: dict[str, set[Any]] = {name: set() for name in ("lockserver", *ENGINES)}
 
     @property
@@ -136,7 +138,8 @@ class FakePod:
             conn.send(lock_messages.Granted("active", engine, incarnation, self.token))
 
     def _event(self, source: str, kind: str, data: dict[str, Any]) -> None:
-        record = {"type": kind, "source": source, "mono_ms": clock.now_ms(), "data": data}
+        about = {"id": next(self._event_ids), "type": kind, "source": source}
+        record = {**about, "mono_ms": clock.now_ms(), "data": data}
         for conn in self._watchers[source]:
             conn.send(lock_messages.EventRecord(record))
 
