@@ -136,25 +136,16 @@ def _memory(config: Resolved) -> tuple[Memory, int]:
     return cuda, min(wanted_bytes or cuda.capacity_bytes, cuda.capacity_bytes)
 
 
-class _CountedServer(DeviceServer):
-    """Says, too, which server of its device it is: only who starts it knows."""
-
-    restarts_total = 0
-
-    def status(self) -> dict[str, Any]:
-        return {**super().status(), "restarts_total": self.restarts_total}
-
-
 async def _serve_device(config: Resolved, memory: Memory, capacity_bytes: int) -> None:
     asyncio.get_running_loop().set_exception_handler(_crash)
-    server = _CountedServer(
+    server = DeviceServer(
         runtime_dir(config["dir"]),
         config["device"],
         memory,
         capacity_bytes,
         stall_ms=config["stall_s"] * 1000,
+        restarts_total=config["restarts"],
     )
-    server.restarts_total = config["restarts"]
     await server.start()
     try:
         await wait_signals()

@@ -54,12 +54,14 @@ class DeviceServer:
         capacity_bytes: int,
         *,
         stall_ms: float = STALL_MS,
+        restarts_total: int = 0,
         tag: str = names.WEIGHTS,
         clock: Clock | None = None,
         log: EventLog | None = None,
     ) -> None:
         self.directory, self.device, self.tag = directory, device, tag
         self.memory, self.capacity_bytes, self.stall_ms = memory, capacity_bytes, stall_ms
+        self.restarts_total = restarts_total  # of its device's servers: who starts them knows
         self.clock = clock or SystemClock()
         self.log = log or EventLog(f"gms-{device}", self.clock)
         self._started = self.clock.wall()
@@ -152,6 +154,7 @@ class DeviceServer:
             "driver": self.memory.facts(),
             "pid": os.getpid(),
             "since": rfc3339(self._started),
+            "restarts_total": self.restarts_total,
             "as_of_event_id": self.log.last_id,
             **snapshot(self.machine.device, self._at),
             "problem": self.machine.device.problem or self._watch.problem,
