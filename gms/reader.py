@@ -16,7 +16,7 @@ from gms.attachment import Attachment
 from gms.core.manifest import Manifest, TensorRecord
 from gms.messages import DETAIL_LENGTH_MAX, Attach, Attached, Condemn, Rejoin
 from gms.sessions import Opening, Session
-from understudy.errors import UnreachableError
+from understudy.errors import UnderstudyError, UnreachableError
 from understudy.wire.blocking import BlockingClient, Reply
 from understudy.wire.messages import Message
 
@@ -143,7 +143,12 @@ class Reader(Session):
         Raises:
             UnreachableError, WaitTimeoutError, RemoteError, ProtocolError: try again later, but
                 for RemoteError `gms.not_committed`: this epoch was never published.
+            UnderstudyError: `gms.not_mapped`, there is nothing to be the reader of.
         """
+        if self.slab_sizes and not self._attachment.slabs:
+            raise UnderstudyError(
+                "gms.not_mapped", f"epoch {self.epoch} is unmapped here; `remap` attaches again"
+            )
         self._client.close()
         self._coming = client = self._opening.connect(min(deadline_s, ACCEPT_TIMEOUT_S))
         request = Rejoin(
@@ -184,7 +189,8 @@ class Reader(Session):
     # ------------------------------------------------------------------ away and back
 
     def unmap(self) -> None:
-        """Let go of the memory and the session; the addresses stay reserved for `remap`."""
+        """Let go of the memory and the session; the addresses stay reserved for `remap`. Close its
+        keeper first: one that waits for the service to speak keeps the session open."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._client.close)
             self._attachment.unmap()

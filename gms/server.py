@@ -7,14 +7,15 @@ memory, and what it holds of it can be lost with it: readers hand it back to the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import uuid
 from datetime import timedelta
 from typing import Any
 
+from gms import epoch_file, names
 from gms import messages as msg
-from gms import names
 from gms.core import events as ev
 from gms.core.machine import Machine
 from gms.core.snapshot import epochs_in_full, snapshot
@@ -27,7 +28,7 @@ from gms.vault import Vault
 from gms.vmm.driver_thread import DriverThread
 from gms.vmm.interface import Memory
 from gms.watch import EpochWatch
-from understudy.errors import ProtocolError
+from understudy.errors import ProtocolError, UnderstudyError
 from understudy.service.clock import Clock, SystemClock, rfc3339
 from understudy.service.events import EventLog
 from understudy.wire.connection import Connection
@@ -100,6 +101,7 @@ class DeviceServer:
         )
         found = self._journal.loaded
         orphans = left_behind(self.directory, self.device, self.tag, found.record)
+        self._forget_history()
         self.machine = Machine(
             capacity_bytes=self.capacity_bytes,
             granularity_bytes=self.memory.granularity_bytes,
@@ -128,6 +130,13 @@ class DeviceServer:
         said = f"serving {self.device}: {self.machine.device.state}"
         self.log.record("gms.serving", said, data={"device_uuid": self.device})
         self._arm()
+
+    def _forget_history(self) -> None:
+        """A server that died before it had written it: what is out of service is not committed."""
+        record = self._journal.loaded.record
+        if record is not None and epoch_file.is_history(self._epoch_path(record.epoch)):
+            with contextlib.suppress(UnderstudyError):  # the mark says it all the same
+                self._journal.write(None)
 
     async def close(self) -> None:
         """Stop serving; sessions end, and memory lives on where somebody maps it."""
@@ -201,11 +210,31 @@ class DeviceServer:
             self._watch_process(conn)
             if isinstance(message, msg.Rejoin):
                 self._check_survivor(message)
+        elif isinstance(message, msg.Drop) and not message.even_if_mapped:
+            self._check_unmapped()
         elif isinstance(message, msg.Allocate):
             session = self.machine.device.sessions.get(conn.id)
             if session is not None and session.epoch is not None:
                 check_held(self._epoch_path(session.epoch))
         self._handle(event_of(conn.id, conn.peer.pid, message, request_id))
+
+    def _check_unmapped(self) -> None:
+        """Whether a process maps what is committed is asked of the kernel, not of sessions.
+
+        Raises:
+            UnderstudyError: `gms.epoch_mapped`.
+        """
+        epoch = self.machine.device.committed
+        if epoch is not None and epoch_file.is_held(self._epoch_path(epoch.id)):
+            labels = [self.machine.device.sessions[reader].label for reader in epoch.readers]
+            who = ", ".join(sorted(labels)) or "a process without a session: stopped, perhaps"
+            raise UnderstudyError(
+                "gms.epoch_mapped",
+                f"epoch {epoch.id} is mapped by {who}; end it first, or drop the epoch even if "
+                "mapped: newcomers then load anew, and its memory is freed when the last of its "
+                "processes leaves",
+                readers=sorted(labels),
+            )
 
     def _check_survivor(self, message: msg.Rejoin) -> None:
         """It maps what it says, unless the epoch's file was removed under everybody."""

@@ -14,7 +14,7 @@ from gms.core import events as ev
 from gms.core.capacity import free_bytes
 from gms.core.effects import Effect
 from gms.core.events import EpochPhase, SessionState
-from gms.core.state import WRITER_STATES, Epoch, Session
+from gms.core.state import HANDING_BACK, WRITER_STATES, Epoch, Session
 from understudy.errors import InvariantError, ProtocolError, UnderstudyError
 
 WAITERS_MAX = 64  # eight engines of eight ranks; more is a client that attaches in a loop
@@ -85,7 +85,7 @@ class Device:
         """Forget a session that is closed, and give up what it alone kept."""
         del self.sessions[session.id]
         epoch = self.epochs.get(session.epoch or "")
-        if epoch is not None and epoch.phase is EpochPhase.ORPHANED and epoch.has_no_file:
+        if epoch is not None and epoch.has_no_file and not self._is_handed_back(epoch):
             del self.epochs[epoch.id]  # nothing is watched that could end it
         if session.offer is not None and session.epoch is not None:
             return [fx.DiscardOffer(session.epoch)]
@@ -112,8 +112,15 @@ class Device:
         if epoch.readers:
             epoch.turn("supersede")
             return [fx.MarkHistory(epoch.id)]
+        # Somebody may map it who has no session: stopped since a restart.
         epoch.turn("release")
-        return [fx.ReleaseEpoch(epoch.id)]
+        return [fx.MarkHistory(epoch.id), fx.ReleaseEpoch(epoch.id)]
+
+    def _is_handed_back(self, epoch: Epoch) -> bool:
+        """Whether it has an end that we will hear of: an offer's, or its readers'."""
+        if epoch.phase is not EpochPhase.ORPHANED:
+            return True
+        return any(s.epoch == epoch.id for s in self.sessions.values() if s.state in HANDING_BACK)
 
     def journal(self) -> list[Effect]:
         """Put on disk what is true now, unless a commit is on its way there: that would be

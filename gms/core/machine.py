@@ -34,8 +34,8 @@ from gms.core.effects import Effect
 from gms.core.events import EpochPhase, SessionState
 from gms.core.grants import Grants, pending_request_id
 from gms.core.identity import check_identity
-from gms.core.recovery import HANDING_BACK, Recovery
-from gms.core.state import COMPLETIONS, Epoch, Session
+from gms.core.recovery import Recovery
+from gms.core.state import COMPLETIONS, HANDING_BACK, Epoch, Session
 from gms.core.upkeep import Upkeep
 from gms.core.writing import JOURNAL_RETRY_MS, Writing
 from understudy.errors import InvariantError, UnderstudyError, WaitTimeoutError
@@ -229,7 +229,9 @@ class Machine:
             )
         if session.full is not None:
             return session.full
-        if session.state in (SessionState.WAITING, SessionState.REJOINING):
+        if session.state is SessionState.REJOINING:
+            return WaitTimeoutError("gms.rejoin_timeout", f"{session.reason_message}; try again")
+        if session.state is SessionState.WAITING:
             return WaitTimeoutError(
                 "gms.wait_timeout",
                 f"waited {session.request.wait_ms / 1000:g} s for the weights: "

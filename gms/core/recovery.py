@@ -26,7 +26,7 @@ from gms.core.effects import Effect
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.identity import check_identity, identity_hash
 from gms.core.manifest import check_size, layout_hash
-from gms.core.state import Epoch, Session
+from gms.core.state import HANDING_BACK, Epoch, Session
 from understudy.errors import InvariantError, ProtocolError, UnderstudyError
 
 # The descriptors of 4,096 slabs arrive in milliseconds; a survivor that was stopped in the middle
@@ -40,8 +40,6 @@ REPORT_AFTER_MS = 10_000.0
 ASKED_MAX = 1024  # survivors remembered; a device has a handful of survivors
 
 Effects = list[Effect]
-
-HANDING_BACK = (SessionState.OFFERING, SessionState.ADOPTING)
 
 
 class Recovery:
@@ -148,6 +146,8 @@ class Recovery:
     def settle(self, now_ms: float) -> Effects:
         """Judge every survivor that has come back, in order."""
         effects: Effects = []
+        if self.device.committed is not None:
+            self._late = None  # it is back, or something has taken its place
         back = [s for s in self.device.sessions.values() if s.state is SessionState.REJOINING]
         # Whoever was asked before and is back did not do it: the others first.
         for session in sorted(back, key=lambda s: self._asked.get(_who(s), 0)):
@@ -231,7 +231,7 @@ class Recovery:
         if epoch.phase is EpochPhase.ORPHANED:
             epoch.slab_sizes = list(rejoin.slab_sizes)
             epoch.turn("adopt")
-            effects.append(fx.Unwatch(epoch.id))
+            effects += [fx.Unwatch(epoch.id), fx.MarkHistory(epoch.id)]
         session.move(ev.Rejoined, now_ms)
         session.epoch, session.deadline_ms = epoch.id, None
         epoch.readers.add(session.id)

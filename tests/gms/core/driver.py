@@ -44,6 +44,7 @@ class Bench:
         self.pending: list[fx.Effect] = []
         self.sent: list[fx.Answer] = []
         self.released: list[str] = []
+        self.marked: set[str] = set()  # epochs whose files say that they are history
         self.journal: ev.JournalRecord | None = None
         self.records: list[fx.Record] = []
 
@@ -80,7 +81,9 @@ class Bench:
                     self.tell(ev.JournalKept())
             case fx.AdoptEpoch():
                 self.tell(ev.Adopted(effect.session, tensors=1))
-            case fx.Unwatch() | fx.DiscardOffer() | fx.MarkHistory():
+            case fx.MarkHistory():
+                self.marked.add(effect.epoch)
+            case fx.Unwatch() | fx.DiscardOffer():
                 pass
             case fx.ReleaseEpoch():
                 self.released.append(effect.epoch)

@@ -86,6 +86,7 @@ def test_commit_that_its_writer_has_makes_the_older_one_history():
     offer(bench, 2, OTHER)
     assert phases(bench) == {OLD: EpochPhase.SUPERSEDED, NEW: EpochPhase.COMMITTED}
     assert isinstance(bench.last(1), fx.TellRejoined)
+    assert bench.marked == {OLD}, "also for a server that finds no journal"
     assert bench.journal is not None
     assert (bench.journal.epoch, bench.journal.previous) == (NEW, None)
 
@@ -190,3 +191,49 @@ def test_epoch_whose_file_was_removed_and_replaced_is_history():
     bench.attach(5)
     assert isinstance(rejoin(bench, 2, NEW), fx.TellRejoined)
     assert phases(bench)[NEW] is EpochPhase.SUPERSEDED
+
+
+def test_epoch_without_readers_is_marked_when_it_is_dropped():
+    """A process that was stopped since a restart may map it, and come back without a journal."""
+    bench = Bench()
+    epoch = bench.load(1)
+    bench.close(1)
+    bench.mapped.add(epoch)
+    bench.tell(ev.Drop(9, 4, None, even_if_mapped=True))
+    assert bench.marked == {epoch}
+    assert isinstance(bench.last(9), fx.TellDropped)
+
+
+def removed() -> Bench:
+    """NEW looked gone because its file was removed; its reader, session 2, has brought it back."""
+    bench = restarted()
+    bench.unmap(OLD)
+    bench.unmap(NEW)
+    rejoin(bench, 2, NEW)
+    offer(bench, 2, OTHER)
+    return bench
+
+
+def test_epoch_that_came_back_late_does_not_do_so_again_after_it_was_dropped():
+    """Dropped, its reader's connection ends and comes back: history."""
+    bench = removed()
+    bench.tell(ev.Drop(9, 4, None, even_if_mapped=True))
+    bench.close(2)
+    assert isinstance(rejoin(bench, 3, NEW), fx.TellRejoined)
+    assert bench.device.committed is None
+
+
+def test_reader_of_an_earlier_life_leaves_while_a_removed_epoch_is_handed_back():
+    """Two processes map an epoch without a file: one leaves while the other is asked for it."""
+    bench = restarted()
+    bench.unmap(OLD)
+    bench.unmap(NEW)
+    bench.attach(5, "rw", identity=IDENTITY)
+    assert isinstance(rejoin(bench, 2, NEW), fx.TellRejoined), "a writer came first"
+    bench.close(5)
+    bench.close(2)
+    assert isinstance(rejoin(bench, 3, NEW), fx.AskOffer)
+    rejoin(bench, 4, NEW)
+    bench.close(4)
+    assert isinstance(offer(bench, 3, OTHER), fx.TellRejoined)
+    assert phases(bench) == {NEW: EpochPhase.COMMITTED}
