@@ -289,16 +289,24 @@ def check_held(path: str) -> None:
         ProtocolError: `gms.epoch_not_held`.
         UnderstudyError: `gms.server_exhausted`, it could not be looked at.
     """
+    if not is_held(path):
+        raise ProtocolError(
+            "gms.epoch_not_held",
+            "hold a shared flock on the epoch's file before the first allocation",
+        )
+
+
+def is_held(path: str) -> bool:
+    """Whether any process holds the epoch's file.
+
+    Raises:
+        UnderstudyError: `gms.server_exhausted`, it could not be looked at.
+    """
     try:
-        is_held = epoch_file.is_held(path)
+        return epoch_file.is_held(path)
     except OSError as error:
         raise UnderstudyError(
             "gms.server_exhausted",
             f"the memory service cannot open {path}: {error.strerror}; raise its limit of open"
             " files (ulimit -Hn), or end sessions",
         ) from error
-    if not is_held:
-        raise ProtocolError(
-            "gms.epoch_not_held",
-            "hold a shared flock on the epoch's file before the first allocation",
-        )

@@ -7,7 +7,6 @@ memory, and what it holds of it can be lost with it: readers hand it back to the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import resource
 import uuid
@@ -22,7 +21,7 @@ from gms.core.snapshot import epochs_in_full, snapshot
 from gms.journal import Journal
 from gms.leftovers import left_behind
 from gms.observers import Observers
-from gms.performer import Performer, check_held
+from gms.performer import Performer, check_held, is_held
 from gms.translate import event_of
 from gms.vault import Vault
 from gms.vmm.driver_thread import DriverThread
@@ -101,7 +100,6 @@ class DeviceServer:
         )
         found = self._journal.loaded
         orphans = left_behind(self.directory, self.device, self.tag, found.record)
-        self._forget_history()
         self.machine = Machine(
             capacity_bytes=self.capacity_bytes,
             granularity_bytes=self.memory.granularity_bytes,
@@ -125,18 +123,14 @@ class DeviceServer:
             watch=self._watch,
             journal=self._journal,
         )
+        if found.record is not None and epoch_file.is_history(self._epoch_path(found.record.epoch)):
+            # A server died before it had written that this is out of service: try that again.
+            self.machine.device.journal_retry_ms = self.clock.now_ms()
         for orphan in orphans:
             self._watch.add(orphan.id)
         said = f"serving {self.device}: {self.machine.device.state}"
         self.log.record("gms.serving", said, data={"device_uuid": self.device})
         self._arm()
-
-    def _forget_history(self) -> None:
-        """A server that died before it had written it: what is out of service is not committed."""
-        record = self._journal.loaded.record
-        if record is not None and epoch_file.is_history(self._epoch_path(record.epoch)):
-            with contextlib.suppress(UnderstudyError):  # the mark says it all the same
-                self._journal.write(None)
 
     async def close(self) -> None:
         """Stop serving; sessions end, and memory lives on where somebody maps it."""
@@ -211,21 +205,23 @@ class DeviceServer:
             if isinstance(message, msg.Rejoin):
                 self._check_survivor(message)
         elif isinstance(message, msg.Drop) and not message.even_if_mapped:
-            self._check_unmapped()
+            self._check_unmapped(message)
         elif isinstance(message, msg.Allocate):
             session = self.machine.device.sessions.get(conn.id)
             if session is not None and session.epoch is not None:
                 check_held(self._epoch_path(session.epoch))
         self._handle(event_of(conn.id, conn.peer.pid, message, request_id))
 
-    def _check_unmapped(self) -> None:
+    def _check_unmapped(self, message: msg.Drop) -> None:
         """Whether a process maps what is committed is asked of the kernel, not of sessions.
 
         Raises:
-            UnderstudyError: `gms.epoch_mapped`.
+            UnderstudyError: `gms.epoch_mapped`; `gms.server_exhausted`.
         """
         epoch = self.machine.device.committed
-        if epoch is not None and epoch_file.is_held(self._epoch_path(epoch.id)):
+        if epoch is None or message.epoch not in (None, epoch.id):
+            return  # the machine says what is wrong with it
+        if is_held(self._epoch_path(epoch.id)):
             labels = [self.machine.device.sessions[reader].label for reader in epoch.readers]
             who = ", ".join(sorted(labels)) or "a process without a session: stopped, perhaps"
             raise UnderstudyError(

@@ -17,7 +17,7 @@ from gms.client import Reader
 from gms.messages import Digest
 from tests.gms.bench import GmsProcess
 from tests.gms.kinds import host_only
-from tests.gms.test_gms_recovery import OTHER, inodes, kept
+from tests.gms.test_gms_recovery import OTHER, inodes, journalled, kept
 from tests.helpers import until
 from understudy.errors import WaitTimeoutError
 
@@ -175,6 +175,26 @@ def test_drop_names_the_readers_and_frees_what_nobody_maps(gms: GmsProcess):
     until(lambda: gms.status()["committed_bytes"] == 0, "the memory to be freed")
 
 
+def test_drop_of_an_epoch_whose_file_cannot_be_opened_costs_its_sender_only(gms: GmsProcess):
+    """A directory in the file's place: one sentence, and the service lives."""
+    gms.load().close()
+    epoch = gms.status()["epoch"]
+    path = os.path.join(gms.directory, names.epoch_file(gms.device, epoch))
+    os.unlink(path)
+    os.mkdir(path)
+    code, said = command(gms, "drop", "--yes")
+    assert (code, "cannot open" in said) == (1, True)
+    assert gms.status()["epoch"] == epoch
+    os.rmdir(path)
+
+
+def test_drop_of_another_epoch_says_which_one_is_committed(gms: GmsProcess):
+    """A stale id, while the committed one is mapped: not that it is mapped."""
+    with gms.load() as reader:
+        code, said = command(gms, "drop", "--yes", "--epoch", "a" * 32)
+        assert (code, reader.epoch in said, "is not what is committed" in said) == (1, True, True)
+
+
 def test_drop_asks_before_it_drops(gms: GmsProcess):
     """Without a terminal and without --yes nothing happens."""
     gms.load().close()
@@ -230,3 +250,4 @@ def test_condemned_epoch_does_not_come_back_with_a_restart(gms: GmsProcess, jour
         reader.rejoin(10)
         status = gms.status()
         assert (status["state"], status["superseded_bytes"]) == ("empty", reader.size_bytes)
+        until(lambda: journalled(gms) is None, "the journal to say so, too")
