@@ -10,12 +10,14 @@ import asyncio
 import os
 import resource
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from gms import epoch_file, names
 from gms import messages as msg
 from gms.core import events as ev
+from gms.core.events import JournalRecord
 from gms.core.machine import Machine
 from gms.core.snapshot import epochs_in_full, snapshot
 from gms.journal import Journal
@@ -27,7 +29,7 @@ from gms.vault import Vault
 from gms.vmm.driver_thread import DriverThread
 from gms.vmm.interface import Memory
 from gms.watch import EpochWatch
-from understudy.errors import ProtocolError, UnderstudyError
+from understudy.errors import ProtocolError
 from understudy.service.clock import Clock, SystemClock, rfc3339
 from understudy.service.events import EventLog
 from understudy.wire.connection import Connection
@@ -107,6 +109,7 @@ class DeviceServer:
             new_epoch_id=lambda: uuid.uuid4().hex,
             orphans=orphans,
             is_journal_lost=found.is_lost,
+            is_journal_behind=self._names_history(found.record),
             now_ms=self.clock.now_ms(),
         )
         self._performer = Performer(
@@ -123,14 +126,15 @@ class DeviceServer:
             watch=self._watch,
             journal=self._journal,
         )
-        if found.record is not None and epoch_file.is_history(self._epoch_path(found.record.epoch)):
-            # A server died before it had written that this is out of service: try that again.
-            self.machine.device.journal_retry_ms = self.clock.now_ms()
         for orphan in orphans:
             self._watch.add(orphan.id)
         said = f"serving {self.device}: {self.machine.device.state}"
         self.log.record("gms.serving", said, data={"device_uuid": self.device})
         self._arm()
+
+    def _names_history(self, record: JournalRecord | None) -> bool:
+        """Whether a server died before it had written that this epoch is out of service."""
+        return record is not None and epoch_file.is_history(self._epoch_path(record.epoch))
 
     async def close(self) -> None:
         """Stop serving; sessions end, and memory lives on where somebody maps it."""
@@ -204,33 +208,23 @@ class DeviceServer:
             self._watch_process(conn)
             if isinstance(message, msg.Rejoin):
                 self._check_survivor(message)
-        elif isinstance(message, msg.Drop) and not message.even_if_mapped:
-            self._check_unmapped(message)
         elif isinstance(message, msg.Allocate):
             session = self.machine.device.sessions.get(conn.id)
             if session is not None and session.epoch is not None:
                 check_held(self._epoch_path(session.epoch))
-        self._handle(event_of(conn.id, conn.peer.pid, message, request_id))
+        event = event_of(conn.id, conn.peer.pid, message, request_id)
+        if isinstance(event, ev.Drop) and not event.even_if_mapped:
+            event = replace(event, is_mapped=self._is_mapped())
+        self._handle(event)
 
-    def _check_unmapped(self, message: msg.Drop) -> None:
+    def _is_mapped(self) -> bool:
         """Whether a process maps what is committed is asked of the kernel, not of sessions.
 
         Raises:
-            UnderstudyError: `gms.epoch_mapped`; `gms.server_exhausted`.
+            UnderstudyError: `gms.server_exhausted`.
         """
         epoch = self.machine.device.committed
-        if epoch is None or message.epoch not in (None, epoch.id):
-            return  # the machine says what is wrong with it
-        if is_held(self._epoch_path(epoch.id)):
-            labels = [self.machine.device.sessions[reader].label for reader in epoch.readers]
-            who = ", ".join(sorted(labels)) or "a process without a session: stopped, perhaps"
-            raise UnderstudyError(
-                "gms.epoch_mapped",
-                f"epoch {epoch.id} is mapped by {who}; end it first, or drop the epoch even if "
-                "mapped: newcomers then load anew, and its memory is freed when the last of its "
-                "processes leaves",
-                readers=sorted(labels),
-            )
+        return epoch is not None and is_held(self._epoch_path(epoch.id))
 
     def _check_survivor(self, message: msg.Rejoin) -> None:
         """It maps what it says, unless the epoch's file was removed under everybody."""

@@ -45,7 +45,7 @@ class Device:
         self.problem: str | None = None  # what people should mend: a journal that cannot be written
         self.journal_retry_ms: float | None = None
         self._journal_writes = 0  # under way, of those that no session waits for
-        self._is_journal_behind = False  # a commit under way keeps us from writing what is true
+        self.is_journal_behind = False  # a commit under way keeps us from writing what is true
 
     @property
     def committed(self) -> Epoch | None:
@@ -125,11 +125,11 @@ class Device:
     def journal(self) -> list[Effect]:
         """Put on disk what is true now, unless a commit is on its way there: that would be
         overtaken, and it says the same or puts it right itself."""
-        self._is_journal_behind = any(
+        self.is_journal_behind = any(
             s.state is SessionState.JOURNALLING for s in self.sessions.values()
         )
         self.journal_retry_ms = None
-        if self._is_journal_behind:
+        if self.is_journal_behind:
             return []
         self._journal_writes += 1
         return [fx.WriteJournal(None, self.committed.record() if self.committed else None)]
@@ -148,11 +148,7 @@ class Device:
     def is_journal_true(self) -> bool:
         """Whether the disk says what is true now."""
         is_retrying = self.journal_retry_ms is not None
-        return not (self._journal_writes or self._is_journal_behind or is_retrying)
-
-    @property
-    def is_journal_behind(self) -> bool:
-        return self._is_journal_behind
+        return not (self._journal_writes or self.is_journal_behind or is_retrying)
 
     def check_waiters(self) -> None:
         """Whether one more session may wait for its grant. Survivors are not counted: what they

@@ -222,6 +222,7 @@ class Drop(Event):
     request_id: int
     epoch: str | None
     even_if_mapped: bool
+    is_mapped: bool = False  # the kernel says that a process holds the committed epoch
 
 
 @dataclass(frozen=True, slots=True)

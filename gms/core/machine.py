@@ -55,14 +55,17 @@ class Machine:
         new_epoch_id: Callable[[], str],
         orphans: Iterable[Epoch] = (),
         is_journal_lost: bool = False,
+        is_journal_behind: bool = False,
         now_ms: float = 0.0,
     ) -> None:
         """`orphans` are the epochs of earlier servers whose files exist; each is watched by the
-        shell, as if `ReleaseEpoch` had been asked for it. The journalled one is `expected`."""
+        shell, as if `ReleaseEpoch` had been asked for it. The journalled one is `expected`.
+        `is_journal_behind`: what is on disk is out of service, and is to be written anew."""
         self.stall_ms = stall_ms
         self.device = Device(
             capacity_bytes, granularity_bytes, orphans, is_journal_lost=is_journal_lost
         )
+        self.device.journal_retry_ms = now_ms if is_journal_behind else None
         self._grants = Grants(self.device, new_epoch_id)
         self._writing = Writing(self.device, self._grants, stall_ms)
         self._recovery = Recovery(self.device, now_ms)

@@ -91,12 +91,13 @@ class Upkeep:
                 epoch=epoch.id,
             )
         readers = tuple(self.device.sessions[reader].label for reader in sorted(epoch.readers))
-        if readers and not event.even_if_mapped:
+        if (readers or event.is_mapped) and not event.even_if_mapped:
+            who = ", ".join(readers) or "a process without a session: stopped, perhaps"
             raise UnderstudyError(
                 "gms.epoch_mapped",
-                f"epoch {epoch.id} is mapped by {', '.join(readers)}; end them first, or drop it "
-                "even if mapped: newcomers then load anew, and its memory is freed when the last "
-                "of these leaves",
+                f"epoch {epoch.id} is mapped by {who}; end it first, or drop the epoch even if "
+                "mapped: newcomers then load anew, and its memory is freed when the last of its "
+                "processes leaves",
                 readers=list(readers),
             )
         self._dropped.append(fx.TellDropped(event.session, event.request_id, epoch.id, readers))

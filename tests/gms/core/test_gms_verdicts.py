@@ -132,7 +132,8 @@ def test_journal_of_a_commit_under_way_is_not_overtaken():
     assert not [e for e in bench.pending if isinstance(e, fx.WriteJournal)]
     bench.complete(written)
     assert bench.journal is not None
-    assert bench.journal.epoch == bench.device.committed.id  # type: ignore[union-attr]
+    assert bench.device.committed is not None
+    assert bench.journal.epoch == bench.device.committed.id
 
 
 def test_condemnation_of_a_superseded_epoch_means_nothing():
