@@ -1,0 +1,106 @@
+"""What differs between the versions of vLLM that are supported, and nothing else.
+
+Owns the supported range and every import whose place or meaning changed inside it. All other files
+here import from vLLM directly: what they use is the same from 0.31 to 0.33, and `contracts.py`
+reads an installed vLLM's sources and names what is not.
+
+Surprising: vLLM's modules are imported inside the functions, so that a version nobody has tried is
+refused with a sentence by `check_version` and not with somebody else's ImportError.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from understudy.errors import UsageError
+
+# The first and the last minor version against which every contract was read and the newest that
+# could be run was run. Both ends belong to the range.
+SUPPORTED = ((0, 31), (0, 33))
+OVERRIDE_FLAG = "--allow-any-vllm"
+
+# Since 0.33, and before.
+_CLI_ARGS = ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args")
+
+
+def vllm_version() -> str:
+    """The version of the installed vLLM as it names itself, for example `0.32.0`."""
+    from vllm import __version__
+
+    return str(__version__)
+
+
+def torch_version() -> str:
+    """The version of torch with its build, for example `2.13.0+cpu`."""
+    import torch
+
+    return str(torch.__version__)
+
+
+def supported_range() -> str:
+    """`0.31 to 0.33`, for sentences."""
+    return " to ".join(".".join(map(str, end)) for end in SUPPORTED)
+
+
+def check_version(allow_any: bool, version: str | None = None) -> None:
+    """Refuse a vLLM whose minor version is outside the range, unless `allow_any`.
+
+    `version` is for tests; without it the installed one is asked. Raises UsageError
+    `vllm.unsupported_version`: trying again will not help.
+    """
+    found = vllm_version() if version is None else version
+    minor = _minor(found)
+    if allow_any or (minor is not None and SUPPORTED[0] <= minor <= SUPPORTED[1]):
+        return
+    raise UsageError(
+        "vllm.unsupported_version",
+        f"the installed vLLM is {found}, and this backend supports {supported_range()}: install a"
+        f" supported one, or pass {OVERRIDE_FLAG} if you have read what"
+        f" `python -m engine.backends.vllm.contracts` says about it",
+        installed=found,
+        supported=[".".join(map(str, end)) for end in SUPPORTED],
+    )
+
+
+def make_arg_parser(parser: Any) -> Any:
+    """vLLM's own parser of `vllm serve`'s flags, put into `parser` (a FlexibleArgumentParser)."""
+    return _cli_args().make_arg_parser(parser)
+
+
+def validate_parsed_serve_args(args: Any) -> None:
+    """vLLM's own checks of what was parsed; raises ValueError or TypeError as vLLM does."""
+    _cli_args().validate_parsed_serve_args(args)
+
+
+def skip_cpu_pack(layer: Any) -> None:
+    """Ask that `layer`, a linear one without quantisation, is not packed by the CPU build.
+
+    Packing copies the weight into memory of oneDNN's own, which cannot be shared. Read by
+    `UnquantizedLinearMethod.process_weights_after_loading`, which then sets
+    `layer.cpu_linear = torch.nn.functional.linear`; an embedding's method does not read it.
+    """
+    layer._cpu_skip_gemm_dispatch = True
+
+
+def _cli_args() -> Any:
+    import importlib
+
+    for place in _CLI_ARGS:
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if not place.startswith(str(error.name)):
+                raise  # the module is there, and something that it needs is not
+    raise UsageError(
+        "vllm.unsupported_version",
+        f"vLLM {vllm_version()} keeps the parser of its flags in none of {', '.join(_CLI_ARGS)}:"
+        f" this backend supports {supported_range()}",
+        installed=vllm_version(),
+    )
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    """`0.33.1.dev7+cpu` is (0, 33); a build that does not know its version (`dev`) is None."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None
