@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from engine.messages import (
     CONTROL,
     Attached,
+    Broken,
     EventRecord,
     Kill,
     Killing,
@@ -50,6 +51,8 @@ class Desk(Protocol):
 
     def attached(self, message: Attached) -> None: ...
 
+    def broken(self, message: Broken) -> None: ...
+
 
 class Control:
     """Serves `path` for `desk`."""
@@ -79,6 +82,9 @@ class Control:
                 self._desk.may_load(message, lambda load: conn.send(load, request_id))
             case Attached():
                 self._desk.attached(message)
+                conn.send(Ok(), request_id)
+            case Broken():
+                self._desk.broken(message)
                 conn.send(Ok(), request_id)
             case Status():
                 conn.send(StatusReply(self._desk.status()), request_id)

@@ -10,7 +10,7 @@ from typing import Any
 from engine.core.events import Event, Terminate
 from engine.core.lifecycle import Lifecycle
 from engine.launch import Launch
-from engine.messages import Attached, Killing, Load, MayLoad, Register
+from engine.messages import Attached, Broken, FaultReport, Killing, Load, MayLoad, Register
 from engine.tree import MAIN
 from understudy.errors import ProtocolError, UnderstudyError
 from understudy.service.clock import Clock
@@ -59,6 +59,11 @@ class Desk:
 
     def attached(self, message: Attached) -> None:
         self._launch_of(message.incarnation).attached(message.rank, message.identity)
+
+    def broken(self, message: Broken) -> None:
+        self._launch_of(message.incarnation).broken(
+            FaultReport(message.code, message.message, message.permanent, message.exit_code)
+        )
 
     def rehearse(self, target: str) -> Killing:
         """Kill what `target` names; the supervisor itself only says that it is about to."""

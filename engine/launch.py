@@ -136,18 +136,25 @@ class Launch:
                 self.prepared = message
                 self._post(self._judge_prepared())
             case messages.FaultReport():
-                self.fault = message
-                self._log.record(
-                    "engine.fault",
-                    message.message,
-                    "error",
-                    {"error_code": message.code, "permanent": message.permanent},
-                )
-                exit_code = message.exit_code if message.permanent else None
-                self._post(Failed("backend_fault", message.message, exit_code))
+                self.broken(message)
             case _:
                 text = f"the backend said {message.TYPE}, which nobody asked for"
                 self._post(Failed("backend_fault", text))
+
+    def broken(self, fault: messages.FaultReport) -> None:
+        """The last words of a process of the backend. The first ones count: what follows, from
+        its parents, is about losing it."""
+        if self.fault is not None:
+            return
+        self.fault = fault
+        self._log.record(
+            "engine.fault",
+            fault.message,
+            "error",
+            {"error_code": fault.code, "permanent": fault.permanent},
+        )
+        exit_code = fault.exit_code if fault.permanent else None
+        self._post(Failed("backend_fault", fault.message, exit_code))
 
     def _judge_prepared(self) -> Event:
         """Whether it may stand by: every rank has its weights, every process the witness."""

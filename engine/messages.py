@@ -204,6 +204,22 @@ class Attached(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Broken(Message):
+    """Why a process of the backend is about to end; the other fields are those of `FaultReport`.
+
+    For a process that has no other way to say it: what its parent says of it comes late, and is
+    about the parent.
+    """
+
+    TYPE: ClassVar[str] = "broken"
+    incarnation: Id
+    code: Id
+    message: Sentence
+    permanent: bool
+    exit_code: Annotated[int, Range(1, 2)] = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Leave(Message):
     """What SIGTERM says: leave the queue, or drain, then end. Answered by `ok` at once."""
 
@@ -234,6 +250,7 @@ CONTROL = Catalogue(
     MayLoad,
     Load,
     Attached,
+    Broken,
     Status,
     StatusReply,
     Watch,

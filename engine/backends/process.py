@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.messages import CHANNEL, CONTROL, Attached, Load, MayLoad, Register
+from engine.messages import CHANNEL, CONTROL, Attached, Broken, FaultReport, Load, MayLoad, Register
 from lockserver.client import witness
-from understudy.errors import UsageError
+from understudy.errors import UnderstudyError, UsageError
 from understudy.service import parent
 from understudy.wire.blocking import BlockingClient
 
@@ -62,6 +62,16 @@ class Member:
             timeout_s=ANSWER_TIMEOUT_S,
         )
 
+    def report(self, error: UnderstudyError) -> None:
+        """Say why this process is about to end, for people: its own parent often cannot say.
+
+        Raises:
+            UnreachableError: the supervisor is gone.
+        """
+        said = fault_report(error)
+        message = Broken(self.incarnation, said.code, said.message, said.permanent, said.exit_code)
+        self.control.request(message, timeout_s=ANSWER_TIMEOUT_S)
+
 
 def enter(name: str, environ: Mapping[str, str] = os.environ) -> Member:
     """Become a process of the incarnation that the environment names.
@@ -101,6 +111,12 @@ def blocking_channel() -> BlockingClient:
 def child_environment() -> dict[str, str]:
     """The environment for a child that will `enter`; start it from a thread that lives on."""
     return {**os.environ, **parent.environment()}
+
+
+def fault_report(error: UnderstudyError) -> FaultReport:
+    """For the supervisor: a wrong argument is permanent, and ends the container with 2."""
+    is_permanent = isinstance(error, UsageError)
+    return FaultReport(error.code, error.message[:4096], is_permanent, 2 if is_permanent else 1)
 
 
 def _required(environ: Mapping[str, str], variable: str) -> str:

@@ -1,29 +1,23 @@
 """The backend as its supervisor sees it: prepared, awake, serving, draining.
 
-Owns the order of these phases (the table is the enforcer), the lent listening socket, and the
-HTTP server behind it. Knows no command line and no channel frames (`channel.py` has those), so
-that the same object also serves alone.
+Owns the lent listening socket and the HTTP server behind it. Knows no command line and no channel
+frames, so that the same object also serves alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Mapping
-from enum import StrEnum
 
 from aiohttp import web
 
-from engine.backends.reference.link import Checked, Ready
+from engine.backends.phases import Phases
+from engine.backends.reference.link import Ready
 from engine.backends.reference.listener import Listener
 from engine.backends.reference.routes import Service, make_app
-from engine.messages import Healthy
-from understudy.errors import ProtocolError
+from engine.messages import Canary, Healthy
 from understudy.wire.fds import OwnedFd
-
-logger = logging.getLogger(__name__)
 
 # Connections that were accepted a moment before a drain have a request on its way: this long, it
 # is answered (503, try again) instead of being cut.
@@ -34,32 +28,11 @@ KEEPALIVE_S = 75.0
 FLUSH_S = 0.1
 
 
-class Phase(StrEnum):
-    PREPARING = "preparing"
-    PREPARED = "prepared"
-    AWAKE = "awake"
-    SERVING = "serving"
-    DRAINING = "draining"
-
-
-# What may be asked in which phase, and the phase after it.
-TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
-    (Phase.PREPARING, "ready"): Phase.PREPARED,
-    (Phase.PREPARED, "wake"): Phase.AWAKE,
-    (Phase.PREPARED, "drain"): Phase.DRAINING,
-    (Phase.AWAKE, "run_canary"): Phase.AWAKE,
-    (Phase.AWAKE, "serve"): Phase.SERVING,
-    (Phase.AWAKE, "drain"): Phase.DRAINING,
-    (Phase.SERVING, "run_canary"): Phase.SERVING,
-    (Phase.SERVING, "drain"): Phase.DRAINING,
-}
-
-
 class Backend:
     """One incarnation's model service."""
 
     def __init__(self, service: Service) -> None:
-        self.phase = Phase.PREPARING
+        self.phases = Phases()
         self._service = service
         self._listener: Listener | None = None
         self._runner = web.AppRunner(
@@ -73,14 +46,14 @@ class Backend:
         """Wait for the model, with the HTTP server built meanwhile: waking costs nothing of it."""
         await self._runner.setup()
         ready = await self._service.link.ready()
-        self._step("ready")
+        self.phases.step("ready")
         self._service.ready = ready
         return ready
 
     async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
         """Take KV memory and keep `listening` for `serve`; the bytes taken. Takes the fd."""
         with listening:
-            self._step("wake")
+            self.phases.step("wake")
             server = self._runner.server
             assert server is not None
             self._service.engine, self._service.token = engine, token
@@ -90,12 +63,13 @@ class Backend:
             self._service.heard = self._listener.heard
         return (await self._service.link.take_memory()).kv_bytes
 
-    async def run_canary(self) -> Checked:
-        self._step("run_canary")
-        return await self._service.link.check()
+    async def run_canary(self) -> Canary:
+        self.phases.step("run_canary")
+        checked = await self._service.link.check()
+        return Canary(checked.ok, checked.detail)
 
-    def serve(self) -> None:
-        self._step("serve")
+    async def serve(self) -> None:
+        self.phases.step("serve")
         assert self._listener is not None
         self._listener.start()
 
@@ -113,7 +87,7 @@ class Backend:
         What waits in the backlog stays there for the next engine.
         """
         end = time.monotonic() + budget_s
-        self._step("drain")
+        self.phases.step("drain")
         self._service.is_draining = True
         if self._listener is not None:
             self._listener.stop()
@@ -126,15 +100,3 @@ class Backend:
         server.pre_shutdown()  # kept connections were answered until now, and end here
         await server.shutdown(FLUSH_S)
         await self._runner.cleanup()
-
-    def _step(self, request: str) -> None:
-        target = TRANSITIONS.get((self.phase, request))
-        if target is None:
-            raise ProtocolError(
-                "engine.backend_phase",
-                f"{request} makes no sense while the backend is {self.phase}",
-                phase=str(self.phase),
-            )
-        if target is not self.phase:
-            logger.info("%s → %s: %s", self.phase, target, request)
-        self.phase = target

@@ -24,7 +24,7 @@ from engine.backends import HELP, process
 from engine.backends.reference.config import read_config
 from engine.backends.reference.link import PROMPT_TOKENS_MAX, Configure
 from engine.backends.reference.spawn import ModelProcess, spawn
-from engine.messages import CHANNEL, RANKS_MAX, FaultReport
+from engine.messages import CHANNEL, RANKS_MAX
 from understudy.errors import UnderstudyError, UsageError
 from understudy.service.config import size_bytes
 from understudy.service.fd_limit import raise_fd_limit
@@ -159,14 +159,8 @@ def _refuse(error: UnderstudyError) -> int:
 
 
 def _report(sock: socket.socket, error: UnderstudyError) -> None:
-    report = FaultReport(
-        error.code,
-        error.message[:4096],
-        isinstance(error, UsageError),
-        2 if isinstance(error, UsageError) else 1,
-    )
     with BlockingClient.from_socket(sock, CHANNEL) as client, contextlib.suppress(UnderstudyError):
-        client.notify(report)
+        client.notify(process.fault_report(error))
 
 
 if __name__ == "__main__":

@@ -15,13 +15,16 @@ from typing import Any
 
 import uvloop
 
-from engine.backends.reference.backend import Backend, Phase
-from engine.backends.reference.channel import Channel
+from engine.backends import process
+from engine.backends.channel import Channel
+from engine.backends.phases import Phase
+from engine.backends.reference.backend import Backend
 from engine.backends.reference.link import Failed
 from engine.backends.reference.model_link import join_ranks
 from engine.backends.reference.routes import Service
 from engine.backends.reference.spawn import ModelProcess
 from engine.backends.reference.text import Tokenizer
+from engine.messages import FaultReport, Prepared
 from understudy.errors import UnderstudyError, UsageError
 from understudy.wire.fds import OwnedFd
 
@@ -46,18 +49,22 @@ async def supervised(
 ) -> int:
     """Serve for a supervisor. Ends only by the process's end, which the supervisor decides."""
     channel = Channel(sock)
-    link = join_ranks(models, channel.end)
+    link = join_ranks(models, lambda failed: channel.end(_report_of(failed)))
     try:
         backend = Backend(Service(model_name, Tokenizer.load(directory), link))
         ready = await backend.prepare()
     except UnderstudyError as error:
-        channel.end(
-            Failed(error.code, error.message, isinstance(error, UsageError), error.exit_code)
-        )
-    channel.backend = backend
-    channel.prepared(ready)
+        channel.end(process.fault_report(error))
+    channel.prepared(
+        backend, Prepared(ready.weights_bytes, ready.kv_bytes, ready.epoch, ready.identity)
+    )
     await asyncio.Event().wait()
     raise AssertionError("nobody sets that event")
+
+
+def _report_of(failed: Failed) -> FaultReport:
+    exit_code = 2 if failed.exit_code == 2 else 1
+    return FaultReport(failed.code, failed.message, failed.permanent, exit_code)
 
 
 async def alone(
@@ -95,7 +102,7 @@ async def alone(
         starting.cancel()
         listening.close()
     code = await ended
-    if backend.phase is Phase.SERVING:
+    if backend.phases.now is Phase.SERVING:
         await backend.drain(ALONE_DRAIN_S)
     link.close()
     for model in models:
@@ -111,7 +118,7 @@ async def _start_alone(backend: Backend, listening: OwnedFd) -> int:
     checked = await backend.run_canary()
     if not checked.ok:
         raise UnderstudyError("engine.canary_failed", checked.detail)
-    backend.serve()
+    await backend.serve()
     return port
 
 

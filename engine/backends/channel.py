@@ -1,7 +1,7 @@
-"""The backend's end of the channel to its supervisor: frames in, answers out.
+"""A backend's end of the channel to its supervisor: frames in, answers out.
 
 Owns nothing but the translation, and the end: without a supervisor, or without a model, this
-process must not serve one more token.
+process must not serve one more token. What is behind `Backend` is each backend's own affair.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import asyncio
 import logging
 import os
 import socket
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-from engine.backends.reference.backend import Backend
-from engine.backends.reference.link import Failed, Ready
 from engine.messages import (
     CHANNEL,
     Canary,
@@ -21,6 +19,7 @@ from engine.messages import (
     Drained,
     FaultReport,
     Health,
+    Healthy,
     Prepared,
     RunCanary,
     Serve,
@@ -37,6 +36,24 @@ from understudy.wire.messages import Message
 logger = logging.getLogger(__name__)
 
 
+class Backend(Protocol):
+    """What a supervisor may ask of a backend that is prepared. Each may raise UnderstudyError."""
+
+    async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
+        """Take KV memory, in bytes; keep a copy of the listening socket for `serve`."""
+        ...
+
+    async def run_canary(self) -> Canary: ...
+
+    async def serve(self) -> None: ...
+
+    def health(self) -> Healthy:
+        """At once, whatever else is under way."""
+        ...
+
+    async def drain(self, budget_s: float) -> None: ...
+
+
 class Channel:
     """A connection to the supervisor; made on the loop."""
 
@@ -45,20 +62,15 @@ class Channel:
         self._tasks: set[asyncio.Task[None]] = set()
         self._conn = from_socket(sock, CHANNEL, self)
 
-    def prepared(self, ready: Ready) -> None:
-        self._conn.send(
-            Prepared(
-                weights_bytes=ready.weights_bytes,
-                kv_bytes=ready.kv_bytes,
-                epoch=ready.epoch,
-                identity=ready.identity,
-            )
-        )
+    def prepared(self, backend: Backend, prepared: Prepared) -> None:
+        """From now on `backend` may be asked."""
+        self.backend = backend
+        self._conn.send(prepared)
 
-    def end(self, failed: Failed) -> NoReturn:
+    def end(self, report: FaultReport) -> NoReturn:
         """Say why, and end at once: what is under way has no model, or nobody who owns it."""
-        logger.error("%s [%s]", failed.message, failed.code)
-        self._conn.send(fault_report(failed))
+        logger.error("%s [%s]", report.message, report.code)
+        self._conn.send(report)
         os._exit(1)
 
     # ------------------------------------------------------------------ wire.Handler
@@ -106,19 +118,11 @@ async def _handle(backend: Backend, message: Message, fds: list[OwnedFd]) -> Mes
         case Wake():
             return Woken(await backend.wake(message.engine, message.token, fds[0]))
         case RunCanary():
-            checked = await backend.run_canary()
-            return Canary(checked.ok, checked.detail)
+            return await backend.run_canary()
         case Serve():
-            backend.serve()
+            await backend.serve()
             return Serving()
         case Drain():
             await backend.drain(message.budget_ms / 1000)
             return Drained()
     raise ProtocolError("engine.backend_phase", f"{message.TYPE} is not for a backend")
-
-
-def fault_report(failed: Failed) -> FaultReport:
-    """For the supervisor: 2 for a wrong argument, else 1."""
-    return FaultReport(
-        failed.code, failed.message, failed.permanent, 2 if failed.exit_code == 2 else 1
-    )
