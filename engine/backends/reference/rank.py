@@ -11,8 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.backends import process
-from engine.backends.reference import free_memory
+from engine.backends import free_memory, process
 from engine.backends.reference.config import LlamaConfig
 from engine.backends.reference.link import Configure, Ready
 from understudy.errors import InvariantError, UnderstudyError, UsageError
@@ -95,7 +94,9 @@ class Rank:
         self.kv_bytes = KVCache.bytes_needed(config, slots, context)
         # Simulated devices share the machine's memory, so there must be room for every rank's.
         self._kv_bytes_of_all = self.kv_bytes * settings.ranks
-        free_memory.check_can_ever_fit(self._kv_bytes_of_all, free_memory.read_room())
+        free_memory.check_can_ever_fit(
+            self._kv_bytes_of_all, free_memory.read_room(), "lower --max-context or --slots"
+        )
         if member is None:
             self.weights = weights.private(checkpoint)
         else:

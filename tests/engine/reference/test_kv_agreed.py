@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.backends.reference import free_memory
-from engine.backends.reference.free_memory import RESERVE_BYTES, Room
+from engine.backends import free_memory
+from engine.backends.free_memory import RESERVE_BYTES, Room
 from engine.backends.reference.link import Configure
 from engine.backends.reference.rank import Rank
 from tests.engine.reference.support import golden

@@ -56,8 +56,8 @@ def read_room(root: str = "/") -> Room:
     return Room(tightest.free_bytes, smallest.limit_bytes, smallest.limited_by)
 
 
-def check_can_ever_fit(needed_bytes: int, room: Room) -> None:
-    """Refuse what no waiting would bring.
+def check_can_ever_fit(needed_bytes: int, room: Room, mend: str) -> None:
+    """Refuse what no waiting would bring; `mend` tells people which flags of theirs ask for less.
 
     Raises:
         UnderstudyError: `engine.kv_too_large`.
@@ -66,7 +66,7 @@ def check_can_ever_fit(needed_bytes: int, room: Room) -> None:
         raise UnderstudyError(
             "engine.kv_too_large",
             f"the KV cache needs {_mib(needed_bytes)} and {room.limited_by} allows"
-            f" {_mib(room.limit_bytes)} in all; lower --max-context or --slots",
+            f" {_mib(room.limit_bytes)} in all; {mend}",
             needed_bytes=needed_bytes,
             limit_bytes=room.limit_bytes,
         )
