@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +15,16 @@ def _reference(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "engine.backends.reference.http", *arguments]
 
 
+def _vllm(arguments: Sequence[str]) -> list[str]:
+    if importlib.util.find_spec("vllm") is None:  # looks for it without importing it
+        raise UsageError(
+            "engine.no_vllm",
+            f"--backend vllm needs vLLM beside {sys.executable}: install `understudy[vllm]`, or see"
+            " docs/vllm.md for a machine without a GPU",
+        )
+    return [sys.executable, "-m", "engine.backends.vllm.api", *arguments]
+
+
 def _command(arguments: Sequence[str]) -> list[str]:
     """Any program that speaks the channel: `engine run --backend command -- PROGRAM ARGS…`."""
     if not arguments:
@@ -24,7 +35,11 @@ def _command(arguments: Sequence[str]) -> list[str]:
 
 
 HELP = frozenset({"-h", "--help"})
-REGISTRY: Mapping[str, Launcher] = {"reference": _reference, "command": _command}
+REGISTRY: Mapping[str, Launcher] = {
+    "reference": _reference,
+    "vllm": _vllm,
+    "command": _command,
+}
 
 
 def asks_for_help(backend: str, arguments: Sequence[str]) -> bool:

@@ -1,0 +1,182 @@
+"""The command line after `--backend vllm --`: vLLM's own, less what the runtime must own.
+
+Owns what is refused and why, what is set instead, and the two flags of our own. What is not named
+here goes to vLLM as it came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from engine.backends.vllm import shim
+from engine.backends.vllm.gate import PATH as GATE
+from engine.backends.vllm.plugin import LOAD_FORMAT
+from engine.messages import RANKS_MAX
+from understudy.errors import UsageError
+
+PROG = "engine run --backend vllm --"
+REFUSE, PRIVATE = "refuse", "private"
+
+_SOCKET = "requests come through the lock server's socket: `lockserver serve --service active=…`"
+_ONE = "one engine is one process of each kind, and the pod's other engines are its replicas"
+_WEIGHTS = "weights are the memory service's, the same for every engine"
+_READ_ONLY = "weights are shared and read-only, so nothing may change them while they serve"
+_KV = "the KV cache has the size of --kv-cache-memory-bytes, on every engine of the pod"
+
+# vLLM's flags that the runtime owns: where one differs from its default it is refused with this.
+OWNED: Mapping[str, str] = {
+    "host": _SOCKET,
+    "port": _SOCKET,
+    "uds": _SOCKET,
+    "fd": _SOCKET,
+    "headless": _ONE,
+    "grpc": "the takeover is of an HTTP server",
+    "api_server_count": _ONE,
+    "data_parallel_size": _ONE,
+    "data_parallel_size_local": _ONE,
+    "data_parallel_rank": _ONE,
+    "data_parallel_start_rank": _ONE,
+    "data_parallel_external_lb": _ONE,
+    "data_parallel_hybrid_lb": _ONE,
+    "data_parallel_multi_port_external_lb": _ONE,
+    "pipeline_parallel_size": "a stage per device is not supported yet; use --tensor-parallel-size",
+    "prefill_context_parallel_size": "it is not supported yet",
+    "nnodes": "an engine is in one pod; more nodes are not supported",
+    "node_rank": "an engine is in one pod; more nodes are not supported",
+    "enable_sleep_mode": "the runtime parks the engine itself, and needs none of this mode's pools",
+    "sleep_mode_backend": "the runtime parks the engine itself",
+    "worker_cls": "the worker is ours: it takes weights and KV memory from the pod",
+    "distributed_executor_backend": "every rank needs a process of its own, so it is `mp`",
+    "gpu_memory_utilization": _KV,
+    "num_gpu_blocks_override": _KV,
+    "disable_log_stats": "a hang is told by the engine's steps, which vLLM counts with its stats",
+    "enable_eplb": _READ_ONLY,
+    "enable_elastic_ep": _READ_ONLY,
+    "weight_transfer_config": _READ_ONLY,
+    "kv_transfer_config": "a connector's memory is not the pod's yet, and would delay the fence",
+    "ec_transfer_config": "a connector's memory is not the pod's yet, and would delay the fence",
+}
+KV_SPACE_ENV = "VLLM_CPU_KVCACHE_SPACE"
+
+UNSHAREABLE_FLAG = "--unshareable"
+OURS: Mapping[str, str] = {
+    UNSHAREABLE_FLAG: "what to do with a quantisation whose weights cannot be shared: "
+    f"`{REFUSE}` to start (the default), or load them `{PRIVATE}`ly, a copy for every engine",
+    shim.OVERRIDE_FLAG: f"run with a vLLM outside {shim.supported_range()}, which nobody has tried",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """`vllm` is vLLM's own namespace, complete; the rest are our own flags."""
+
+    vllm: argparse.Namespace
+    allow_any_vllm: bool
+
+
+def help_text() -> str:
+    """vLLM's own summary, and our flags in full."""
+    parser = _parser()
+    flags = "\n".join(f"  {flag}: {text}" for flag, text in OURS.items())
+    return f"{parser.format_help()}\nflags of understudy:\n{flags}\n"
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Arguments:
+    """Read the command line, refuse what is owned, set what is owned.
+
+    Raises:
+        UsageError: `vllm.arguments`, `vllm.owned_flag`, `vllm.unsupported_version`,
+            `vllm.unsupported_platform`.
+    """
+    allow_any = shim.OVERRIDE_FLAG in argv
+    shim.check_version(allow_any)
+    parser = _parser()
+    args = parser.parse_args(list(argv))
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    _refuse(parser, args, environ)
+    unshareable = args.unshareable
+    del args.unshareable, args.allow_any_vllm
+    args.api_server_count = None
+    try:
+        shim.validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as error:
+        raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {error}") from error
+    _own(args, unshareable)
+    return Arguments(args, allow_any)
+
+
+def _refuse(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, environ: Mapping[str, str]
+) -> None:
+    for name, why in OWNED.items():
+        if getattr(args, name, None) != parser.get_default(name):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                "vllm.owned_flag", f"{flag} cannot be given here: {why}; leave it out", flag=flag
+            )
+    if environ.get(KV_SPACE_ENV):
+        raise UsageError(
+            "vllm.owned_flag",
+            f"{KV_SPACE_ENV} is set, and it would override the size of the KV cache: unset it, and"
+            " give --kv-cache-memory-bytes to every engine of the pod",
+            flag=KV_SPACE_ENV,
+        )
+    if args.tensor_parallel_size > RANKS_MAX:
+        raise UsageError(
+            "vllm.owned_flag",
+            f"--tensor-parallel-size {args.tensor_parallel_size} is more than the {RANKS_MAX}"
+            " ranks that one pod's engine can have",
+        )
+
+
+def _own(args: argparse.Namespace, unshareable: str) -> None:
+    """What the runtime sets, whatever was asked."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        worker = "CPUWorker"
+    elif current_platform.is_cuda():
+        worker = "GPUWorker"
+        # Sizes nothing, since the KV cache's size is given; but vLLM refuses to start where less
+        # than this part of the device is free, and beside an engine that serves little is.
+        args.gpu_memory_utilization = 0.01
+    else:
+        raise UsageError(
+            "vllm.unsupported_platform",
+            f"this vLLM is built for {current_platform.device_name}, and weights can be shared on"
+            " CUDA devices and, to try it, on the CPU",
+        )
+    args.model_loader_extra_config = {
+        "load_format": args.load_format,
+        "extra": _document(args.model_loader_extra_config),
+        "unshareable": unshareable,
+    }
+    args.load_format = LOAD_FORMAT
+    args.worker_cls = f"engine.backends.vllm.worker.{worker}"
+    args.distributed_executor_backend = "mp"
+    args.middleware = [*args.middleware, GATE]
+
+
+def _document(extra: Any) -> Any:
+    return extra if extra is not None else {}
+
+
+def _parser() -> Any:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {message}")
+
+    parser = shim.make_arg_parser(Parser(prog=PROG))
+    ours = parser.add_argument_group("understudy", "What the runtime adds to vLLM's own flags.")
+    ours.add_argument(
+        UNSHAREABLE_FLAG, choices=(REFUSE, PRIVATE), default=REFUSE, help=OURS[UNSHAREABLE_FLAG]
+    )
+    ours.add_argument(shim.OVERRIDE_FLAG, action="store_true", help=OURS[shim.OVERRIDE_FLAG])
+    return parser

@@ -1,0 +1,161 @@
+"""vLLM as its supervisor sees it: prepared, awake, serving, draining.
+
+Owns the order of a wake (KV memory on every rank, then vLLM's scheduler, then the canary, then the
+lent socket) and what counts as healthy. Everything but `health` runs on vLLM's own loop.
+
+The surprising thing: the calls to our own worker methods never fail as calls. After a failed one
+vLLM's replies are off by one for ever, so the methods answer with what went wrong instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from engine.backends.phases import Phases
+from engine.backends.vllm.http import Front
+from engine.backends.vllm.progress import Progress
+from engine.messages import Canary, Healthy, Prepared
+from understudy.errors import UnderstudyError
+from understudy.wire.fds import OwnedFd
+
+logger = logging.getLogger(__name__)
+
+# Inside the waking budget of 60 s, so that the reason is said before the kill comes.
+KV_WAIT_S = 45.0
+STATUS_WAIT_S = 60.0
+DISTRUST_WAIT_S = 5.0
+CANARY_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)  # every vocabulary has them
+PULSE_S = 0.25
+# A loop that has not turned for so long is busy with something that is no inference.
+LATE_S = 1.0
+
+
+class Backend:
+    """One incarnation's engine, behind its HTTP front."""
+
+    def __init__(self, engine: AsyncLLM, front: Front, progress: Progress) -> None:
+        self.phases = Phases()
+        self._engine = engine
+        self._front = front
+        self._progress = progress
+        self._listening: OwnedFd | None = None
+        self._canaries = 0
+        self._turned_s = time.monotonic()
+
+    async def prepare(self) -> Prepared:
+        """Try the engine once, then give its KV memory back and stop its scheduler.
+
+        Raises:
+            UnderstudyError: a rank is not what it should be.
+        """
+        await self._front.warm_up()
+        await self._engine.sleep(level=1)
+        statuses = await self._ask_ranks("understudy_status", STATUS_WAIT_S)
+        self.phases.step("ready")
+        first = statuses[0]
+        return Prepared(
+            weights_bytes=first["weights_bytes"],
+            kv_bytes=first["kv_bytes"],
+            epoch=first["epoch"],
+            identity=first["identity"],
+        )
+
+    async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
+        """Take KV memory on every rank; the bytes of one. Keeps a copy of `listening`."""
+        self.phases.step("wake")
+        self._listening = listening.duplicate()
+        self._front.desk.engine, self._front.desk.token = engine, token
+        taken = await self._ask_ranks("understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S)
+        await self._engine.wake_up()
+        return int(taken[0]["kv_bytes"])
+
+    async def run_canary(self) -> Canary:
+        """One real inference, judged by its numbers: what damaged weights or memory give is no
+        number at all, or none of this vocabulary."""
+        self.phases.step("run_canary")
+        self._canaries += 1
+        found = await self._generate(f"understudy-canary-{self._canaries}")
+        if found is None:
+            return Canary(True)
+        await self._distrust(found)
+        return Canary(False, found)
+
+    async def serve(self) -> None:
+        self.phases.step("serve")
+        assert self._listening is not None
+        listening, self._listening = self._listening, None
+        await self._front.open(listening)
+
+    def health(self) -> Healthy:
+        """Called from the channel's thread, so it only reads. A loop that does not turn counts as
+        a request that makes no progress, since its requests make none."""
+        in_flight = self._engine.output_processor.get_num_unfinished_requests()
+        is_late = time.monotonic() - self._turned_s > LATE_S
+        return Healthy(
+            in_flight=max(in_flight, int(is_late)),
+            progress=self._progress.steps,
+            accepting=self._front.is_open,
+            rejected=self._front.desk.rejected,
+        )
+
+    async def drain(self, budget_s: float) -> None:
+        """Accept no more, refuse what still comes, finish what runs within the budget."""
+        self.phases.step("drain")
+        if self._listening is not None:
+            self._listening.close()
+        await self._front.drain(budget_s)
+
+    async def watch(self, on_dead: Callable[[UnderstudyError], None]) -> None:
+        """Turn with the loop, and call `on_dead` once vLLM has given itself up."""
+        while not (self._engine.errored or self._front.has_ended):
+            self._turned_s = time.monotonic()
+            await asyncio.sleep(PULSE_S)
+        what = "its engine core has failed" if self._engine.errored else "its HTTP server has ended"
+        on_dead(UnderstudyError("vllm.dead", f"vLLM has given up: {what}; its log says why"))
+
+    # ------------------------------------------------------------------ asking vLLM
+
+    async def _ask_ranks(
+        self, method: str, timeout_s: float, *arguments: Any
+    ) -> Sequence[dict[str, Any]]:
+        answers: Sequence[dict[str, Any]] = await self._engine.collective_rpc(
+            method, timeout=timeout_s, args=arguments
+        )
+        for answer in answers:
+            if not answer["ok"]:
+                raise UnderstudyError(
+                    answer["code"], f"rank {answer['rank']}: {answer['error']}", rank=answer["rank"]
+                )
+        return answers
+
+    async def _generate(self, request_id: str) -> str | None:
+        """What was wrong with one greedy token, or None."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
+        last = None
+        prompt = {"prompt_token_ids": list(CANARY_TOKENS)}
+        async for output in self._engine.generate(prompt, sampling, request_id):
+            last = output
+        made = last.outputs[0] if last is not None and last.outputs else None
+        if made is None or len(made.token_ids) != 1 or not made.logprobs:
+            return "no token came"
+        token = made.token_ids[0]
+        logprob = made.logprobs[0][token].logprob
+        if not math.isfinite(logprob) or logprob > 0:
+            return f"token {token} came with a log-probability of {logprob}"
+        if not 0 <= token < self._engine.model_config.get_vocab_size():
+            return f"token {token} is none of the vocabulary"
+        return None
+
+    async def _distrust(self, detail: str) -> None:
+        try:
+            await self._ask_ranks("understudy_distrust", DISTRUST_WAIT_S, detail)
+        except Exception as error:  # told or not, this incarnation is about to end
+            logger.warning("not every rank was told that a canary failed: %s", error)

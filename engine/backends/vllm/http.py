@@ -1,0 +1,193 @@
+"""vLLM's own HTTP server: on a private socket from the start, on the lent one once it serves.
+
+Owns both sockets. Building the server takes half a second, so it is built and tried while the
+engine prepares; at the grant only a listening socket is added to it.
+
+The surprising thing: the private socket has a name for as long as the trial takes. After that
+nobody can connect to it, and nothing is left of it when this process is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from typing import Any
+
+import aiohttp
+from vllm import envs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import serve_http
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from engine.backends.vllm.gate import DESK, Desk
+from understudy.errors import UnderstudyError, UsageError
+from understudy.wire.fds import OwnedFd
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 4096  # the lock server's own: listening again with less would cut it for everybody
+START_WAIT_S = 60.0
+START_POLL_S = 0.005
+TRIAL_TOKENS = 2  # a prefill and a decode
+TRIAL_WAIT_S = 600.0  # the first inference may compile kernels
+# Connections that were accepted a moment before a drain have a request on its way: this long, it
+# is answered (503, try again) instead of being cut.
+DRAIN_SETTLE_S = 0.05
+FLUSH_S = 0.1  # for what is written but not sent when the last request ends
+
+
+class Front:
+    """The server of one engine; made by `start`."""
+
+    def __init__(self, args: argparse.Namespace, path: str) -> None:
+        self.desk: Desk = DESK
+        self._args = args
+        self._path = path
+        self._app: Any = None
+        self._task: asyncio.Task[Any] | None = None
+        self._lent: asyncio.Server | None = None
+
+    @classmethod
+    async def start(cls, engine: AsyncLLM, args: argparse.Namespace, path: str) -> Front:
+        """Build vLLM's application and serve it at the private `path`.
+
+        Raises:
+            UsageError: `vllm.not_generative`.
+            UnderstudyError: `vllm.front_failed`.
+        """
+        tasks = await engine.get_supported_tasks()
+        if "generate" not in tasks:
+            raise UsageError(
+                "vllm.not_generative",
+                f"{args.model} does not generate text (it can {', '.join(sorted(tasks))}), and the"
+                " canary that gates a takeover is a generation; serve it with `vllm serve`",
+            )
+        front = cls(args, path)
+        front._app = build_app(args, tasks, engine.model_config)
+        await init_app_state(engine, front._app.state, args, tasks)
+        await front._listen_privately()
+        return front
+
+    async def _listen_privately(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(self._path)
+        self._task = asyncio.create_task(self._serve(sock))
+        end = asyncio.get_running_loop().time() + START_WAIT_S
+        while not getattr(getattr(self._app.state, "server", None), "started", False):
+            if self._task.done() or asyncio.get_running_loop().time() > end:
+                raise UnderstudyError(
+                    "vllm.front_failed", "vLLM's HTTP server did not start; its log says why"
+                )
+            await asyncio.sleep(START_POLL_S)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """As `vllm serve` does, with the same settings."""
+        args, more = self._args, {}
+        log_config = get_uvicorn_log_config(args)
+        if log_config is not None:
+            more["log_config"] = log_config
+        await serve_http(
+            self._app,
+            sock=sock,
+            enable_ssl_refresh=args.enable_ssl_refresh,
+            host=args.host,
+            port=args.port,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers,
+            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+            h11_max_header_count=args.h11_max_header_count,
+            **more,
+        )
+
+    async def warm_up(self) -> None:
+        """One request through the whole of it, so that the first one after a grant is not the
+        first; then nobody reaches the private socket any more.
+
+        Raises:
+            UnderstudyError: `vllm.trial_failed`.
+        """
+        body = {
+            "model": (self._args.served_model_name or [self._args.model])[0],
+            "prompt": "1 2 3",
+            "max_tokens": TRIAL_TOKENS,
+            "temperature": 0,
+            "stream": True,
+        }
+        headers = {}
+        if self._args.api_key:
+            headers["Authorization"] = f"Bearer {self._args.api_key[0]}"
+        scheme = "https" if self._args.ssl_keyfile else "http"
+        timeout = aiohttp.ClientTimeout(total=TRIAL_WAIT_S)
+        connector = aiohttp.UnixConnector(self._path)
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+            # The certificate is for the name that clients know, and this is a socket of our own.
+            session.post(
+                f"{scheme}://trial/v1/completions", json=body, headers=headers, ssl=False
+            ) as reply,
+        ):
+            text = await reply.text()
+        os.unlink(self._path)
+        if reply.status >= 500:
+            raise UnderstudyError(
+                "vllm.trial_failed", f"the first request failed with {reply.status}: {text[:500]}"
+            )
+        if reply.status >= 400:  # a model of another kind; the canary does without this
+            logger.warning("the trial request was refused with %d: %s", reply.status, text[:500])
+
+    # ------------------------------------------------------------------ the lent socket
+
+    @property
+    def is_open(self) -> bool:
+        return self._lent is not None and self._lent.is_serving()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether vLLM has stopped the server by itself, as it does when its engine dies."""
+        return self._task is not None and self._task.done()
+
+    async def open(self, listening: OwnedFd) -> None:
+        """Accept from `listening`, and take it; the server is the one that runs already."""
+        server = self._app.state.server
+        config = server.config
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = config.http_protocol_class(
+                config=config, server_state=server.server_state, app_state=server.lifespan.state
+            )
+            return made
+
+        sock = socket.socket(fileno=listening.detach())
+        sock.setblocking(False)
+        self._lent = await loop.create_server(protocol, sock=sock, ssl=config.ssl, backlog=BACKLOG)
+
+    async def drain(self, budget_s: float) -> None:
+        """Accept no more; what waits in the backlog stays there for the next engine."""
+        end = asyncio.get_running_loop().time() + budget_s
+        self.desk.is_draining = True
+        if self._lent is not None:
+            self._lent.close()
+        await asyncio.sleep(min(DRAIN_SETTLE_S, budget_s))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(end):
+                await self.desk.idle.wait()
+        connections = self._app.state.server.server_state.connections
+        for connection in list(connections):
+            connection.shutdown()  # kept connections were answered until now, and end here
+        if connections:
+            await asyncio.sleep(FLUSH_S)
