@@ -88,12 +88,13 @@ def _serve(channel: ChannelThread) -> NoReturn:
 
 async def _run(args: argparse.Namespace, channel: ChannelThread) -> None:
     from engine.backends.vllm.backend import Backend
-    from engine.backends.vllm.http import Front
+    from engine.backends.vllm.http import Front, bind
     from engine.backends.vllm.progress import Progress
 
     progress = Progress()
+    sock = bind(args, _private_path())
     engine = _make_engine(args, progress)
-    front = await Front.start(engine, args, _private_path())
+    front = await Front.start(engine, args, sock)
     backend = Backend(engine, front, progress)
     prepared = await backend.prepare()
     channel.prepared(backend, prepared)

@@ -21,7 +21,7 @@ import aiohttp
 from vllm import envs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.launcher import serve_http
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -42,20 +42,36 @@ DRAIN_SETTLE_S = 0.05
 FLUSH_S = 0.1  # for what is written but not sent when the last request ends
 
 
+def bind(args: argparse.Namespace, path: str) -> socket.socket:
+    """The private socket, at `path`; vLLM also checks what only its server takes, such as parsers
+    of tool calls, and fetches what `args` names of them.
+
+    Raises:
+        UsageError: `vllm.arguments`.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    args.uds = path
+    try:
+        sock: socket.socket = setup_server(args, reuse_port=False)[1]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {error}") from error
+    return sock
+
+
 class Front:
     """The server of one engine; made by `start`."""
 
-    def __init__(self, args: argparse.Namespace, path: str) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.desk: Desk = DESK
         self._args = args
-        self._path = path
         self._app: Any = None
         self._task: asyncio.Task[Any] | None = None
         self._lent: asyncio.Server | None = None
 
     @classmethod
-    async def start(cls, engine: AsyncLLM, args: argparse.Namespace, path: str) -> Front:
-        """Build vLLM's application and serve it at the private `path`.
+    async def start(cls, engine: AsyncLLM, args: argparse.Namespace, sock: socket.socket) -> Front:
+        """Build vLLM's application and serve it on the private `sock`.
 
         Raises:
             UsageError: `vllm.not_generative`.
@@ -68,17 +84,13 @@ class Front:
                 f"{args.model} does not generate text (it can {', '.join(sorted(tasks))}), and the"
                 " canary that gates a takeover is a generation; serve it with `vllm serve`",
             )
-        front = cls(args, path)
+        front = cls(args)
         front._app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, front._app.state, args, tasks)
-        await front._listen_privately()
+        await front._listen_privately(sock)
         return front
 
-    async def _listen_privately(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.bind(self._path)
+    async def _listen_privately(self, sock: socket.socket) -> None:
         self._task = asyncio.create_task(self._serve(sock))
         end = asyncio.get_running_loop().time() + START_WAIT_S
         while not getattr(getattr(self._app.state, "server", None), "started", False):
@@ -132,7 +144,7 @@ class Front:
             headers["Authorization"] = f"Bearer {self._args.api_key[0]}"
         scheme = "https" if self._args.ssl_keyfile else "http"
         timeout = aiohttp.ClientTimeout(total=TRIAL_WAIT_S)
-        connector = aiohttp.UnixConnector(self._path)
+        connector = aiohttp.UnixConnector(self._args.uds)
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
             # The certificate is for the name that clients know, and this is a socket of our own.
@@ -141,7 +153,7 @@ class Front:
             ) as reply,
         ):
             text = await reply.text()
-        os.unlink(self._path)
+        os.unlink(self._args.uds)
         if reply.status >= 500:
             raise UnderstudyError(
                 "vllm.trial_failed", f"the first request failed with {reply.status}: {text[:500]}"
