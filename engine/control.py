@@ -17,6 +17,7 @@ from engine.messages import (
     Kill,
     Killing,
     Leave,
+    Leftover,
     Load,
     MayLoad,
     Ok,
@@ -53,6 +54,8 @@ class Desk(Protocol):
 
     def broken(self, message: Broken) -> None: ...
 
+    def leftover(self, message: Leftover) -> None: ...
+
 
 class Control:
     """Serves `path` for `desk`."""
@@ -85,6 +88,9 @@ class Control:
                 conn.send(Ok(), request_id)
             case Broken():
                 self._desk.broken(message)
+                conn.send(Ok(), request_id)
+            case Leftover():
+                self._desk.leftover(message)
                 conn.send(Ok(), request_id)
             case Status():
                 conn.send(StatusReply(self._desk.status()), request_id)

@@ -10,7 +10,16 @@ from typing import Any
 from engine.core.events import Event, Terminate
 from engine.core.lifecycle import Lifecycle
 from engine.launch import Launch
-from engine.messages import Attached, Broken, FaultReport, Killing, Load, MayLoad, Register
+from engine.messages import (
+    Attached,
+    Broken,
+    FaultReport,
+    Killing,
+    Leftover,
+    Load,
+    MayLoad,
+    Register,
+)
 from engine.tree import MAIN
 from understudy.errors import ProtocolError, UnderstudyError
 from understudy.service.clock import Clock
@@ -64,6 +73,9 @@ class Desk:
         self._launch_of(message.incarnation).broken(
             FaultReport(message.code, message.message, message.permanent, message.exit_code)
         )
+
+    def leftover(self, message: Leftover) -> None:
+        self._launch_of(message.incarnation).leftover(message.path)
 
     def rehearse(self, target: str) -> Killing:
         """Kill what `target` names; the supervisor itself only says that it is about to."""

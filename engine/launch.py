@@ -18,6 +18,7 @@ from engine.backends import process
 from engine.channel import Channel
 from engine.core.events import CanaryPassed, Drained, Event, Failed, Prepared, Serving, Step, Woken
 from engine.core.loading import Leave, Loading
+from engine.leftovers import Leftovers
 from engine.settings import Settings
 from engine.tree import Death, Tree
 from lockserver.client import witness
@@ -40,6 +41,7 @@ class Launch:
         *,
         post: Callable[[Event], None],
         log: EventLog,
+        leftovers: Leftovers,
         on_gone: Callable[[], None],
         on_loader: Callable[[], None],
     ) -> None:
@@ -55,6 +57,7 @@ class Launch:
         self._settings = settings
         self._post = post
         self._log = log
+        self._leftovers = leftovers
         self._on_gone = on_gone
         self._on_loader = on_loader
         self._is_over = False
@@ -76,6 +79,7 @@ class Launch:
         """Make the witness and start the main process; a failure is an event like any other."""
         theirs, self._theirs = self._theirs, None
         assert theirs is not None
+        self._leftovers.starting()
         with theirs:
             try:
                 self.witness_path = witness.create(self._settings.directory, self.incarnation)
@@ -103,6 +107,12 @@ class Launch:
             "UNDERSTUDY_DIR": settings.directory,
         }
 
+    def tick(self) -> None:
+        """Once a second: look for processes that have come since, and for what they hold."""
+        self.tree.scan()
+        is_prepared = self.prepared is not None
+        self._leftovers.tick(self.tree.everyone(), is_prepared=is_prepared)
+
     def kill(self) -> None:
         self.tree.kill()
 
@@ -126,6 +136,7 @@ class Launch:
     def _settle(self) -> None:
         if self.tree.is_gone and self.channel.is_closed and not self._is_over:
             self._is_over = True
+            self._leftovers.reaped()
             self._on_gone()
 
     # ------------------------------------------------------------------ what the backend says
@@ -162,7 +173,11 @@ class Launch:
         if missing is not None:
             return Failed("weights_missing", f"the backend is prepared, but {missing}")
         objection = self.tree.check_witness(*self._witness_id)
+        self._leftovers.look(self.tree.everyone())
         return Prepared() if objection is None else Failed("witness_missing", objection)
+
+    def leftover(self, path: str) -> None:
+        self._leftovers.told(path)
 
     # ------------------------------------------------------------------ what it is asked
 

@@ -220,6 +220,16 @@ class Broken(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Leftover(Message):
+    """A file that a process of the backend uses and does not keep open, so that nothing in /proc
+    shows whose it is; to be removed after the incarnation."""
+
+    TYPE: ClassVar[str] = "leftover"
+    incarnation: Id
+    path: Annotated[str, Length(1, 4096)]
+
+
+@dataclass(frozen=True, slots=True)
 class Leave(Message):
     """What SIGTERM says: leave the queue, or drain, then end. Answered by `ok` at once."""
 
@@ -251,6 +261,7 @@ CONTROL = Catalogue(
     Load,
     Attached,
     Broken,
+    Leftover,
     Status,
     StatusReply,
     Watch,

@@ -21,6 +21,8 @@ from engine.core.events import Event, Failed, State, Step
 from engine.core.lifecycle import IllegalTransition, Lifecycle
 from engine.health_watch import HealthWatch
 from engine.launch import Launch
+from engine.leftovers import Leftovers
+from engine.leftovers import path_of as leftovers_path
 from engine.lock_side import LockSide
 from engine.messages import FaultReport, Healthy
 from engine.metrics import EngineMetrics
@@ -59,6 +61,7 @@ class Runner:
         self._memory, self._memory_problem = state_file.load(path)
         self.state_file = StateFile(path, self._report_disk)
         self.log = EventLog(settings.engine, clock)
+        self.leftovers = Leftovers(leftovers_path(settings.directory, settings.engine), self.log)
         self.metrics = EngineMetrics(settings.engine, settings.role, self._memory)
         self.log.subscribe(self.metrics.observe)
         self.lifecycle = Lifecycle(self._memory.number)
@@ -100,7 +103,7 @@ class Runner:
 
     def _tick(self) -> None:
         if self.launch is not None:
-            self.launch.tree.scan()
+            self.launch.tick()
         self.timers.after("tick", TICK_MS, self._tick)
 
     # ------------------------------------------------------------------ inbox and effects
@@ -225,6 +228,7 @@ class Runner:
             effect.incarnation,
             post=self.post,
             log=self.log,
+            leftovers=self.leftovers,
             on_gone=self._gone,
             on_loader=self.lock.repeat,
         )

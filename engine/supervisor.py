@@ -80,6 +80,7 @@ class Supervisor:
             await self._http.stop()
             await self._control.server.close()
             await runner.state_file.close()
+            await runner.leftovers.close()
         is_loop = runner.relauncher.verdict is not None
         depart(self._settings, ending, runner.last_fault, is_loop=is_loop)
 

@@ -162,6 +162,10 @@ class Tree:
         """The processes that must live, by name."""
         return {each.name: pid for pid, each in self._processes.items() if each.must_live}
 
+    def everyone(self) -> list[int]:
+        """Every process of the tree that has been seen and lives."""
+        return list(self._processes)
+
     def pid_of(self, name: str) -> int | None:
         return next((pid for pid, each in self._processes.items() if each.name == name), None)
 

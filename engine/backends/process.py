@@ -17,7 +17,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.messages import CHANNEL, CONTROL, Attached, Broken, FaultReport, Load, MayLoad, Register
+from engine.messages import (
+    CHANNEL,
+    CONTROL,
+    Attached,
+    Broken,
+    FaultReport,
+    Leftover,
+    Load,
+    MayLoad,
+    Register,
+)
 from lockserver.client import witness
 from understudy.errors import UnderstudyError, UsageError
 from understudy.service import parent
@@ -61,6 +71,11 @@ class Member:
             Attached(self.incarnation, rank=rank, epoch=epoch, identity=identity),
             timeout_s=ANSWER_TIMEOUT_S,
         )
+
+    def leftover(self, path: str) -> None:
+        """Say that this process uses the file `path` and does not keep it open: whoever ends the
+        tree removes it."""
+        self.control.request(Leftover(self.incarnation, path), timeout_s=ANSWER_TIMEOUT_S)
 
     def report(self, error: UnderstudyError) -> None:
         """Say why this process is about to end, for people: its own parent often cannot say.
