@@ -34,7 +34,7 @@ from gms.keeper import Keeper
 from gms.messages import CATALOGUE, Attach, Attached, Slabs, Waiting, Writing
 from gms.reader import Reader
 from gms.sessions import stale_layout, unexpected_answer
-from gms.vmm.interface import Memory
+from gms.vmm.interface import Allocation, Memory
 from gms.vmm.kinds import memory_for
 from gms.writer import Writer
 from understudy.errors import WaitTimeoutError
@@ -42,7 +42,16 @@ from understudy.service.fd_limit import make_fd_room
 from understudy.wire.blocking import BlockingClient, Reply
 from understudy.wire.fds import OwnedFd, close_all
 
-__all__ = ["Keeper", "Reader", "TensorRecord", "Writer", "memory_for", "messages", "open_session"]
+__all__ = [
+    "Allocation",
+    "Keeper",
+    "Reader",
+    "TensorRecord",
+    "Writer",
+    "memory_for",
+    "messages",
+    "open_session",
+]
 
 # The server answers a wait that is over by itself; this is how much longer we listen for it.
 GRACE_S = 5.0

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from understudy.errors import UnderstudyError, WaitTimeoutError
+from understudy.errors import UsageError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,10 @@ def check_can_ever_fit(needed_bytes: int, room: Room, mend: str) -> None:
     """Refuse what no waiting would bring; `mend` tells people which flags of theirs ask for less.
 
     Raises:
-        UnderstudyError: `engine.kv_too_large`.
+        UsageError: `engine.kv_too_large`.
     """
     if needed_bytes + RESERVE_BYTES > room.limit_bytes:
-        raise UnderstudyError(
+        raise UsageError(
             "engine.kv_too_large",
             f"the KV cache needs {_mib(needed_bytes)} and {room.limited_by} allows"
             f" {_mib(room.limit_bytes)} in all; {mend}",
@@ -82,19 +82,38 @@ def wait_for_room(
     Raises:
         WaitTimeoutError: `engine.kv_memory_busy`: somebody else still has it.
     """
+
+    def attempt() -> int | None:
+        free_bytes = read().free_bytes
+        return None if free_bytes >= needed_bytes + RESERVE_BYTES else free_bytes
+
+    keep_trying(attempt, needed_bytes, deadline_s, RESERVE_BYTES)
+
+
+def keep_trying(
+    attempt: Callable[[], int | None],
+    needed_bytes: int,
+    deadline_s: float,
+    reserve_bytes: int = 0,
+) -> None:
+    """Call `attempt` until it answers None, once at least; else it says how many bytes are free.
+
+    `reserve_bytes` must stay free beside what is needed, and is only for the sentence.
+
+    Raises:
+        WaitTimeoutError: `engine.kv_memory_busy`: somebody else still has it.
+    """
     end = time.monotonic() + deadline_s
     is_first = True
-    while (room := read()).free_bytes < needed_bytes + RESERVE_BYTES:
-        reason = (
-            f"the KV cache needs {_mib(needed_bytes)} and {_mib(room.free_bytes)} are free"
-            f" ({_mib(RESERVE_BYTES)} stay reserved)"
-        )
-        if time.monotonic() > end:
+    while (free_bytes := attempt()) is not None:
+        kept = f" ({_mib(reserve_bytes)} stay reserved)" if reserve_bytes else ""
+        reason = f"the KV cache needs {_mib(needed_bytes)} and {_mib(free_bytes)} are free{kept}"
+        if time.monotonic() >= end:
             raise WaitTimeoutError(
                 "engine.kv_memory_busy",
                 f"{reason}; waited {deadline_s:g} s for another process to give memory back",
                 needed_bytes=needed_bytes,
-                free_bytes=room.free_bytes,
+                free_bytes=free_bytes,
             )
         if is_first:
             logger.warning("%s; waiting up to %g s", reason, deadline_s)

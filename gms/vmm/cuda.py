@@ -161,6 +161,11 @@ class CudaReservation:
             # From pageable memory it may return with the last part still under way.
             self._call("CtxSynchronize")
 
+    def clear(self) -> None:
+        if self._mapped:
+            self._call("MemsetD32", self.address, 0, self.mapped_bytes // 4)
+            self._call("CtxSynchronize")
+
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         raise UnderstudyError(
             "gms.not_host_memory",

@@ -164,6 +164,10 @@ class HostReservation:
         flat = memoryview(data).cast("B")
         self.view(offset_bytes, len(flat))[:] = flat
 
+    def clear(self) -> None:
+        if self._mapped_bytes:
+            ctypes.memset(self.address, 0, self._mapped_bytes)
+
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         if offset_bytes < 0 or offset_bytes + size_bytes > self._mapped_bytes:
             raise InvariantError(

@@ -101,6 +101,10 @@ class Reservation(Protocol):
         """Copy `data` there; works on device memory too. It is there when this returns."""
         ...
 
+    def clear(self) -> None:
+        """Zero everything that is mapped, which is writable; it is zero when this returns."""
+        ...
+
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         """What is mapped there, in place; read-only where the mapping is.
 

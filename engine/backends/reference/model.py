@@ -61,7 +61,7 @@ THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 CONFIGURE_TIMEOUT_S = 30.0  # it was sent before this process was started
 
 # Errors that the next launch would meet again, besides every UsageError.
-PERMANENT = ("engine.kv_too_large", "gms.identity_mismatch", "gms.larger_than_device")
+PERMANENT = ("gms.identity_mismatch", "gms.larger_than_device")
 
 
 def main() -> int:
