@@ -22,8 +22,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.reference.config import LlamaConfig, read_config, read_json
-from engine.backends.reference.shards import Shard, StoredTensor, read_shards
+from engine.backends.reference.config import LlamaConfig, read_config
+from engine.backends.shards import Shard, StoredTensor, read_json, read_shards
 from understudy.errors import UnderstudyError, UsageError
 
 Place = Callable[[str, int, tuple[int, ...], str], memoryview]

@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
+from engine.backends.shards import read_json
 from understudy.errors import UsageError
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -33,7 +34,6 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
 }
 ROPE_TYPES = ("default", "linear", "llama3")
-JSON_MAX_BYTES = 64 << 20  # the largest tokenizer.json seen is 33 MB; config files are a few KB
 
 TensorShapes = dict[str, tuple[int, ...]]
 
@@ -153,32 +153,6 @@ def read_config(directory: str) -> LlamaConfig:
     generation_path = os.path.join(directory, "generation_config.json")
     generation = read_json(generation_path) if os.path.exists(generation_path) else {}
     return parse_config(document, generation, path)
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """A JSON object from a file of the checkpoint. Raises UsageError `model.missing|broken`."""
-    try:
-        with open(path, "rb") as file:
-            content = file.read(JSON_MAX_BYTES + 1)
-        if len(content) > JSON_MAX_BYTES:
-            raise ValueError(f"it is larger than {JSON_MAX_BYTES >> 20} MiB")
-        document = json.loads(content)
-        if not isinstance(document, dict):
-            raise ValueError("it holds no JSON object")
-    except FileNotFoundError:
-        raise UsageError(
-            "model.missing", f"{path} does not exist; download the checkpoint again."
-        ) from None
-    except OSError as error:
-        raise UsageError(
-            "model.broken",
-            f"{path} cannot be read: {error.strerror}; mend its permissions or copy it again.",
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            "model.broken", f"{path} is not valid JSON ({error}); download it again."
-        ) from None
-    return document
 
 
 def parse_config(document: dict[str, Any], generation: dict[str, Any], path: str) -> LlamaConfig:

@@ -18,7 +18,7 @@ import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.backends.reference.config import read_json
+from engine.backends.shards import read_json
 from understudy.errors import UsageError
 
 UNFINISHED = "\ufffd"  # how a decoder shows bytes that are not (yet) a character

@@ -3,8 +3,9 @@
 Owns the container format (https://huggingface.co/docs/safetensors: 8 bytes little-endian header
 length, a JSON header, raw tensors). Knows nothing of Llama. The library's own numpy reader is not
 used because it has no bfloat16 and makes a copy of every tensor; here bytes go straight to where
-they shall stay. The surprising thing: offsets come from a file that may be cut or forged, so every
-one is checked against the file's real size before anything is read.
+they shall stay. Every backend reads these files, because what is in them is what identifies a
+model. The surprising thing: offsets come from a file that may be cut or forged, so every one is
+checked against the file's real size before anything is read.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO, NoReturn
 
-from engine.backends.reference.config import read_json
 from understudy.errors import UsageError
 
+JSON_MAX_BYTES = 64 << 20  # the largest tokenizer.json seen is 33 MB; config files are a few KB
 HEADER_MAX_BYTES = 100_000_000  # the limit of the safetensors library itself
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -35,6 +36,7 @@ ITEM_BYTES = {
 # fine-tunes differ nearly everywhere in the tensors that they trained (headers do not differ).
 SAMPLE_WINDOWS = 4
 SAMPLE_WINDOW_BYTES = 1024
+FILE_SAMPLE_WINDOWS = 1024  # of a file whose tensors are not known: 1 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,32 @@ class Shard:
         return digest.hexdigest()
 
 
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON object from a file of the checkpoint. Raises UsageError `model.missing|broken`."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(JSON_MAX_BYTES + 1)
+        if len(content) > JSON_MAX_BYTES:
+            raise ValueError(f"it is larger than {JSON_MAX_BYTES >> 20} MiB")
+        document = json.loads(content)
+        if not isinstance(document, dict):
+            raise ValueError("it holds no JSON object")
+    except FileNotFoundError:
+        raise UsageError(
+            "model.missing", f"{path} does not exist; download the checkpoint again."
+        ) from None
+    except OSError as error:
+        raise UsageError(
+            "model.broken",
+            f"{path} cannot be read: {error.strerror}; mend its permissions or copy it again.",
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            "model.broken", f"{path} is not valid JSON ({error}); download it again."
+        ) from None
+    return document
+
+
 def read_shards(directory: str) -> tuple[Shard, ...]:
     """The headers of `model.safetensors`, or of every shard that the index names.
 
@@ -92,7 +120,7 @@ def read_shards(directory: str) -> tuple[Shard, ...]:
             f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}; download the safetensors "
             "files of the checkpoint (PyTorch .bin files are not read).",
         )
-    return tuple(_read_shard(os.path.join(directory, name)) for name in names)
+    return tuple(read_shard(os.path.join(directory, name)) for name in names)
 
 
 def _shard_names(index_path: str) -> list[str]:
@@ -116,7 +144,8 @@ def _open(path: str) -> BinaryIO:
         _broken(path, f"it cannot be opened ({error.strerror})")
 
 
-def _read_shard(path: str) -> Shard:
+def read_shard(path: str) -> Shard:
+    """One file's header, checked against the file's size. Raises UsageError `model.broken`."""
     with _open(path) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = os.pread(file.fileno(), 8, 0)
@@ -164,15 +193,26 @@ def _stored(path: str, name: str, entry: Any, base: int) -> StoredTensor:
     return StoredTensor(name, dtype, shape, path, base + start, end - start)
 
 
-def _windows(nbytes: int) -> list[tuple[int, int]]:
+def sample_of(path: str) -> str:
+    """SHA-256 over the size and a few windows of a file that is no safetensors file, hex.
+
+    Raises:
+        UsageError: `model.missing`, `model.broken`.
+    """
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(b"%d" % size)
+        for start, length in _windows(size, FILE_SAMPLE_WINDOWS):
+            digest.update(os.pread(file.fileno(), length, start))
+    return digest.hexdigest()
+
+
+def _windows(nbytes: int, windows: int = SAMPLE_WINDOWS) -> list[tuple[int, int]]:
     """(start, size) of the sampled stretches of a tensor of `nbytes` bytes."""
-    if nbytes <= SAMPLE_WINDOWS * SAMPLE_WINDOW_BYTES:
+    if nbytes <= windows * SAMPLE_WINDOW_BYTES:
         return [(0, nbytes)]
     last = nbytes - SAMPLE_WINDOW_BYTES
-    return [
-        (last * index // (SAMPLE_WINDOWS - 1), SAMPLE_WINDOW_BYTES)
-        for index in range(SAMPLE_WINDOWS)
-    ]
+    return [(last * index // (windows - 1), SAMPLE_WINDOW_BYTES) for index in range(windows)]
 
 
 def _broken(path: str, reason: str) -> NoReturn:

@@ -1,0 +1,110 @@
+"""A rank's session with the memory service of its device: how long it is waited for, how it fails.
+
+Shared by every backend. Knows no model. The surprising thing: a service that is not there is
+waited for, because with it dead every engine relaunches, and those that are back before it must
+not die again for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from engine.backends.process import Member
+from understudy.errors import UnderstudyError, UnreachableError
+
+if TYPE_CHECKING:
+    from gms.client import Reader, Writer
+
+logger = logging.getLogger(__name__)
+
+# Another engine may be reading a large checkpoint from a slow disk: the design's budget for that.
+WAIT_S = 2 * 3600.0
+# A memory service that died is restarted, and with it dead every engine relaunches: those that are
+# back before it wait instead of dying again. Its start takes a second; a kubelet's pause before it
+# grows to five minutes, and its image may have to be fetched anew. Each wait in vain is a death of
+# this engine, and five of them within ten minutes count as a crash loop, which is not its fault.
+RESTART_WAIT_S = 600.0
+RESTART_POLL_S = 0.05
+SOCKET_DIR_ENV = "GMS_SOCKET_DIR"
+
+
+def host_device(rank: int) -> str:
+    """The device of host memory that has the weights of `rank`."""
+    return f"HOST-{rank}"
+
+
+def attach(
+    member: Member, device: str, mode: str, identity: Mapping[str, Any], rank: int
+) -> Reader | Writer:
+    """Open the session; a service that cannot be reached is waited for, for a while.
+
+    Raises:
+        UnreachableError: there was none for `RESTART_WAIT_S`.
+        UnderstudyError: what `gms.client.open_session` raises, with the service's reason.
+    """
+    from gms.client import open_session
+
+    end, is_told = time.monotonic() + RESTART_WAIT_S, False
+    while True:
+        try:
+            return open_session(
+                os.environ[SOCKET_DIR_ENV],
+                device,
+                engine=member.engine,
+                incarnation=member.incarnation,
+                mode=mode,
+                identity=identity,
+                rank=rank,
+                wait_s=WAIT_S,
+                on_wait=lambda reason: logger.info("waiting for weights: %s", reason),
+            )
+        except UnreachableError as error:
+            if time.monotonic() > end:
+                raise
+            if not is_told:
+                logger.warning("%s; waiting up to %g s for it", error.message, RESTART_WAIT_S)
+                is_told = True
+            time.sleep(RESTART_POLL_S)
+
+
+@contextmanager
+def loading(device: str, what: str, dtype: str, weights_bytes: int) -> Iterator[None]:
+    """While weights are written: a service that ends, or a device that is too small, is explained.
+
+    Raises:
+        UnderstudyError: `engine.gms_lost`; `gms.larger_than_device`; what else was raised inside.
+    """
+    try:
+        yield
+    except UnreachableError as error:
+        raise UnderstudyError(
+            "engine.gms_lost",
+            f"the memory service of {device} ended while the weights were being loaded"
+            f" ({error.message}), and what was written is lost; this engine starts anew",
+        ) from error
+    except UnderstudyError as error:
+        raise _explained(error, what, dtype, weights_bytes) from error
+
+
+def _explained(
+    error: UnderstudyError, what: str, dtype: str, weights_bytes: int
+) -> UnderstudyError:
+    """A device that is full now may have room later; one that is too small never will."""
+    capacity_bytes = error.details.get("capacity_bytes")
+    if error.code != "gms.out_of_memory" or not isinstance(capacity_bytes, int):
+        return error
+    if capacity_bytes >= weights_bytes:
+        return error
+    return UnderstudyError(
+        "gms.larger_than_device",
+        f"the weights of {what} need {weights_bytes / 2**20:.2f} MiB as"
+        f" {dtype} and the device has {capacity_bytes / 2**20:.2f} MiB; choose a smaller model, or"
+        " give gms a larger --device-bytes",
+        weights_bytes=weights_bytes,
+        capacity_bytes=capacity_bytes,
+    )
