@@ -6,8 +6,10 @@ in one way. When it serves, it answers every connection with one line: engine an
 
 from __future__ import annotations
 
+import _multiprocessing
 import argparse
 import contextlib
+import mmap
 import os
 import select
 import signal
@@ -40,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fault", default="", help="die with these last words")
     parser.add_argument("--permanent", action="store_true")
     parser.add_argument("--dirty-mib", type=int, default=0)
+    parser.add_argument("--leave-behind", default="", help="files whose names begin like this")
     return parser.parse_args()
 
 
@@ -140,6 +143,22 @@ def load_ranks(member: process.Member, models: list[str]) -> None:
             member.attached(f"e{rank}", {"model": model, "mode": leave.mode}, rank)
 
 
+def leave_behind(member: process.Member, prefix: str) -> list[object]:
+    """One of everything that stays after a SIGKILL; what keeps it in use until then."""
+    semaphore = _multiprocessing.SemLock(1, 1, 1, f"/{prefix}-semaphore", False)
+    maps: list[object] = []
+    for name in ("mapped", "before"):
+        with open(f"/dev/shm/{prefix}-{name}", "a+b") as file:
+            file.truncate(4096)
+            maps.append(mmap.mmap(file.fileno(), 4096))
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    bound.bind(os.path.join(os.environ["UNDERSTUDY_DIR"], f"{prefix}.socket"))
+    store = os.path.join(os.environ["UNDERSTUDY_DIR"], f"{prefix}.store")
+    with open(store, "wb"):
+        member.leftover(store)
+    return [semaphore, bound, *maps]
+
+
 def main() -> None:
     switches = arguments()
     if switches.ignore_sigterm:
@@ -165,9 +184,11 @@ def main() -> None:
         load(member, switches)
     if switches.ranks:
         load_ranks(member, switches.ranks)
+    kept = leave_behind(member, switches.leave_behind) if switches.leave_behind else []
     channel.notify(m.Prepared(weights_bytes=len(dirty), kv_bytes=1024, epoch="e1", identity={}))
     with contextlib.suppress(UnreachableError):
         Backend(switches, channel).run()
+    del kept
 
 
 def wait_for_model(member: process.Member) -> None:

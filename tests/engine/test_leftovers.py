@@ -1,0 +1,144 @@
+"""What an engine's processes leave in shared memory is removed, and nothing else: real processes
+make the files, are killed with SIGKILL, and the files are looked for."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine import shared_names
+from tests.engine.pod import Engine, Pod, stub_lock
+from tests.helpers import until
+
+QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
+
+
+@pytest.fixture
+def prefix() -> Iterator[str]:
+    """Of names that nobody else has; what a failed test leaves is removed."""
+    chosen = f"understudy-test-{secrets.token_hex(6)}"
+    yield chosen
+    for name in os.listdir(shared_names.SHM):
+        if chosen in name:
+            os.unlink(os.path.join(shared_names.SHM, name))
+
+
+@pytest.fixture
+def lock(directory: Path):
+    with stub_lock(directory, auto=("loader", "active")) as (stub, _):
+        yield stub
+
+
+def files_of(prefix: str, directory: Path) -> set[str]:
+    """What is there with this prefix, in shared memory and in the pod's directory."""
+    there = [*os.listdir(shared_names.SHM), *os.listdir(directory)]
+    return {name.removeprefix("sem.").removeprefix(prefix) for name in there if prefix in name}
+
+
+def started(pod: Pod, prefix: str) -> Engine:
+    """An engine whose backend has used one file of each kind, all of which are on file; one of
+    them was there before."""
+    before = os.path.join(shared_names.SHM, f"{prefix}-before")
+    with open(before, "wb"):
+        engine = pod.engine("e-0", "--leave-behind", prefix, flags=QUICK)
+    engine.until("active")
+    until(lambda: len(on_file(pod)) == 4, "four names to be on file")
+    assert files_of(prefix, pod.directory) == {
+        *("-before", "-mapped", "-semaphore", ".socket", ".store")
+    }
+    return engine
+
+
+def on_file(pod: Pod) -> list[str]:
+    path = pod.directory / "leftovers_e-0.json"
+    return [name for name, _, _ in json.loads(path.read_text())["names"]] if path.exists() else []
+
+
+def test_all_that_a_killed_tree_left_is_removed(pod, lock, prefix):
+    """Kill the backend and let none come back: its mapping, its semaphore, its socket and the
+    file that it told of are gone, one event names them, and what was there before is not touched.
+    """
+    engine = started(pod, prefix)
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.wait() == 0
+    assert files_of(prefix, pod.directory) == {"-before"}
+    assert on_file(pod) == []
+    assert "removed 4 files that dead processes left" in engine.errors.read_text()
+
+
+def test_a_killed_supervisors_successor_removes_it(pod, lock, prefix):
+    """Kill the supervisor, so that nobody is left who saw the files: the next one of the same
+    engine finds the list."""
+    engine = started(pod, prefix)
+    engine.process.kill()
+    engine.process.wait()
+    assert files_of(prefix, pod.directory) > {"-before"}
+    pod.engine("e-0", flags=QUICK)
+    until(lambda: files_of(prefix, pod.directory) == {"-before"}, "the files to be removed")
+    until(lambda: on_file(pod) == [], "the list to be empty")
+
+
+def test_what_another_process_still_has_mapped_stays(pod, lock, prefix):
+    """A stranger maps one of the files: it stays, and stays on the list, until he has gone."""
+    engine = started(pod, prefix)
+    path = os.path.join(shared_names.SHM, f"{prefix}-mapped")
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 4096):
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.wait() == 0
+        assert files_of(prefix, pod.directory) == {"-before", "-mapped"}
+        assert on_file(pod) == [path]
+    pod.engine("e-0", flags=QUICK)
+    until(lambda: files_of(prefix, pod.directory) == {"-before"}, "the file to be removed")
+
+
+def test_a_list_that_cannot_be_read_stops_nobody(pod, lock, prefix):
+    """Garbage where the list should be: the engine starts all the same and writes it anew."""
+    (pod.directory / "leftovers_e-0.json").write_text('{"names": [[1, 2]]}')
+    started(pod, prefix)
+
+
+def test_another_file_under_the_same_name_is_not_removed(prefix):
+    """Replace a file by one of the same name after it was seen: it is not that one, and stays."""
+    path = os.path.join(shared_names.SHM, prefix)
+    with open(path, "wb"):
+        name = shared_names.name_of(path)
+    assert name is not None
+    os.rename(path, f"{path}-aside")
+    with open(path, "wb"):
+        assert shared_names.remove(name) is None
+    assert os.path.exists(path)
+    os.rename(f"{path}-aside", path)
+    assert shared_names.remove(name) == 0
+    assert not os.path.exists(path)
+
+
+def test_a_folder_and_what_lies_in_it_are_nobodys(prefix, tmp_path):
+    """Somebody keeps a model in a folder in shared memory and a process maps it: no leftover."""
+    folder = os.path.join(shared_names.SHM, prefix)
+    model = os.path.join(folder, "model.safetensors")
+    os.mkdir(folder)
+    try:
+        with open(model, "w+b") as file:
+            file.truncate(4096)
+            with mmap.mmap(file.fileno(), 4096):
+                held = shared_names.held_by([os.getpid()])
+        assert not [name for name in held if prefix in name.path]
+    finally:
+        os.unlink(model)
+        os.rmdir(folder)
+
+
+def test_a_process_that_is_gone_holds_nothing(prefix):
+    """Look at a process that has ended: an empty answer, no error."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert shared_names.held_by([child.pid]) == set()
