@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 MEND = "lower --kv-cache-memory-bytes"
 CODE_UNEXPECTED = "vllm.worker_failed"
+MEETING_FILE = "file://"  # torch's FileStore; over TCP there is nothing to remove
 
 Answer = dict[str, Any]
 
@@ -98,8 +99,15 @@ class Parking(StockGPUWorker):
     def init_device(self) -> None:
         with reporting():
             super().init_device()
+            self._tell_of_meeting_place()
             kv_bytes = self._kv_bytes_asked()
             check_can_ever_fit(self.kv_bytes_of_all(kv_bytes), self.room(), MEND)
+
+    def _tell_of_meeting_place(self) -> None:
+        """Ranks on one machine meet over a file that none keeps open, and that outlives SIGKILL."""
+        place = str(self.distributed_init_method)
+        if self.rank == 0 and place.startswith(MEETING_FILE):
+            membership.current().leftover(place.removeprefix(MEETING_FILE))
 
     def load_model(self, **kwargs: Any) -> None:
         """As vLLM loads, which calls our loader; a draft model is loaded after the target, so that
