@@ -46,6 +46,21 @@ def test_pod_of_two_ranks_has_two_devices_and_engines_that_know():
     assert not any("--tensor-parallel" in engine.command for engine in engines)
 
 
+def test_vllm_is_told_of_its_model_in_its_own_words():
+    """Goal: each backend its command line. Method: read it, with two ranks and flags of a user."""
+    pod = LocalPod(
+        Path("/run/understudy"),
+        Path("/models/m"),
+        backend="vllm",
+        tensor_parallel=2,
+        backend_args=("--enforce-eager",),
+    )
+    for engine in pod.containers()[2:]:
+        assert "--backend=vllm" in engine.command
+        backend = engine.command[engine.command.index("--") + 1 :]
+        assert backend == ("/models/m", "--tensor-parallel-size", "2", "--enforce-eager")
+
+
 def test_free_ports_of_two_pods_differ():
     """Goal: drills beside a running pod. Method: all ports of one pod are distinct and unused."""
     ports = free_pod_ports(engines=3)

@@ -34,6 +34,9 @@ from understudy.service.paths import runtime_dir
 STATUS_TIMEOUT_S = 2.0
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+backend_arguments = click.argument(
+    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- BACKEND'S FLAGS]"
+)
 
 
 @click.group()
@@ -43,8 +46,12 @@ def main() -> None:
 
 @main.command()
 @options(UP_OPTIONS, command="up")
-def up(config: Resolved) -> None:
-    """Start a lock server, a GPU memory service and two engines here, and keep them running."""
+@backend_arguments
+def up(config: Resolved, arguments: tuple[str, ...]) -> None:
+    """Start a lock server, a GPU memory service and two engines here, and keep them running.
+
+    What follows `--` goes to both engines' backends.
+    """
     model = _model(config["model"])
     first = config["engine_port"]
     pod = LocalPod(
@@ -60,6 +67,7 @@ def up(config: Resolved) -> None:
         host=config["host"],
         device_bytes=config["device_bytes"],
         tensor_parallel=config["tensor_parallel"],
+        backend_args=arguments,
         # Whoever reads this terminal reads text; a log collector sets LOG_FORMAT itself.
         env={"LOG_FORMAT": "text"}
         if sys.stdout.isatty() and "LOG_FORMAT" not in os.environ
@@ -96,24 +104,31 @@ def status(config: Resolved, as_json: bool, check: bool) -> None:
 
 @main.command()
 @options(DRILL_OPTIONS, command="drill")
+@backend_arguments
 @json_flag
 @click.option("--attach", is_flag=True, help="Drill the pod that runs in --dir.")
 @click.option("--yes", is_flag=True, help="With --attach: do not ask.")
-def drill(config: Resolved, as_json: bool, attach: bool, yes: bool) -> None:
-    """Kill the active engine, or the memory service, under load, and report what came of it."""
-    plan = DrillPlan(config["kills"], config["target"], config["clients"])
+def drill(
+    config: Resolved, arguments: tuple[str, ...], as_json: bool, attach: bool, yes: bool
+) -> None:
+    """Kill the active engine, or the memory service, under load, and report what came of it.
+
+    What follows `--` goes to the backends of the pod that it starts.
+    """
+    expected = Path(config["expected"]) if config["expected"] else None
+    plan = DrillPlan(config["kills"], config["target"], config["clients"], expected)
 
     def say(line: str) -> None:
         click.echo(line, err=True)
 
     if attach:
-        _refuse_own_pod_flags(config)
+        _refuse_own_pod_flags(config, arguments)
         directory = Path(os.path.abspath(config["dir"]))
         _ask_first(directory, plan, yes=yes)
         result = run_async(lambda: sessions.drill_running_pod(directory, plan, say))
     else:
         model = _model(config["model"])
-        result = run_async(lambda: sessions.drill_own_pod(model, config, plan, say))
+        result = run_async(lambda: sessions.drill_own_pod(model, config, plan, say, arguments))
     if result is None:
         sys.exit(INTERRUPTED)
     backend = result.backend or config["backend"]
@@ -192,9 +207,10 @@ def _model(given: str | None) -> Path | None:
     return path
 
 
-def _refuse_own_pod_flags(config: Resolved) -> None:
+def _refuse_own_pod_flags(config: Resolved, arguments: tuple[str, ...]) -> None:
     """A pod that runs has its model, devices and backend: a flag for them would change nothing."""
     needless = [each.flag for each in POD_OPTIONS if config.origin(each.name) == "flag"]
+    needless += arguments[:1]
     if needless:
         raise UsageError(
             "drill.needless_flag",

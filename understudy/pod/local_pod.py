@@ -113,8 +113,6 @@ class LocalPod:
 
     def _engine(self, number: int, port: int, shared: Mapping[str, str]) -> Container:
         name = f"engine-{number}"
-        # One rank is every backend's default, also of those that do not know the flag.
-        ranks = ("--tensor-parallel", str(self.tensor_parallel)) if self.tensor_parallel > 1 else ()
         command = (
             *program("engine"),
             "run",
@@ -122,14 +120,22 @@ class LocalPod:
             f"--dir={self.directory}",
             f"--http-port={port}",
             "--",
-            "--model",
-            str(self.model),
-            *ranks,
+            *model_arguments(self.backend, self.model, self.tensor_parallel),
             *self.backend_args,
         )
         env = {**shared, "ENGINE_ID": name}
         startup = Startup(f"http://127.0.0.1:{port}/startup", ENGINE_STARTUP_S)
         return Container(name, command, env, startup)
+
+
+def model_arguments(backend: str, model: Path, ranks: int) -> tuple[str, ...]:
+    """How `backend` is told what to serve, and over how many devices.
+
+    One rank is every backend's default, also of those that do not know the flag.
+    """
+    if backend == "vllm":
+        return (str(model), *(("--tensor-parallel-size", str(ranks)) if ranks > 1 else ()))
+    return ("--model", str(model), *(("--tensor-parallel", str(ranks)) if ranks > 1 else ()))
 
 
 def program(name: str) -> tuple[str, ...]:

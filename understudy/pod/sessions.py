@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from understudy.errors import UnderstudyError
+from understudy.pod.drill.clients import Target
 from understudy.pod.drill.killer import wait_whole
 from understudy.pod.drill.records import Records
 from understudy.pod.drill.report import Usage, usage_of
@@ -23,6 +23,7 @@ from understudy.pod.drill.verdict import Report, judge
 from understudy.pod.gather import gather
 from understudy.pod.http_get import get
 from understudy.pod.local_pod import LocalPod, check_ports, free_pod_ports, program
+from understudy.pod.random_model import with_random_model
 from understudy.pod.runner import Runner, run_pod
 from understudy.pod.view import holders, is_reachable
 from understudy.service.config import Resolved
@@ -34,14 +35,6 @@ SETTLE_DEADLINE_S = 2.0  # closing a connection takes milliseconds; what stays l
 SETTLE_POLL_S = 0.05
 
 WATCHED = ("lockserver", "gms")  # whose descriptors and memory must not grow with kills
-
-# A drill measures failover, not BLAS. Without this, the threads of the engine that loads steal the
-# cores from the one that takes over. Users' own settings win.
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 @dataclass(slots=True)
@@ -56,34 +49,12 @@ class DrillResult:
     backend: str | None = None
 
 
-async def make_random_model(directory: Path) -> Path:
-    """A small random checkpoint in `directory`, unless one is there; made by a process of its own.
-
-    Importing numpy here would cost this process memory and time that it needs for measuring.
-    """
-    if (directory / "config.json").exists():
-        return directory
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "engine.backends.reference.random_model",
-        str(directory),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    if process.returncode:
-        said = output.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise UnderstudyError("pod.no_model", f"the random model was not made: {said[-1]}")
-    return directory
-
-
 async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
     """Run `pod` until a signal; `say` gets the containers' lines and where to send requests."""
     check_ports(pod.ports, pod.host)
     await _forget_last_pod(pod.directory)
     if model is None:
-        pod = replace(pod, model=await make_random_model(pod.directory / "random-model"))
+        pod = await with_random_model(pod, pod.directory / "random-model")
     runner = Runner(pod.containers(), pod.directory / "log", say)
 
     async def body() -> None:
@@ -116,7 +87,11 @@ async def _forget_last_pod(directory: Path) -> None:
 
 
 async def drill_own_pod(
-    model: Path | None, config: Resolved, plan: DrillPlan, say: Say
+    model: Path | None,
+    config: Resolved,
+    plan: DrillPlan,
+    say: Say,
+    backend_args: Sequence[str] = (),
 ) -> DrillResult | None:
     """Start a pod in a directory and on ports of its own, drill it, stop it. None: interrupted.
 
@@ -130,16 +105,18 @@ async def drill_own_pod(
     try:
         pod = LocalPod(
             directory,
-            model or await make_random_model(base / "model"),
+            model or Path(),
             free_pod_ports(),
             backend=config["backend"],
             device_bytes=config["device_bytes"],
             tensor_parallel=config["tensor_parallel"],
-            env=ONE_THREAD if model is None else {},
+            backend_args=tuple(backend_args),
         )
+        if model is None:
+            pod = await with_random_model(pod, base / "model")
         runner = Runner(pod.containers(), directory / "log")
         say(f"starting a pod in {directory}")
-        result = await _drill(Drill(directory, plan, say), runner, plan, say)
+        result = await run_drill(Drill(directory, plan, say), runner, plan, say)
         passed = result is None or result.report.passed
         return result
     finally:
@@ -151,15 +128,27 @@ async def drill_own_pod(
 
 async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillResult | None:
     """Drill the pod in `directory`, which somebody else started and goes on running."""
-    return await _drill(Drill(directory, plan, say), Runner([], directory / "log"), plan, say)
+    return await run_drill(Drill(directory, plan, say), Runner([], directory / "log"), plan, say)
 
 
-async def _drill(drill: Drill, runner: Runner, plan: DrillPlan, say: Say) -> DrillResult | None:
+async def run_drill(
+    drill: Drill,
+    runner: Runner,
+    plan: DrillPlan,
+    say: Say,
+    look: Callable[[Target], Awaitable[None]] | None = None,
+) -> DrillResult | None:
+    """Start what `runner` has, drill it, stop it. None: interrupted.
+
+    `look` is awaited once the pod is whole and idle, before the first kill.
+    """
     usages: dict[str, tuple[Usage, Usage]] = {}
     failure: list[str] = []
 
     async def body() -> Records:
         target = await drill.prepare()
+        if look is not None:
+            await look(target)
         before = _usages(runner)
         try:
             await drill.run(target)

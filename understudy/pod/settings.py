@@ -52,6 +52,12 @@ DRILL_OPTIONS = (
         many=True,
     ),
     Option("clients", int, 4, "How many clients stream without pause.", minimum=1, maximum=256),
+    Option(
+        "expected",
+        str,
+        None,
+        "A file of prompts and the answers they must have; learnt from the pod unless given.",
+    ),
 )
 
 STATUS_OPTIONS = (DIR,)

@@ -17,7 +17,15 @@ from understudy.pod.drill.memory_killer import (
     readers_of,
     wait_recovered,
 )
-from understudy.pod.drill.records import GMS, TARGETS, MemoryKill, check_target, targets_of
+from understudy.pod.drill.records import (
+    GMS,
+    TARGETS,
+    VLLM_TARGETS,
+    MemoryKill,
+    asked_of_engine,
+    check_target,
+    targets_of,
+)
 from understudy.wire.server import Server
 
 READERS = ("engine-0-a", "engine-1-b")
@@ -137,12 +145,27 @@ def test_nothing_committed_is_nothing_to_kill(tmp_path: Path):
 def test_targets_are_the_three_and_every_other_rank():
     """Goal: what is killed in turn. Method: the processes of one rank, of three, of nobody."""
     http, model, supervisor = TARGETS
-    assert targets_of(()) == TARGETS
-    assert targets_of(("http", "model")) == TARGETS
+    assert targets_of(None, ()) == TARGETS
+    assert targets_of("reference", ("http", "model")) == TARGETS
     ranks = ("backend-model-1", "backend-model-2")
-    assert targets_of(("model-2", "http", "model", "model-1")) == (http, model, *ranks, supervisor)
-    for each in (*TARGETS, *ranks, GMS):
-        assert check_target(each) == each
+    processes = ("model-2", "http", "model", "model-1")
+    assert targets_of("reference", processes) == (http, model, *ranks, supervisor)
+    assert check_target(GMS) == GMS
+    for each in (*TARGETS, *ranks):
+        assert check_target(each) == asked_of_engine(each) == each
     for wrong in ("model", "backend-model-0", "backend-model-x", ""):
         with pytest.raises(ValueError, match="it takes backend-http"):
             check_target(wrong)
+
+
+def test_targets_of_vllm_go_by_their_plain_names():
+    """Goal: api, core and workers, whatever the engine calls them. Method: one rank, eleven."""
+    *base, supervisor = VLLM_TARGETS
+    assert targets_of("vllm", ("core", "api", "worker")) == VLLM_TARGETS
+    ranks = tuple(f"worker-{number}" for number in range(1, 11))
+    processes = ("api", "core", "worker", *reversed(ranks))
+    assert targets_of("vllm", processes) == (*base, *ranks, supervisor)
+    for each in (*base, *ranks):
+        assert check_target(each) == check_target(f"backend-{each}") == each
+        assert asked_of_engine(each) == f"backend-{each}"
+    assert asked_of_engine(supervisor) == supervisor

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine import messages as engine_messages
+from engine.tree import HELPERS
 from understudy.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from understudy.pod.drill.observer import Observer, OldTree
-from understudy.pod.drill.records import Kill
+from understudy.pod.drill.records import SUPERVISOR, Kill, asked_of_engine
 from understudy.pod.gather import engine_sockets, gather
 from understudy.pod.peers import ask
 from understudy.pod.view import PARKED
@@ -91,16 +92,17 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
     """
     path = engine_sockets(directory)[whole.engine]
     supervisor = (await ask(path, engine_messages.CONTROL, engine_messages.Status())).pid
-    backend = descendants(supervisor) if supervisor else []
+    backend = [pid for pid in descendants(supervisor) if not _is_helper(pid)] if supervisor else []
     # A supervisor outlives its backend's death, and must not outlive its own.
-    tree = OldTree.of([supervisor, *backend] if target == "supervisor" else backend)
+    tree = OldTree.of([supervisor, *backend] if target == SUPERVISOR else backend)
     kill = Kill(target, whole.engine, whole.token, killed_ms=clock.now_ms())
     observer.expect(kill, tree)
+    asked = asked_of_engine(target)
     try:
-        answered = await ask(path, engine_messages.CONTROL, engine_messages.Kill(target))
+        answered = await ask(path, engine_messages.CONTROL, engine_messages.Kill(asked))
     except UnreachableError as error:
         # A supervisor that ends at once may take its answer with it: the moment before stands.
-        if target != "supervisor":
+        if target != SUPERVISOR:
             raise UnderstudyError(
                 "drill.kill_failed", f"{whole.engine} did not kill {target}: {error.message}"
             ) from error
@@ -108,3 +110,13 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
         if isinstance(answered.message, engine_messages.Killing):
             kill.killed_ms = answered.message.mono_ms
     return kill
+
+
+def _is_helper(pid: int) -> bool:
+    """Whether `pid` never opens a device: nobody waits for it, and its life proves nothing."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            line = file.read().decode(errors="replace")
+    except OSError:
+        return False  # it has ended, which its pidfd will say
+    return any(helper in line for helper in HELPERS)

@@ -7,14 +7,19 @@ pod stamps its events with the same clock, so differences between their times me
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-TARGETS = ("backend-http", "backend-model", "supervisor")
+SUPERVISOR = "supervisor"
 GMS = "gms"  # not the active engine's: a device's server of the memory service
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # DESIGN §8, in the order they happen
+
+# What is killed in an engine of one rank, by backend. vLLM's processes go by their plain names.
+TARGETS = ("backend-http", "backend-model", SUPERVISOR)
+VLLM_TARGETS = ("api", "core", "worker", SUPERVISOR)
+BACKEND = "backend-"  # what engines call each process of a backend's, whichever it is
 
 
 def check_target(text: str) -> str:
@@ -25,15 +30,34 @@ def check_target(text: str) -> str:
     """
     if text in (*TARGETS, GMS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
         return text
+    plain = text.removeprefix(BACKEND)
+    if re.fullmatch(r"api|core|worker(-[1-9]\d?)?", plain):
+        return plain
     ranks = "backend-model-1, backend-model-2, … of a tensor-parallel engine"
-    raise ValueError(f"it takes {', '.join(TARGETS)}, {ranks}, or {GMS}")
+    vllm = "api, core, worker, worker-1, … of vLLM"
+    raise ValueError(f"it takes {', '.join(TARGETS)}, {ranks}, {vllm}, or {GMS}")
 
 
-def targets_of(processes: Iterable[str]) -> tuple[str, ...]:
-    """What is killed in turn in an engine that has `processes`: the three, and every other rank."""
-    ranks = sorted(name for name in processes if re.fullmatch(r"model-\d+", name))
-    http, model, supervisor = TARGETS
-    return (http, model, *(f"backend-{name}" for name in ranks), supervisor)
+def base_targets(backend: str | None) -> tuple[str, ...]:
+    """What every engine with `backend` has, whatever its number of ranks."""
+    return VLLM_TARGETS if backend == "vllm" else TARGETS
+
+
+def targets_of(backend: str | None, processes: Iterable[str]) -> tuple[str, ...]:
+    """What is killed in turn in an engine that has `processes`: all of them, rank after rank."""
+    *base, last = base_targets(backend)
+    ranks = sorted(
+        (int(number), name.removeprefix(BACKEND))
+        for name in processes
+        for number in re.findall(r"-(\d+)$", name)
+    )
+    prefix = BACKEND if base[-1].startswith(BACKEND) else ""
+    return (*base, *(f"{prefix}{name}" for _, name in ranks), last)
+
+
+def asked_of_engine(target: str) -> str:
+    """What an engine is asked to kill for `target`."""
+    return target if target == SUPERVISOR else BACKEND + target.removeprefix(BACKEND)
 
 
 class End(StrEnum):
@@ -135,7 +159,8 @@ class Records:
     """Everything one drill observed.
 
     `overlaps`: each a grant made over a living process; `disturbed`: each something that the death
-    of a memory server changed. `memory` is there once such a server was killed.
+    of a memory server changed. `memory` is there once such a server was killed. `targets`: what
+    every engine of this pod has, which is counted even where none was killed.
     """
 
     exchanges: list[Exchange] = field(default_factory=list)
@@ -146,3 +171,4 @@ class Records:
     memory_kills: list[MemoryKill] = field(default_factory=list)
     memory: MemoryUse | None = None
     disturbed: list[str] = field(default_factory=list)
+    targets: Sequence[str] = TARGETS

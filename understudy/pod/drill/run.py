@@ -17,6 +17,7 @@ from typing import Any
 
 from understudy.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from understudy.pod.drill.clients import Target, send, stream_without_pause
+from understudy.pod.drill.expected import read_expected
 from understudy.pod.drill.killer import Whole, kill_active, wait_whole
 from understudy.pod.drill.memory_killer import (
     Standing,
@@ -33,6 +34,7 @@ from understudy.pod.drill.records import (
     MemoryUse,
     Prompt,
     Records,
+    base_targets,
     targets_of,
 )
 from understudy.pod.gather import engine_sockets, engine_status, gather
@@ -52,12 +54,14 @@ clock = SystemClock()
 class DrillPlan:
     """How many kills, of what, under how much load.
 
-    `targets` are taken in turn; none: every process that an engine of this pod has.
+    `targets` are taken in turn; none: every process that an engine of this pod has. `expected`:
+    a file of prompts and their answers; none: whoever serves first is asked.
     """
 
     kills: int = 20
     targets: Sequence[str] = ()
     clients: int = 4
+    expected: Path | None = None
 
 
 class Drill:
@@ -87,12 +91,16 @@ class Drill:
         whole = await wait_whole(self._directory, self._say, FIRST_WHOLE_DEADLINE_S)
         backend = await self._backend(whole.engine)
         self.backend = backend.get("name")
-        self._targets = self._targets or targets_of(backend.get("pids") or ())
+        self.records.targets = base_targets(self.backend)
+        self._targets = self._targets or targets_of(self.backend, backend.get("pids") or ())
         host, _, port = whole.service.rpartition(":")
         host = host.strip("[]")
         target = Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
         model = await _model_name(target)
-        self.prompts, self.records.expected = await learn_answers(target, all_prompts(model))
+        if self._plan.expected is not None:
+            self.prompts, self.records.expected = read_expected(self._plan.expected, model)
+        else:
+            self.prompts, self.records.expected = await learn_answers(target, all_prompts(model))
         self._say(
             f"{whole.engine} serves {model} at {target.host}:{target.port}, "
             f"{', '.join(whole.standbys)} stands by; "

@@ -18,7 +18,6 @@ from typing import Any
 from understudy.pod.drill.records import (
     GMS,
     PHASES,
-    TARGETS,
     End,
     Exchange,
     Kill,
@@ -226,7 +225,7 @@ def spread(sample: Iterable[float]) -> Spread:
 
 
 def _killed(records: Records) -> dict[str, int]:
-    counts = dict.fromkeys(TARGETS, 0)
+    counts = dict.fromkeys(records.targets, 0)
     for kill in records.kills:
         counts[kill.target] = counts.get(kill.target, 0) + 1
     if records.memory is not None:
