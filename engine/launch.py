@@ -8,6 +8,7 @@ death has been seen.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from engine.backends import process
 from engine.channel import Channel
 from engine.core.events import CanaryPassed, Drained, Event, Failed, Prepared, Serving, Step, Woken
 from engine.core.loading import Leave, Loading
+from engine.kv_layout import NAME as KV_LAYOUT
+from engine.kv_layout import KvLayout
 from engine.leftovers import Leftovers
 from engine.settings import Settings
 from engine.tree import Death, Tree
@@ -29,6 +32,9 @@ from understudy.wire.fds import OwnedFd
 from understudy.wire.messages import Message
 
 Reply = Callable[[messages.Load], None]
+
+# How soon to look again at a record that another supervisor is just writing; it takes it 0.1 ms.
+LAYOUT_RETRY_S = 0.05
 
 
 class Launch:
@@ -42,6 +48,7 @@ class Launch:
         post: Callable[[Event], None],
         log: EventLog,
         leftovers: Leftovers,
+        layout: KvLayout,
         on_gone: Callable[[], None],
         on_loader: Callable[[], None],
     ) -> None:
@@ -58,6 +65,8 @@ class Launch:
         self._post = post
         self._log = log
         self._leftovers = leftovers
+        self._layout = layout
+        self._waits_for_layout = False
         self._on_gone = on_gone
         self._on_loader = on_loader
         self._is_over = False
@@ -145,7 +154,7 @@ class Launch:
         match message:
             case messages.Prepared():
                 self.prepared = message
-                self._post(self._judge_prepared())
+                self._judge()
             case messages.FaultReport():
                 self.broken(message)
             case _:
@@ -167,14 +176,45 @@ class Launch:
         exit_code = fault.exit_code if fault.permanent else None
         self._post(Failed("backend_fault", fault.message, exit_code))
 
-    def _judge_prepared(self) -> Event:
-        """Whether it may stand by: every rank has its weights, every process the witness."""
+    @property
+    def waiting(self) -> str | None:
+        """What a launch that is otherwise ready waits for."""
+        if not self._waits_for_layout:
+            return None
+        return f"waiting for another engine to write {KV_LAYOUT}; is its supervisor stopped?"
+
+    def _judge(self) -> None:
+        if self._is_over:
+            return
+        event = self._judge_prepared()
+        self._waits_for_layout = event is None
+        if event is None:
+            asyncio.get_running_loop().call_later(LAYOUT_RETRY_S, self._judge)
+        else:
+            self._post(event)
+
+    def _judge_prepared(self) -> Event | None:
+        """Whether it may stand by: every rank has its weights, every process the witness, and the
+        KV cache the size on which the pod's engines agree. None: ask again in a moment."""
         missing = self.loading.missing
         if missing is not None:
             return Failed("weights_missing", f"the backend is prepared, but {missing}")
         objection = self.tree.check_witness(*self._witness_id)
         self._leftovers.look(self.tree.everyone())
-        return Prepared() if objection is None else Failed("witness_missing", objection)
+        if objection is not None:
+            return Failed("witness_missing", objection)
+        return self._judge_size()
+
+    def _judge_size(self) -> Event | None:
+        assert self.prepared is not None
+        before = self._layout.note
+        try:
+            is_agreed = self._layout.agree(self.prepared.kv_bytes, self.loading.ranks)
+        except UnderstudyError as error:
+            return Failed("kv_differs", error.message, error.exit_code)
+        if self._layout.note not in (None, before):
+            self._log.record("engine.kv_layout", self._layout.note or "", "warning")
+        return Prepared() if is_agreed else None
 
     def leftover(self, path: str) -> None:
         self._leftovers.told(path)

@@ -20,6 +20,7 @@ from engine.core import effects, events, probes
 from engine.core.events import Event, Failed, State, Step
 from engine.core.lifecycle import IllegalTransition, Lifecycle
 from engine.health_watch import HealthWatch
+from engine.kv_layout import KvLayout
 from engine.launch import Launch
 from engine.leftovers import Leftovers
 from engine.leftovers import path_of as leftovers_path
@@ -62,6 +63,9 @@ class Runner:
         self.state_file = StateFile(path, self._report_disk)
         self.log = EventLog(settings.engine, clock)
         self.leftovers = Leftovers(leftovers_path(settings.directory, settings.engine), self.log)
+        self._layout = KvLayout(
+            settings.directory, settings.engine, may_change=settings.config["kv_change"]
+        )
         self.metrics = EngineMetrics(settings.engine, settings.role, self._memory)
         self.log.subscribe(self.metrics.observe)
         self.lifecycle = Lifecycle(self._memory.number)
@@ -100,6 +104,7 @@ class Runner:
             self.launch.kill()
         self.timers.close()
         self.lock.close()
+        self._layout.close()
 
     def _tick(self) -> None:
         if self.launch is not None:
@@ -229,6 +234,7 @@ class Runner:
             post=self.post,
             log=self.log,
             leftovers=self.leftovers,
+            layout=self._layout,
             on_gone=self._gone,
             on_loader=self.lock.repeat,
         )
@@ -296,7 +302,7 @@ class Runner:
 
     def status(self) -> dict[str, Any]:
         """The status document."""
-        problems = [self.state_file.problem, self.lock.problem]
+        problems = [self.state_file.problem, self.lock.problem, self._layout.note]
         return status.document(
             self._settings,
             self.lifecycle.now,

@@ -70,6 +70,12 @@ OPTIONS = (
         None,
         f"Where to write why this process ends; {TERMINATION_LOG} where that exists.",
     ),
+    Option(
+        "kv_change",
+        bool,
+        False,
+        "Allow a KV cache of another size than the pod's other engines have: an upgrade is meant.",
+    ),
     duration("init_ms", INIT_MS, "Budget from launch to standby."),
     duration("waking_ms", WAKING_MS, "Budget from the grant to active."),
     duration("drain_ms", DRAIN_MS, "Budget for requests in flight when told to end."),

@@ -66,6 +66,8 @@ def reason_of(now: Situation, launch: Launch | None, lock: LockSide) -> str:
     """Why the engine is where it is, with what it waits for."""
     if now.state is State.INIT and launch is not None and launch.loading.is_waiting:
         return "waiting for the loader lock" + (_unless_connected(lock) or ": another engine loads")
+    if now.state is State.INIT and launch is not None and launch.waiting is not None:
+        return launch.waiting
     if now.state is State.STANDBY:
         holder = f", {lock.other.engine} has it" if lock.other else ""
         return f"waiting for the lock{holder}" + _unless_connected(lock)

@@ -54,6 +54,11 @@ class Loading:
         return f"of {self._ranks} ranks, {', '.join(absent)} came to no weights"
 
     @property
+    def ranks(self) -> int:
+        """How many there are, as the ranks say that came to weights; 1 before any did."""
+        return self._ranks
+
+    @property
     def wants_loader(self) -> bool:
         is_done = len(self._attached) >= self._ranks
         return self._has_asked and self._role.may_write and not is_done
