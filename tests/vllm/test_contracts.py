@@ -1,0 +1,101 @@
+"""The installed vLLM keeps every contract, and each contract can fail with its name: vLLM's sources
+are read, whole and with one thing taken out or changed."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.backends.vllm import contracts
+from engine.backends.vllm.contract_list import CONTRACTS, PLACES
+from engine.backends.vllm.contracts import Contract, Sources
+
+
+class Altered(Sources):
+    """vLLM's sources, with `instead` in the place of one class or function."""
+
+    def __init__(self, whole: Sources, file: str, qualname: str, instead: str) -> None:
+        self._altered = (f"{contracts.PACKAGE}/{file}", qualname, instead)
+        super().__init__(whole.path)
+        self._parsed |= {each: tree for each, tree in whole._parsed.items() if each != file}
+
+    def _read(self, file: str) -> str | None:
+        text = super()._read(file)
+        altered, qualname, instead = self._altered
+        if text is None or file != altered:
+            return text
+        node = Sources(self.path).find(file.removeprefix(f"{contracts.PACKAGE}/"), qualname)
+        assert node is not None, f"{qualname} is not in {file}"
+        lines = text.splitlines()
+        first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
+        indent = " " * node.col_offset
+        lines[first - 1 : node.end_lineno] = [indent + line for line in instead.splitlines()]
+        return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Sources:
+    return contracts.installed()
+
+
+def test_the_installed_vllm_keeps_every_contract(whole):
+    """Read the installed vLLM: nothing is broken."""
+    assert [str(each) for each in contracts.broken(whole)] == []
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+def test_each_contract_fails_with_its_name(whole, contract: Contract):
+    """Take out what a contract names: its name is in the report. Give it another form: likewise,
+    unless being there is all that is asked of it."""
+    name = contract.qualname.rpartition(".")[2]
+    gone = Altered(whole, contract.file, contract.qualname, "pass")
+    assert contract.name in [each.name for each in contracts.broken(gone)]
+    keyword = (
+        "class" if isinstance(whole.find(contract.file, contract.qualname), ast.ClassDef) else ""
+    )
+    other = f"class {name}:\n    pass" if keyword else f"def {name}(something_else):\n    pass"
+    changed = Altered(whole, contract.file, contract.qualname, other)
+    assert contract.holds(changed) == (contract.check is contracts.exists)
+
+
+@pytest.mark.parametrize(("name", "user", "places"), PLACES, ids=[name for name, _, _ in PLACES])
+def test_a_parser_that_has_moved_on_is_named(whole, name, user, places):
+    """Take the function out of the one place where this vLLM has it: none is left."""
+    [(module, function)] = [each for each in places if whole.has_name(*each)]
+    file = module.removeprefix("vllm.").replace(".", "/") + ".py"
+    gone = Altered(whole, file, function, "pass")
+    assert name in [each.name for each in contracts.broken(gone)]
+
+
+def test_an_import_that_is_gone_is_named(tmp_path, capsys, whole):
+    """Copy the files that are imported from, without one of them, and ask by the command line: exit
+    code 1, and every name that cannot be imported is said with the file that wants it."""
+    files = {"__init__.py", *(contract.file for contract in CONTRACTS)}
+    for _, module, _ in contracts.imported():
+        base = module.removeprefix("vllm").lstrip(".").replace(".", "/")
+        files |= {f"{base}.py", f"{base}/__init__.py".lstrip("/")}
+    for file in files:
+        source = Path(whole.path) / "vllm" / file
+        if source.exists() and file != "v1/engine/async_llm.py":
+            target = tmp_path / "vllm" / file
+            os.makedirs(target.parent, exist_ok=True)
+            shutil.copy(source, target)
+    assert contracts.main([str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "vllm.v1.engine.async_llm.AsyncLLM can be imported" in said
+    assert "api.py needs it" in said
+    assert "every worker can be called by a method's name" in said
+
+
+def test_a_place_without_vllm_is_refused_with_a_sentence(tmp_path, capsys):
+    """Name an empty directory, and a file that is no wheel: exit code 2 and what is wrong."""
+    assert contracts.main([str(tmp_path)]) == 2
+    assert "name a wheel of vLLM" in capsys.readouterr().err
+    broken = tmp_path / "broken.whl"
+    broken.write_bytes(b"no zip")
+    assert contracts.main([str(broken)]) == 2
+    assert "cannot read" in capsys.readouterr().err
