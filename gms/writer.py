@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gms.attachment import Attachment
@@ -66,8 +67,18 @@ class Writer(Session):
         """
         self._places.plan(total_bytes, tensor_bytes_max, slab_bytes)
 
-    def place(self, name: str, nbytes: int, shape: Sequence[int], dtype: str) -> int:
-        """The address of room for one C-contiguous tensor, writable until `commit`.
+    def place(
+        self,
+        name: str,
+        nbytes: int,
+        shape: Sequence[int],
+        dtype: str,
+        strides: Sequence[int] | None = None,
+    ) -> int:
+        """The address of room for one tensor, writable until `commit`.
+
+        Args:
+            strides: in elements; None for one that is C-contiguous.
 
         Raises:
             RemoteError: `gms.out_of_memory`, naming what holds the device. The session is over.
@@ -78,8 +89,15 @@ class Writer(Session):
         while isinstance(offset, NeedSlab):  # several times, for a tensor that spans slabs
             self._open_slab(offset.size_bytes)
             offset = self._places.place(nbytes)
-        self._records[name] = TensorRecord(name, offset, nbytes, tuple(shape), dtype)
+        layout = None if strides is None else tuple(strides)
+        self._records[name] = TensorRecord(name, offset, nbytes, tuple(shape), dtype, layout)
         return self._attachment.range.address + offset
+
+    def alias(self, name: str, of: str) -> None:
+        """Let `name` be the tensor `of` too, in the same bytes: weights that are tied."""
+        if name in self._records:
+            raise InvariantError(f"tensor {name!r} was placed before")
+        self._records[name] = replace(self._records[of], name=name)
 
     def view(self, name: str) -> memoryview:
         """The bytes of tensor `name`, writable in place until `commit`.
@@ -100,6 +118,15 @@ class Writer(Session):
                 f"{record.nbytes} bytes"
             )
         self._attachment.range.write(record.offset + at, data)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorRecord]:
+        """What was placed so far, by name."""
+        return self._records
+
+    def address(self, name: str) -> int:
+        """Where the first byte of tensor `name` is, for good."""
+        return self._attachment.range.address + self._records[name].offset
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         """Tell the service that the load goes on; without it, the writer's deadline runs."""
