@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fault", default="", help="die with these last words")
     parser.add_argument("--permanent", action="store_true")
     parser.add_argument("--dirty-mib", type=int, default=0)
+    parser.add_argument("--kv-bytes", type=int, default=1024)
     parser.add_argument("--leave-behind", default="", help="files whose names begin like this")
     return parser.parse_args()
 
@@ -85,7 +86,7 @@ class Backend:
             case m.Wake(token=token):
                 self.listener = socket.socket(fileno=asked.fds[0].detach())
                 self.token = token
-                return m.Woken(kv_bytes=1024)
+                return m.Woken(kv_bytes=switches.kv_bytes)
             case m.RunCanary():
                 if switches.serve_early:
                     return m.Serving()
@@ -185,7 +186,9 @@ def main() -> None:
     if switches.ranks:
         load_ranks(member, switches.ranks)
     kept = leave_behind(member, switches.leave_behind) if switches.leave_behind else []
-    channel.notify(m.Prepared(weights_bytes=len(dirty), kv_bytes=1024, epoch="e1", identity={}))
+    channel.notify(
+        m.Prepared(weights_bytes=len(dirty), kv_bytes=switches.kv_bytes, epoch="e1", identity={})
+    )
     with contextlib.suppress(UnreachableError):
         Backend(switches, channel).run()
     del kept

@@ -104,6 +104,26 @@ def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
     home.run(scenario)
 
 
+def test_engine_with_another_size_of_kv_cache_is_refused_with_both(home: PodHome):
+    """Goal: engines that could take over from each other are of one size. Method: a third one with
+    other --kv-bytes on a pod of two that live, of the reference backend; they serve on."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        known = (await pod.engine("engine-0"))["backend"]["kv_bytes"]
+        where = (f"--dir={pod.directory}", "--http-port=0")
+        command = ("engine", "run", *where, "--", "--model", str(pod.local.model))
+        engine = {"ENGINE_ID": "engine-9"}
+        words = ("engine-9 has a KV cache of", f"set {known} bytes on 1 rank", "--kv-change")
+        async with pod.load() as load:
+            await refuse_all([Refusal((*command, "--kv-bytes", "1000000"), USAGE, words, engine)])
+            await load.answers()
+            assert not load.lost()
+        assert await pod.whole() == before
+
+    home.run(scenario)
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 Breaking = Callable[[Path], None]

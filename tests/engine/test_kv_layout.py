@@ -1,0 +1,244 @@
+"""The record of the KV cache's size: real flocks, real processes, and engines that disagree."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.kv_layout import NAME, KvLayout
+from tests.engine.pod import ROOT, Pod
+from tests.helpers import until
+from understudy.errors import UsageError
+
+SMALL, LARGE = 1 << 20, 3 << 20
+
+
+@pytest.fixture
+def layouts(tmp_path: Path) -> Iterator[Layouts]:
+    made = Layouts(tmp_path)
+    yield made
+    made.close()
+
+
+class Layouts:
+    """Several engines' parts; each has a file description of its own, as processes have."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / NAME
+        self._all: list[KvLayout] = []
+
+    def of(self, engine: str, *, may_change: bool = False) -> KvLayout:
+        self._all.append(KvLayout(str(self.path.parent), engine, may_change=may_change))
+        return self._all[-1]
+
+    def close(self) -> None:
+        for each in self._all:
+            each.close()
+
+
+def test_same_size_is_agreed_and_another_is_refused_with_both(layouts: Layouts):
+    """Three engines, the third of another size, the fourth of other ranks: the sentence names who
+    said what, and the way out; the two that agreed go on."""
+    for engine in ("engine-0", "engine-1"):
+        assert layouts.of(engine).agree(SMALL, 2)
+    for wrong in ((LARGE, 2), (SMALL, 1)):
+        with pytest.raises(UsageError, match=r"engine\.kv_differs") as caught:
+            layouts.of("engine-2").agree(*wrong)
+        for words in ("engine-2 has", "engine-0 set", f"{SMALL} bytes on 2 ranks", "--kv-change"):
+            assert words in caught.value.message
+        assert f"{wrong[0]} bytes on {wrong[1]} rank" in caught.value.message
+    assert layouts.of("engine-2").agree(SMALL, 2)
+
+
+def test_size_is_kept_for_as_long_as_its_engine_lives(layouts: Layouts):
+    """Asked again after a relaunch, the size still stands; another engine that comes is refused,
+    and once the only holder ends, nothing binds it."""
+    first, second = layouts.of("engine-0"), layouts.of("engine-1")
+    assert first.agree(SMALL, 1)
+    assert first.agree(SMALL, 1)
+    with pytest.raises(UsageError):
+        second.agree(LARGE, 1)
+    first.close()
+    first.close()
+    assert second.agree(LARGE, 1)
+    with pytest.raises(UsageError, match="engine-0 has"):
+        first.agree(SMALL, 1)
+
+
+def test_engine_that_is_alone_may_change_its_size(layouts: Layouts):
+    """Its checkpoint was replaced between two launches: nobody else is there to disagree; with
+    another one there it is the odd one out."""
+    first, second = layouts.of("engine-0"), layouts.of("engine-1")
+    assert first.agree(SMALL, 1)
+    assert first.agree(LARGE, 1)
+    assert second.agree(LARGE, 1)
+    with pytest.raises(UsageError):
+        first.agree(SMALL, 1)
+
+
+def test_record_of_the_dead_binds_nobody(layouts: Layouts):
+    """SIGKILL the process that wrote it: the record is still there, and another size is taken."""
+    program = f"""
+from engine.kv_layout import KvLayout
+layout = KvLayout({str(layouts.path.parent)!r}, "engine-0", may_change=False)
+print(layout.agree({SMALL}, 1), flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"True\n"
+        with pytest.raises(UsageError):
+            layouts.of("engine-1").agree(LARGE, 1)
+        other.kill()
+    assert json.loads(layouts.path.read_text())["kv_bytes"] == SMALL
+    assert layouts.of("engine-1").agree(LARGE, 1)
+
+
+def test_change_that_is_meant_binds_those_that_come_later(layouts: Layouts):
+    """--kv-change: allowed beside a living engine, and said; whoever comes after needs no flag for
+    the new size, and is refused with the old one."""
+    assert layouts.of("engine-0").agree(SMALL, 1)
+    changing = layouts.of("engine-1", may_change=True)
+    assert changing.agree(LARGE, 1)
+    assert changing.note is not None
+    for words in (f"{LARGE} bytes on 1 rank here", f"{SMALL} bytes on 1 rank on engine-0"):
+        assert words in changing.note
+    later = layouts.of("engine-2")
+    assert later.agree(LARGE, 1)
+    assert later.note is None
+    with pytest.raises(UsageError, match="engine-1 set"):
+        layouts.of("engine-3").agree(SMALL, 1)
+
+
+def test_while_another_writes_it_is_asked_again(layouts: Layouts):
+    """The exclusive lock in other hands: no answer yet, and nothing held; then as ever."""
+    layout = layouts.of("engine-0")
+    with open(layouts.path, "a+b") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        assert not layout.agree(SMALL, 1)
+        fcntl.flock(writer, fcntl.LOCK_UN)
+        fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert layout.agree(SMALL, 1)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"kv_bytes": "x"}', b"\xff" * 5000])
+def test_damaged_record_stops_no_engine(layouts: Layouts, damage: bytes):
+    """Any rubbish in the file of a living pod: nothing is compared, and that is said; the first
+    engine of a pod writes over it."""
+    first, second = layouts.of("engine-0"), layouts.of("engine-1")
+    layouts.path.write_bytes(damage)
+    assert first.agree(SMALL, 1)
+    layouts.path.write_bytes(damage)
+    assert second.agree(LARGE, 1)
+    assert second.note is not None
+    assert "cannot be understood" in second.note
+
+
+def test_disk_that_fails_stops_no_engine(layouts: Layouts):
+    """The directory is gone: an engine stands by all the same, and says what is not compared."""
+    layout = KvLayout(str(layouts.path / "gone"), "engine-0", may_change=False)
+    assert layout.agree(SMALL, 1)
+    assert layout.note is not None
+    assert "not compared: No such file" in layout.note
+
+
+RACER = """
+import sys
+from engine.kv_layout import KvLayout
+from understudy.errors import UsageError
+layout = KvLayout(sys.argv[1], sys.argv[2], may_change=False)
+input()
+try:
+    while not layout.agree(int(sys.argv[3]), 1):
+        pass
+    print(sys.argv[3], flush=True)
+except UsageError:
+    print("refused", flush=True)
+input()
+"""
+
+
+def test_engines_that_come_at_once_never_hold_to_two_sizes(tmp_path: Path):
+    """Six processes let go together, three of each size: those that hold to one are of one size,
+    and the record is theirs. Several rounds: the kernel lets go between two kinds of lock."""
+    for turn in range(10):
+        directory = tmp_path / str(turn)
+        directory.mkdir()
+        racers = [
+            subprocess.Popen(
+                [sys.executable, "-c", RACER, str(directory), f"engine-{n}", str(1024 << n % 2)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=ROOT,
+            )
+            for n in range(6)
+        ]
+        try:
+            pipes = [(each.stdin, each.stdout) for each in racers]
+            for word, _ in pipes:
+                assert word is not None
+                word.write(b"go\n")
+                word.flush()
+            said = {out.readline().decode().strip() for _, out in pipes if out is not None}
+        finally:
+            for each in racers:
+                each.communicate(b"\n")
+        (size,) = said - {"refused"}
+        assert json.loads((directory / NAME).read_text())["kv_bytes"] == int(size)
+
+
+# ---------------------------------------------------------------------- whole engines
+
+
+def test_engine_of_another_size_ends_with_a_sentence(pod: Pod):
+    """Two engines serve and stand by; a third of another size ends with 2 and both sizes; with
+    --kv-change it stands by, and its status says what differs."""
+    pod.start_lock()
+    first = pod.engine("engine-0")
+    first.until("active")
+    assert pod.engine("engine-1").until("standby")["problems"] == []
+    refused = pod.engine("engine-2", "--kv-bytes", "4096")
+    assert refused.wait() == 2
+    text = refused.errors.read_text()
+    assert "engine-2 has a KV cache of 4096 bytes on 1 rank, and engine-0 set 1024 bytes" in text
+    changed = pod.engine("engine-3", "--kv-bytes", "4096", flags=("--kv-change",))
+    (problem,) = changed.until("standby")["problems"]
+    assert "--kv-change: the KV cache has 4096 bytes" in problem
+    assert first.state == "active"
+
+
+def test_relaunched_backend_keeps_its_size_against_newcomers(pod: Pod):
+    """The only engine's backend dies: while it is launched anew its size still counts, and it comes
+    back with it."""
+    pod.start_lock()
+    first = pod.engine("engine-0")
+    first.until("active")
+    first.kill("backend-http")
+    refused = pod.engine("engine-1", "--kv-bytes", "4096")
+    assert refused.wait() == 2
+    first.until("active", number=2)
+
+
+def test_engine_waits_visibly_for_a_writer_that_was_stopped(pod: Pod):
+    """Somebody holds the record exclusively: the engine stays in init and says why, and goes on
+    when it is let go."""
+    pod.start_lock()
+    with open(pod.directory / NAME, "a+b") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        engine = pod.engine("engine-0")
+
+        def reason() -> str:
+            document = engine.status()
+            return document["engine"]["reason"] if document else ""
+
+        until(lambda: NAME in reason(), "the engine to say what it waits for")
+        assert engine.state == "init"
+    engine.until("active")
