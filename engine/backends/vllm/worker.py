@@ -26,7 +26,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker as StockCPUWorker
 from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends.free_memory import Room, check_can_ever_fit, read_room
-from engine.backends.vllm import membership
+from engine.backends.vllm import membership, weights
 from engine.backends.vllm.kv_arena import Hold, KVArena, Range
 from engine.backends.vllm.kv_cuda import CudaRange
 from engine.backends.vllm.kv_host import HostRange
@@ -112,8 +112,6 @@ class Parking(StockGPUWorker):
     def load_model(self, **kwargs: Any) -> None:
         """As vLLM loads, which calls our loader; a draft model is loaded after the target, so that
         only now everything is there that belongs to one epoch."""
-        from engine.backends.vllm import weights
-
         with reporting():
             super().load_model(**kwargs)
             weights.of_this_process().settle()
@@ -155,6 +153,7 @@ class Parking(StockGPUWorker):
 
     def sleep(self, level: int = 1) -> None:
         """Park, at any level: the weights are mapped read-only and cost a standby nothing."""
+        weights.of_this_process().is_awake = False
         if self.arena is not None:
             self.arena.release()
 
@@ -178,8 +177,6 @@ class Parking(StockGPUWorker):
 
     @answering
     def understudy_status(self) -> Answer:
-        from engine.backends.vllm import weights
-
         ours, arena = weights.of_this_process(), self.arena
         return {
             "weights_bytes": ours.bytes,
@@ -194,6 +191,7 @@ class Parking(StockGPUWorker):
     def understudy_take_kv(self, deadline_s: float) -> Answer:
         """The second fence, then memory behind the addresses; `ms` is what both took."""
         began = time.monotonic()
+        weights.of_this_process().is_awake = True  # from now on nobody may read all of them
         if self.arena is not None:
             self.arena.take(deadline_s)
         ms = (time.monotonic() - began) * 1000
@@ -201,8 +199,6 @@ class Parking(StockGPUWorker):
 
     @answering
     def understudy_distrust(self, detail: str) -> Answer:
-        from engine.backends.vllm import weights
-
         weights.of_this_process().distrust(detail)
         return {}
 
@@ -286,9 +282,7 @@ class GPUWorker(Parking):
             self._are_comms_suspended = False
 
     def _device(self) -> str:
-        from engine.backends.vllm import weights
-
-        return str(weights.device_of(self.rank))
+        return weights.device_of(self.rank)
 
 
 class _OnDevice:
