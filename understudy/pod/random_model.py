@@ -48,7 +48,7 @@ VLLM_RANDOM_MODEL = RandomModel(
         "--dtype=float32",  # greedy answers in bfloat16 depend on who else is being served
         "--enforce-eager",  # compiling a model this small takes longer than using it
         "--max-model-len=1024",
-        f"--kv-cache-memory-bytes={64 * 2**20}",  # a few dozen requests of that length
+        f"--kv-cache-memory-bytes={96 * 2**20}",  # dozens of requests; not the size of any heap
     ),
     env={
         **ONE_THREAD,

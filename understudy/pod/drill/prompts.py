@@ -61,9 +61,11 @@ def all_prompts(model: str) -> list[Prompt]:
 
 
 async def learn_answers(
-    target: Target, prompts: Sequence[Prompt]
+    target: Target, prompts: Sequence[Prompt], *, needs_token: bool = True
 ) -> tuple[list[Prompt], dict[str, Exchange]]:
     """Ask each question once; the ones to use, and their answers by key.
+
+    Without `needs_token`, of any server: one that is no engine of ours says no token.
 
     Raises:
         UnderstudyError: `drill.no_answers`, the model answers nothing that could be compared.
@@ -73,11 +75,12 @@ async def learn_answers(
     said = "no prompt was asked"
     for prompt in prompts:
         answer = await send(target, prompt)
-        if answer.end is End.DONE and answer.status == 200 and answer.token is None:
+        is_whole = answer.end is End.DONE and answer.status == 200
+        if is_whole and answer.token is None and needs_token:
             raise UnderstudyError(
                 "drill.no_token", "the answers carry no X-Understudy-Token; is this an engine?"
             )
-        if answer.end is End.DONE and answer.status == 200 and answer.chunks >= CHUNKS_MIN:
+        if is_whole and answer.chunks >= CHUNKS_MIN:
             used.append(prompt)
             answers[prompt.key] = answer
         else:

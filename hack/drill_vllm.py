@@ -1,0 +1,298 @@
+"""`make drill-vllm`: the drill with vLLM, its tokens compared with those of stock vLLM.
+
+    python -m hack.drill_vllm [the drill's flags] [--compare] [--json] [-- vLLM's flags]
+
+Makes a random model, asks a stock server for the answers to prompts that rounding cannot change,
+then drills a pod of two engines with those answers and looks at what the pod takes of the machine.
+The report is the drill's own; `--json` has the same keys and, under `vllm`, the figures.
+
+With `--compare` clients stream without pause from the stock server and, in the same run, from the
+pod: tokens per second and time to first token of both.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: the repository is where its neighbours are
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine import shared_names
+from hack.machine import machine
+from hack.vllm_figures import Figures, look_at, private_bytes, workers_below
+from hack.vllm_stock import Question, Speed, Stock, measure
+from understudy.errors import UnderstudyError, UsageError
+from understudy.pod.drill.clients import Target
+from understudy.pod.drill.expected import write_expected
+from understudy.pod.drill.report import print_report
+from understudy.pod.drill.run import Drill, DrillPlan
+from understudy.pod.local_pod import LocalPod, free_pod_ports
+from understudy.pod.random_model import VLLM_RANDOM_MODEL, make_random_model
+from understudy.pod.runner import Runner, run_pod
+from understudy.pod.sessions import DrillResult, Say, run_drill
+from understudy.pod.settings import DRILL_OPTIONS
+from understudy.pod.words import size
+from understudy.service.cli import INTERRUPTED, fail, run_async
+from understudy.service.config import Option, Resolved, resolve
+from understudy.service.signals import SignalInbox
+
+DEFAULTS: Mapping[str, Any] = {"kills": 15, "target": ("api", "core", "worker")}
+TAKEN = ("model", "device_bytes", "tensor_parallel", "kills", "target", "clients", "expected")
+OPTIONS: tuple[Option, ...] = tuple(
+    replace(option, default=DEFAULTS.get(option.name, option.default))
+    for option in DRILL_OPTIONS
+    if option.name in TAKEN
+)
+
+# Weights of 50 MiB in float32: enough that a copy of them would be seen among a worker's other
+# memory, and little enough that two cores stream some hundred tokens a second.
+MODEL_SHAPE = ("--hidden=512", "--layers=6")
+KV_FLAG = "--kv-cache-memory-bytes"
+MEASURED_S = 10.0
+WARM_UP_S = 2.0
+
+
+@dataclass(slots=True)
+class Found:
+    """What was seen besides the drill's own report."""
+
+    questions: Sequence[Question] = ()
+    stock_private_bytes: int | None = None
+    stock: Speed | None = None
+    pod: Speed | None = None
+    figures: Figures | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        speeds = {"stock": self.stock, "understudy": self.pod}
+        return {
+            "prompts_compared_with_stock": len(self.questions),
+            "smallest_gap": min((question.gap for question in self.questions), default=None),
+            **(self.figures.to_dict() if self.figures else {}),
+            "speed": {name: speed.to_dict() if speed else None for name, speed in speeds.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One drill: what to start and how; whatever it makes is in the directory `base`."""
+
+    base: Path
+    config: Resolved
+    compares: bool
+    vllm_flags: tuple[str, ...]
+    say: Say
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """vLLM's, for stock and for ours; of one given twice the last counts."""
+        return (*VLLM_RANDOM_MODEL.arguments, *self.vllm_flags)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV cache of each rank: so large a mapping is looked for in the processes.
+
+        Raises:
+            UsageError: `drill.kv_bytes`, it is not a number of bytes.
+        """
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument(KV_FLAG)
+        given = parser.parse_known_args(self.flags)[0].kv_cache_memory_bytes
+        if not str(given).isdigit():
+            raise UsageError("drill.kv_bytes", f"{KV_FLAG} is {given!r}: it takes bytes here")
+        return int(given)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Users' own settings win; but for TMPDIR, where nothing may be left in the end."""
+        chosen = {name: os.environ.get(name, it) for name, it in VLLM_RANDOM_MODEL.env.items()}
+        return {**chosen, "TMPDIR": str(self.temporary)}
+
+    @property
+    def temporary(self) -> Path:
+        return self.base / "t"  # short: vLLM's sockets are in it, and a path has 107 bytes
+
+    async def everything(self) -> tuple[DrillResult, Found] | None:
+        """None: interrupted."""
+        _ = self.kv_bytes  # refused before anything starts
+        self.temporary.mkdir()
+        given = self.config["model"]
+        model = (
+            Path(os.path.abspath(given))
+            if given
+            else await make_random_model(self.base / "model", MODEL_SHAPE)
+        )
+        found = Found()
+        expected = self.config["expected"]
+        if expected is None:
+            expected = self.base / "expected.json"
+            if not await self._ask_stock(model, expected, found):
+                return None
+        result = await self._drill(model, Path(expected), found)
+        return (result, found) if result is not None else None
+
+    async def _ask_stock(self, model: Path, file: Path, found: Found) -> bool:
+        """Write the answers that the pod must give into `file`; False: interrupted."""
+        ranks = self.config["tensor_parallel"]
+        stock = Stock(model, self.base / "stock", ranks, self.flags, self.env)
+
+        async def body() -> bool:
+            questions = await stock.questions()
+            prompts, answers = await stock.answers(questions)
+            write_expected(file, prompts, answers, source="stock vLLM")
+            found.questions = [each for each in questions if each.prompt.key in answers]
+            found.stock_private_bytes = private_bytes(workers_below(stock.tree()), self.kv_bytes)
+            if self.compares:
+                found.stock = await self._measure(stock.target, found.questions)
+            stock.learn_leavings()
+            return True
+
+        self.say(f"starting stock vLLM with {ranks} ranks, for the answers that it gives")
+        inbox = SignalInbox()
+        try:
+            done = await run_pod(stock.runner, body, inbox.get, self.say)
+        finally:
+            inbox.close()
+        stock.remove_leavings()
+        shutil.rmtree(self.temporary)
+        self.temporary.mkdir()
+        return bool(done)
+
+    async def _drill(self, model: Path, expected: Path, found: Found) -> DrillResult | None:
+        directory = self.base / "pod"
+        directory.mkdir(mode=0o700)
+        config, before = self.config, shared_names.there_now()
+        plan = DrillPlan(config["kills"], config["target"], config["clients"], expected)
+        pod = LocalPod(
+            directory,
+            model,
+            free_pod_ports(),
+            backend="vllm",
+            backend_args=self.flags,
+            device_bytes=config["device_bytes"],
+            tensor_parallel=config["tensor_parallel"],
+            env=self.env,
+        )
+
+        async def look(target: Target) -> None:
+            if self.compares:
+                found.pod = await self._measure(target, found.questions)
+            found.figures = await look_at(directory, self.kv_bytes, found.stock_private_bytes)
+
+        self.say(f"starting a pod of two vLLM engines in {directory}")
+        runner = Runner(pod.containers(), directory / "log")
+        drill = Drill(directory, plan, self.say)
+        result = await run_drill(drill, runner, plan, self.say, look)
+        if result is not None:
+            problems = result.report.problems
+            problems += found.figures.problems() if found.figures else ["nothing was measured"]
+            problems += self._leavings(before)
+        return result
+
+    async def _measure(self, target: Target, questions: Sequence[Question]) -> Speed | None:
+        if not questions:
+            return None
+        clients = self.config["clients"]
+        await measure(target, questions, clients, WARM_UP_S)
+        return await measure(target, questions, clients, MEASURED_S)
+
+    def _leavings(self, before: frozenset[shared_names.Name]) -> list[str]:
+        """What is there that was not there before the pod. Others of this machine have theirs."""
+        new = shared_names.there_now() - before
+        left = [name.path for name in new - shared_names.still_held(new)]
+        left += [str(path) for path in self.temporary.rglob("*") if not path.is_dir()]
+        return [f"left behind: {', '.join(sorted(left))}"] if left else []
+
+
+def main() -> None:
+    flags = _parser().parse_args()
+    given = {option.name: getattr(flags, option.name) for option in OPTIONS}
+    try:
+        config = resolve(OPTIONS, given, os.environ, command="drill")
+    except UnderstudyError as error:
+        fail(error)
+    base = Path(tempfile.mkdtemp(prefix="understudy-vllm-"))
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    done = None
+    try:
+        run = Run(base, config, flags.compare, tuple(flags.vllm), say)
+        done = run_async(run.everything)
+    finally:
+        if done is not None and done[0].report.passed:
+            shutil.rmtree(base, ignore_errors=True)
+        else:
+            say(f"what every part wrote is kept in {base}")
+    if done is None:
+        sys.exit(INTERRUPTED)
+    show(*done, as_json=flags.json)
+    sys.exit(0 if done[0].report.passed else 1)
+
+
+def show(result: DrillResult, found: Found, *, as_json: bool) -> None:
+    """The drill's own report, and what was seen besides."""
+    backend = result.backend or "vllm"
+    if as_json:
+        document = {**result.report.to_dict(backend, machine()), "vllm": found.to_dict()}
+        print(json.dumps(document))
+    else:
+        from rich.console import Console
+
+        console = Console()
+        for line in _lines(found):
+            console.print(line, highlight=False)
+        print_report(result.report, console, backend, result.usages)
+    for problem in result.report.problems:
+        print(f"error: {problem}", file=sys.stderr)
+
+
+def _lines(found: Found) -> list[str]:
+    lines = [f"answers          {len(found.questions)} prompts, compared with stock vLLM"]
+    figures = found.figures
+    if figures is not None:
+        lines += [
+            f"weights          {size(figures.weights_committed_bytes)} committed, "
+            f"{size(figures.weights_pss_bytes)} of memory in all processes together",
+            f"engines          {size(figures.active_pss_bytes)} active (KV cache "
+            f"{size(figures.active_kv_resident_bytes)}), {size(figures.standby_pss_bytes)} standby "
+            f"(KV cache {size(figures.standby_kv_resident_bytes)})",
+            f"idle standby     {figures.standby_cpu_percent:.1f} % of a core",
+        ]
+    for name, speed in (("stock vLLM", found.stock), ("this pod", found.pod)):
+        if speed is not None:
+            first = speed.first_token_ms
+            lines.append(
+                f"{name:<16} {speed.tokens_per_s:.0f} tokens/s, first token after "
+                f"{first.p50 or 0:.0f} ms (p50), {first.p99 or 0:.0f} ms (p99)"
+            )
+    return lines
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hack.drill_vllm",
+        description="the drill with vLLM, by stock's answers",
+    )
+    for option in OPTIONS:
+        many: dict[str, Any] = {"action": "append"} if option.many else {}
+        text = f"{option.help} [default: {option.default}]"
+        parser.add_argument(option.flag, dest=option.name, help=text, **many)
+    parser.add_argument("--compare", action="store_true", help="measure the speed of both")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("vllm", nargs="*", metavar="-- vLLM's flags", help="for stock and for ours")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

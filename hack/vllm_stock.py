@@ -1,0 +1,194 @@
+"""Stock vLLM beside the pod: the same build, the same flags, one server, nothing of ours in it.
+
+Owns what a drill is measured by: answers that another program gave, and its speed in the same run.
+A prompt is fit for comparison if at every step of its answer the two best candidates lie apart:
+where they do not, rounding decides, which depends on who else is served in the same batch.
+
+The surprising thing: `vllm serve` of the CPU build looks for a package called vllm, which is not
+what that build is called, and ends; the module behind it is started instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine import shared_names
+from understudy.errors import UnderstudyError
+from understudy.pod.containers import Container, Restart, Startup
+from understudy.pod.drill.clients import Target, stream_without_pause
+from understudy.pod.drill.prompts import all_prompts, learn_answers
+from understudy.pod.drill.records import End, Exchange, Prompt
+from understudy.pod.drill.verdict import Spread, spread
+from understudy.pod.local_pod import free_ports
+from understudy.pod.runner import Runner
+from understudy.service.procfs import descendants
+
+STARTUP_S = 600.0  # seconds on an idle machine; a real model is read from a real disk
+ANSWER_S = 120.0  # vLLM compiles what computes log probabilities at the first request for them
+# Log probabilities differ by 1e-5 between one rank and two, in float32; a thousand times that.
+GAP_MIN = 0.01
+PROMPTS_MIN = 3
+
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What clients that stream without pause got: tokens of answers that came in full."""
+
+    tokens_per_s: float
+    first_token_ms: Spread
+    requests: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "first_token_ms": self.first_token_ms.to_dict(),
+            "requests": self.requests,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt that is fit for comparison, and how many tokens its answer has."""
+
+    prompt: Prompt
+    tokens: int
+    gap: float
+
+
+class Stock:
+    """One stock server in the directory `base`; `runner` starts and stops it."""
+
+    def __init__(
+        self, model: Path, base: Path, ranks: int, flags: Sequence[str], env: Mapping[str, str]
+    ) -> None:
+        (port,) = free_ports(1)
+        command = (
+            *(sys.executable, "-m", SERVER, "--model", str(model), "--host", "127.0.0.1"),
+            *("--port", str(port), "--tensor-parallel-size", str(ranks), *flags),
+        )
+        startup = Startup(f"http://127.0.0.1:{port}/health", STARTUP_S)
+        container = Container("stock", command, env, startup, restart=Restart.NEVER)
+        self.runner = Runner([container], base / "log")
+        self.target = Target("127.0.0.1", port)
+        self.model = str(model)
+        self._left: set[shared_names.Name] = set()
+
+    def tree(self) -> list[int]:
+        """The server's processes."""
+        return [
+            pid for first in self.runner.pids().values() for pid in (first, *descendants(first))
+        ]
+
+    async def questions(self) -> list[Question]:
+        """The prompts of the drill's bank that are fit for comparison.
+
+        Raises:
+            UnderstudyError: `drill.no_answers`, too few of them.
+        """
+        found = []
+        for prompt in all_prompts(self.model):
+            question = await asyncio.to_thread(self._ask, prompt)
+            if question.gap >= GAP_MIN:
+                found.append(question)
+        if len(found) < PROMPTS_MIN:
+            raise UnderstudyError(
+                "drill.no_answers",
+                f"of {self.model} only {len(found)} prompts have answers that rounding cannot"
+                f" change: their best two candidates lie {GAP_MIN:g} apart at each step; try"
+                " another model",
+            )
+        return found
+
+    async def answers(
+        self, questions: Sequence[Question]
+    ) -> tuple[list[Prompt], dict[str, Exchange]]:
+        """The streamed answers to those questions that a drill can use."""
+        return await learn_answers(
+            self.target, [question.prompt for question in questions], needs_token=False
+        )
+
+    def learn_leavings(self) -> None:
+        """Note what the server has in shared memory: it leaves some of it behind, always."""
+        self._left = shared_names.held_by(self.tree())
+
+    def remove_leavings(self) -> None:
+        """Once it is stopped."""
+        for name in self._left - shared_names.still_held(self._left):
+            shared_names.remove(name)
+
+    def _ask(self, prompt: Prompt) -> Question:
+        """Ask once, not streamed, for the two best candidates of each step."""
+        wanted = {"logprobs": 2}
+        if "messages" in prompt.body:
+            wanted = {"logprobs": True, "top_logprobs": 2}
+        request = urllib.request.Request(
+            f"http://{self.target.host}:{self.target.port}{prompt.path}",
+            json.dumps({**prompt.body, "stream": False, **wanted}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
+                document = json.load(reply)
+        except urllib.error.HTTPError:
+            return Question(prompt, 0, 0.0)  # a model without a chat template takes no chats
+        tokens = int(document["usage"]["completion_tokens"])
+        return Question(prompt, tokens, smallest_gap(document["choices"][0]))
+
+
+def smallest_gap(choice: Mapping[str, Any]) -> float:
+    """How far the two best candidates lie apart where they are closest; 0 if that is not said."""
+    said = choice.get("logprobs") or {}
+    if "content" in said:  # a chat
+        steps = [[each["logprob"] for each in step["top_logprobs"]] for step in said["content"]]
+    else:
+        steps = [list(step.values()) for step in said.get("top_logprobs") or []]
+    gaps = []
+    for step in steps:
+        best, second = sorted(step, reverse=True)[:2]
+        gaps.append(best - second)
+    return min(gaps, default=0.0)
+
+
+async def measure(
+    target: Target, questions: Sequence[Question], clients: int, seconds: float
+) -> Speed:
+    """Stream from `clients` at once for `seconds`."""
+    loop = asyncio.get_running_loop()
+    prompts = [question.prompt for question in questions]
+    tokens = {question.prompt.key: question.tokens for question in questions}
+    exchanges: list[Exchange] = []
+    stopping = asyncio.Event()
+    began = loop.time()
+    work = [
+        asyncio.create_task(
+            stream_without_pause(target, prompts, number, exchanges.append, stopping)
+        )
+        for number in range(clients)
+    ]
+    try:
+        await asyncio.sleep(seconds)
+        stopping.set()
+        await asyncio.gather(*work)
+    finally:
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+    took_s = loop.time() - began
+    whole = [each for each in exchanges if each.end is End.DONE and each.status == 200]
+    return Speed(
+        sum(tokens[each.prompt] for each in whole) / took_s,
+        spread(
+            each.first_token_ms - each.sent_ms for each in whole if each.first_token_ms is not None
+        ),
+        len(whole),
+    )
