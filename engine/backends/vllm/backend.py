@@ -57,6 +57,9 @@ class Backend:
             UnderstudyError: a rank is not what it should be.
         """
         await self._front.warm_up()
+        # A canary too, since vLLM compiles what its numbers need at first use (1.7 s on the CPU).
+        # Not judged: on a GPU the scratch memory behind the KV cache gives any token.
+        await self._generate("understudy-trial")
         await self._engine.sleep(level=1)
         statuses = await self._ask_ranks("understudy_status", STATUS_WAIT_S)
         self.phases.step("ready")
