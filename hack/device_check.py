@@ -98,18 +98,11 @@ def _flags() -> argparse.Namespace:
 
 
 def _device(wanted: str) -> tuple[str | None, str]:
-    """The UUID of the device to ask, or why there is none. In a process of its own, so that nothing
-    of the driver stays open in this one."""
-    program = (
-        "import sys; from gms.devices import devices_to_serve; from understudy.errors import *\n"
-        "try: print(devices_to_serve([w for w in sys.argv[1:] if w])[0])\n"
-        "except UnderstudyError as error: sys.exit(error.message)"
-    )
-    words = [sys.executable, "-c", program, wanted]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return None, done.stderr.strip().rpartition("\n")[2]
-    return done.stdout.strip(), ""
+    """The UUID of the device to ask, or why there is none."""
+    from hack.device.find import find_devices
+
+    found, reason = find_devices([wanted], str(ROOT))
+    return (found[0], "") if found else (None, reason)
 
 
 def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, Any]:

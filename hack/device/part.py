@@ -53,6 +53,11 @@ class Nvml:
                 value, since = now, time.monotonic()
         return value
 
+    def by_process(self) -> dict[int, int]:
+        """Bytes in use by the processes that are visible from here, by pid."""
+        found = self._api.nvmlDeviceGetComputeRunningProcesses(self._device)
+        return {int(each.pid): int(each.usedGpuMemory or 0) for each in found}
+
     def facts(self) -> dict[str, Any]:
         """What the driver and the device are, and how they are set."""
         found: dict[str, Any] = {
