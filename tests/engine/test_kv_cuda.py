@@ -1,0 +1,215 @@
+"""The KV cache's addresses on a GPU, on the stand-in for the driver: scratch, parked, taken.
+
+The stand-in's device addresses are addresses of this process, so that what lies behind them can be
+read and written here; a fault is a SIGSEGV, where a GPU ends the context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from engine.backends.free_memory import Room
+from engine.backends.vllm import kv_cuda
+from engine.backends.vllm.kv_cuda import CudaRange
+from gms.vmm.cuda import CudaMemory
+from tests.engine.pod import ROOT
+from tests.helpers import open_fds
+from tests.standin import build
+from tests.standin.driver import call as standin
+from understudy.errors import UnderstudyError, WaitTimeoutError
+
+STEP = 2 << 20  # the granularity
+SIZE = 5 * STEP + 100  # no multiple of anything
+
+pytestmark = pytest.mark.skipif(
+    build.REAL_GPU is not None, reason="addresses of a real GPU cannot be touched from here"
+)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fresh machine, small blocks, and nothing left of them in the end."""
+    build.use(monkeypatch)
+    monkeypatch.setattr(kv_cuda, "SCRATCH_BYTES_MAX", 2 * STEP)
+    monkeypatch.setattr(CudaMemory, "allocation_bytes_max", 4 * STEP)
+    standin("Init", 0)
+    standin("CtxSetCurrent", 0)
+    before = open_fds()
+    yield
+    assert used() == 0
+    assert open_fds() == before
+
+
+def used() -> int:
+    """The device's memory in use, as everybody on the machine sees it."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    found = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(build.GPU_A)).used
+    pynvml.nvmlShutdown()
+    return int(found)
+
+
+def free() -> Room:
+    total = int(os.environ.get("STANDIN_MEMORY", 80 << 30))
+    return Room(total - used(), total, "a test")
+
+
+@pytest.fixture
+def addresses(machine: None) -> Iterator[CudaRange]:
+    found = CudaRange(build.GPU_A, SIZE, free)
+    yield found
+    found.free()
+    found.free()
+
+
+def fill(addresses: CudaRange, byte: int) -> None:
+    ctypes.memset(addresses.address, byte, SIZE)
+
+
+def content(addresses: CudaRange) -> set[int]:
+    return set(ctypes.string_at(addresses.address, SIZE))
+
+
+def test_scratch_is_one_block_behind_every_address(addresses: CudaRange):
+    """Every byte can be touched, for the memory of one block: what is written in one part is read
+    in the next."""
+    addresses.scratch()
+    assert used() == addresses.resident_bytes() == 2 * STEP
+    fill(addresses, 1)
+    ctypes.memset(addresses.address + 3, 9, 1)
+    seen = [ctypes.string_at(addresses.address + at * STEP + 3, 1) for at in range(6)]
+    assert seen == [b"\x09", b"\x01"] * 3  # as blocks of two steps repeat
+
+
+def test_standby_holds_nothing_and_wakes_zeroed_at_the_same_address(addresses: CudaRange):
+    """Scratch, park, take, park, take: nothing is used when parked, exactly the KV cache when
+    taken, and no byte of before is left."""
+    at = addresses.address
+    addresses.scratch()
+    for _ in range(2):
+        fill(addresses, 7)
+        addresses.park()
+        addresses.park()
+        assert used() == addresses.resident_bytes() == 0
+        addresses.take(0)
+        assert used() == addresses.resident_bytes() == 6 * STEP
+        assert content(addresses) == {0}
+    assert addresses.address == at
+
+
+def test_memory_that_was_another_processes_is_cleared(addresses: CudaRange):
+    """The driver does not promise zeroes: whatever comes is cleared. The stand-in's memory is made
+    dirty on its way."""
+    real = addresses._range.map
+
+    def dirty(*args: object, **kwargs: object) -> None:
+        real(*args, **kwargs)  # type: ignore[arg-type]  # as they came
+        ctypes.memset(addresses.address, 3, 6 * STEP)
+
+    addresses._range.map = dirty  # type: ignore[method-assign]  # a driver that gives used memory
+    addresses.take(0)
+    assert content(addresses) == {0}
+
+
+# What a child does with `r`; each but the last has to end in SIGSEGV.
+TOUCHES = {
+    "before_scratch": "write()",
+    "parked": "r.scratch(); write(); r.park(); write()",
+    "parked_again": "r.scratch(); r.park(); r.take(0); write(); r.park(); write()",
+    "none": "r.scratch(); write(); r.park(); r.take(0); write()",
+}
+CHILD = f"""
+import ctypes
+from engine.backends.free_memory import Room
+from engine.backends.vllm.kv_cuda import CudaRange
+r = CudaRange({build.GPU_A!r}, {SIZE}, lambda: Room(0, 0, "a test"))
+write = lambda: ctypes.memset(r.address, 1, 1)
+"""
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_touching_what_is_not_there_ends_the_process(touch: str):
+    """A standby's use of its KV cache is a fault, not memory."""
+    program = f"{CHILD}\n{TOUCHES[touch]}"
+    done = subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT)
+    assert done.returncode == (0 if touch == "none" else -signal.SIGSEGV)
+
+
+def other(size_bytes: int) -> subprocess.Popen[bytes]:
+    """Another process that holds so much of the device."""
+    program = (
+        f"from tests.standin.driver import *; call('Init', 0); import pynvml;"
+        f"from gms.vmm.cuda import CudaMemory;"
+        f"m = CudaMemory({build.GPU_A!r}).create({size_bytes}, 'other');"
+        "print(flush=True); input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"\n"
+    return process
+
+
+def test_full_device_is_a_sentence_and_still_parked(
+    addresses: CudaRange, monkeypatch: pytest.MonkeyPatch
+):
+    """Another process has what we need: needed, free, how long; what we had got of it is given
+    back, and it can be tried again."""
+    monkeypatch.setenv("STANDIN_MEMORY", str(8 * STEP))
+    with other(3 * STEP) as process:
+        with pytest.raises(WaitTimeoutError, match="needs 12 MiB and 10 MiB are free;") as caught:
+            addresses.take(0)
+        assert caught.value.code == "engine.kv_memory_busy"
+        assert caught.value.details == {"needed_bytes": 6 * STEP, "free_bytes": 5 * STEP}
+        assert (used(), addresses.resident_bytes()) == (3 * STEP, 0)
+        process.kill()
+    addresses.take(0)
+    assert content(addresses) == {0}
+
+
+def test_dying_process_is_waited_for(machine: None, monkeypatch: pytest.MonkeyPatch):
+    """The memory comes free while we ask again and again: the other process is killed by the
+    first question about how much is free."""
+    monkeypatch.setenv("STANDIN_MEMORY", str(8 * STEP))
+    with other(3 * STEP) as process:
+
+        def look() -> Room:
+            process.kill()
+            return free()
+
+        addresses = CudaRange(build.GPU_A, SIZE, look)
+        addresses.take(30)
+        assert content(addresses) == {0}
+        addresses.free()
+
+
+FAILURES = {
+    "second_create": "cuMemCreate:2:999",
+    "first_map": "cuMemMap:1:999",
+    "second_map": "cuMemMap:2:999",
+    "access": "cuMemSetAccess:1:999",
+    "clear": "cuMemsetD32_v2:1:999",
+}
+
+
+@pytest.mark.parametrize("step", FAILURES)
+def test_driver_that_fails_half_way_leaves_it_parked(
+    addresses: CudaRange, monkeypatch: pytest.MonkeyPatch, step: str
+):
+    """Each call of the wake fails once: nothing is held, and the next try works."""
+    monkeypatch.setenv("STANDIN_FAIL", FAILURES[step])
+    with pytest.raises(UnderstudyError, match=r"gms\.driver_failed"):
+        addresses.take(0)
+    monkeypatch.delenv("STANDIN_FAIL")
+    assert used() == addresses.resident_bytes() == 0
+    addresses.take(0)
+    assert content(addresses) == {0}
