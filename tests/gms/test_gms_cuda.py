@@ -84,6 +84,29 @@ def test_devices_without_shareable_memory_are_refused(monkeypatch: pytest.Monkey
         CudaMemory(GPU)
 
 
+def test_one_block_may_be_mapped_many_times_and_be_replaced(memory: CudaMemory):
+    """What is written through one mapping is read through the next, under one set of rights; then
+    other memory at the same addresses, cleared. So graphs are captured for memory to come."""
+    block = memory.create(STEP, "scratch")
+    reservation = memory.reserve(4 * STEP)
+    address = reservation.address
+    reservation.map(0, [block] * 4, writable=True)
+    reservation.write(3 * STEP + 5, b"seen")
+    assert [reservation.read(at * STEP + 5, 4) for at in range(4)] == [b"seen"] * 4
+    reservation.unmap()
+    block.release()
+    parts = [memory.create(2 * STEP, "kv"), memory.create(STEP, "kv")]
+    reservation.map(0, parts, writable=True)
+    reservation.write(2 * STEP - 2, b"used")
+    reservation.clear()
+    assert (reservation.address, reservation.read(0, 3 * STEP)) == (address, bytes(3 * STEP))
+    reservation.unmap()
+    reservation.clear()  # of nothing: harmless
+    reservation.free()
+    for part in parts:
+        part.release()
+
+
 def test_memory_is_mapped_side_by_side_and_spans_slabs(memory: CudaMemory):
     """Two slabs in one range: bytes across their border, read-only in place, at one address."""
     first, second = memory.create(STEP, "a"), memory.create(2 * STEP, "b")

@@ -152,6 +152,19 @@ def test_allocations_lie_side_by_side_and_are_mapped_all_or_none():
     reservation.free()
 
 
+def test_memory_is_cleared_where_it_is_mapped():
+    """Bytes all over two pages of three: zero afterwards, and nothing to clear is no error."""
+    memory = HostMemory()
+    allocation, reservation = memory.create(2 * PAGE, "t"), memory.reserve(3 * PAGE)
+    reservation.clear()
+    reservation.map(0, [allocation], writable=True)
+    reservation.write(0, b"x" * 2 * PAGE)
+    reservation.clear()
+    assert reservation.read(0, 2 * PAGE) == bytes(2 * PAGE)
+    reservation.free()
+    allocation.release()
+
+
 def test_foreign_descriptors_are_not_taken_for_slabs():
     """A pipe, or memory of another size: refused before anything is mapped, and closed."""
     memory = HostMemory()
