@@ -50,7 +50,7 @@ test-core: setup ## the pure cores only: tables, properties, simulations
 	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/sim $(ARGS)
 
 test-vllm: setup-vllm ## vLLM itself, on the CPU: one kill of each kind, and what is promised of it
-	$(VLLM_PY) -m pytest tests/vllm $(ARGS)
+	$(VLLM_PY) -m pytest tests/vllm -o faulthandler_timeout=300 $(ARGS)
 
 fuzz: setup ## random input for the decoder, the sessions and real servers; keeps what it finds
 	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz -o faulthandler_timeout=0 $(ARGS)

@@ -30,14 +30,14 @@ from typing import Any
 from engine import shared_names
 from hack.machine import machine
 from hack.vllm_figures import Figures, look_at, private_bytes, workers_below
+from hack.vllm_pod import environment, make_pod, model_of, temporary
 from hack.vllm_stock import Question, Speed, Stock, measure
 from understudy.errors import UnderstudyError, UsageError
 from understudy.pod.drill.clients import Target
 from understudy.pod.drill.expected import write_expected
 from understudy.pod.drill.report import print_report
 from understudy.pod.drill.run import Drill, DrillPlan
-from understudy.pod.local_pod import LocalPod, free_pod_ports
-from understudy.pod.random_model import VLLM_RANDOM_MODEL, make_random_model
+from understudy.pod.random_model import VLLM_RANDOM_MODEL
 from understudy.pod.runner import Runner, run_pod
 from understudy.pod.sessions import DrillResult, Say, run_drill
 from understudy.pod.settings import DRILL_OPTIONS
@@ -54,10 +54,8 @@ OPTIONS: tuple[Option, ...] = tuple(
     if option.name in TAKEN
 )
 
-# Weights of 50 MiB in float32: enough that a copy of them would be seen among a worker's other
-# memory, and little enough that two cores stream some hundred tokens a second.
-MODEL_SHAPE = ("--hidden=512", "--layers=6")
 KV_FLAG = "--kv-cache-memory-bytes"
+LEFT_SHOWN = 5
 MEASURED_S = 10.0
 WARM_UP_S = 2.0
 
@@ -111,26 +109,10 @@ class Run:
             raise UsageError("drill.kv_bytes", f"{KV_FLAG} is {given!r}: it takes bytes here")
         return int(given)
 
-    @property
-    def env(self) -> dict[str, str]:
-        """Users' own settings win; but for TMPDIR, where nothing may be left in the end."""
-        chosen = {name: os.environ.get(name, it) for name, it in VLLM_RANDOM_MODEL.env.items()}
-        return {**chosen, "TMPDIR": str(self.temporary)}
-
-    @property
-    def temporary(self) -> Path:
-        return self.base / "t"  # short: vLLM's sockets are in it, and a path has 107 bytes
-
     async def everything(self) -> tuple[DrillResult, Found] | None:
         """None: interrupted."""
         _ = self.kv_bytes  # refused before anything starts
-        self.temporary.mkdir()
-        given = self.config["model"]
-        model = (
-            Path(os.path.abspath(given))
-            if given
-            else await make_random_model(self.base / "model", MODEL_SHAPE)
-        )
+        model = await model_of(self.base, self.config["model"])
         found = Found()
         expected = self.config["expected"]
         if expected is None:
@@ -143,7 +125,9 @@ class Run:
     async def _ask_stock(self, model: Path, file: Path, found: Found) -> bool:
         """Write the answers that the pod must give into `file`; False: interrupted."""
         ranks = self.config["tensor_parallel"]
-        stock = Stock(model, self.base / "stock", ranks, self.flags, self.env)
+        temporary(self.base).mkdir()
+        env = environment(self.base)
+        stock = Stock(model, self.base / "stock", ranks, self.flags, env)
 
         async def body() -> bool:
             questions = await stock.questions()
@@ -163,25 +147,15 @@ class Run:
         finally:
             inbox.close()
         stock.remove_leavings()
-        shutil.rmtree(self.temporary)
-        self.temporary.mkdir()
+        shutil.rmtree(temporary(self.base))
         return bool(done)
 
     async def _drill(self, model: Path, expected: Path, found: Found) -> DrillResult | None:
-        directory = self.base / "pod"
-        directory.mkdir(mode=0o700)
         config, before = self.config, shared_names.there_now()
         plan = DrillPlan(config["kills"], config["target"], config["clients"], expected)
-        pod = LocalPod(
-            directory,
-            model,
-            free_pod_ports(),
-            backend="vllm",
-            backend_args=self.flags,
-            device_bytes=config["device_bytes"],
-            tensor_parallel=config["tensor_parallel"],
-            env=self.env,
-        )
+        ranks = config["tensor_parallel"]
+        pod = make_pod(self.base, model, ranks, self.flags, config["device_bytes"])
+        directory = pod.directory
 
         async def look(target: Target) -> None:
             if self.compares:
@@ -209,8 +183,10 @@ class Run:
         """What is there that was not there before the pod. Others of this machine have theirs."""
         new = shared_names.there_now() - before
         left = [name.path for name in new - shared_names.still_held(new)]
-        left += [str(path) for path in self.temporary.rglob("*") if not path.is_dir()]
-        return [f"left behind: {', '.join(sorted(left))}"] if left else []
+        left += [str(path) for path in temporary(self.base).rglob("*") if not path.is_dir()]
+        if not left:
+            return []
+        return [f"{len(left)} files were left behind: {', '.join(sorted(left)[:LEFT_SHOWN])}"]
 
 
 def main() -> None:

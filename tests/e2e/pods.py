@@ -8,7 +8,7 @@ text of an older grant after text of a newer one fails the test, whatever else i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from lockserver.client import messages as lock_messages
 from tests.e2e.processes import Processes, continue_all, pod_ports
 from tests.helpers import POLL_S, auntil
 from understudy.pod.drill.clients import Target, stream_without_pause
-from understudy.pod.drill.killer import Whole, wait_whole
+from understudy.pod.drill.killer import Whole, backend_processes, wait_whole
 from understudy.pod.drill.records import End, Exchange, Outcome
 from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.drill.verdict import classify, served_out_of_order
@@ -41,8 +41,9 @@ AS_USERS_RUN_IT = {**ONE_THREAD, "PYTHONDEVMODE": "", "PYTHONWARNINGS": ""}
 class Pod:
     """A running pod; everything here is about processes that this object has started."""
 
-    def __init__(self, local: LocalPod) -> None:
+    def __init__(self, local: LocalPod, whole_deadline_s: float = WHOLE_DEADLINE_S) -> None:
         self.local = local
+        self._whole_deadline_s = whole_deadline_s
         self.directory = local.directory
         containers = [replace(container, grace_s=GRACE_S) for container in local.containers()]
         self.runner = Runner(containers, self.directory / "log")
@@ -57,11 +58,11 @@ class Pod:
 
     async def whole(self) -> Whole:
         """Wait until one engine serves and another is parked in the queue."""
-        return await wait_whole(self.directory, deadline_s=WHOLE_DEADLINE_S)
+        return await wait_whole(self.directory, deadline_s=self._whole_deadline_s)
 
     async def whole_after(self, token: int) -> Whole:
         """The pod, whole again under a newer grant than `token`."""
-        async with asyncio.timeout(WHOLE_DEADLINE_S):
+        async with asyncio.timeout(self._whole_deadline_s):
             whole = await self.whole()
             while whole.token <= token:
                 whole = await self.whole()
@@ -89,6 +90,10 @@ class Pod:
         pid = self.pid(container)
         return [pid, *descendants(pid)]
 
+    async def engine_tree(self, name: str) -> list[int]:
+        """The backend's processes, registered or not, of the engine `name`."""
+        return backend_processes((await self.engine(name))["engine"]["pid"])
+
     def gms_server(self) -> int:
         """The process that serves the only device."""
         (pid,) = children(self.pid("gms"))
@@ -101,7 +106,7 @@ class Pod:
 
     async def recovered(self, old: Mapping[str, Any]) -> Mapping[str, Any]:
         """Wait until another server has what the one of the status `old` had, readers included."""
-        async with asyncio.timeout(WHOLE_DEADLINE_S):
+        async with asyncio.timeout(self._whole_deadline_s):
             while True:
                 new = await self.memory(old["device_uuid"])
                 is_back = new.get("epoch") == old["epoch"] and new["pid"] != old["pid"]
@@ -177,6 +182,14 @@ class Load:
         goal = self.count(Outcome.OK) + count
         await auntil(lambda: self.count(Outcome.OK) >= goal, f"{count} more answers")
 
+    async def newer(self, token: int) -> int:
+        """Wait until something was answered under a newer grant than `token`; that grant."""
+        await auntil(lambda: max(self._answered()) > token, f"an answer under more than {token}")
+        return max(self._answered())
+
+    def _answered(self) -> list[int]:
+        return [0, *(each.token for each in self.exchanges if each.chunks and each.token)]
+
     def tokens(self) -> set[int | None]:
         """The grants under which anything was answered."""
         return {each.token for each in self.exchanges if each.chunks}
@@ -231,9 +244,16 @@ class PodHome:
     A test that fails may leave anything behind, so the next one gets a new pod.
     """
 
-    def __init__(self, base: Path, model: Path, **differences: Any) -> None:
+    def __init__(
+        self,
+        base: Path,
+        model: Path,
+        whole_deadline_s: float = WHOLE_DEADLINE_S,
+        **differences: Any,
+    ) -> None:
         self._base = base
         self._model = model
+        self._whole_deadline_s = whole_deadline_s
         self._differences = differences
         self._loop = asyncio.Runner()
         self._pod: Pod | None = None
@@ -267,7 +287,7 @@ class PodHome:
         env = {**AS_USERS_RUN_IT, **self._differences.pop("env", {})}
         local = LocalPod(directory, self._model, pod_ports(), env=env, **self._differences)
         self._differences["env"] = env
-        self._pod = Pod(local)
+        self._pod = Pod(local, self._whole_deadline_s)
         await self._pod.start()
 
     async def _stop(self) -> None:
@@ -281,5 +301,5 @@ def _readers(device: Mapping[str, Any]) -> set[tuple[str, int]]:
     return {(each["incarnation"], each["rank"]) for each in device["sessions"]}
 
 
-def make_model(directory: Path) -> Path:
-    return asyncio.run(make_random_model(directory))
+def make_model(directory: Path, shape: Sequence[str] = ()) -> Path:
+    return asyncio.run(make_random_model(directory, shape))

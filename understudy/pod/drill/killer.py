@@ -92,7 +92,7 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
     """
     path = engine_sockets(directory)[whole.engine]
     supervisor = (await ask(path, engine_messages.CONTROL, engine_messages.Status())).pid
-    backend = [pid for pid in descendants(supervisor) if not _is_helper(pid)] if supervisor else []
+    backend = backend_processes(supervisor) if supervisor else []
     # A supervisor outlives its backend's death, and must not outlive its own.
     tree = OldTree.of([supervisor, *backend] if target == SUPERVISOR else backend)
     kill = Kill(target, whole.engine, whole.token, killed_ms=clock.now_ms())
@@ -112,8 +112,13 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
     return kill
 
 
+def backend_processes(supervisor: int) -> list[int]:
+    """What runs under an engine's supervisor, without the helpers that never open a device: nobody
+    waits for those, and their life proves nothing."""
+    return [pid for pid in descendants(supervisor) if not _is_helper(pid)]
+
+
 def _is_helper(pid: int) -> bool:
-    """Whether `pid` never opens a device: nobody waits for it, and its life proves nothing."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             line = file.read().decode(errors="replace")

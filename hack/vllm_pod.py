@@ -1,0 +1,58 @@
+"""A pod of two vLLM engines in a directory of its own, for what is measured of it.
+
+Owns where its files are. TMPDIR is in that directory, so that whatever is left there is the pod's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from understudy.pod.local_pod import LocalPod, free_pod_ports
+from understudy.pod.random_model import VLLM_RANDOM_MODEL, make_random_model
+
+# Weights of 74 MiB in float32: enough that a copy of them would be seen among a worker's other
+# memory, and little enough that two cores stream some hundred tokens a second.
+MODEL_SHAPE = ("--hidden=1024", "--layers=5")
+
+
+def temporary(base: Path) -> Path:
+    return base / "t"  # short: vLLM's sockets are in it, and a path has 107 bytes
+
+
+def environment(base: Path) -> dict[str, str]:
+    """What all parts of a pod in `base` get; users' own settings win.
+
+    What torch compiles is a cache, which all engines use and nobody leaves behind by mistake: it
+    would be in TMPDIR otherwise.
+    """
+    wanted = {**VLLM_RANDOM_MODEL.env, "TORCHINDUCTOR_CACHE_DIR": str(base / "compiled")}
+    chosen = {name: os.environ.get(name, it) for name, it in wanted.items()}
+    return {**chosen, "TMPDIR": str(temporary(base))}
+
+
+async def model_of(base: Path, given: str | None) -> Path:
+    """The user's checkpoint, or a random one."""
+    if given is not None:
+        return Path(os.path.abspath(given))
+    return await make_random_model(base / "model", MODEL_SHAPE)
+
+
+def make_pod(
+    base: Path, model: Path, ranks: int, flags: Sequence[str], device_bytes: str = "4GiB"
+) -> LocalPod:
+    """The pod; its directory and its empty TMPDIR are made."""
+    directory = base / "pod"
+    directory.mkdir(mode=0o700)
+    temporary(base).mkdir(exist_ok=True)
+    return LocalPod(
+        directory,
+        model,
+        free_pod_ports(),
+        backend="vllm",
+        backend_args=tuple(flags),
+        device_bytes=device_bytes,
+        tensor_parallel=ranks,
+        env=environment(base),
+    )

@@ -1,0 +1,43 @@
+"""What every test here needs: vLLM, which the environment of `make test` does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.pods import PodHome, make_model
+from understudy.pod.random_model import VLLM_RANDOM_MODEL
+
+if find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+# Two cores import vLLM four times for an engine of two ranks, beside one that serves.
+WHOLE_DEADLINE_S = 240.0
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random checkpoint that vLLM can serve."""
+    return make_model(tmp_path_factory.mktemp("vllm") / "model", VLLM_RANDOM_MODEL.shape)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[PodHome]:
+    """A pod of two vLLM engines of two ranks, which every test of a module leaves whole."""
+    base = tmp_path_factory.mktemp("p")
+    found = PodHome(
+        base,
+        model,
+        WHOLE_DEADLINE_S,
+        backend="vllm",
+        backend_args=VLLM_RANDOM_MODEL.arguments,
+        tensor_parallel=2,
+        env=VLLM_RANDOM_MODEL.env,
+    )
+    try:
+        yield found
+    finally:
+        found.close()

@@ -1,0 +1,89 @@
+"""Deaths and stops of vLLM's processes in a pod of two engines of two ranks, under load.
+
+One pod for all of them: an engine that comes back imports vLLM four times. The load ends before
+that, so that it takes seconds; that it comes back at all, each test waits for.
+"""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from engine import shared_names
+from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
+from tests.e2e.processes import Processes, kill
+from tests.helpers import auntil
+
+
+@pytest.mark.parametrize("target", ["api", "core", "worker", "worker-1"])
+def test_death_of_a_process_is_a_takeover_that_refuses_nobody(home: PodHome, target: str):
+    """Goal: whoever dies, the other engine says the same, after all of the old one is gone and with
+    nothing of it left in shared memory. Method: SIGKILL under load; pidfds, tokens, names."""
+    home.run(lambda pod: taken_over(pod, target, signal.SIGKILL, "child_exit"))
+
+
+@pytest.mark.parametrize("target", ["worker", "core"])
+def test_process_that_hangs_is_found_fenced_and_taken_over_from(home: PodHome, target: str):
+    """Goal: no token for a while is a death. Method: SIGSTOP under load; the supervisor kills what
+    cannot die by itself."""
+    home.run(lambda pod: taken_over(pod, target, signal.SIGSTOP, "unhealthy"))
+
+
+async def taken_over(pod: Pod, target: str, number: int, cause: str) -> None:
+    """Send signal `number` to a process of the active engine; the pod is whole again after it."""
+    before = await pod.whole()
+    backend = (await pod.engine(before.engine))["backend"]
+    assert set(backend["pids"]) == {"api", "core", "worker", "worker-1"}
+    tree = await pod.engine_tree(before.engine)
+    names = shared_names.held_by(tree)
+    with Processes(tree) as old, Processes([backend["pids"][target]]) as victim:
+        async with pod.load() as load, pod.grants(old) as grants:
+            await load.answers()
+            victim.signal(number)
+            newer = await load.newer(before.token)
+            await load.answers()
+            assert not load.refused()
+            assert len(load.lost()) <= CLIENTS
+            assert load.tokens() == {before.token, newer}
+        assert [each.token for each in grants.made] == [newer]
+        assert grants.made[0].engine in before.standbys
+        assert not grants.made[0].alive
+    await auntil(lambda: not names & shared_names.there_now(), "shared memory to be given back")
+    after = await pod.whole_after(before.token)
+    assert after.standbys == (before.engine,)
+    assert (await pod.engine(before.engine))["deaths"][-1]["cause"] == cause
+
+
+def test_memory_service_killed_under_load_is_noticed_by_nobody(home: PodHome):
+    """Goal: a crash without loss, with vLLM's readers. Method: SIGKILL gms's supervisor; both
+    devices have the same epoch and the same readers again, and no engine is another one."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        engines = await incarnations(pod)
+        memories = [await pod.memory(f"HOST-{rank}") for rank in range(2)]
+        restarts = pod.runner.restarts()["gms"]
+        async with pod.load() as load:
+            await load.answers()
+            kill(pod.pid("gms"))
+            await pod.restarted("gms", restarts)
+            for memory in memories:
+                await pod.recovered(memory)
+            await only_answers_under(load, before.token)
+        assert await incarnations(pod) == engines
+        assert await pod.whole() == before
+
+    home.run(scenario)
+
+
+async def incarnations(pod: Pod) -> list[str]:
+    return [part["engine"]["incarnation"] for part in (await pod.view())["engines"]]
+
+
+async def only_answers_under(load: Load, token: int) -> None:
+    """Nothing was lost or refused so far, and everything came under `token`."""
+    await load.answers()
+    assert not load.lost()
+    assert not load.refused()
+    assert load.tokens() == {token}
