@@ -139,9 +139,9 @@ def _own(args: argparse.Namespace, unshareable: str) -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        worker = "CPUWorker"
+        worker = "worker_cpu.CPUWorker"
     elif current_platform.is_cuda():
-        worker = "GPUWorker"
+        worker = "worker.GPUWorker"
         # Sizes nothing, since the KV cache's size is given; but vLLM refuses to start where less
         # than this part of the device is free, and beside an engine that serves little is.
         args.gpu_memory_utilization = 0.01
@@ -157,7 +157,7 @@ def _own(args: argparse.Namespace, unshareable: str) -> None:
         "unshareable": unshareable,
     }
     args.load_format = LOAD_FORMAT
-    args.worker_cls = f"engine.backends.vllm.worker.{worker}"
+    args.worker_cls = f"engine.backends.vllm.{worker}"
     args.distributed_executor_backend = "mp"
     args.middleware = [*args.middleware, GATE]
 

@@ -1,7 +1,8 @@
 """vLLM's workers, parked and woken: weights through gms, a KV cache that a standby does not hold.
 
 Owns what a worker of ours does otherwise than vLLM's: three steps of its start, sleep and wake, and
-three methods that the backend calls in every worker (`understudy_…`). Knows nothing of the lock.
+three methods that the backend calls in every worker (`understudy_…`); and the GPU's worker. Knows
+nothing of the lock. The CPU's is in a file of its own (`worker_cpu.py` says why).
 
 Methods that the backend calls never raise and answer with a dictionary: after an exception on one
 rank vLLM leaves the other ranks' answers in their queues, and every later answer is that to an
@@ -13,7 +14,6 @@ take_kv`), has looked at every answer, and only then lets vLLM believe that it i
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import time
@@ -22,14 +22,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
-from vllm.v1.worker.cpu_worker import CPUWorker as StockCPUWorker
 from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
-from engine.backends.free_memory import Room, check_can_ever_fit, read_room
+from engine.backends.free_memory import Room, check_can_ever_fit
 from engine.backends.vllm import membership, weights
 from engine.backends.vllm.kv_arena import Hold, KVArena, Range
 from engine.backends.vllm.kv_cuda import CudaRange
-from engine.backends.vllm.kv_host import HostRange
 from understudy.errors import UnderstudyError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -214,30 +212,6 @@ class Parking(StockGPUWorker):
     reload_weights = update_weights = reset_weights = _refuse
     init_weight_transfer_engine = start_weight_update = start_draft_weight_update = _refuse
     finish_weight_update = elastic_ep_execute = _refuse
-
-
-class CPUWorker(Parking, StockCPUWorker):
-    """On host memory: the ranks share one machine's."""
-
-    def room(self) -> Room:
-        return read_room()
-
-    def kv_bytes_of_all(self, kv_bytes: int) -> int:
-        return kv_bytes * int(self.parallel_config.world_size)
-
-    def reserve(self, kv_bytes: int) -> Range:
-        return HostRange(kv_bytes, int(self.parallel_config.world_size))
-
-    def tensor_at(self, address: int, size_bytes: int) -> torch.Tensor:
-        buffer = (ctypes.c_int8 * size_bytes).from_address(address)
-        return torch.frombuffer(buffer, dtype=torch.int8)
-
-    def determine_available_memory(self) -> int:
-        """vLLM's, less its demand that the memory be free now: the active engine has it."""
-        with reporting():
-            if self._should_warm_up_model():
-                self.model_runner.warming_up_model()
-            return self._kv_bytes_asked()
 
 
 class GPUWorker(Parking):
