@@ -1,0 +1,33 @@
+"""Our worker of host memory with weights of its own: no supervisor, no memory service."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from engine.backends.vllm.worker_cpu import CPUWorker, StockCPUWorker  # isort: skip - comes first
+from engine.backends.free_memory import Room
+from engine.backends.vllm import membership, weights
+from engine.backends.vllm.kv_arena import Range
+from engine.backends.vllm.kv_host import HostRange
+
+
+class PrivateWorker(CPUWorker):
+    free_bytes = 1 << 40
+
+    def init_device(self) -> None:
+        nobody: Any = SimpleNamespace(leftover=lambda path: None, report=lambda error: None)
+        membership._member = nobody
+        super().init_device()
+
+    def load_model(self, **kwargs: Any) -> None:
+        ours: Any = SimpleNamespace(is_awake=False, bytes=0, epoch="", identity={})
+        weights._of_this_process = ours
+        StockCPUWorker.load_model(self, **kwargs)
+
+    def reserve(self, kv_bytes: int) -> Range:
+        return HostRange(kv_bytes, read=lambda: Room(self.free_bytes, 1 << 40, "a test"))
+
+    def find_free(self, free_bytes: int) -> None:
+        """From now on so much memory is free."""
+        self.free_bytes = free_bytes

@@ -1,0 +1,301 @@
+"""The one allocation that is answered with addresses of ours, and what a worker refuses; no engine.
+
+Every address is real host memory; what takes the places of vLLM's own code is what it is given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
+    from engine.backends.vllm import worker_cpu
+    from engine.backends.vllm.worker_cpu import CPUWorker, StockCPUWorker
+
+import torch
+
+from engine.backends.free_memory import RESERVE_BYTES, Room
+from engine.backends.vllm import membership, worker
+from engine.backends.vllm.kv_arena import Hold, KVArena
+from engine.backends.vllm.kv_host import HostRange
+from engine.backends.vllm.worker import StockGPUWorker
+from understudy.errors import InvariantError, UnderstudyError, UsageError, WaitTimeoutError
+
+SIZE = (4 << 20) + 64
+
+
+def tensor_at(address: int, size_bytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_int8 * size_bytes).from_address(address), dtype=torch.int8)
+
+
+@pytest.fixture
+def room() -> SimpleNamespace:
+    """What is free; tests take it away."""
+    return SimpleNamespace(free_bytes=1 << 40)
+
+
+@pytest.fixture
+def addresses(room: SimpleNamespace) -> Iterator[HostRange]:
+    found = HostRange(SIZE, read=lambda: Room(room.free_bytes, 1 << 40, "a test"))
+    yield found
+    found.free()
+
+
+@pytest.fixture
+def arena(addresses: HostRange) -> KVArena:
+    return KVArena(addresses, tensor_at)
+
+
+def allocate(arena: KVArena) -> torch.Tensor:
+    with arena:
+        return torch.zeros(SIZE, dtype=torch.int8, device=torch.device("cpu"))
+
+
+def test_buffer_is_over_our_addresses_and_other_tensors_are_torchs(
+    arena: KVArena, addresses: HostRange
+):
+    """vLLM's one call, among others like it: only that one is ours, and only inside the context."""
+    with arena:
+        others = [torch.zeros(8), torch.zeros(4, 4, dtype=torch.int32), torch.ones(3)]
+        buffer = torch.zeros(SIZE, dtype=torch.int8, device=torch.device("cpu"))
+    outside = torch.zeros(SIZE, dtype=torch.int8)
+    start, end = addresses.address, addresses.address + SIZE
+    assert (buffer.data_ptr(), buffer.numel(), buffer.dtype) == (start, SIZE, torch.int8)
+    assert all(not start <= each.data_ptr() < end for each in (*others, outside))
+    assert (arena.hold, arena.kv_bytes) == (Hold.SCRATCH, SIZE)
+    buffer.fill_(3)  # warming up may touch all of it
+    assert arena.resident_bytes() >= SIZE
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seen"),
+    [([], "none"), ([SIZE - 1], str(SIZE - 1)), ([SIZE, 8], f"{SIZE} and 8"), ([SIZE] * 2, "and")],
+)
+def test_any_other_allocation_is_refused_with_both_numbers(
+    arena: KVArena, sizes: list[int], seen: str
+):
+    """None, another size, one more: a vLLM that we do not know fails at start."""
+    with pytest.raises(UsageError, match=r"vllm\.kv_contract") as caught, arena:  # noqa: PT012 - vLLM's side
+        for size in sizes:
+            torch.zeros(size, dtype=torch.int8)
+    assert f"one buffer of {SIZE} bytes was expected" in caught.value.message
+    assert seen in caught.value.message
+
+
+def test_error_inside_is_not_hidden(arena: KVArena):
+    """vLLM fails before it allocates: its error is the one that counts."""
+    with pytest.raises(ZeroDivisionError), arena:
+        raise ZeroDivisionError
+
+
+def test_tensor_stays_good_across_park_and_wake(arena: KVArena):
+    """The same tensor object, views of it included: zero after every wake, whatever was in it;
+    parking and taking again are harmless."""
+    buffer = allocate(arena)
+    view = buffer[64:].view(torch.bfloat16)[7:]
+    for _ in range(2):
+        view.fill_(1.5)
+        arena.release()
+        arena.release()
+        assert (arena.hold, arena.resident_bytes()) == (Hold.PARKED, 0)
+        arena.take(0)
+        assert int(buffer.count_nonzero()) == int(view.count_nonzero()) == 0
+        view.fill_(2.5)
+        arena.take(0)
+        assert bool((view == 2.5).all())
+
+
+def test_wake_from_scratch_leaves_nothing_of_the_warm_up(arena: KVArena):
+    """Taken without having been parked: zero all the same."""
+    buffer = allocate(arena)
+    buffer.fill_(1)
+    arena.take(0)
+    assert int(buffer.count_nonzero()) == 0
+
+
+def test_wake_without_room_leaves_it_parked_and_may_be_tried_again(
+    arena: KVArena, room: SimpleNamespace
+):
+    """The deadline passes: a sentence, still parked; then room, and it is taken."""
+    buffer = allocate(arena)
+    arena.release()
+    room.free_bytes = RESERVE_BYTES
+    with pytest.raises(WaitTimeoutError, match=r"engine\.kv_memory_busy"):
+        arena.take(0)
+    assert (arena.hold, arena.resident_bytes()) == (Hold.PARKED, 0)
+    room.free_bytes = 1 << 40
+    arena.take(0)
+    assert int(buffer.count_nonzero()) == 0
+
+
+def test_taking_before_there_is_a_cache_is_our_own_fault(arena: KVArena):
+    """No allocation yet: nothing that could be woken."""
+    with pytest.raises(InvariantError):
+        arena.take(0)
+
+
+# ---------------------------------------------------------------------- the worker
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> list[UnderstudyError]:
+    """What the supervisor was told."""
+    told: list[UnderstudyError] = []
+    monkeypatch.setattr(membership, "_member", SimpleNamespace(report=told.append))
+    return told
+
+
+def make_worker(kv_bytes: int | None = SIZE, ranks: int = 2) -> Any:
+    """A worker that vLLM has not started."""
+    made = CPUWorker.__new__(CPUWorker)
+    made.rank = 1
+    made.cache_config = SimpleNamespace(kv_cache_memory_bytes=kv_bytes)
+    made.parallel_config = SimpleNamespace(world_size=ranks)
+    made.distributed_init_method = "tcp://127.0.0.1:1"
+    return made
+
+
+def config_of(*sizes: int) -> Any:
+    return SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=size) for size in sizes])
+
+
+def test_size_that_can_never_fit_is_refused_before_the_weights(
+    reported: list[UnderstudyError], monkeypatch: pytest.MonkeyPatch
+):
+    """The device is there, the model is not loaded yet: needed (of all ranks) and allowed, and the
+    supervisor is told. One that fits passes."""
+    monkeypatch.setattr(StockCPUWorker, "init_device", lambda self: None)
+    monkeypatch.setattr(
+        worker_cpu, "read_room", lambda: Room(0, RESERVE_BYTES + SIZE, "this machine")
+    )
+    make_worker(ranks=1).init_device()
+    sentence = "needs 8 MiB and this machine allows 68 MiB in all; lower --kv-cache-memory-bytes"
+    with pytest.raises(UsageError, match=sentence) as caught:
+        make_worker(ranks=2).init_device()
+    assert reported == [caught.value]
+    assert caught.value.code == "engine.kv_too_large"
+
+
+def test_worker_without_a_size_is_refused(
+    reported: list[UnderstudyError], monkeypatch: pytest.MonkeyPatch
+):
+    """Also where it would be measured: never."""
+    monkeypatch.setattr(StockCPUWorker, "init_device", lambda self: None)
+    unsized = make_worker(None)
+    for step in (unsized.init_device, unsized.determine_available_memory):
+        unsized._should_warm_up_model = lambda: False
+        with pytest.raises(UsageError, match=r"vllm\.no_kv_size"):
+            step()
+    assert len(reported) == 2
+
+
+def test_cpu_size_is_what_was_asked_whatever_is_free():
+    """vLLM demands that so much be free; the active engine has it, so we do not."""
+    found = make_worker(1 << 60)
+    found._should_warm_up_model = lambda: False
+    assert found.determine_available_memory() == 1 << 60
+
+
+@pytest.mark.parametrize("sizes", [(), (SIZE, 8)])
+def test_cache_of_several_buffers_is_refused(reported: list[UnderstudyError], sizes: Any):
+    """One buffer can be parked: none or several are told to the supervisor."""
+    with pytest.raises(UsageError, match=f"KV cache of {len(sizes)} buffers"):
+        make_worker().initialize_from_config(config_of(*sizes))
+    assert len(reported) == 1
+
+
+def test_cache_allocated_elsewhere_is_refused(
+    reported: list[UnderstudyError], monkeypatch: pytest.MonkeyPatch
+):
+    """A vLLM (or a connector) that asks no context of its worker: the start fails."""
+    monkeypatch.setattr(StockGPUWorker, "initialize_from_config", lambda self, config: None)
+    with pytest.raises(UsageError, match="without asking its worker"):
+        make_worker().initialize_from_config(config_of(SIZE, SIZE))
+    assert [each.code for each in reported] == ["vllm.kv_contract"]
+
+
+def test_context_is_ours_for_the_cache_only(monkeypatch: pytest.MonkeyPatch):
+    """The other kinds of memory are vLLM's as before."""
+    monkeypatch.setattr(
+        StockGPUWorker, "_maybe_get_memory_pool_context", lambda self, tag: nullcontext(tag)
+    )
+    found = make_worker()
+    found._expected_bytes = SIZE
+    assert found._maybe_get_memory_pool_context("weights").enter_result == "weights"
+    assert found.arena is None
+    assert found._maybe_get_memory_pool_context("kv_cache") is found.arena
+    assert found.arena.kv_bytes == SIZE
+
+
+def test_waking_without_memory_is_refused_and_repeating_is_harmless(
+    arena: KVArena, monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM's words: asleep twice, awake before memory was taken (an error), then twice."""
+    ours = SimpleNamespace(is_awake=False)
+    monkeypatch.setattr(worker.weights, "_of_this_process", ours)
+    found = make_worker()
+    found.sleep()
+    found.wake_up()  # neither has anything to do before there is a cache
+    found.arena = arena
+    allocate(arena)
+    for _ in range(2):
+        found.sleep(2)
+        assert arena.hold is Hold.PARKED
+    with pytest.raises(UnderstudyError, match=r"rank 1 is parked.*\[engine\.not_awake\]"):
+        found.wake_up()
+    for _ in range(2):
+        answer = found.understudy_take_kv(0.0)
+        assert (answer["ok"], answer["rank"], answer["kv_bytes"]) == (True, 1, SIZE)
+        found.wake_up(["kv_cache"])
+    assert ours.is_awake
+    found.discard(("weights",))
+    assert arena.hold is Hold.TAKEN
+    found.discard(("weights", "kv_cache"))
+    assert arena.hold is Hold.PARKED
+
+
+def test_methods_that_the_backend_calls_answer_whatever_happens(
+    arena: KVArena, room: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    """No room: a code and a sentence. A bug: a code and its text. Never an exception, which would
+    leave the other ranks' answers for the next question."""
+    monkeypatch.setattr(worker.weights, "_of_this_process", SimpleNamespace(is_awake=False))
+    found = make_worker()
+    found.arena = arena
+    allocate(arena)
+    room.free_bytes = 0
+    answer = found.understudy_take_kv(0.0)
+    assert (answer["ok"], answer["rank"], answer["code"]) == (False, 1, "engine.kv_memory_busy")
+    assert "needs 4 MiB and 0 MiB are free" in answer["error"]
+    answer = found.understudy_distrust("why")  # these weights cannot be distrusted
+    assert (answer["ok"], answer["code"]) == (False, "vllm.worker_failed")
+    assert "AttributeError" in answer["error"]
+
+
+# What only reads, says how it is, or has been made to refuse by refusing what it needs first.
+HARMLESS = {
+    "_check_weight_transfer_engine",
+    "_set_draft_weight_update_target",
+    "_start_weight_update",
+    "_weight_checksum_prefix",
+    "compute_weight_checksums",
+    "shutdown_weight_transfer_engine",
+    "supports_draft_weight_updates",
+}
+
+
+def test_nothing_that_vllm_can_be_told_changes_shared_weights():
+    """Every method of vLLM's worker that speaks of weights refuses, or is known not to change any:
+    a new one in a later version is found here."""
+    names = {name for name in dir(StockGPUWorker) if "weight" in name} - HARMLESS
+    assert {"reload_weights", "update_weights", "reset_weights"} <= names
+    for name in (*names, "elastic_ep_execute"):
+        with pytest.raises(UnderstudyError, match="start engines with the new weights"):
+            getattr(make_worker(), name)({}, more=1)
