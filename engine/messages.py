@@ -108,13 +108,17 @@ class Drained(Message):
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Message):
-    """Weights in place and everything ready but the KV cache, whose size is `kv_bytes`."""
+    """Weights in place and everything ready but the KV cache, whose size is `kv_bytes`.
+
+    `warnings` are for people: what works, and will cost them something they may not expect.
+    """
 
     TYPE: ClassVar[str] = "prepared"
     weights_bytes: Count
     kv_bytes: Count
     epoch: Sentence
     identity: dict[str, Any]
+    warnings: tuple[Sentence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

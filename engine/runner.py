@@ -303,6 +303,8 @@ class Runner:
     def status(self) -> dict[str, Any]:
         """The status document."""
         problems = [self.state_file.problem, self.lock.problem, self._layout.note]
+        if self.launch is not None and self.launch.prepared is not None:
+            problems += self.launch.prepared.warnings
         return status.document(
             self._settings,
             self.lifecycle.now,

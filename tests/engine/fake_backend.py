@@ -43,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--permanent", action="store_true")
     parser.add_argument("--dirty-mib", type=int, default=0)
     parser.add_argument("--kv-bytes", type=int, default=1024)
+    parser.add_argument("--warn", action="append", default=[], help="of this, once prepared")
     parser.add_argument("--leave-behind", default="", help="files whose names begin like this")
     return parser.parse_args()
 
@@ -187,7 +188,13 @@ def main() -> None:
         load_ranks(member, switches.ranks)
     kept = leave_behind(member, switches.leave_behind) if switches.leave_behind else []
     channel.notify(
-        m.Prepared(weights_bytes=len(dirty), kv_bytes=switches.kv_bytes, epoch="e1", identity={})
+        m.Prepared(
+            weights_bytes=len(dirty),
+            kv_bytes=switches.kv_bytes,
+            epoch="e1",
+            identity={},
+            warnings=tuple(switches.warn),
+        )
     )
     with contextlib.suppress(UnreachableError):
         Backend(switches, channel).run()

@@ -227,6 +227,13 @@ def test_relaunched_backend_keeps_its_size_against_newcomers(pod: Pod):
     first.until("active", number=2)
 
 
+def test_what_a_backend_warns_of_is_in_the_status(pod: Pod):
+    """Pinned memory, say: a standby tells of it for as long as that backend lives."""
+    pod.start_lock()
+    engine = pod.engine("engine-0", "--warn", "slow to die", "--warn", "and thirsty")
+    assert engine.until("active")["problems"] == ["slow to die", "and thirsty"]
+
+
 def test_engine_waits_visibly_for_a_writer_that_was_stopped(pod: Pod):
     """Somebody holds the record exclusively: the engine stays in init and says why, and goes on
     when it is let go."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -93,16 +94,17 @@ async def _run(args: argparse.Namespace, channel: ChannelThread) -> None:
 
     progress = Progress()
     sock = bind(args, _private_path())
-    engine = _make_engine(args, progress)
+    engine, warnings = _make_engine(args, progress)
     front = await Front.start(engine, args, sock)
     backend = Backend(engine, front, progress)
     prepared = await backend.prepare()
-    channel.prepared(backend, prepared)
+    channel.prepared(backend, dataclasses.replace(prepared, warnings=warnings))
     await backend.watch(lambda error: channel.end(process.fault_report(error)))
 
 
-def _make_engine(args: argparse.Namespace, progress: Any) -> Any:
-    """Start the engine core and its workers; blocks until they have their weights.
+def _make_engine(args: argparse.Namespace, progress: Any) -> tuple[Any, tuple[str, ...]]:
+    """Start the engine core and its workers; blocks until they have their weights. The engine, and
+    what people should be warned of.
 
     Raises:
         UsageError: `vllm.configuration`, `vllm.no_kv_size`.
@@ -123,15 +125,17 @@ def _make_engine(args: argparse.Namespace, progress: Any) -> Any:
         ) from error
     if args.kv_cache_memory_bytes is None:
         raise kv_size.refusal(config)
-    for warning in kv_size.warnings(config):
+    warnings = tuple(kv_size.warnings(config))
+    for warning in warnings:
         logger.warning("%s", warning)
-    return AsyncLLM.from_vllm_config(
+    engine = AsyncLLM.from_vllm_config(
         config,
         usage_context=usage,
         stat_loggers=[progress.factory],
         enable_log_requests=engine_args.enable_log_requests,
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
     )
+    return engine, warnings
 
 
 def _private_path() -> str:
