@@ -38,6 +38,11 @@ class Phases:
     def __init__(self) -> None:
         self.now = Phase.PREPARING
 
+    @property
+    def is_parked(self) -> bool:
+        """Ready to be woken, and idle until then."""
+        return self.now is Phase.PREPARED
+
     def step(self, request: str) -> None:
         """Go on to the phase after `request`.
 

@@ -15,8 +15,8 @@ from enum import StrEnum
 ANSWER_MS = 1_000
 HANG_MS = 3_000
 IDLE_CANARY_MS = 30_000
-# Of the five seconds that a hang may cost, hang_ms takes three: it is seen at most twice this later,
-# since what one look says may be as old as the look before it. The questions cost nothing.
+# Of the five seconds that a hang may cost, hang_ms takes three: it is seen at most twice this
+# later, since what one look says may be as old as the look before it. The questions cost nothing.
 INTERVAL_MS = 250
 # A loop that is this late was not running; a busy one is late by a few milliseconds.
 LATE_MS = 250

@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 # Inside the waking budget of 60 s, so that the reason is said before the kill comes.
 KV_WAIT_S = 45.0
 STATUS_WAIT_S = 60.0
+# A parked engine is asked now and then whether all of it could be woken: nobody else would find out
+# before it is needed that one of its processes hangs. Costs 2 ms each time.
+PARKED_CHECK_S = 10.0
+PARKED_WAIT_S = 10.0  # a rank answers within milliseconds unless the machine swaps
 DISTRUST_WAIT_S = 5.0
 CANARY_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)  # every vocabulary has them
 PULSE_S = 0.25
@@ -118,20 +122,45 @@ class Backend:
 
     async def watch(self, on_dead: Callable[[UnderstudyError], None]) -> None:
         """Turn with the loop, and call `on_dead` once vLLM has given itself up."""
+        checking = asyncio.create_task(self._check_while_parked(on_dead))
         while not (self._engine.errored or self._front.has_ended):
             self._turned_s = time.monotonic()
             await asyncio.sleep(PULSE_S)
+        checking.cancel()
         what = "its engine core has failed" if self._engine.errored else "its HTTP server has ended"
         on_dead(UnderstudyError("vllm.dead", f"vLLM has given up: {what}; its log says why"))
+
+    async def _check_while_parked(self, on_dead: Callable[[UnderstudyError], None]) -> None:
+        while self.phases.is_parked:
+            try:
+                await self._ask_ranks("understudy_status", PARKED_WAIT_S)
+            except UnderstudyError as error:
+                on_dead(error)
+            await asyncio.sleep(PARKED_CHECK_S)
 
     # ------------------------------------------------------------------ asking vLLM
 
     async def _ask_ranks(
         self, method: str, timeout_s: float, *arguments: Any
     ) -> Sequence[dict[str, Any]]:
-        answers: Sequence[dict[str, Any]] = await self._engine.collective_rpc(
-            method, timeout=timeout_s, args=arguments
-        )
+        """Call `method` on every rank.
+
+        Raises:
+            UnderstudyError: what the first rank that failed says; `vllm.silent`, after which
+                replies may be out of step, so that this incarnation must end.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                # vLLM looks after its own timeout in the core, which may be what has stopped.
+                answers: Sequence[dict[str, Any]] = await self._engine.collective_rpc(
+                    method, timeout=timeout_s, args=arguments
+                )
+        except TimeoutError as error:
+            raise UnderstudyError(
+                "vllm.silent",
+                f"not every process of vLLM answered {method} within {timeout_s:g} s: one of them"
+                " hangs or is stopped",
+            ) from error
         for answer in answers:
             if not answer["ok"]:
                 raise UnderstudyError(
