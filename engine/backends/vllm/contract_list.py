@@ -28,14 +28,21 @@ LOADER = "model_executor/model_loader/base_loader.py"
 LOADER_UTILS = "model_executor/model_loader/utils.py"
 LINEAR = "model_executor/layers/linear.py"
 
-# One of several places, by version: a name of the contract, who uses it, where it may be.
-PLACES = tuple(
+# A name in one of several places, by version: what the contract is, who uses it, where it may be.
+PLACES = (
+    *(
+        (
+            f"the parser of vLLM's flags has {name}",
+            "shim.py",
+            tuple((f"vllm.entrypoints.{at}.cli_args", name) for at in ("common", "launchers")),
+        )
+        for name in ("make_arg_parser", "validate_parsed_serve_args")
+    ),
     (
-        f"the parser of vLLM's flags has {name}",
-        "shim.py",
-        tuple((f"vllm.entrypoints.{place}.cli_args", name) for place in ("common", "launchers")),
-    )
-    for name in ("make_arg_parser", "validate_parsed_serve_args")
+        "rotary embeddings are registered for a whole process",
+        "registries.py",
+        (("vllm.model_executor.layers.rotary_embedding", "_ROPE_DICT"),),
+    ),
 )
 
 CONTRACTS = (
@@ -105,11 +112,46 @@ CONTRACTS = (
         says("supports_pre_processed_weights"),
     ),
     Contract(
-        "the CPU build leaves a linear layer unpacked that asks for it",
-        "shim.py",
+        "the CPU build computes an unquantised layer by its cpu_linear",
+        "sharing.py",
+        "model_executor/layers/utils.py",
+        "cpu_unquantized_gemm",
+        says("layer.cpu_linear(x, weight, bias)"),
+    ),
+    Contract(
+        "the CPU build packs an unquantised layer where its method processes weights",
+        "sharing.py",
         LINEAR,
         "UnquantizedLinearMethod.process_weights_after_loading",
-        says("_cpu_skip_gemm_dispatch", "layer.cpu_linear = torch.nn.functional.linear"),
+        says("dispatch_cpu_unquantized_gemm("),
+    ),
+    Contract(
+        "the CPU build packs an embedding where its method processes weights",
+        "sharing.py",
+        "model_executor/layers/vocab_parallel_embedding.py",
+        "UnquantizedEmbeddingMethod.process_weights_after_loading",
+        says("dispatch_cpu_unquantized_gemm("),
+    ),
+    Contract(
+        "a loader creates its model by a method of its own",
+        "weights.py",
+        LOADER,
+        "BaseModelLoader.load_model",
+        says("self.create_model("),
+    ),
+    Contract(
+        "a model's layers are registered in its compilation's configuration",
+        "registries.py",
+        "config/compilation.py",
+        "CompilationConfig",
+        says("static_forward_context:", "static_all_moe_layers:"),
+    ),
+    Contract(
+        "a worker knows where its ranks meet",
+        "worker.py",
+        WORKER_BASE,
+        "WorkerBase.__init__",
+        says("self.distributed_init_method = distributed_init_method"),
     ),
     # ---------------------------------------------------------------- the worker
     Contract(
@@ -172,21 +214,21 @@ CONTRACTS = (
     ),
     Contract(
         "a worker of the CPU build is a Worker",
-        "worker.py",
+        "worker_cpu.py",
         CPU_WORKER,
         "CPUWorker",
         says("class CPUWorker(Worker)"),
     ),
     Contract(
         "a worker of the CPU build says whether it warms up",
-        "worker.py",
+        "worker_cpu.py",
         CPU_WORKER,
         "CPUWorker._should_warm_up_model",
         takes_only(),
     ),
     Contract(
         "a model runner of the CPU build warms up",
-        "worker.py",
+        "worker_cpu.py",
         "v1/worker/cpu_model_runner.py",
         "CPUModelRunner.warming_up_model",
         takes_only(),

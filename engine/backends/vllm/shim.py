@@ -73,16 +73,6 @@ def validate_parsed_serve_args(args: Any) -> None:
     _cli_args().validate_parsed_serve_args(args)
 
 
-def skip_cpu_pack(layer: Any) -> None:
-    """Ask that `layer`, a linear one without quantisation, is not packed by the CPU build.
-
-    Packing copies the weight into memory of oneDNN's own, which cannot be shared. Read by
-    `UnquantizedLinearMethod.process_weights_after_loading`, which then sets
-    `layer.cpu_linear = torch.nn.functional.linear`; an embedding's method does not read it.
-    """
-    layer._cpu_skip_gemm_dispatch = True
-
-
 def _cli_args() -> Any:
     import importlib
 
