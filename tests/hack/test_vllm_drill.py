@@ -1,0 +1,119 @@
+"""What the drill of vLLM measures and compares by, without a vLLM: real mappings, given answers."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hack.drill_vllm import OPTIONS, Run
+from hack.soak_vllm import heavy
+from hack.vllm_figures import Figures, cpu_percent, kv_resident, mappings, private_bytes
+from hack.vllm_stock import smallest_gap
+from understudy.errors import UnderstudyError, UsageError
+from understudy.pod.drill.prompts import all_prompts
+from understudy.service.config import resolve
+
+MIB = 1 << 20
+KV_BYTES = 37 * MIB  # no mapping of a Python process has this size
+
+SOUND = Figures(
+    weights_committed_bytes=100 * MIB,
+    weights_physical_bytes=100 * MIB,
+    weights_pss_bytes=100 * MIB,
+    kv_bytes=KV_BYTES,
+    standby_kv_resident_bytes=0,
+    active_kv_resident_bytes=MIB,
+    active_pss_bytes=1000 * MIB,
+    standby_pss_bytes=1000 * MIB,
+    standby_worker_private_bytes=300 * MIB,
+    stock_worker_private_bytes=400 * MIB,
+    standby_cpu_percent=1.0,
+)
+
+
+def test_gap_is_where_two_candidates_are_closest():
+    """Goal: prompts that rounding may change are left out. Method: both kinds of answers, and one
+    without log probabilities."""
+    steps = [{"a": -0.5, "b": -2.0}, {"c": -1.0, "d": -1.25}]
+    assert smallest_gap({"logprobs": {"top_logprobs": steps}}) == 0.25
+    chat = [{"top_logprobs": [{"logprob": value} for value in step.values()]} for step in steps]
+    assert smallest_gap({"logprobs": {"content": chat}}) == 0.25
+    assert smallest_gap({"logprobs": None}) == 0.0
+
+
+def test_kv_cache_is_found_by_its_size_and_counted_by_its_pages():
+    """Goal: what a parked engine has of it. Method: a mapping of this process, untouched, then
+    with eight pages written."""
+    with pytest.raises(UnderstudyError, match="no mapping of the size"):
+        kv_resident([os.getpid()], KV_BYTES)
+    with mmap.mmap(-1, KV_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as kv:
+        kv.madvise(mmap.MADV_NOHUGEPAGE)
+        assert kv_resident([os.getpid()], KV_BYTES) == 0
+        before = private_bytes([os.getpid()], KV_BYTES)
+        kv[: 8 * mmap.PAGESIZE] = b"x" * (8 * mmap.PAGESIZE)
+        assert kv_resident([os.getpid()], KV_BYTES) == 8 * mmap.PAGESIZE
+        assert abs(private_bytes([os.getpid()], KV_BYTES) - before) < MIB
+
+
+def test_memory_of_a_file_is_seen_with_its_name():
+    """Goal: weights are told from the rest. Method: a memfd, mapped and written."""
+    fd = os.memfd_create("understudy-test")
+    os.ftruncate(fd, MIB)
+    with mmap.mmap(fd, MIB) as mapped:
+        mapped.write(bytes(MIB))
+        (found,) = [each for each in mappings(os.getpid()) if "understudy-test" in each.path]
+        assert (found.size_bytes, found.rss_bytes, found.pss_bytes) == (MIB, MIB, MIB)
+    os.close(fd)
+
+
+def test_cpu_of_a_process_that_waits_is_little():
+    """Goal: percent of one core. Method: this process, which waits for it."""
+    assert 0 <= asyncio.run(cpu_percent([os.getpid()], seconds=0.2)) < 100
+
+
+def test_sound_figures_have_no_problem_and_each_unsound_one_has():
+    """Goal: every promise is judged. Method: one figure at a time is otherwise."""
+    assert SOUND.problems() == []
+    for name, value in {
+        "weights_physical_bytes": 200 * MIB,
+        "weights_pss_bytes": 0,
+        "standby_kv_resident_bytes": 4096,
+        "standby_worker_private_bytes": 400 * MIB,
+        "standby_cpu_percent": 2.5,
+    }.items():
+        assert len(replace(SOUND, **{name: value}).problems()) == 1, name
+
+
+def run_with(*flags: str) -> Run:
+    config = resolve(OPTIONS, {}, {}, command="drill")
+    return Run(Path("/nowhere"), config, False, flags, lambda line: None)
+
+
+def test_last_size_of_the_kv_cache_counts():
+    """Goal: what is measured is what runs. Method: vLLM's flags of a user, after our own."""
+    assert run_with().kv_bytes == 96 * MIB
+    assert run_with("--kv-cache-memory-bytes", "1024").kv_bytes == 1024
+    with pytest.raises(UsageError, match="takes bytes"):
+        _ = run_with("--kv-cache-memory-bytes=1g").kv_bytes
+
+
+def test_drill_of_vllm_has_its_own_defaults():
+    """Goal: each process of vLLM's five times. Method: the settings without any flag."""
+    config = resolve(OPTIONS, {}, {}, command="drill")
+    assert config["kills"] == 15
+    assert config["target"] == ("api", "core", "worker")
+
+
+def test_soak_asks_longer_than_the_drill():
+    """Goal: prefills and answers that take their time. Method: what becomes of the drill's bank."""
+    prompts = all_prompts("m")
+    made = heavy(prompts)
+    assert made[: len(prompts)] == prompts
+    assert len({prompt.key for prompt in made}) == len(made)
+    assert max(len(prompt.body.get("prompt", "")) for prompt in made) == 700
+    assert max(prompt.body["max_tokens"] for prompt in made) == 200
