@@ -64,7 +64,9 @@ class Identity:
             role: {**self._models[role], "shards": self._files(config)}
             for role, config in self._configs.items()
         }
-        return {**self._settings, "models": models}
+        # By itself too, or the difference that people are told is a whole model's settings.
+        draft = self._models["draft"]["name"] if "draft" in self._models else "none"
+        return {**self._settings, "draft": draft, "models": models}
 
     def _files(self, config: Any) -> Document:
         if self._load_format == DUMMY:

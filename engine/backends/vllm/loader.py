@@ -14,6 +14,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from engine.backends.vllm import weights
+from engine.backends.vllm.model_load import inner_loader
 from understudy.errors import UnderstudyError
 
 
@@ -21,7 +22,7 @@ class Loader(BaseModelLoader):
     """Registered as `understudy` by the plugin."""
 
     def download_model(self, model_config: ModelConfig) -> None:
-        weights.inner_loader(self.load_config).download_model(model_config)
+        inner_loader(self.load_config).download_model(model_config)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> NoReturn:
         raise UnderstudyError(

@@ -1,0 +1,119 @@
+"""Ranks of engines that come to their weights, in this process: vLLM's models without its engine.
+
+A rank here does what a worker does between `init_device` and the end of `load_model`, with a real
+memory service. Loading so costs seconds less than a worker's start does, and every refusal can have
+a test of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
+    from vllm.config import VllmConfig, replace, set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader import get_model, register_model_loader
+    from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+    from engine.backends.vllm.loader import Loader
+    from engine.backends.vllm.weights import Weights
+
+from torch import nn
+
+from engine.backends.vllm import weights
+from engine.backends.vllm.plugin import LOAD_FORMAT
+from gms.client import Reader
+
+
+@contextmanager
+def one_rank(directory: Path) -> Iterator[None]:
+    """vLLM's process groups for a tensor-parallel size of 1, which would meet in `directory`."""
+    register_model_loader(LOAD_FORMAT)(Loader)
+    _set_torch_accelerator_to_noop()  # as the CPU's model runner does
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{directory / 'ranks'}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+    yield
+    cleanup_dist_env_and_memory()
+
+
+class Rank:
+    """Rank 0 of `engine`: a member of a supervisor that always gives leave."""
+
+    def __init__(self, engine: str) -> None:
+        self.engine, self.incarnation = engine, f"{engine}-1"
+        self.said: list[tuple[str, dict[str, Any], int]] = []
+        self.weights = Weights(self)  # type: ignore[arg-type]  # a stand-in for a Member
+
+    def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> Any:
+        return SimpleNamespace(mode="rw_or_ro", token=1)
+
+    def attached(self, epoch: str, identity: dict[str, Any], rank: int = 0) -> None:
+        self.said.append((epoch, identity, rank))
+
+    @property
+    def reader(self) -> Reader:
+        assert isinstance(self.weights._session, Reader)
+        return self.weights._session
+
+    def load(self, model: Path, *, unshareable: str = "refuse", **flags: Any) -> list[nn.Module]:
+        """What `Worker.load_model` does: the target, then a draft, then `settle`."""
+        models = self.load_only(model, unshareable=unshareable, **flags)
+        self.weights.settle()
+        return models
+
+    def load_only(
+        self, model: Path, *, unshareable: str = "refuse", **flags: Any
+    ) -> list[nn.Module]:
+        """The models, with nothing published yet."""
+        extra = {"load_format": "auto", "extra": {}, "unshareable": unshareable}
+        config = config_of(model, model_loader_extra_config=extra, **flags)
+        rotary_embedding._ROPE_DICT.clear()  # another engine's, in this process
+        weights._of_this_process = self.weights
+        try:
+            with set_current_vllm_config(config):
+                models = [get_model(vllm_config=config)]
+                if config.speculative_config is not None:
+                    models.append(get_model(vllm_config=_draft(config), prefix="draft_model"))
+                return models
+        finally:
+            weights._of_this_process = None
+
+    def close(self) -> None:
+        """End as a worker ends; what its models point at is gone then."""
+        if self.weights.keeper is not None:
+            self.weights.keeper.close()
+        if self.weights._session is not None:
+            self.weights._session.close()
+
+
+def config_of(model: Path, **flags: Any) -> Any:
+    """vLLM's configuration of an engine with our loader."""
+    arguments = {
+        "load_format": LOAD_FORMAT,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "max_model_len": 256,
+        "kv_cache_memory_bytes": 16 << 20,
+        "distributed_executor_backend": "mp",
+        **flags,
+    }
+    return EngineArgs(model=str(model), **arguments).create_engine_config()
+
+
+def _draft(config: Any) -> Any:
+    """As vLLM's proposer makes it for a draft model."""
+    draft = config.speculative_config.draft_model_config
+    return replace(config, quant_config=None, model_config=draft)

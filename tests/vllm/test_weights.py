@@ -1,0 +1,367 @@
+"""Weights through the memory service: what is shared, what is refused, what survives.
+
+Two engines' ranks in this process, with real checkpoints and a real service; see `ranks`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.ranks import Rank, config_of, one_rank  # first: it imports vLLM quietly
+
+# isort: split
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from engine.backends import session
+from engine.backends.reference.random_model import write_random_model
+from engine.backends.vllm import identity, rehome, sharing
+from engine.backends.vllm.binding import SHARED_BYTES_MIN
+from tests.gms.bench import MIB, GmsProcess
+from tests.helpers import until
+from understudy.errors import RemoteError, UnderstudyError, UsageError
+
+SHAPE = {"hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 256}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_rank(tmp_path_factory.mktemp("ranks")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("one") / "model", seed=1)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("two") / "draft", seed=2)
+
+
+@pytest.fixture
+def gms(monkeypatch: pytest.MonkeyPatch) -> Iterator[GmsProcess]:
+    directory = tempfile.mkdtemp(prefix="gms-")
+    monkeypatch.setenv(session.SOCKET_DIR_ENV, directory)
+    server = GmsProcess(directory).start()
+    yield server
+    server.stop()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def rank(gms: GmsProcess) -> Iterator[Callable[[str], Rank]]:
+    """Makes ranks that end with the test."""
+    made: list[Rank] = []
+
+    def make(engine: str) -> Rank:
+        made.append(Rank(engine))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def written(directory: Path, *, seed: int) -> Path:
+    write_random_model(str(directory), seed=seed, **SHAPE)
+    return directory
+
+
+def where(address: int) -> str:
+    """The rights and the name of the mapping that `address` of this process is in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, _, _, _, *name = line.split(maxsplit=5)
+        first, end = (int(number, 16) for number in span.split("-"))
+        if first <= address < end:
+            return f"{rights} {''.join(name)}"
+    return "unmapped"
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Read-only, in memory that the service made."""
+    found = where(tensor.data_ptr())
+    return found.startswith("r--s /memfd:")
+
+
+# ------------------------------------------------------------------ what is shared
+
+
+def test_second_engine_maps_what_the_first_has_written(
+    rank: Callable[[str], Rank], checkpoint: Path, gms: GmsProcess
+):
+    """Both ranks' models have the checkpoint's numbers at shared, read-only addresses; what is
+    small and what is a buffer is private and can be written to; one epoch, said by both."""
+    first, second = rank("engine-0"), rank("engine-1")
+    models = [*first.load(checkpoint), *second.load(checkpoint)]
+    stored = load_file(checkpoint / "model.safetensors")
+    for model in models:
+        mlp = model.model.layers[1].mlp.down_proj.weight
+        torch.testing.assert_close(mlp, stored["model.layers.1.mlp.down_proj.weight"].float())
+        for tensor in model.parameters():
+            assert is_shared(tensor) == (tensor.nbytes >= SHARED_BYTES_MIN)
+        buffers = list(model.buffers())
+        assert buffers
+        assert not any(is_shared(tensor) for tensor in buffers)
+    states = [model.state_dict() for model in models]
+    assert states[0].keys() == states[1].keys()
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+    assert first.reader.is_author
+    assert not second.reader.is_author
+    assert first.said == second.said
+    assert first.said[0][0] == gms.status()["epoch"]
+    assert first.weights.bytes == second.weights.bytes > 0
+
+
+def test_model_computes_on_shared_weights(rank: Callable[[str], Rank], checkpoint: Path):
+    """The reader's layers give what the checkpoint's numbers give, with the weights where they
+    are: nothing has packed them away."""
+    rank("engine-0").load(checkpoint)
+    (model,) = rank("engine-1").load(checkpoint)
+    stored = load_file(checkpoint / "model.safetensors")
+    inputs = torch.randn(3, SHAPE["intermediate"])
+    down = model.model.layers[0].mlp.down_proj
+    wanted = nn.functional.linear(inputs, stored["model.layers.0.mlp.down_proj.weight"].float())
+    torch.testing.assert_close(down(inputs)[0], wanted)
+    assert is_shared(down.weight)
+
+
+def test_draft_model_belongs_to_the_epoch_of_its_target(
+    rank: Callable[[str], Rank], checkpoint: Path, draft: Path, gms: GmsProcess
+):
+    """Two calls of the loader, one commit after both; the reader finds each model's own tensors."""
+    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    first = rank("engine-0")
+    written_models = first.load_only(checkpoint, speculative_config=speculative)
+    assert gms.status()["state"] == "staging"
+    first.weights.settle()
+    second = rank("engine-1")
+    models = second.load(checkpoint, speculative_config=speculative)
+    for path, model, author in zip((checkpoint, draft), models, written_models, strict=True):
+        stored = load_file(path / "model.safetensors")
+        for each in (model, author):
+            torch.testing.assert_close(
+                each.model.layers[0].mlp.down_proj.weight,
+                stored["model.layers.0.mlp.down_proj.weight"].float(),
+            )
+    names = second.reader.tensors
+    assert {"0/model.embed_tokens.weight", "1/model.embed_tokens.weight"} <= set(names)
+    assert first.weights.epoch == second.weights.epoch
+
+
+def test_weights_survive_the_death_of_the_service(
+    rank: Callable[[str], Rank], checkpoint: Path, gms: GmsProcess
+):
+    """SIGKILL the service under two engines: models compute on, the next service gets the same
+    epoch from them, and a third engine maps it."""
+    first, second = rank("engine-0"), rank("engine-1")
+    (model,) = first.load(checkpoint)
+    second.load(checkpoint)
+    before = model.model.layers[0].mlp.down_proj.weight.clone()
+    gms.kill()
+    keepers = [each.weights.keeper for each in (first, second)]
+    until(lambda: all(keeper.state == "rejoining" for keeper in keepers), "the loss to be seen")
+    assert torch.equal(model.model.layers[0].mlp.down_proj.weight, before)
+    gms.start()
+    until(lambda: all(keeper.state == "attached" for keeper in keepers), "both to be back")
+    third = rank("engine-2")
+    third.load(checkpoint)
+    assert third.weights.epoch == first.weights.epoch
+
+
+def test_canary_failures_of_two_incarnations_condemn_the_epoch(
+    rank: Callable[[str], Rank], checkpoint: Path
+):
+    """Both distrust the bytes; the next engine is a writer."""
+    for engine in ("engine-0", "engine-1"):
+        one = rank(engine)
+        one.load(checkpoint)
+        one.weights.distrust("a canary failed")
+        old = one.weights.epoch
+    third = rank("engine-2")
+    third.load(checkpoint)
+    assert third.reader.is_author
+    assert third.weights.epoch != old
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def refused(rank: Rank, model: Path, **flags: Any) -> str:
+    with pytest.raises(RemoteError) as found:
+        rank.load(model, **flags)
+    assert found.value.code == "gms.identity_mismatch"
+    return found.value.message
+
+
+def test_another_model_is_refused_by_its_name(
+    rank: Callable[[str], Rank], checkpoint: Path, draft: Path
+):
+    """The sentence names the model that is there and the one that was asked for."""
+    rank("engine-0").load(checkpoint)
+    said = refused(rank("engine-1"), draft)
+    assert "models.target.name is 'model' there and 'draft' here" in said
+
+
+def test_another_fine_tune_of_the_same_shape_is_refused(
+    rank: Callable[[str], Rank], checkpoint: Path, tmp_path: Path
+):
+    """Same name, same configuration, same headers; only numbers differ."""
+    rank("engine-0").load(checkpoint)
+    said = refused(rank("engine-1"), written(tmp_path / "model", seed=3))
+    assert "models.target.shards.model.safetensors.sample is " in said
+
+
+def test_another_tensor_parallel_size_is_refused(rank: Callable[[str], Rank], checkpoint: Path):
+    """Rank 0 of two comes to what was written for one; the sentence has both sizes."""
+    rank("engine-0").load(checkpoint)
+    said = refused(rank("engine-1"), checkpoint, tensor_parallel_size=2)
+    assert "parallel.tensor is 1 there and 2 here" in said
+
+
+def test_a_draft_model_that_the_other_has_not_is_refused(
+    rank: Callable[[str], Rank], checkpoint: Path, draft: Path
+):
+    """By name, not with a page of settings."""
+    rank("engine-0").load(checkpoint)
+    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    said = refused(rank("engine-1"), checkpoint, speculative_config=speculative)
+    assert "draft is 'none' there and 'draft' here" in said
+
+
+def test_checkpoint_that_changes_while_it_is_loaded_is_not_published(
+    rank: Callable[[str], Rank], tmp_path: Path, gms: GmsProcess
+):
+    """Replaced between load and commit by another fine-tune: an error, and nothing is there."""
+    model = written(tmp_path / "model", seed=4)
+    one = rank("engine-0")
+    one.load_only(model)
+    other = written(tmp_path / "other", seed=5)
+    (other / "model.safetensors").replace(model / "model.safetensors")
+    with pytest.raises(UnderstudyError, match="changed while they were loaded") as found:
+        one.weights.settle()
+    assert found.value.code == "model.changed"
+    until(lambda: gms.status()["state"] == "empty", "the staging epoch to be dropped")
+
+
+def test_tensor_that_nobody_wrote_is_named(
+    rank: Callable[[str], Rank], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A writer that forgets a tensor finds out itself, before anything is published."""
+    found = rehome.tensors_of
+    lost = "model.layers.1.mlp.down_proj.weight"
+    monkeypatch.setattr(
+        rehome, "tensors_of", lambda model: (each for each in found(model) if each[0] != lost)
+    )
+    with pytest.raises(UnderstudyError, match=lost) as error:
+        rank("engine-0").load(checkpoint)
+    assert error.value.code == "model.unbound"
+    assert error.value.details == {"tensor": lost}
+
+
+def test_device_that_is_too_small_is_named_with_both_sizes(
+    rank: Callable[[str], Rank], tmp_path: Path
+):
+    """Weights of more than the device's 64 MiB: the sentence has what they need and what it has."""
+    model = tmp_path / "large"
+    write_random_model(str(model), hidden=512, heads=8, intermediate=2048, layers=6)
+    with pytest.raises(UnderstudyError, match=r"need 8\d\.\d\d MiB .* has 64\.00 MiB") as found:
+        rank("engine-0").load(model)
+    assert found.value.code == "gms.larger_than_device"
+
+
+# ------------------------------------------------------------------ what cannot be shared
+
+
+def in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "obstacle", lambda model, device: "layer x uses GPTQ")
+
+
+def test_unshareable_model_is_refused_with_the_way_out(
+    rank: Callable[[str], Rank], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By default: no engine holds a second copy that nobody asked for."""
+    in_the_way(monkeypatch)
+    with pytest.raises(UsageError, match=r"layer x uses GPTQ.*--unshareable private") as found:
+        rank("engine-0").load(checkpoint)
+    assert found.value.code == "model.unshareable"
+
+
+def test_unshareable_model_is_loaded_privately_by_each_if_asked(
+    rank: Callable[[str], Rank], checkpoint: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Every engine loads for itself, on one epoch that says what it is: another model is refused
+    as ever."""
+    in_the_way(monkeypatch)
+    ranks = [rank("engine-0"), rank("engine-1")]
+    for each in ranks:
+        (model,) = each.load(checkpoint, unshareable="private")
+        assert not any(is_shared(tensor) for tensor in model.parameters() if tensor.numel())
+    assert ranks[0].weights.epoch == ranks[1].weights.epoch
+    assert set(ranks[1].reader.tensors) == {"0/.model"}
+    assert "'model' there" in refused(rank("engine-2"), draft, unshareable="private")
+
+
+def test_quantised_layers_have_an_obstacle_by_name():
+    """vLLM's own word is what counts; on the CPU only what we keep in place is shareable."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    class Packed(QuantizeMethodBase):
+        supports_pre_processed_weights = False
+
+        def create_weights(self, *args: Any, **kwargs: Any) -> None: ...
+        def apply(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...  # type: ignore[empty-body]
+
+    class Ready(Packed):
+        supports_pre_processed_weights = True
+
+    def model(method: Any) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4))
+        model[0].quant_method = method
+        return model
+
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert "layer 0 uses Packed" in str(sharing.obstacle(model(Packed()), cuda))
+    assert sharing.obstacle(model(Ready()), cuda) is None
+    assert "layer 0 uses Ready" in str(sharing.obstacle(model(Ready()), cpu))
+    linear = model(UnquantizedLinearMethod())
+    assert "UnquantizedLinearMethod" in str(sharing.obstacle(linear, cpu))
+    sharing.keep_in_place(linear, cpu)
+    assert sharing.obstacle(linear, cpu) is None
+
+
+# ------------------------------------------------------------------ identity
+
+
+def test_identity_tells_files_apart(tmp_path: Path):
+    """Safetensors by header and sample, other files by sample, and nothing is an error."""
+    with pytest.raises(UsageError, match="holds no") as found:
+        identity.files_of(str(tmp_path))
+    assert found.value.code == "model.missing"
+    (tmp_path / "weights.bin").write_bytes(b"1" * MIB)
+    one = identity.files_of(str(tmp_path))
+    (tmp_path / "weights.bin").write_bytes(b"1" * (MIB - 1) + b"2")
+    assert identity.files_of(str(tmp_path)) != one
+    assert identity.files_of(str(tmp_path / "weights.bin")) == identity.files_of(str(tmp_path))
+    model = written(tmp_path / "model", seed=6)
+    assert set(identity.files_of(str(model))["model.safetensors"]) == {"header", "sample"}
+
+
+def test_ranks_differ_in_their_rank_only(checkpoint: Path):
+    """What one engine's ranks must agree on is everything else."""
+    config = config_of(checkpoint)
+    one = identity.Identity(config, config.load_config, "auto").read()
+    config.parallel_config.rank = 1
+    other = identity.Identity(config, config.load_config, "auto").read()
+    assert one != other
+    assert identity.same_on_every_rank(one) == identity.same_on_every_rank(other)
