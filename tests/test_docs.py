@@ -5,7 +5,11 @@ from __future__ import annotations
 import pathlib
 import re
 
+from engine.backends.vllm import shim
+from engine.backends.vllm.arguments import KV_SPACE_ENV, OURS, OWNED
+
 ROOT = pathlib.Path(__file__).parent.parent
+VLLM = (ROOT / "docs/vllm.md").read_text()
 
 
 def test_every_invariant_names_tests_that_exist():
@@ -19,3 +23,48 @@ def test_every_invariant_names_tests_that_exist():
         named = re.findall(r"`(test_\w+)`", row)
         assert named, f"M{number} names no test"
         assert set(named) <= defined, f"M{number} names {set(named) - defined}"
+
+
+def test_every_flag_that_vllm_users_meet_is_in_its_page():
+    """docs/vllm.md: what is refused and what is ours, each with its flag; the variable, too."""
+    flags = ["--" + name.replace("_", "-") for name in OWNED]
+    missing = [word for word in (*flags, *OURS, KV_SPACE_ENV) if f"`{word}" not in VLLM]
+    assert missing == []
+
+
+def test_every_quantisation_that_can_be_shared_is_in_the_page_and_no_other():
+    """docs/vllm.md against the source of `sharing.py`, which needs torch to be imported."""
+    source = (ROOT / "engine/backends/vllm/sharing.py").read_text()
+    known = set(re.findall(r'^    "(\w+)": "', source, re.MULTILINE))
+    assert len(known) >= 5
+    section = VLLM.partition("## Quantisation")[2].partition("\n## ")[0]
+    table = "\n".join(line for line in section.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`(\w+)`", table)) == known
+
+
+def test_error_codes_versions_and_files_of_the_vllm_page_exist():
+    """docs/vllm.md: every code in its table is in the sources; so are the versions and files."""
+    rows = "\n".join(line for line in VLLM.splitlines() if line.startswith("| `"))
+    codes = set(re.findall(r"`((?:vllm|engine|gms|model)\.\w+)`", rows))
+    assert len(codes) >= 8
+    sources = "\n".join(
+        path.read_text() for package in ("engine", "gms") for path in (ROOT / package).rglob("*.py")
+    )
+    assert {code for code in codes if f'"{code}"' not in sources} == set()
+    assert shim.supported_range() in VLLM
+    for name in re.findall(r"`((?:requirements|hack)/[\w./-]+)`", VLLM):
+        assert (ROOT / name).exists(), name
+
+
+def test_links_between_documents_lead_somewhere():
+    """README and docs: every link to a file, and to a heading of a page, has one."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for target, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", page.read_text()):
+            found = (page.parent / target) if target else page
+            assert found.exists(), f"{page.name} links to {target}"
+            if anchor and found.suffix == ".md":
+                headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE)
+                anchors = {
+                    re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings
+                }
+                assert anchor in anchors, f"{page.name} links to {target}#{anchor}"
