@@ -1,0 +1,98 @@
+"""Goal: vLLM's flags pass as they came, and those that the runtime owns are refused with a reason.
+
+Method: the real parser of the installed vLLM, on command lines as people write them.
+"""
+
+import warnings
+
+import pytest
+
+from engine.backends.vllm import arguments, shim
+from engine.backends.vllm.gate import PATH as GATE
+from understudy.errors import UsageError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
+    import vllm.engine.arg_utils  # noqa: F401  # what the parser would import
+
+MODEL = "/models/some"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--host", "0.0.0.0"],
+        ["--port", "9000"],
+        ["--uds", "/tmp/a.sock"],
+        ["--api-server-count", "4"],
+        ["--enable-sleep-mode"],
+        ["--worker-cls", "some.Worker"],
+        ["--distributed-executor-backend", "ray"],
+        ["--gpu-memory-utilization", "0.5"],
+        ["--data-parallel-size", "2"],
+        ["--pipeline-parallel-size", "2"],
+        ["--disable-log-stats"],
+        ["--kv-transfer-config", '{"kv_connector": "x", "kv_role": "kv_both"}'],
+        ["--enable-eplb"],
+    ],
+    ids=lambda given: given[0],
+)
+def test_an_owned_flag_is_refused_by_name(given):
+    """Goal: nobody believes that such a flag had an effect; method: one of them after another."""
+    with pytest.raises(UsageError) as refused:
+        arguments.parse([MODEL, *given], {})
+    assert refused.value.code == "vllm.owned_flag"
+    assert given[0] in refused.value.message
+
+
+def test_every_owned_flag_is_one_of_vllms():
+    """Goal: no name here has been renamed away in vLLM, which would let it pass; method: all of
+    them against the parser."""
+    known = {action.dest for action in arguments._parser()._actions}
+    assert set(arguments.OWNED) <= known
+
+
+def test_an_owned_flag_in_a_file_is_refused_too(tmp_path):
+    """Goal: `--config` is no way around; method: a file of vLLM's own kind."""
+    path = tmp_path / "serve.yaml"
+    path.write_text("port: 9999\n")
+    with pytest.raises(UsageError, match="--port"):
+        arguments.parse([MODEL, "--config", str(path)], {})
+
+
+def test_the_environment_must_not_size_the_kv_cache():
+    """Goal: one size, said in one place; method: the CPU build's variable."""
+    with pytest.raises(UsageError, match=arguments.KV_SPACE_ENV):
+        arguments.parse([MODEL], {arguments.KV_SPACE_ENV: "4"})
+
+
+@pytest.mark.parametrize("given", [["--no-such-flag"], ["--tensor-parallel-size", "many"]])
+def test_what_vllm_does_not_understand_is_a_usage_error(given):
+    """Goal: a sentence and exit code 2 instead of a usage text; method: vLLM's own refusals."""
+    with pytest.raises(UsageError) as refused:
+        arguments.parse([MODEL, *given], {})
+    assert refused.value.code == "vllm.arguments"
+
+
+def test_what_is_not_owned_passes_and_what_is_owned_is_set():
+    """Goal: users write what they know; method: the namespace that vLLM gets."""
+    given = ["--load-format", "dummy", "--middleware", "their.own", "-tp", "2"]
+    given += ["--kv-cache-memory-bytes", "64M", "--max-model-len", "128"]
+    args = arguments.parse([MODEL, *given], {}).vllm
+    assert (args.model, args.tensor_parallel_size, args.max_model_len) == (MODEL, 2, 128)
+    assert args.kv_cache_memory_bytes == 64 << 20
+    assert args.load_format == "understudy"
+    assert args.model_loader_extra_config == {
+        "load_format": "dummy",
+        "extra": {},
+        "unshareable": "refuse",
+    }
+    assert args.middleware == ["their.own", GATE]  # the last one is the outermost
+    assert args.distributed_executor_backend == "mp"
+
+
+def test_our_own_flags_are_explained():
+    """Goal: `engine run --backend vllm -- --help` says all; method: the text."""
+    text = arguments.help_text()
+    assert arguments.UNSHAREABLE_FLAG in text
+    assert shim.OVERRIDE_FLAG in text

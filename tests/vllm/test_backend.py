@@ -1,0 +1,150 @@
+"""Goal: what vLLM's answers mean for an incarnation: ranks that fail or fall silent, tokens that
+are no tokens, a loop that hangs.
+
+Method: the backend around an engine and a front of our own, so that each answer can be chosen.
+"""
+
+import asyncio
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from engine.backends.vllm.gate import Desk
+from understudy.errors import UnderstudyError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
+    from engine.backends.vllm import backend as backend_module
+    from engine.backends.vllm.backend import Backend
+    from engine.backends.vllm.progress import Progress
+
+FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
+STATUS = {**FINE, "weights_bytes": 10, "kv_bytes": 20, "epoch": "e", "identity": {"a": 1}}
+
+
+class Engine:
+    """Answers calls to the workers from a list; generates one token with a given logprob."""
+
+    def __init__(self) -> None:
+        self.errored = False
+        self.asked = []
+        self.answers = {"understudy_status": [STATUS, {**STATUS, "rank": 1}]}
+        self.hangs = set()
+        self.token, self.logprob = 5, -0.5
+        self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 100)
+
+    async def collective_rpc(self, method, timeout, args):  # noqa: ASYNC109  # as vLLM names it
+        self.asked.append((method, *args))
+        if method in self.hangs:
+            await asyncio.Event().wait()
+        return self.answers.get(method, [FINE, {**FINE, "rank": 1}])
+
+    async def sleep(self, level):
+        self.asked.append(("sleep", level))
+
+    async def generate(self, prompt, sampling, request_id):
+        logprobs = [{self.token: SimpleNamespace(logprob=self.logprob)}]
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[self.token], logprobs=logprobs)])
+
+
+class Front:
+    """No HTTP."""
+
+    has_ended = False
+    is_open = False
+
+    def __init__(self) -> None:
+        self.desk = Desk()
+
+    async def warm_up(self):
+        pass
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+def _backend(engine):
+    return Backend(engine, Front(), Progress())
+
+
+def test_a_prepared_engine_is_parked_before_it_says_so(engine):
+    """Goal: no KV memory is held by whoever says `prepared`; method: the order of the calls."""
+    prepared = asyncio.run(_backend(engine).prepare())
+    assert engine.asked == [("sleep", 1), ("understudy_status",)]
+    assert (prepared.weights_bytes, prepared.kv_bytes, prepared.epoch) == (10, 20, "e")
+
+
+def test_a_rank_that_fails_is_named(engine):
+    """Goal: the sentence of the rank reaches the supervisor; method: rank 1 answers with one."""
+    failed = {**FINE, "rank": 1, "ok": False, "code": "engine.kv_memory_busy", "error": "full"}
+    engine.answers["understudy_status"] = [STATUS, failed]
+    with pytest.raises(UnderstudyError, match="rank 1: full") as error:
+        asyncio.run(_backend(engine).prepare())
+    assert error.value.code == "engine.kv_memory_busy"
+
+
+def test_a_parked_engine_that_falls_silent_is_given_up(engine, monkeypatch):
+    """Goal: a standby that could not take over is found before it is needed; method: a call to the
+    ranks that never ends, after the engine has been prepared."""
+    monkeypatch.setattr(backend_module, "PARKED_WAIT_S", 0.01)
+
+    async def scenario():
+        backend = _backend(engine)
+        await backend.prepare()
+        engine.hangs.add("understudy_status")
+        said = []
+
+        def dead(error):
+            said.append(error)
+            engine.errored = True  # what ends the watch; the process would be gone
+
+        await backend.watch(dead)
+        return said
+
+    said = asyncio.run(scenario())
+    assert said[0].code == "vllm.silent"
+
+
+@pytest.mark.parametrize(
+    ("token", "logprob", "what"),
+    [(5, float("nan"), "nan"), (5, float("inf"), "inf"), (5, 0.5, "0.5"), (100, -1.0, "100")],
+)
+def test_a_token_that_is_none_fails_the_canary_and_is_reported(engine, token, logprob, what):
+    """Goal: damaged weights do not serve, and their epoch is distrusted; method: numbers that no
+    sound model gives."""
+
+    async def scenario():
+        backend = _backend(engine)
+        await backend.prepare()
+        backend.phases.step("wake")
+        assert (await backend.run_canary()).ok
+        engine.token, engine.logprob = token, logprob
+        return await backend.run_canary()
+
+    canary = asyncio.run(scenario())
+    assert not canary.ok
+    assert what in canary.detail
+    assert engine.asked[-1] == ("understudy_distrust", canary.detail)
+
+
+def test_a_loop_that_does_not_turn_counts_as_work_without_progress(engine, monkeypatch):
+    """Goal: a hang of vLLM's own loop is found although another thread answers; method: a clock
+    that has gone on while the loop has not."""
+    backend = _backend(engine)
+    assert backend.health().in_flight == 0
+    later = backend_module.time.monotonic() + 2 * backend_module.LATE_S
+    monkeypatch.setattr(backend_module, "time", SimpleNamespace(monotonic=lambda: later))
+    assert backend.health().in_flight == 1
+
+
+def test_every_step_of_the_engine_core_is_progress(engine):
+    """Goal: a long prefill is no hang; method: the stat logger, told as vLLM tells it."""
+    progress = Progress()
+    backend = Backend(engine, Front(), progress)
+    logger = progress.factory(None, 0)
+    logger.record(scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0)
+    assert backend.health().progress == 1
