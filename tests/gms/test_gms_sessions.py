@@ -11,7 +11,7 @@ import pytest
 from gms.client import Reader, Writer
 from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess
 from tests.helpers import open_fds, until
-from understudy.errors import RemoteError, UnderstudyError
+from understudy.errors import InvariantError, RemoteError, UnderstudyError
 from understudy.service.procfs import rss_bytes
 
 Start = Callable[..., ClientProcess]
@@ -232,3 +232,18 @@ def test_sessions_are_readers_or_writers_as_granted(gms: GmsProcess):
     assert second.epoch == committed.epoch
     second.close()
     committed.close()
+
+
+def test_tied_and_strided_tensors_are_published_as_they_lie(gms: GmsProcess):
+    """A transposed tensor keeps its strides and a tied one its bytes: one place, two names."""
+    with gms.writer() as writer:
+        writer.place("scales", 24, (2, 3), "float32", (1, 2))
+        writer.alias("tied", "scales")
+        writer.write("scales", bytes(range(24)))
+        assert writer.address("tied") == writer.address("scales")
+        with pytest.raises(InvariantError, match="placed before"):
+            writer.alias("tied", "scales")
+        with writer.commit(IDENTITY), gms.reader() as reader:
+            assert reader.tensors["scales"].strides == (1, 2)
+            assert reader.tensors["tied"].offset == reader.tensors["scales"].offset
+            assert reader.read("tied") == bytes(range(24))

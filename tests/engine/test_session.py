@@ -1,0 +1,74 @@
+"""Sessions with the memory service, as every backend opens them."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.backends import session
+from gms.client import Writer
+from tests.gms.bench import GmsProcess
+from tests.helpers import until
+from understudy.errors import UnderstudyError, UnreachableError
+
+MEMBER: Any = SimpleNamespace(engine="engine-0", incarnation="engine-0-1")
+DEVICE = session.host_device(0)
+
+
+@pytest.fixture
+def directory(tmp_path_factory, monkeypatch) -> str:
+    path = tmp_path_factory.mktemp("g")
+    path.chmod(0o700)
+    monkeypatch.setenv(session.SOCKET_DIR_ENV, str(path))
+    return str(path)
+
+
+def test_service_that_comes_later_is_waited_for(directory: str, caplog):
+    """Attach to nobody, and start the service once that was said: one warning, and a session."""
+    sessions: list[Any] = []
+    waiting = threading.Thread(
+        target=lambda: sessions.append(session.attach(MEMBER, DEVICE, "rw_or_ro", {"m": 1}, 0))
+    )
+    waiting.start()
+    until(lambda: "waiting up to" in caplog.text, "the wait to be said")
+    server = GmsProcess(directory).start()
+    waiting.join()
+    with sessions[0] as attached:
+        assert isinstance(attached, Writer)
+    server.stop()
+    assert caplog.text.count("waiting up to") == 1
+
+
+def test_service_that_never_comes_is_an_error(directory: str, monkeypatch):
+    """After the time that a restart may take, with the sentence that names the socket."""
+    monkeypatch.setattr(session, "RESTART_WAIT_S", 0.0)
+    with pytest.raises(UnreachableError, match=r"gms_HOST-0_weights\.sock"):
+        session.attach(MEMBER, DEVICE, "ro", {}, 0)
+
+
+def test_service_that_ends_under_a_load_is_said_so():
+    """What was written is lost, and the sentence names the device."""
+    with (
+        pytest.raises(UnderstudyError, match="memory service of HOST-0 ended") as found,
+        session.loading(DEVICE, "m", "float32", 1),
+    ):
+        raise UnreachableError("wire.closed", "the peer closed the connection")
+    assert found.value.code == "engine.gms_lost"
+
+
+def test_device_that_is_too_small_is_told_from_one_that_is_full():
+    """Both sizes where it can never fit; the service's own words where it may fit later."""
+    full = UnderstudyError("gms.out_of_memory", "it is full", capacity_bytes=4 << 20)
+    with (
+        pytest.raises(UnderstudyError, match=r"need 5\.00 MiB as float32 .* has 4\.00 MiB"),
+        session.loading(DEVICE, "m", "float32", 5 << 20),
+    ):
+        raise full
+    with (
+        pytest.raises(UnderstudyError, match="it is full"),
+        session.loading(DEVICE, "m", "float32", 3 << 20),
+    ):
+        raise full

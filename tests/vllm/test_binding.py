@@ -1,0 +1,305 @@
+"""A small module and bytes at an address: what is bound, what is copied, what is an error.
+
+Modules of torch's own take the places of vLLM's models: what is asked here is what happens to
+tensors, and every shape of tensor is easily had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tests.vllm.ranks  # noqa: F401  # first: it imports vLLM quietly
+
+# isort: split
+import torch
+from torch import nn
+
+from engine.backends.vllm import sharing
+from engine.backends.vllm.binding import Binding
+from engine.backends.vllm.pulse import Meter
+from engine.backends.vllm.registries import Registered, Registries
+from engine.backends.vllm.rehome import ABOUT, About, name_in_epoch, rehome
+from engine.backends.vllm.tensors import Layout, bytes_of, tensor_at
+from gms.client import TensorRecord
+from understudy.errors import UnderstudyError
+
+CPU = torch.device("cpu")
+MODEL_CONFIG: Any = SimpleNamespace(
+    dtype=torch.float32, word_embeddings_untied_by_checkpoint=False, quantization=None
+)
+LARGE = 256  # squared, and four bytes each: more than what is copied
+
+
+class Memory:
+    """A writer without a service: tensors in a buffer of this process."""
+
+    epoch = "e"
+
+    def __init__(self) -> None:
+        self.buffer = (ctypes.c_uint8 * (8 << 20))()
+        self.tensors: dict[str, TensorRecord] = {}
+        self.end = 0
+        self.told: list[tuple[int, int]] = []
+
+    def plan(self, total_bytes: int, tensor_bytes_max: int) -> None: ...
+
+    def place(
+        self,
+        name: str,
+        nbytes: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        strides: tuple[int, ...] | None = None,
+    ) -> int:
+        self.tensors[name] = TensorRecord(name, self.end, nbytes, tuple(shape), dtype, strides)
+        self.end += -(-nbytes // 256) * 256
+        return self.address(name)
+
+    def alias(self, name: str, of: str) -> None:
+        self.tensors[name] = self.tensors[of]
+
+    def address(self, name: str) -> int:
+        return ctypes.addressof(self.buffer) + self.tensors[name].offset
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        self.told.append((done_bytes, total_bytes))
+
+
+def moved(model: nn.Module) -> tuple[Memory, About]:
+    memory, about = Memory(), About("Test")
+    rehome(model, 0, memory, CPU, about, Meter(memory))  # type: ignore[arg-type]  # no Writer
+    return memory, about
+
+
+def bound(model: nn.Module, memory: Memory, about: About) -> Binding:
+    """`model` (on meta), bound to what is in `memory`."""
+    prefix = name_in_epoch(0, "")
+    records = {name.removeprefix(prefix): record for name, record in memory.tensors.items()}
+    binding = Binding(model, "e", records, lambda name: memory.address(prefix + name), CPU)
+    binding.run(about, MODEL_CONFIG)
+    return binding
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    with torch.device("meta"):
+        yield
+
+
+class Tied(nn.Module):
+    """Two names for one parameter, a strided one, a scale, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(LARGE, LARGE, bias=False)
+        self.other = nn.Linear(LARGE, LARGE, bias=False)
+        self.other.weight = self.one.weight
+        self.turned = nn.Parameter(torch.randn(LARGE, LARGE + 1).t(), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.register_buffer("table", torch.arange(LARGE * LARGE).float(), persistent=False)
+
+
+def test_model_is_moved_and_bound_with_its_ties_and_strides():
+    """Every number comes back; ties stay one object and one place; strides stay; small tensors and
+    buffers are copies of this process's own."""
+    loaded = Tied()
+    wanted = {name: tensor.clone() for name, tensor in loaded.named_parameters()}
+    memory, about = moved(loaded)
+    with on_meta():
+        model = Tied()
+    binding = bound(model, memory, about)
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, wanted[name]), name
+    assert model.other.weight is model.one.weight
+    assert model.turned.stride() == (1, LARGE + 1)
+    assert memory.tensors["0/other.weight"] is memory.tensors["0/one.weight"]
+    assert set(binding.shared) == {"one.weight", "other.weight", "turned"}
+    first = ctypes.addressof(memory.buffer)
+    for tensor in (model.scale, model.table):
+        assert not first <= tensor.data_ptr() < first + len(memory.buffer)
+    assert "table" not in model.state_dict()
+    assert about.buffers == ["table"]
+
+
+def test_moved_model_is_left_without_memory():
+    """Storages of parameters are freed one by one, also behind other references to them; what is
+    told grows with each."""
+    loaded = Tied()
+    behind = loaded.turned.data
+    memory, _ = moved(loaded)
+    assert behind.untyped_storage().nbytes() == 0
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in loaded.parameters())
+    done = [each[0] for each in memory.told]
+    assert done == sorted(set(done))
+
+
+def test_tensor_without_a_module_is_an_error():
+    """What is in the epoch and belongs nowhere would silently not be computed."""
+    memory, about = moved(Tied())
+    memory.tensors["0/lost.weight"] = memory.tensors["0/scale"]
+    with on_meta():
+        model = Tied()
+    with pytest.raises(UnderstudyError, match=r"tensor lost\.weight of epoch e") as found:
+        bound(model, memory, about)
+    assert found.value.code == "model.unbound"
+
+
+@pytest.mark.parametrize("name", ["turned", "table", "scale"])
+def test_tensor_that_is_not_there_is_an_error(name: str):
+    """Parameters, buffers, small and large: left without memory, each is named."""
+    memory, about = moved(Tied())
+    del memory.tensors[f"0/{name}"]
+    with on_meta():
+        model = Tied()
+    with pytest.raises(UnderstudyError, match=f"tensor {name} of the model") as found:
+        bound(model, memory, about)
+    assert found.value.details == {"tensor": name}
+
+
+def test_tensor_that_is_a_plain_attribute_is_found():
+    """torch does not know of it, so nothing has bound it."""
+
+    class Hidden(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.impl = SimpleNamespace(scales=[torch.ones(3)], empty=torch.empty(0))
+
+    memory, about = moved(Hidden())
+    with on_meta():
+        model = Hidden()
+    with pytest.raises(UnderstudyError, match=r"\.scales of the model"):
+        bound(model, memory, about)
+
+
+def test_parameter_that_processing_removes_is_removed():
+    """It is in the fresh model and not in a loaded one: gone, not filled with anything."""
+    memory, about = moved(Tied())
+    del memory.tensors["0/scale"]
+    with on_meta():
+        model = Tied()
+    bound(model, memory, About("Test", buffers=about.buffers, dropped=["scale"]))
+    assert not hasattr(model, "scale")
+
+
+def test_parameter_that_processing_adds_is_a_copy():
+    """vLLM may compute it again, in place."""
+    loaded = Tied()
+    loaded.one.derived = nn.Parameter(torch.randn(LARGE, LARGE), requires_grad=False)
+    wanted = loaded.one.derived.clone()
+    memory, about = moved(loaded)
+    with on_meta():
+        model = Tied()
+    binding = bound(model, memory, about)
+    assert torch.equal(model.one.derived, wanted)
+    assert "one.derived" not in binding.shared
+
+
+def test_write_to_shared_weights_is_an_error_by_name():
+    """A model that changes its weights after the load cannot be shared."""
+
+    class Writing(Tied):
+        def process_weights_after_loading(self) -> None:
+            self.turned.add_(1)
+
+    memory, about = moved(Writing())
+    with on_meta():
+        model = Writing()
+    with pytest.raises(UnderstudyError, match="tensor turned") as found:
+        bound(model, memory, about)
+    assert found.value.code == "model.written"
+
+
+def test_flags_of_the_load_are_set():
+    """What vLLM's load says of a draft model reaches one that was never loaded."""
+    memory, about = moved(Tied())
+    with on_meta():
+        model = Tied()
+    bound(model, memory, About("Test", buffers=about.buffers, flags={"has_own_lm_head": True}))
+    assert model.has_own_lm_head is True
+
+
+def test_record_about_a_model_is_no_tensor_of_it():
+    """No parameter can have its name."""
+    memory, about = moved(Tied())
+    memory.place(name_in_epoch(0, ABOUT), 2, (2,), "uint8")
+    with on_meta():
+        model = Tied()
+    bound(model, memory, about)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).view(2, 3, 4),
+        torch.arange(24.0).view(4, 6).t(),
+        torch.arange(24.0).view(4, 6)[:, :4],
+        torch.arange(24, dtype=torch.int8)[5:],
+        torch.ones(3, dtype=torch.bfloat16).expand(2, 3),
+        torch.tensor(3.0),
+        torch.empty(0, 4),
+    ],
+    ids=["plain", "transposed", "padded", "offset", "expanded", "scalar", "empty"],
+)
+def test_tensor_survives_the_way_through_bytes(tensor: torch.Tensor):
+    """Layout, bytes, and back: the same numbers with the same strides."""
+    layout = Layout.of(tensor)
+    raw = bytes_of(tensor).clone()
+    assert raw.numel() == layout.nbytes
+    strides = None if tensor.is_contiguous() else layout.strides
+    name = str(layout.dtype).removeprefix("torch.")
+    record = TensorRecord("t", 0, layout.nbytes, layout.shape, name, strides)
+    back = tensor_at(raw.data_ptr(), record, CPU)
+    assert torch.equal(back, tensor)
+    assert strides is None or back.stride() == tensor.stride()
+
+
+def test_registries_are_put_back_as_they_were():
+    """In place, because vLLM's parts hold the objects."""
+    layers: dict[str, Any] = {"a": 1}
+    experts = ["a"]
+    compilation = SimpleNamespace(static_forward_context=layers, static_all_moe_layers=experts)
+    registries = Registries(SimpleNamespace(compilation_config=compilation))
+    before = registries.now()
+    layers["b"] = 2
+    experts.append("b")
+    registries.put(Registered(before.layers, before.expert_layers, before.rotary))
+    assert (layers, experts) == ({"a": 1}, ["a"])
+    assert compilation.static_forward_context is layers
+
+
+def test_list_of_what_can_be_shared_is_vllms_own():
+    """Read vLLM's sources: the classes that say that their processed weights can be taken over are
+    those that the list names, so that documents and errors say what is so."""
+    import vllm.model_executor.layers as layers
+
+    found = set()
+    for path in Path(str(layers.__file__)).parent.rglob("*.py"):
+        found |= _that_share(path.read_text())
+    assert found == set(sharing.SHAREABLE)
+
+
+def _that_share(source: str) -> set[str]:
+    """Names of classes in `source` that set `supports_pre_processed_weights` to other than False:
+    in the class, in its constructor, or as a property."""
+    import ast
+
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and node.name != "QuantizeMethodBase":
+            for inner in ast.walk(node):
+                text = ast.unparse(inner) if isinstance(inner, ast.Assign) else ""
+                is_set = "supports_pre_processed_weights =" in text and not text.endswith("False")
+                is_property = (
+                    isinstance(inner, ast.FunctionDef)
+                    and inner.name == "supports_pre_processed_weights"
+                )
+                if is_set or is_property:
+                    found.add(node.name)
+    return found
