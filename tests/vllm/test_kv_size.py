@@ -57,7 +57,10 @@ def test_refusal_does_the_arithmetic(configure: Any):
     assert (error.code, error.exit_code) == ("vllm.no_kv_size", 2)
     size, per_token = error.details["proposed_bytes"], error.details["bytes_per_token"]
     assert f"--kv-cache-memory-bytes {size}: 4 sequences of 1056 tokens" in error.message
-    assert f"at {per_token} bytes per token on each of 1 ranks" in error.message
+    assert (
+        f"at {per_token} bytes per token, rounded up to 64 MiB; each of the engine's ranks (1)"
+        in error.message
+    )
 
 
 def test_pinned_memory_is_warned_about(configure: Any):

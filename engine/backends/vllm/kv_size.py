@@ -67,8 +67,8 @@ def refusal(vllm_config: Any) -> UsageError:
         "the size of the KV cache is not given, and beside an engine that serves it cannot be"
         f" measured; give every engine of the pod the same, for example --kv-cache-memory-bytes"
         f" {found.size_bytes}: {found.sequences} sequences of {found.tokens} tokens at"
-        f" {found.bytes_per_token} bytes per token on each of {ranks} ranks, rounded up to"
-        f" {STEP_BYTES >> 20} MiB",
+        f" {found.bytes_per_token} bytes per token, rounded up to {STEP_BYTES >> 20} MiB; each of"
+        f" the engine's ranks ({ranks}) takes that much",
         proposed_bytes=found.size_bytes,
         bytes_per_token=found.bytes_per_token,
         tokens=found.tokens,
