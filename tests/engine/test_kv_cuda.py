@@ -83,6 +83,7 @@ def test_scratch_is_one_block_behind_every_address(addresses: CudaRange):
     in the next."""
     addresses.scratch()
     assert used() == addresses.resident_bytes() == 2 * STEP
+    assert content(addresses) == {0}
     fill(addresses, 1)
     ctypes.memset(addresses.address + 3, 9, 1)
     seen = [ctypes.string_at(addresses.address + at * STEP + 3, 1) for at in range(6)]

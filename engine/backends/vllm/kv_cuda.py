@@ -61,6 +61,7 @@ class CudaRange:
             undo.callback(self._range.unmap)
             times = self._range.size_bytes // self._scratch_bytes
             self._range.map(0, [block] * times, writable=True)
+            self._range.clear()  # whoever warms up on another's leftovers may meet no numbers
             self._undo = undo.pop_all()
         self._resident_bytes = self._scratch_bytes
 
