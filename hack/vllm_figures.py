@@ -24,6 +24,7 @@ IDLE_S = 8.0  # long enough for what an engine does once in a second or two
 IDLE_CPU_PERCENT_MAX = 2.0
 COUNTED_TWICE = 1.05  # of what is committed; more is more than the rounding of pages
 KV_ROOM_BYTES = 8 << 20  # what the kernel may show as one mapping with the addresses of a KV cache
+KV_LEAST = 0.9  # of what was asked for: vLLM takes whole blocks for all layers
 MIB = 1 << 20
 
 
@@ -179,7 +180,8 @@ def kv_resident(pids: Iterable[int], kv_bytes: int) -> int:
 
 
 def is_kv(mapping: Range, kv_bytes: int) -> bool:
-    return not mapping.path and kv_bytes <= mapping.size_bytes <= kv_bytes + KV_ROOM_BYTES
+    is_size = KV_LEAST * kv_bytes <= mapping.size_bytes <= kv_bytes + KV_ROOM_BYTES
+    return is_size and not mapping.path
 
 
 async def cpu_percent(pids: Iterable[int], seconds: float = IDLE_S) -> float:
