@@ -1,14 +1,19 @@
 """Stock vLLM's greedy tokens, in a process of its own: `answer_tokens.py JOB ANSWER`, two files.
 
 JOB is {"model": directory, "prompts": [[token, …], …], "tokens": number, "ranks": number}; ANSWER
-becomes [[token, …], …]. Needs nothing of ours. vLLM starts processes by importing this file again,
-so nothing happens at the top.
+becomes {"tokens": [[token, …], …], "left": [[path, device, inode], …]}: vLLM leaves some of its
+shared memory behind also when it ends in peace, and whoever started this removes it. vLLM starts
+processes by importing this file again, so nothing happens at the top.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+
+from engine import shared_names
+from understudy.service.procfs import descendants
 
 
 def main(job_path: str, answer_path: str) -> None:
@@ -28,8 +33,13 @@ def main(job_path: str, answer_path: str) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     answers = engine.generate(prompts, sampling, use_tqdm=False)
+    held = shared_names.held_by([os.getpid(), *descendants(os.getpid())])
+    found = {
+        "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
+        "left": [[name.path, name.dev, name.ino] for name in held],
+    }
     with open(answer_path, "w") as file:
-        json.dump([list(answer.outputs[0].token_ids) for answer in answers], file)
+        json.dump(found, file)
 
 
 if __name__ == "__main__":

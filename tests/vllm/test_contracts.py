@@ -47,6 +47,12 @@ def test_the_installed_vllm_keeps_every_contract(whole):
     assert [str(each) for each in contracts.broken(whole)] == []
 
 
+def test_contracts_name_files_of_ours_that_exist():
+    """Whoever reads a report must find the file that needs what is broken."""
+    users = {contract.user for contract in CONTRACTS} | {user for _, user, _ in PLACES}
+    assert {user for user in users if not os.path.exists(f"{contracts.HERE}/{user}")} == set()
+
+
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
 def test_each_contract_fails_with_its_name(whole, contract: Contract):
     """Take out what a contract names: its name is in the report. Give it another form: likewise,
