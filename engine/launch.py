@@ -164,8 +164,10 @@ class Launch:
     def broken(self, fault: messages.FaultReport) -> None:
         """The last words of a process of the backend. The first ones count: what follows, from
         its parents, is about losing it."""
-        if self.fault is not None:
-            return
+        if self.fault is None:
+            self._post(self._failed("backend_fault", fault))
+
+    def _failed(self, cause: str, fault: messages.FaultReport) -> Failed:
         self.fault = fault
         self._log.record(
             "engine.fault",
@@ -173,8 +175,7 @@ class Launch:
             "error",
             {"error_code": fault.code, "permanent": fault.permanent},
         )
-        exit_code = fault.exit_code if fault.permanent else None
-        self._post(Failed("backend_fault", fault.message, exit_code))
+        return Failed(cause, fault.message, fault.exit_code if fault.permanent else None)
 
     @property
     def waiting(self) -> str | None:
@@ -211,7 +212,7 @@ class Launch:
         try:
             is_agreed = self._layout.agree(self.prepared.kv_bytes, self.loading.ranks)
         except UnderstudyError as error:
-            return Failed("kv_differs", error.message, error.exit_code)
+            return self._failed("kv_differs", process.fault_report(error))
         if self._layout.note not in (None, before):
             self._log.record("engine.kv_layout", self._layout.note or "", "warning")
         return Prepared() if is_agreed else None

@@ -209,6 +209,7 @@ def test_engine_of_another_size_ends_with_a_sentence(pod: Pod):
     assert refused.wait() == 2
     text = refused.errors.read_text()
     assert "engine-2 has a KV cache of 4096 bytes on 1 rank, and engine-0 set 1024 bytes" in text
+    assert text.rstrip().endswith("[engine.kv_differs]")
     changed = pod.engine("engine-3", "--kv-bytes", "4096", flags=("--kv-change",))
     (problem,) = changed.until("standby")["problems"]
     assert "--kv-change: the KV cache has 4096 bytes" in problem
