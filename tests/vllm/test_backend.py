@@ -75,7 +75,11 @@ def test_a_prepared_engine_is_parked_before_it_says_so(engine):
     """Goal: no KV memory is held by whoever says `prepared`; method: the order of the calls."""
     prepared = asyncio.run(_backend(engine).prepare())
     assert engine.asked == [("sleep", 1), ("understudy_status",)]
-    assert (prepared.weights_bytes, prepared.kv_bytes, prepared.epoch) == (10, 20, "e")
+    assert (prepared.weights_bytes, prepared.kv_bytes, prepared.epoch) == (
+        20,
+        40,
+        "e",
+    )  # of both ranks
 
 
 def test_a_rank_that_fails_is_named(engine):

@@ -69,20 +69,20 @@ class Backend:
         self.phases.step("ready")
         first = statuses[0]
         return Prepared(
-            weights_bytes=first["weights_bytes"],
-            kv_bytes=first["kv_bytes"],
+            weights_bytes=sum(status["weights_bytes"] for status in statuses),
+            kv_bytes=sum(status["kv_bytes"] for status in statuses),
             epoch=first["epoch"],
             identity=first["identity"],
         )
 
     async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
-        """Take KV memory on every rank; the bytes of one. Keeps a copy of `listening`."""
+        """Take KV memory, in bytes over all ranks. Keeps a copy of `listening`."""
         self.phases.step("wake")
         self._listening = listening.duplicate()
         self._front.desk.engine, self._front.desk.token = engine, token
         taken = await self._ask_ranks("understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S)
         await self._engine.wake_up()
-        return int(taken[0]["kv_bytes"])
+        return sum(rank["kv_bytes"] for rank in taken)
 
     async def run_canary(self) -> Canary:
         """One real inference, judged by its numbers: what damaged weights or memory give is no
