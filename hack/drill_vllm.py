@@ -56,6 +56,8 @@ OPTIONS: tuple[Option, ...] = tuple(
 
 KV_FLAG = "--kv-cache-memory-bytes"
 LEFT_SHOWN = 5
+# Headers that torch compiles once; it keeps them there wherever its cache is.
+CACHE = "/torchinductor_"
 MEASURED_S = 10.0
 WARM_UP_S = 2.0
 
@@ -183,7 +185,11 @@ class Run:
         """What is there that was not there before the pod. Others of this machine have theirs."""
         new = shared_names.there_now() - before
         left = [name.path for name in new - shared_names.still_held(new)]
-        left += [str(path) for path in temporary(self.base).rglob("*") if not path.is_dir()]
+        left += [
+            str(path)
+            for path in temporary(self.base).rglob("*")
+            if not path.is_dir() and CACHE not in str(path)
+        ]
         if not left:
             return []
         return [f"{len(left)} files were left behind: {', '.join(sorted(left)[:LEFT_SHOWN])}"]

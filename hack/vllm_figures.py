@@ -55,6 +55,7 @@ class Figures:
     standby_worker_private_bytes: int
     stock_worker_private_bytes: int | None
     standby_cpu_percent: float
+    standby_cpu_percent_by_process: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -87,7 +88,7 @@ class Figures:
         if self.standby_cpu_percent > IDLE_CPU_PERCENT_MAX:
             found.append(
                 f"the idle standby takes {self.standby_cpu_percent:.1f} % of a core, and"
-                f" {IDLE_CPU_PERCENT_MAX:g} % are its share"
+                f" {IDLE_CPU_PERCENT_MAX:g} % are its share: {self.standby_cpu_percent_by_process}"
             )
         return found
 
@@ -110,6 +111,11 @@ async def look_at(
     slabs = sum(
         each.pss_bytes for pid in everybody for each in mappings(pid) if each.path.startswith(MEMFD)
     )
+    cpu = await cpu_percent(tree_of(standby))
+    if sum(cpu.values()) > IDLE_CPU_PERCENT_MAX:
+        # Once in minutes it is asked whether it could be woken, and vLLM's workers spin for a
+        # second after an answer: a second look shows whether that was it.
+        cpu = await cpu_percent(tree_of(standby))
     return Figures(
         weights_committed_bytes=committed,
         weights_physical_bytes=physical_bytes(everybody),
@@ -121,7 +127,8 @@ async def look_at(
         standby_pss_bytes=pss(standby),
         standby_worker_private_bytes=private_bytes(workers_of(standby), kv_bytes),
         stock_worker_private_bytes=stock_worker_private_bytes,
-        standby_cpu_percent=await cpu_percent(tree_of(standby)),
+        standby_cpu_percent=round(sum(cpu.values()), 2),
+        standby_cpu_percent_by_process=cpu,
     )
 
 
@@ -184,17 +191,21 @@ def is_kv(mapping: Range, kv_bytes: int) -> bool:
     return is_size and not mapping.path
 
 
-async def cpu_percent(pids: Iterable[int], seconds: float = IDLE_S) -> float:
-    """Percent of one core that `pids` took together in the next `seconds`."""
+async def cpu_percent(pids: Iterable[int], seconds: float = IDLE_S) -> dict[str, float]:
+    """Percent of one core that each of `pids` took in the next `seconds`, by pid and name."""
     loop = asyncio.get_running_loop()
     processes = [psutil.Process(pid) for pid in pids]
 
-    def spent_s() -> float:
-        return sum(times.user + times.system for times in (each.cpu_times() for each in processes))
+    def spent_s() -> list[float]:
+        return [times.user + times.system for times in (each.cpu_times() for each in processes)]
 
     began, before = loop.time(), spent_s()
     await asyncio.sleep(seconds)
-    return round(100 * (spent_s() - before) / (loop.time() - began), 2)
+    took_s = loop.time() - began
+    return {
+        f"{process.pid} {process.name()}": round(100 * (after - earlier) / took_s, 2)
+        for process, earlier, after in zip(processes, before, spent_s(), strict=True)
+    }
 
 
 def mappings(pid: int) -> Iterator[Range]:

@@ -33,6 +33,7 @@ SOUND = Figures(
     standby_worker_private_bytes=300 * MIB,
     stock_worker_private_bytes=400 * MIB,
     standby_cpu_percent=1.0,
+    standby_cpu_percent_by_process={},
 )
 
 
@@ -73,7 +74,9 @@ def test_memory_of_a_file_is_seen_with_its_name():
 
 def test_cpu_of_a_process_that_waits_is_little():
     """Goal: percent of one core. Method: this process, which waits for it."""
-    assert 0 <= asyncio.run(cpu_percent([os.getpid()], seconds=0.2)) < 100
+    ((name, percent),) = asyncio.run(cpu_percent([os.getpid()], seconds=0.2)).items()
+    assert name.startswith(str(os.getpid()))
+    assert 0 <= percent < 100
 
 
 def test_sound_figures_have_no_problem_and_each_unsound_one_has():

@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 KV_WAIT_S = 45.0
 STATUS_WAIT_S = 60.0
 # A parked engine is asked now and then whether all of it could be woken: nobody else would find out
-# before it is needed that one of its processes hangs. Costs 2 ms each time.
-PARKED_CHECK_S = 10.0
+# before it is needed that one of its processes hangs. Seldom, because vLLM's workers spin for a
+# second after whatever they are asked (SpinCondition): this is 1 % of a core for each engine.
+PARKED_CHECK_S_PER_RANK = 100.0
 PARKED_WAIT_S = 10.0  # a rank answers within milliseconds unless the machine swaps
 DISTRUST_WAIT_S = 5.0
 CANARY_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)  # every vocabulary has them
@@ -131,12 +132,15 @@ class Backend:
         on_dead(UnderstudyError("vllm.dead", f"vLLM has given up: {what}; its log says why"))
 
     async def _check_while_parked(self, on_dead: Callable[[UnderstudyError], None]) -> None:
-        while self.phases.is_parked:
+        ranks = self._engine.vllm_config.parallel_config.world_size
+        while True:
+            await asyncio.sleep(PARKED_CHECK_S_PER_RANK * ranks)
+            if not self.phases.is_parked:
+                return
             try:
                 await self._ask_ranks("understudy_status", PARKED_WAIT_S)
             except UnderstudyError as error:
                 on_dead(error)
-            await asyncio.sleep(PARKED_CHECK_S)
 
     # ------------------------------------------------------------------ asking vLLM
 
