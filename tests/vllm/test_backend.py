@@ -34,6 +34,7 @@ class Engine:
         self.token, self.logprob = 5, -0.5
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 100)
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
 
     async def collective_rpc(self, method, timeout, args):  # noqa: ASYNC109  # as vLLM names it
         self.asked.append((method, *args))
@@ -95,6 +96,7 @@ def test_a_parked_engine_that_falls_silent_is_given_up(engine, monkeypatch):
     """Goal: a standby that could not take over is found before it is needed; method: a call to the
     ranks that never ends, after the engine has been prepared."""
     monkeypatch.setattr(backend_module, "PARKED_WAIT_S", 0.01)
+    monkeypatch.setattr(backend_module, "PARKED_CHECK_S_PER_RANK", 0.0)
 
     async def scenario():
         backend = _backend(engine)
