@@ -6,7 +6,7 @@ import pathlib
 import re
 
 from engine.backends.vllm import shim
-from engine.backends.vllm.arguments import KV_SPACE_ENV, OURS, OWNED
+from engine.backends.vllm.arguments import OURS, OWNED, OWNED_VARIABLES
 
 ROOT = pathlib.Path(__file__).parent.parent
 VLLM = (ROOT / "docs/vllm.md").read_text()
@@ -26,9 +26,9 @@ def test_every_invariant_names_tests_that_exist():
 
 
 def test_every_flag_that_vllm_users_meet_is_in_its_page():
-    """docs/vllm.md: what is refused and what is ours, each with its flag; the variable, too."""
+    """docs/vllm.md: what is refused and what is ours, each with its flag; the variables, too."""
     flags = ["--" + name.replace("_", "-") for name in OWNED]
-    missing = [word for word in (*flags, *OURS, KV_SPACE_ENV) if f"`{word}" not in VLLM]
+    missing = [word for word in (*flags, *OURS, *OWNED_VARIABLES) if f"`{word}" not in VLLM]
     assert missing == []
 
 

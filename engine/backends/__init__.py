@@ -44,7 +44,8 @@ REGISTRY: Mapping[str, Launcher] = {
 
 def asks_for_help(backend: str, arguments: Sequence[str]) -> bool:
     """Whether the user wants to read what a backend takes. A program of their own is theirs."""
-    return backend != "command" and bool(HELP.intersection(arguments))
+    wants = any(each in HELP or each.startswith("--help=") for each in arguments)
+    return backend != "command" and wants
 
 
 def command_line(backend: str, arguments: Sequence[str]) -> list[str]:

@@ -8,7 +8,6 @@ import warnings
 import pytest
 
 from engine.backends.vllm import arguments, shim
-from engine.backends.vllm.gate import PATH as GATE
 from understudy.errors import UsageError
 
 with warnings.catch_warnings():
@@ -60,13 +59,31 @@ def test_an_owned_flag_in_a_file_is_refused_too(tmp_path):
         arguments.parse([MODEL, "--config", str(path)], {})
 
 
-def test_the_environment_must_not_size_the_kv_cache():
-    """Goal: one size, said in one place; method: the CPU build's variable."""
-    with pytest.raises(UsageError, match=arguments.KV_SPACE_ENV):
-        arguments.parse([MODEL], {arguments.KV_SPACE_ENV: "4"})
+@pytest.mark.parametrize(
+    ("variable", "value", "is_refused"),
+    [
+        ("VLLM_CPU_KVCACHE_SPACE", "4", True),
+        ("VLLM_SERVER_DEV_MODE", "1", True),
+        ("VLLM_SERVER_DEV_MODE", "0", False),
+        ("VLLM_PLUGINS", "lora_filesystem_resolver", True),
+        ("VLLM_PLUGINS", "", True),
+        ("VLLM_PLUGINS", "their_own,understudy", False),
+    ],
+)
+def test_variables_that_the_runtime_owns(variable, value, is_refused):
+    """Goal: one size of the KV cache, said in one place; no endpoints that park an engine; our
+    plugin in every process; method: vLLM's variables for these."""
+    environ = {variable: value}
+    if not is_refused:
+        arguments.parse([MODEL], environ)
+        return
+    with pytest.raises(UsageError, match=variable):
+        arguments.parse([MODEL], environ)
 
 
-@pytest.mark.parametrize("given", [["--no-such-flag"], ["--tensor-parallel-size", "many"]])
+@pytest.mark.parametrize(
+    "given", [["--no-such-flag"], ["--tensor-parallel-size", "many"], ["--version"]]
+)
 def test_what_vllm_does_not_understand_is_a_usage_error(given):
     """Goal: a sentence and exit code 2 instead of a usage text; method: vLLM's own refusals."""
     with pytest.raises(UsageError) as refused:
@@ -87,7 +104,7 @@ def test_what_is_not_owned_passes_and_what_is_owned_is_set():
         "extra": {},
         "unshareable": "refuse",
     }
-    assert args.middleware == ["their.own", GATE]  # the last one is the outermost
+    assert args.middleware == ["their.own"]
     assert args.distributed_executor_backend == "mp"
 
 
@@ -96,3 +113,4 @@ def test_our_own_flags_are_explained():
     text = arguments.help_text()
     assert arguments.UNSHAREABLE_FLAG in text
     assert shim.OVERRIDE_FLAG in text
+    assert arguments.BODY_FLAG in text

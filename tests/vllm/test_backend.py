@@ -5,6 +5,7 @@ Method: the backend around an engine and a front of our own, so that each answer
 """
 
 import asyncio
+import os
 import warnings
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 
 from engine.backends.vllm.gate import Desk
 from understudy.errors import UnderstudyError
+from understudy.wire.fds import OwnedFd
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
@@ -29,11 +31,17 @@ class Engine:
     def __init__(self) -> None:
         self.errored = False
         self.asked = []
-        self.answers = {"understudy_status": [STATUS, {**STATUS, "rank": 1}]}
+        taken = {**FINE, "kv_bytes": 7}
+        self.answers = {
+            "understudy_status": [STATUS, {**STATUS, "rank": 1}],
+            "understudy_take_kv": [taken, taken],
+        }
         self.hangs = set()
         self.token, self.logprob = 5, -0.5
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
-        self.model_config = SimpleNamespace(get_vocab_size=lambda: 100)
+        self.model_config = SimpleNamespace(
+            get_vocab_size=lambda: 100, max_model_len=4, logprobs_mode="raw_logprobs"
+        )
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
 
     async def collective_rpc(self, method, timeout, args):  # noqa: ASYNC109  # as vLLM names it
@@ -42,10 +50,14 @@ class Engine:
             await asyncio.Event().wait()
         return self.answers.get(method, [FINE, {**FINE, "rank": 1}])
 
+    async def wake_up(self):
+        self.asked.append(("wake_up",))
+
     async def sleep(self, level):
         self.asked.append(("sleep", level))
 
     async def generate(self, prompt, sampling, request_id):
+        assert len(prompt["prompt_token_ids"]) < self.model_config.max_model_len
         logprobs = [{self.token: SimpleNamespace(logprob=self.logprob)}]
         yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[self.token], logprobs=logprobs)])
 
@@ -60,6 +72,9 @@ class Front:
         self.desk = Desk()
 
     async def warm_up(self):
+        pass
+
+    async def drain(self, budget_s):
         pass
 
 
@@ -154,3 +169,48 @@ def test_every_step_of_the_engine_core_is_progress(engine):
     logger = progress.factory(None, 0)
     logger.record(scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0)
     assert backend.health().progress == 1
+
+
+def test_logits_are_no_log_probabilities(engine):
+    """Goal: a user who wants logits gets an engine that passes its canaries; method: a positive
+    number, which is none of a log-probability."""
+    engine.model_config.logprobs_mode = "raw_logits"
+    engine.logprob = 8.6
+
+    async def scenario():
+        backend = _backend(engine)
+        await backend.prepare()
+        backend.phases.step("wake")
+        return await backend.run_canary()
+
+    assert asyncio.run(scenario()).ok
+
+
+def test_a_standby_that_could_not_serve_does_not_become_one(engine):
+    """Goal: what would fail at the takeover fails before; method: a trial canary without a number,
+    on the CPU, where the KV cache is real while the engine prepares."""
+    engine.logprob = float("nan")
+    with pytest.raises(UnderstudyError) as error:
+        asyncio.run(_backend(engine).prepare())
+    assert error.value.code == "vllm.trial_failed"
+
+
+def test_a_wake_asks_every_rank_before_it_takes_memory(engine, tmp_path):
+    """Goal: a rank that hangs costs seconds and not the wait for memory; method: the order of the
+    calls of a wake, and one whose ranks are silent."""
+
+    async def scenario():
+        backend = _backend(engine)
+        await backend.prepare()
+        engine.asked.clear()
+        with OwnedFd(os.open(tmp_path, os.O_RDONLY)) as listening:
+            taken = await backend.wake("engine-0", 3, listening)
+        await backend.drain(0.0)  # closes the copy that it has kept
+        return taken
+
+    assert asyncio.run(scenario()) == 14
+    assert [name for name, *_ in engine.asked] == [
+        "understudy_status",
+        "understudy_take_kv",
+        "wake_up",
+    ]

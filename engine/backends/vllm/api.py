@@ -22,7 +22,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engine.backends import HELP, process
+from engine.backends import asks_for_help, process
 from engine.messages import FaultReport
 from understudy.errors import UnderstudyError, UsageError
 from understudy.service.fd_limit import raise_fd_limit
@@ -47,10 +47,10 @@ ENVIRONMENT: Mapping[str, str] = {
 
 
 def main() -> int:
-    if HELP.intersection(sys.argv[1:]):
+    if asks_for_help("vllm", sys.argv[1:]):
         from engine.backends.vllm import arguments
 
-        sys.stdout.write(arguments.help_text())
+        sys.stdout.write(arguments.help_text(sys.argv[1:]))
         return 0
     configure("backend-api")
     try:
@@ -83,11 +83,11 @@ def _serve(channel: ChannelThread) -> NoReturn:
     parsed = arguments.parse(sys.argv[1:])
     _fit_cpu(parsed.vllm.tensor_parallel_size)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(parsed.vllm, channel))
+        runner.run(_run(parsed.vllm, parsed.body_bytes_max, channel))
     raise AssertionError("it serves until the process ends")
 
 
-async def _run(args: argparse.Namespace, channel: ChannelThread) -> None:
+async def _run(args: argparse.Namespace, body_max: int | None, channel: ChannelThread) -> None:
     from engine.backends.vllm.backend import Backend
     from engine.backends.vllm.http import Front, bind
     from engine.backends.vllm.progress import Progress
@@ -95,7 +95,7 @@ async def _run(args: argparse.Namespace, channel: ChannelThread) -> None:
     progress = Progress()
     sock = bind(args, _private_path())
     engine, warnings = _make_engine(args, progress)
-    front = await Front.start(engine, args, sock)
+    front = await Front.start(engine, args, sock, body_max)
     backend = Backend(engine, front, progress)
     prepared = await backend.prepare()
     channel.prepared(backend, dataclasses.replace(prepared, warnings=warnings))

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from engine.backends.vllm import shim
-from engine.backends.vllm.gate import PATH as GATE
-from engine.backends.vllm.plugin import LOAD_FORMAT
+from engine.backends.vllm.plugin import LOAD_FORMAT, PLUGIN
 from engine.messages import RANKS_MAX
 from understudy.errors import UsageError
+from understudy.service.config import size_bytes
 
 PROG = "engine run --backend vllm --"
 REFUSE, PRIVATE = "refuse", "private"
@@ -58,12 +58,21 @@ OWNED: Mapping[str, str] = {
     "kv_transfer_config": "a connector's memory is not the pod's yet, and would delay the fence",
     "ec_transfer_config": "a connector's memory is not the pod's yet, and would delay the fence",
 }
-KV_SPACE_ENV = "VLLM_CPU_KVCACHE_SPACE"
+# Variables of vLLM's that the runtime owns.
+OWNED_VARIABLES: Mapping[str, str] = {
+    "VLLM_CPU_KVCACHE_SPACE": "it overrides the size of the KV cache: give"
+    " --kv-cache-memory-bytes to every engine of the pod",
+    "VLLM_SERVER_DEV_MODE": "its endpoints park and change an engine behind the runtime's back",
+}
+PLUGINS_ENV = "VLLM_PLUGINS"  # an allow-list of entry points, ours among them
 
 UNSHAREABLE_FLAG = "--unshareable"
+BODY_FLAG = "--body-bytes-max"
 OURS: Mapping[str, str] = {
     UNSHAREABLE_FLAG: "what to do with a quantisation whose weights cannot be shared: "
     f"`{REFUSE}` to start (the default), or load them `{PRIVATE}`ly, a copy for every engine",
+    BODY_FLAG: "the largest request that is read, such as 64MiB; larger ones are refused with 413,"
+    " since reading them stops all others (the default follows from the model's length)",
     shim.OVERRIDE_FLAG: f"run with a vLLM outside {shim.supported_range()}, which nobody has tried",
 }
 
@@ -74,11 +83,15 @@ class Arguments:
 
     vllm: argparse.Namespace
     allow_any_vllm: bool
+    body_bytes_max: int | None
 
 
-def help_text() -> str:
-    """vLLM's own summary, and our flags in full."""
+def help_text(argv: Sequence[str] = ()) -> str:
+    """vLLM's own summary, and our flags in full; SystemExit where `argv` asks for a part of
+    vLLM's (`--help=ModelConfig`), which vLLM prints by itself."""
     parser = _parser()
+    if any(each.startswith("--help=") for each in argv):
+        parser.parse_args(list(argv))
     flags = "\n".join(f"  {flag}: {text}" for flag, text in OURS.items())
     return f"{parser.format_help()}\nflags of understudy:\n{flags}\n"
 
@@ -93,19 +106,24 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argum
     allow_any = shim.OVERRIDE_FLAG in argv
     shim.check_version(allow_any)
     parser = _parser()
-    args = parser.parse_args(list(argv))
+    try:
+        args = parser.parse_args(list(argv))
+    except SystemExit as error:  # `--version` and its like print something, and are done
+        raise UsageError(
+            "vllm.arguments", "these arguments of vLLM print something and start nothing"
+        ) from error
     if args.model_tag is not None:
         args.model = args.model_tag
     _refuse(parser, args, environ)
-    unshareable = args.unshareable
-    del args.unshareable, args.allow_any_vllm
+    unshareable, body_max = args.unshareable, args.body_bytes_max
+    del args.unshareable, args.allow_any_vllm, args.body_bytes_max
     args.api_server_count = None
     try:
         shim.validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {error}") from error
     _own(args, unshareable)
-    return Arguments(args, allow_any)
+    return Arguments(args, allow_any, body_max)
 
 
 def _refuse(
@@ -117,12 +135,18 @@ def _refuse(
             raise UsageError(
                 "vllm.owned_flag", f"{flag} cannot be given here: {why}; leave it out", flag=flag
             )
-    if environ.get(KV_SPACE_ENV):
+    for variable, why in OWNED_VARIABLES.items():
+        if environ.get(variable, "0") not in ("", "0"):
+            raise UsageError(
+                "vllm.owned_flag", f"{variable} is set, and {why}; unset it", flag=variable
+            )
+    allowed = environ.get(PLUGINS_ENV)
+    if allowed is not None and PLUGIN not in allowed.split(","):
         raise UsageError(
             "vllm.owned_flag",
-            f"{KV_SPACE_ENV} is set, and it would override the size of the KV cache: unset it, and"
-            " give --kv-cache-memory-bytes to every engine of the pod",
-            flag=KV_SPACE_ENV,
+            f"{PLUGINS_ENV}={allowed} keeps vLLM from loading the plugin by which its processes"
+            f" join the pod; add {PLUGIN} to it, or unset it",
+            flag=PLUGINS_ENV,
         )
     if args.tensor_parallel_size > RANKS_MAX:
         raise UsageError(
@@ -157,7 +181,6 @@ def _own(args: argparse.Namespace, unshareable: str) -> None:
     args.load_format = LOAD_FORMAT
     args.worker_cls = f"engine.backends.vllm.{worker}"
     args.distributed_executor_backend = "mp"
-    args.middleware = [*args.middleware, GATE]
 
 
 def _document(extra: Any) -> Any:
@@ -176,5 +199,6 @@ def _parser() -> Any:
     ours.add_argument(
         UNSHAREABLE_FLAG, choices=(REFUSE, PRIVATE), default=REFUSE, help=OURS[UNSHAREABLE_FLAG]
     )
+    ours.add_argument(BODY_FLAG, type=size_bytes, help=OURS[BODY_FLAG])
     ours.add_argument(shim.OVERRIDE_FLAG, action="store_true", help=OURS[shim.OVERRIDE_FLAG])
     return parser

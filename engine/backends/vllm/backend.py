@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.backends.phases import Phases
-from engine.backends.vllm.http import Front
+from engine.backends.vllm.http import TRIAL_PROMPT, Front
 from engine.backends.vllm.progress import Progress
 from engine.messages import Canary, Healthy, Prepared
 from understudy.errors import UnderstudyError
@@ -31,14 +32,15 @@ logger = logging.getLogger(__name__)
 # Inside the waking budget of 60 s, so that the reason is said before the kill comes.
 KV_WAIT_S = 45.0
 STATUS_WAIT_S = 60.0
+# Whoever cannot answer this cannot serve, and waiting for its memory only delays the next launch.
+WAKE_ASK_S = 5.0
 # A parked engine is asked now and then whether all of it could be woken: nobody else would find out
 # before it is needed that one of its processes hangs. Seldom, because vLLM's workers spin for a
 # second after whatever they are asked (SpinCondition): this is 1 % of a core for each engine.
 PARKED_CHECK_S_PER_RANK = 100.0
 PARKED_WAIT_S = 10.0  # a rank answers within milliseconds unless the machine swaps
 DISTRUST_WAIT_S = 5.0
-CANARY_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)  # every vocabulary has them
-PULSE_S = 0.25
+PULSE_S = 0.05  # how long a core's own failure goes unnoticed; one that dies is seen at once
 # A loop that has not turned for so long is busy with something that is no inference.
 LATE_S = 1.0
 
@@ -63,8 +65,10 @@ class Backend:
         """
         await self._front.warm_up()
         # A canary too, since vLLM compiles what its numbers need at first use (1.7 s on the CPU).
-        # Not judged: on a GPU the scratch memory behind the KV cache gives any token.
-        await self._generate("understudy-trial")
+        # On a GPU the scratch memory behind the KV cache gives any token, so it is not judged.
+        found = await self._generate("understudy-trial")
+        if found is not None and current_platform.is_cpu():
+            raise UnderstudyError("vllm.trial_failed", f"the trial canary failed: {found}")
         await self._engine.sleep(level=1)
         statuses = await self._ask_ranks("understudy_status", STATUS_WAIT_S)
         self.phases.step("ready")
@@ -81,6 +85,7 @@ class Backend:
         self.phases.step("wake")
         self._listening = listening.duplicate()
         self._front.desk.engine, self._front.desk.token = engine, token
+        await self._ask_ranks("understudy_status", WAKE_ASK_S)
         taken = await self._ask_ranks("understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S)
         await self._engine.wake_up()
         return sum(rank["kv_bytes"] for rank in taken)
@@ -176,7 +181,8 @@ class Backend:
         """What was wrong with one greedy token, or None."""
         sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
         last = None
-        prompt = {"prompt_token_ids": list(CANARY_TOKENS)}
+        config = self._engine.model_config
+        prompt = {"prompt_token_ids": list(TRIAL_PROMPT[: max(1, config.max_model_len - 1)])}
         async for output in self._engine.generate(prompt, sampling, request_id):
             last = output
         made = last.outputs[0] if last is not None and last.outputs else None
@@ -184,9 +190,10 @@ class Backend:
             return "no token came"
         token = made.token_ids[0]
         logprob = made.logprobs[0][token].logprob
-        if not math.isfinite(logprob) or logprob > 0:
+        is_probability = config.logprobs_mode.endswith("logprobs")  # else the user chose logits
+        if not math.isfinite(logprob) or (is_probability and logprob > 0):
             return f"token {token} came with a log-probability of {logprob}"
-        if not 0 <= token < self._engine.model_config.get_vocab_size():
+        if not 0 <= token < config.get_vocab_size():
             return f"token {token} is none of the vocabulary"
         return None
 

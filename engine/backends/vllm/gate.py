@@ -1,8 +1,9 @@
-"""Every response says which engine gave it, and a draining engine takes nothing new.
+"""Around vLLM's whole application: every response says which engine gave it, a draining engine
+takes nothing new, and no request is larger than can be read without stopping everything else.
 
-Owns the count of requests under way and the few facts that a response carries. Pure ASGI, since
-vLLM takes a middleware by its import path only, and makes it itself: what it needs is therefore
-this module's `DESK`, one per process. Imports neither vLLM nor torch.
+Owns the count of requests under way and the few facts that a response carries. Pure ASGI; imports
+neither vLLM nor torch. It is put around what uvicorn calls, not into vLLM's `--middleware`: an
+answer to an error that nobody caught is made outside of those.
 """
 
 from __future__ import annotations
@@ -18,8 +19,22 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-PATH = f"{__name__}.Gate"  # for `--middleware`
 RETRY_AFTER_S = 1  # a drain ends with another engine's grant
+TRY_AGAIN_LATER = 1013  # RFC 6455's registry of WebSocket close codes
+
+# A body is parsed in one go, and meanwhile no other request moves and no question is answered: 40
+# MB of numbers took 1.5 s, and after one second without an answer an engine counts as hung.
+BODY_BYTES_BASE = 8 << 20
+BODY_BYTES_PER_TOKEN = 32  # text has four to six, and numbers up to nine
+# Pictures come as one long string each, which is read a hundred times faster than numbers.
+BODY_BYTES_MULTIMODAL = 64 << 20
+DISCARDED_MAX = 16  # times the limit: of what is too large, so much is let pass to be answered
+
+
+def body_bytes_max(max_model_len: int, *, is_multimodal: bool) -> int:
+    """The largest request that is read, unless the user has said one."""
+    text = BODY_BYTES_BASE + BODY_BYTES_PER_TOKEN * max_model_len
+    return max(text, BODY_BYTES_MULTIMODAL) if is_multimodal else text
 
 
 class Desk:
@@ -53,52 +68,121 @@ class Desk:
             self.idle.set()
 
 
-DESK = Desk()
-
-
 class Gate:
-    """ASGI middleware, the outermost one."""
+    """An ASGI application around another one."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, desk: Desk, body_max: int) -> None:
         self._app = app
+        self._desk = desk
+        self._body_max = body_max
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-
-        async def send_marked(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *DESK.headers()]
-            await send(message)
-
-        if DESK.is_draining:
-            DESK.rejected += 1
-            await _refuse(send_marked)
+        answer = _Answer(send, self._desk)
+        if self._desk.is_draining:
+            self._desk.rejected += 1
+            await _refuse_draining(scope, answer)
             return
-        DESK.came()
+        self._desk.came()
         try:
-            await self._app(scope, receive, send_marked)
+            if scope["type"] == "websocket":
+                await self._app(scope, receive, answer.send)
+            else:
+                await self._limited(scope, receive, answer)
         finally:
-            DESK.went()
+            self._desk.went()
+
+    async def _limited(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        body = _Body(receive, self._body_max)
+        if _content_length(scope) > self._body_max:
+            body.is_too_large = True
+        else:
+            try:
+                await self._app(scope, body.receive, answer.send)
+            except Exception:
+                if not body.is_too_large:  # else it saw a client leave, and that was us
+                    raise
+        if body.is_too_large and not answer.has_begun:
+            await body.discard()
+            self._desk.rejected += 1
+            what = f"This request has more than {self._body_max} bytes, the most that is read."
+            await _refuse(answer, 413, what, "request_too_large")
 
 
-async def _refuse(send: Send) -> None:
-    body = json.dumps(
-        {
-            "error": {
-                "message": "This engine is draining; another one takes over. Try again.",
-                "type": "server_error",
-                "param": None,
-                "code": "draining",
-            }
-        }
-    ).encode()
+class _Answer:
+    """What is sent to the client, marked."""
+
+    def __init__(self, send: Send, desk: Desk) -> None:
+        self._send = send
+        self._desk = desk
+        self.has_begun = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] in ("http.response.start", "websocket.accept"):
+            self.has_begun = True
+            message["headers"] = [*message.get("headers", ()), *self._desk.headers()]
+        await self._send(message)
+
+
+class _Body:
+    """A request's body as the application reads it: to its limit, and then the client is gone."""
+
+    def __init__(self, receive: Receive, bytes_max: int) -> None:
+        self._receive = receive
+        self._left = bytes_max
+        self._discard_left = DISCARDED_MAX * bytes_max
+        self._is_whole = False
+        self.is_too_large = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        self._is_whole = not message.get("more_body")
+        if self._left < 0:
+            self.is_too_large = True
+            return {"type": "http.disconnect"}
+        return message
+
+    async def discard(self) -> None:
+        """Let the rest of it pass: a client whose connection ends while it sends sees that, and not
+        the answer."""
+        while not self._is_whole and self._discard_left > 0:
+            message = await self._receive()
+            self._discard_left -= len(message.get("body", b""))
+            self._is_whole = not message.get("more_body")
+
+
+def _content_length(scope: Scope) -> int:
+    """What the client says; uvicorn refuses what is no number."""
+    said = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(said) if said.isdigit() else 0
+
+
+async def _refuse_draining(scope: Scope, answer: _Answer) -> None:
+    if scope["type"] == "websocket":
+        await answer.send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
+        return
+    what = "This engine is draining; another one takes over. Try again."
+    await _refuse(answer, 503, what, "draining", [(b"retry-after", str(RETRY_AFTER_S).encode())])
+
+
+async def _refuse(
+    answer: _Answer,
+    status: int,
+    what: str,
+    code: str,
+    more: list[tuple[bytes, bytes]] | None = None,
+) -> None:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    document = {"error": {"message": what, "type": kind, "param": None, "code": code}}
+    body = json.dumps(document).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (b"retry-after", str(RETRY_AFTER_S).encode()),
         (b"connection", b"close"),
+        *(more or ()),
     ]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await answer.send({"type": "http.response.start", "status": status, "headers": headers})
+    await answer.send({"type": "http.response.body", "body": body})

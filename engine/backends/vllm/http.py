@@ -25,7 +25,7 @@ from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.backends.vllm.gate import DESK, Desk
+from engine.backends.vllm.gate import Desk, Gate, body_bytes_max
 from understudy.errors import UnderstudyError, UsageError
 from understudy.wire.fds import OwnedFd
 
@@ -34,12 +34,14 @@ logger = logging.getLogger(__name__)
 BACKLOG = 4096  # the lock server's own: listening again with less would cut it for everybody
 START_WAIT_S = 60.0
 START_POLL_S = 0.005
+TRIAL_PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)  # every vocabulary has them
 TRIAL_TOKENS = 2  # a prefill and a decode
 TRIAL_WAIT_S = 600.0  # the first inference may compile kernels
 # Connections that were accepted a moment before a drain have a request on its way: this long, it
 # is answered (503, try again) instead of being cut.
 DRAIN_SETTLE_S = 0.05
-FLUSH_S = 0.1  # for what is written but not sent when the last request ends
+FLUSH_S = 0.1  # at least, for what is written but not sent when the last request ends
+FLUSH_POLL_S = 0.02
 
 
 def bind(args: argparse.Namespace, path: str) -> socket.socket:
@@ -62,16 +64,24 @@ def bind(args: argparse.Namespace, path: str) -> socket.socket:
 class Front:
     """The server of one engine; made by `start`."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.desk: Desk = DESK
+    def __init__(self, args: argparse.Namespace, model_config: Any) -> None:
+        self.desk = Desk()
         self._args = args
+        self._model_config = model_config
         self._app: Any = None
         self._task: asyncio.Task[Any] | None = None
         self._lent: asyncio.Server | None = None
 
     @classmethod
-    async def start(cls, engine: AsyncLLM, args: argparse.Namespace, sock: socket.socket) -> Front:
-        """Build vLLM's application and serve it on the private `sock`.
+    async def start(
+        cls,
+        engine: AsyncLLM,
+        args: argparse.Namespace,
+        sock: socket.socket,
+        body_max: int | None = None,
+    ) -> Front:
+        """Build vLLM's application and serve it on the private `sock`. `body_max` in bytes: the
+        largest request that is read, if not what follows from the model.
 
         Raises:
             UsageError: `vllm.not_generative`.
@@ -84,10 +94,17 @@ class Front:
                 f"{args.model} does not generate text (it can {', '.join(sorted(tasks))}), and the"
                 " canary that gates a takeover is a generation; serve it with `vllm serve`",
             )
-        front = cls(args)
-        front._app = build_app(args, tasks, engine.model_config)
+        front, model = cls(args, engine.model_config), engine.model_config
+        level = logging.getLogger().level
+        front._app = build_app(args, tasks, model)
+        logging.getLogger().setLevel(level)  # a library that it loads silences all but errors
         await init_app_state(engine, front._app.state, args, tasks)
         await front._listen_privately(sock)
+        config = front._app.state.server.config
+        if body_max is None:
+            body_max = body_bytes_max(model.max_model_len, is_multimodal=model.is_multimodal_model)
+        # uvicorn gives it to each connection that comes from now on.
+        config.loaded_app = Gate(config.loaded_app, front.desk, body_max)
         return front
 
     async def _listen_privately(self, sock: socket.socket) -> None:
@@ -132,34 +149,40 @@ class Front:
         Raises:
             UnderstudyError: `vllm.trial_failed`.
         """
+        room = max(1, self._model_config.max_model_len - TRIAL_TOKENS)
         body = {
             "model": (self._args.served_model_name or [self._args.model])[0],
-            "prompt": "1 2 3",
+            "prompt": list(TRIAL_PROMPT[:room]),
             "max_tokens": TRIAL_TOKENS,
             "temperature": 0,
             "stream": True,
         }
-        headers = {}
-        if self._args.api_key:
-            headers["Authorization"] = f"Bearer {self._args.api_key[0]}"
+        try:
+            status, text = await self._ask_privately("/v1/completions", body)
+        except aiohttp.ClientError as error:  # such as a server that wants a client's certificate
+            logger.warning("the trial request was not answered: %s", error)
+            return
+        finally:
+            os.unlink(self._args.uds)
+        if status >= 500:
+            raise UnderstudyError(
+                "vllm.trial_failed", f"the first request failed with {status}: {text[:500]}"
+            )
+        if status >= 400:  # a model of another kind; the canary does without this
+            logger.warning("the trial request was refused with %d: %s", status, text[:500])
+
+    async def _ask_privately(self, path: str, body: Any) -> tuple[int, str]:
+        keys = self._args.api_key or [envs.VLLM_API_KEY]
+        headers = {"Authorization": f"Bearer {keys[0]}"} if keys[0] else {}
         scheme = "https" if self._args.ssl_keyfile else "http"
         timeout = aiohttp.ClientTimeout(total=TRIAL_WAIT_S)
         connector = aiohttp.UnixConnector(self._args.uds)
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
             # The certificate is for the name that clients know, and this is a socket of our own.
-            session.post(
-                f"{scheme}://trial/v1/completions", json=body, headers=headers, ssl=False
-            ) as reply,
+            session.post(f"{scheme}://trial{path}", json=body, headers=headers, ssl=False) as reply,
         ):
-            text = await reply.text()
-        os.unlink(self._args.uds)
-        if reply.status >= 500:
-            raise UnderstudyError(
-                "vllm.trial_failed", f"the first request failed with {reply.status}: {text[:500]}"
-            )
-        if reply.status >= 400:  # a model of another kind; the canary does without this
-            logger.warning("the trial request was refused with %d: %s", reply.status, text[:500])
+            return reply.status, await reply.text()
 
     # ------------------------------------------------------------------ the lent socket
 
@@ -201,5 +224,14 @@ class Front:
         connections = self._app.state.server.server_state.connections
         for connection in list(connections):
             connection.shutdown()  # kept connections were answered until now, and end here
-        if connections:
-            await asyncio.sleep(FLUSH_S)
+        end = max(end, asyncio.get_running_loop().time() + FLUSH_S)
+        while any(not _is_sent(each) for each in list(connections)):
+            if asyncio.get_running_loop().time() > end:
+                return  # a client that does not read; the budget is spent
+            await asyncio.sleep(FLUSH_POLL_S)
+
+
+def _is_sent(connection: Any) -> bool:
+    """Whether the kernel has all that was written to this connection of uvicorn's."""
+    transport = connection.transport
+    return transport is None or transport.is_closing() or not transport.get_write_buffer_size()

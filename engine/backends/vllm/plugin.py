@@ -10,6 +10,7 @@ import os
 
 from engine.backends.process import INCARNATION_ENV
 
+PLUGIN = "understudy"  # the name of the entry point (pyproject.toml)
 LOAD_FORMAT = "understudy"
 
 

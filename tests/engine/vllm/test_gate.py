@@ -10,14 +10,13 @@ import pytest
 
 from engine.backends.vllm import gate
 
-HTTP = {"type": "http", "path": "/v1/completions"}
+HTTP = {"type": "http", "path": "/v1/completions", "headers": []}
+BODY_MAX = 100
 
 
 @pytest.fixture
-def desk(monkeypatch):
-    fresh = gate.Desk()
-    monkeypatch.setattr(gate, "DESK", fresh)
-    return fresh
+def desk():
+    return gate.Desk()
 
 
 class App:
@@ -41,20 +40,20 @@ async def _receive():
     return {"type": "http.request", "body": b""}
 
 
-async def _call(app, scope=HTTP):
+async def _call(desk, app, scope=HTTP, receive=_receive):
     sent = []
 
     async def send(message):
         sent.append(message)
 
-    await gate.Gate(app)(dict(scope), _receive, send)
+    await gate.Gate(app, desk, BODY_MAX)(dict(scope), receive, send)
     return sent
 
 
 def test_a_response_carries_engine_and_token(desk):
     """Goal: clients see who answered; method: the headers of the first message."""
     desk.engine, desk.token = "engine-1", 7
-    start = asyncio.run(_call(App()))[0]
+    start = asyncio.run(_call(desk, App()))[0]
     assert start["headers"] == [
         (b"a", b"b"),
         (b"x-understudy-engine", b"engine-1"),
@@ -64,7 +63,7 @@ def test_a_response_carries_engine_and_token(desk):
 
 def test_before_the_first_grant_there_is_nothing_to_say(desk):
     """Goal: the trial on the private socket claims no token; method: the headers."""
-    assert asyncio.run(_call(App()))[0]["headers"] == [(b"a", b"b")]
+    assert asyncio.run(_call(desk, App()))[0]["headers"] == [(b"a", b"b")]
 
 
 def test_a_drain_refuses_what_comes_and_lets_finish_what_runs(desk):
@@ -73,10 +72,10 @@ def test_a_drain_refuses_what_comes_and_lets_finish_what_runs(desk):
     async def scenario():
         app = App()
         app.go_on.clear()
-        running = asyncio.create_task(_call(app))
+        running = asyncio.create_task(_call(desk, app))
         await app.is_called.wait()
         desk.is_draining = True
-        refused = await _call(app)
+        refused = await _call(desk, app)
         assert not desk.idle.is_set()
         app.go_on.set()
         finished = await running
@@ -99,7 +98,7 @@ def test_a_request_that_fails_is_no_longer_under_way(desk):
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        asyncio.run(_call(broken))
+        asyncio.run(_call(desk, broken))
     assert desk.under_way == 0
     assert desk.idle.is_set()
 
@@ -108,5 +107,68 @@ def test_what_is_no_request_passes(desk):
     """Goal: lifespan events reach vLLM, also while draining; method: one of them."""
     desk.is_draining = True
     app = App()
-    asyncio.run(_call(app, {"type": "lifespan"}))
+    asyncio.run(_call(desk, app, {"type": "lifespan"}))
     assert app.calls == 1
+
+
+def test_a_websocket_is_counted_and_marked_and_refused_in_a_drain(desk):
+    """Goal: a drain waits for these too, and they name their engine; method: one accepted, one that
+    comes later."""
+    desk.engine = "engine-0"
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(desk.under_way)
+        await send({"type": "websocket.accept"})
+
+    scope = {"type": "websocket", "headers": []}
+    accepted = asyncio.run(_call(desk, app, scope))
+    desk.is_draining = True
+    refused = asyncio.run(_call(desk, app, scope))
+    assert seen == [1]
+    assert (b"x-understudy-engine", b"engine-0") in accepted[0]["headers"]
+    assert refused == [{"type": "websocket.close", "code": gate.TRY_AGAIN_LATER}]
+
+
+def test_a_request_that_says_it_is_too_large_is_not_read(desk):
+    """Goal: one client cannot stop the engine by what it sends; method: its Content-Length."""
+    desk.engine = "engine-0"
+    app, left = App(), [b"x"] * 3
+
+    async def receive():
+        return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
+
+    scope = {**HTTP, "headers": [(b"content-length", str(BODY_MAX + 1).encode())]}
+    sent = asyncio.run(_call(desk, app, scope, receive))
+    assert app.calls == 0
+    assert not left  # or the client would see its connection end, and not the answer
+    assert sent[0]["status"] == 413
+    assert (b"x-understudy-engine", b"engine-0") in sent[0]["headers"]
+    assert desk.rejected == 1
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_request_that_does_not_say_is_read_to_the_limit(desk, parts):
+    """Goal: the same for a body in pieces; method: an application that reads them all."""
+    left = [b"x" * (BODY_MAX // 2)] * parts
+
+    async def receive():
+        return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
+
+    async def app(scope, receive, send):
+        while (message := await receive()).get("more_body"):
+            pass
+        if message["type"] == "http.disconnect":
+            raise ConnectionError("the client has left")  # as frameworks do
+        await send({"type": "http.response.start", "status": 200})
+
+    sent = asyncio.run(_call(desk, app, receive=receive))
+    assert sent[0]["status"] == (200 if parts == 2 else 413)
+    assert desk.under_way == 0
+
+
+def test_the_limit_follows_from_the_model():
+    """Goal: what a model can use is read; method: a small model, a large one, one with pictures."""
+    assert gate.body_bytes_max(2048, is_multimodal=False) > 8 << 20
+    assert gate.body_bytes_max(1 << 20, is_multimodal=False) > 32 << 20
+    assert gate.body_bytes_max(2048, is_multimodal=True) == 64 << 20
