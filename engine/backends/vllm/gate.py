@@ -19,6 +19,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# The supervisor ends a process whose engine is dead within milliseconds.
+DEAD_WAIT_S = 5.0
 RETRY_AFTER_S = 1  # a drain ends with another engine's grant
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of WebSocket close codes
 
@@ -38,9 +40,12 @@ def body_bytes_max(max_model_len: int, *, is_multimodal: bool) -> int:
 
 
 class Desk:
-    """What is known of the requests to this process."""
+    """What is known of the requests to this process, and whether anybody is there to do them:
+    `is_dead` says that the engine has failed, and `on_dead` is called by who finds it so."""
 
     def __init__(self) -> None:
+        self.is_dead: Callable[[], bool] = lambda: False
+        self.on_dead: Callable[[], None] = lambda: None
         self.engine = ""
         self.token = 0
         self.rejected = 0
@@ -57,6 +62,12 @@ class Desk:
             (b"x-understudy-engine", self.engine.encode()),
             (b"x-understudy-token", str(self.token).encode()),
         ]
+
+    async def fall_silent(self) -> None:
+        """Say nothing for a dead engine: its clients see their connection end, as in every other
+        death, and ask again. An answer of 500 would be final for many of them."""
+        self.on_dead()
+        await asyncio.sleep(DEAD_WAIT_S)
 
     def came(self) -> None:
         self.under_way += 1
@@ -87,6 +98,8 @@ class Gate:
             return
         self._desk.came()
         try:
+            if self._desk.is_dead():
+                await self._desk.fall_silent()
             if scope["type"] == "websocket":
                 await self._app(scope, receive, answer.send)
             else:
@@ -120,6 +133,8 @@ class _Answer:
         self.has_begun = False
 
     async def send(self, message: Message) -> None:
+        if message.get("status", 0) >= 500 and self._desk.is_dead():
+            await self._desk.fall_silent()
         if message["type"] in ("http.response.start", "websocket.accept"):
             self.has_begun = True
             message["headers"] = [*message.get("headers", ()), *self._desk.headers()]

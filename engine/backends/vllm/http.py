@@ -103,6 +103,8 @@ class Front:
         config = front._app.state.server.config
         if body_max is None:
             body_max = body_bytes_max(model.max_model_len, is_multimodal=model.is_multimodal_model)
+        front.desk.is_dead = lambda: engine.errored
+        front.desk.on_dead = front.close
         # uvicorn gives it to each connection that comes from now on.
         config.loaded_app = Gate(config.loaded_app, front.desk, body_max)
         return front
@@ -211,12 +213,16 @@ class Front:
         sock.setblocking(False)
         self._lent = await loop.create_server(protocol, sock=sock, ssl=config.ssl, backlog=BACKLOG)
 
-    async def drain(self, budget_s: float) -> None:
-        """Accept no more; what waits in the backlog stays there for the next engine."""
-        end = asyncio.get_running_loop().time() + budget_s
-        self.desk.is_draining = True
+    def close(self) -> None:
+        """Accept no more from the lent socket; what waits there is for the next engine."""
         if self._lent is not None:
             self._lent.close()
+
+    async def drain(self, budget_s: float) -> None:
+        """Accept no more, let finish what runs, and send what is written."""
+        end = asyncio.get_running_loop().time() + budget_s
+        self.desk.is_draining = True
+        self.close()
         await asyncio.sleep(min(DRAIN_SETTLE_S, budget_s))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(end):

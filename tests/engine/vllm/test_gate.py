@@ -172,3 +172,36 @@ def test_the_limit_follows_from_the_model():
     assert gate.body_bytes_max(2048, is_multimodal=False) > 8 << 20
     assert gate.body_bytes_max(1 << 20, is_multimodal=False) > 32 << 20
     assert gate.body_bytes_max(2048, is_multimodal=True) == 64 << 20
+
+
+def test_a_dead_engine_answers_nothing_and_takes_nothing(desk):
+    """Goal: clients of an engine that dies see a cut and ask again, and none gets a 500 that it
+    takes for final; method: one request under way, whose application fails, and a new one."""
+    closed = []
+    desk.on_dead = lambda: closed.append(True)
+
+    async def failing(scope, receive, send):
+        desk.is_dead = lambda: True
+        await send({"type": "http.response.start", "status": 500})
+
+    async def scenario():
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        app = App()
+        dying = asyncio.create_task(gate.Gate(failing, desk, BODY_MAX)(HTTP, _receive, send))
+        while not closed:  # noqa: ASYNC110  # no event says what the gate is about to do
+            await asyncio.sleep(0)
+        late = asyncio.create_task(gate.Gate(app, desk, BODY_MAX)(HTTP, _receive, send))
+        while len(closed) < 2:  # noqa: ASYNC110  # the same
+            await asyncio.sleep(0)
+        dying.cancel()
+        late.cancel()
+        await asyncio.gather(dying, late, return_exceptions=True)
+        return app, sent
+
+    app, sent = asyncio.run(scenario())
+    assert sent == []
+    assert app.calls == 0
