@@ -2,13 +2,17 @@
 
 Owns the rule of DESIGN §7: the backend answers within 1 s; with requests in flight something moved
 within `hang_ms`; idle, a canary every 30 s. Must not know how questions travel. The surprising
-thing: a hang is measured from when this side *saw* work in flight, so the first look at a request
-never counts the idle time before it. And whoever did not run himself (stopped, thawed, starved)
-cannot say that others were silent: after a late look, every deadline begins anew.
+things: only what moved, or a canary that passed, proves anything. That requests come and go proves
+nothing, so when the last one goes and nothing has moved since it was seen, a canary runs at once:
+clients that give up and try again do not hide a hang. A hang is measured from when this side *saw*
+work in flight, so the first look at a request never counts the idle time before it. And whoever did
+not run himself (stopped, thawed, starved) cannot say that others were silent: after a late look,
+every deadline begins anew.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -51,61 +55,82 @@ class Health:
         self._idle_canary_ms = idle_canary_ms
         self._interval_ms = interval_ms
         self._asked_ms: float | None = None
-        self._canary_ms: float | None = None
         self._next_ask_ms = now_ms
-        self._moved_ms = now_ms  # the canary that gated `active` has just passed
+        self._looked_ms = now_ms
+        self._proven_ms = now_ms  # the canary that gated `active` has just passed
         self._progress = -1
+        # How long requests were seen waiting since something moved, over all looks; None: nobody.
+        self._silent_ms: float | None = None
+        self._saw_work = False
+        # From when the canary that runs has `hang_ms`: its start, or what moved since.
+        self._canary_ms: float | None = None
         self.in_flight = 0
 
     def tick(self, now_ms: float) -> list[Action] | Unhealthy:
-        """What to do now; call it at `next_ms` at the latest."""
+        """What to do now; call it at `next_ms` at the latest, and after whatever was heard."""
         self._forgive_a_gap(now_ms)
         if self._asked_ms is not None and now_ms - self._asked_ms >= self._answer_ms:
             return Unhealthy(f"the backend did not answer within {self._answer_ms} ms")
-        if self._canary_ms is not None and now_ms - self._canary_ms >= self._hang_ms:
-            return Unhealthy(f"the idle canary made no token within {self._hang_ms} ms")
         actions = []
         if self._asked_ms is None and now_ms >= self._next_ask_ms:
             self._asked_ms = now_ms
             self._next_ask_ms = now_ms + self._interval_ms
             actions.append(Action.ASK)
-        is_idle = self.in_flight == 0 and self._canary_ms is None
-        if is_idle and now_ms - self._moved_ms >= self._idle_canary_ms:
+        if now_ms >= self._canary_due_ms():
             self._canary_ms = now_ms
             actions.append(Action.CANARY)
         return actions
 
     def next_ms(self) -> float:
         """When `tick` has something to say again."""
-        moments = [
-            self._next_ask_ms if self._asked_ms is None else self._asked_ms + self._answer_ms
-        ]
-        if self._canary_ms is not None:
-            moments.append(self._canary_ms + self._hang_ms)
-        elif not self.in_flight:
-            moments.append(self._moved_ms + self._idle_canary_ms)
-        return min(moments)
+        look_ms = self._next_ask_ms if self._asked_ms is None else self._asked_ms + self._answer_ms
+        return min(look_ms, self._canary_due_ms())
 
     def answered(self, now_ms: float, in_flight: int, progress: int) -> Unhealthy | None:
         """The backend's answer; a hang is judged here, by what it says, never by its silence."""
         self._forgive_a_gap(now_ms)
         self._asked_ms = None
-        if progress != self._progress or (in_flight and not self.in_flight):
-            self._moved_ms = now_ms
-        self._progress, self.in_flight = progress, in_flight
-        if in_flight and now_ms - self._moved_ms >= self._hang_ms:
+        if progress != self._progress:
+            self._prove(now_ms)
+        # Some backends count the canary among the requests; it has a deadline of its own.
+        has_work = in_flight > int(self._canary_ms is not None)
+        if has_work:
+            waited_ms = now_ms - self._looked_ms if self._saw_work else 0.0
+            self._silent_ms = 0.0 if self._silent_ms is None else self._silent_ms + waited_ms
+        self._progress, self.in_flight, self._saw_work = progress, in_flight, has_work
+        self._looked_ms = now_ms
+        if has_work and self._silent_ms is not None and self._silent_ms >= self._hang_ms:
             return Unhealthy(f"{in_flight} requests in flight and no token in {self._hang_ms} ms")
+        if self._canary_ms is not None and now_ms - self._canary_ms >= self._hang_ms:
+            return Unhealthy(f"the idle canary made no token within {self._hang_ms} ms")
         return None
 
     def canary_done(self, now_ms: float, *, ok: bool, detail: str) -> Unhealthy | None:
         self._canary_ms = None
-        self._moved_ms = now_ms
+        self._prove(now_ms)
         return None if ok else Unhealthy(f"the idle canary failed: {detail or 'wrong tokens'}")
+
+    def _canary_due_ms(self) -> float:
+        """At once when requests have gone and nothing has moved since they were seen."""
+        if self.in_flight or self._canary_ms is not None:
+            return math.inf
+        if self._silent_ms is not None:
+            return self._looked_ms
+        return max(self._looked_ms, self._proven_ms + self._idle_canary_ms)
+
+    def _prove(self, now_ms: float) -> None:
+        """It generates: a canary that waits behind requests has its time again."""
+        self._proven_ms = now_ms
+        self._silent_ms = None
+        if self._canary_ms is not None:
+            self._canary_ms = now_ms
 
     def _forgive_a_gap(self, now_ms: float) -> None:
         if now_ms - self.next_ms() <= LATE_MS:
             return
-        self._moved_ms = now_ms
+        self._looked_ms = now_ms
+        if self._silent_ms is not None:
+            self._silent_ms = 0.0
         if self._asked_ms is not None:
             self._asked_ms = now_ms
         if self._canary_ms is not None:
