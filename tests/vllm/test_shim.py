@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -38,3 +42,19 @@ def test_the_installed_version_is_taken_and_its_parser_found():
     args = shim.make_arg_parser(FlexibleArgumentParser()).parse_args(["some-model"])
     shim.validate_parsed_serve_args(args)
     assert args.model_tag == "some-model"
+
+
+@pytest.mark.parametrize("is_grouped_before", [False, True], ids=["0.32", "0.33"])
+def test_a_kv_cache_is_planned_in_one_step_or_two(
+    is_grouped_before: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A stand-in for vLLM's module of either form gets what that version's engine core gives it."""
+    asked: list[Any] = []
+    plans = SimpleNamespace(get_kv_cache_configs=lambda *given: asked.append(given))
+    if is_grouped_before:
+        plans.get_global_kv_cache_groups = lambda *given: given
+    monkeypatch.setitem(sys.modules, "plans", plans)  # type: ignore[arg-type]  # no real module
+    monkeypatch.setattr(shim, "_KV_PLANS", ("plans",))
+    shim.get_kv_cache_configs("config", [{}], [1])
+    groups = [("config", [{}])] if is_grouped_before else []
+    assert asked == [("config", [{}], [1], *groups)]

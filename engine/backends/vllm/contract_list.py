@@ -28,6 +28,13 @@ LOADER = "model_executor/model_loader/base_loader.py"
 LOADER_UTILS = "model_executor/model_loader/utils.py"
 LINEAR = "model_executor/layers/linear.py"
 
+# How the engine core plans a KV cache before 0.33, and since: shim.py does the same.
+KV_PLAN = "get_kv_cache_configs(vllm_config, kv_cache_specs, available_gpu_memory)"
+KV_PLAN_OF_GROUPS = (
+    "global_kv_cache_groups = get_global_kv_cache_groups(vllm_config, kv_cache_specs)",
+    KV_PLAN.replace(")", ", global_kv_cache_groups)"),
+)
+
 # A name in one of several places, by version: what the contract is, who uses it, where it may be.
 PLACES = (
     *(
@@ -37,6 +44,14 @@ PLACES = (
             tuple((f"vllm.entrypoints.{at}.cli_args", name) for at in ("common", "launchers")),
         )
         for name in ("make_arg_parser", "validate_parsed_serve_args")
+    ),
+    (
+        "the engine core's plan of a KV cache can be asked for",
+        "shim.py",
+        tuple(
+            (f"vllm.v1.core.{at}", "get_kv_cache_configs")
+            for at in ("kv_cache_planning", "kv_cache_utils")
+        ),
     ),
     (
         "rotary embeddings are registered for a whole process",
@@ -195,6 +210,23 @@ CONTRACTS = (
         GPU_WORKER,
         "Worker.determine_available_memory",
         says("kv_cache_memory_bytes"),
+    ),
+    Contract(
+        "the engine core registers the kinds of KV cache, tells its workers the layout, plans one",
+        "kv_check.py",
+        ENGINE_CORE,
+        "EngineCore._initialize_kv_caches",
+        lambda node: (
+            says("register_all_kvcache_specs(vllm_config)", "set_kv_cache_layout(")(node)
+            and (says(KV_PLAN)(node) or says(*KV_PLAN_OF_GROUPS)(node))
+        ),
+    ),
+    Contract(
+        "a worker knows its layers' KV cache",
+        "worker.py",
+        GPU_WORKER,
+        "Worker.get_kv_cache_spec",
+        takes_only(),
     ),
     Contract(
         "a worker sleeps at a level", "worker.py", GPU_WORKER, "Worker.sleep", takes_only("level")

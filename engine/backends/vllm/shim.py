@@ -22,6 +22,7 @@ OVERRIDE_FLAG = "--allow-any-vllm"
 
 # Since 0.33, and before.
 _CLI_ARGS = ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args")
+_KV_PLANS = ("vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils")
 
 
 def vllm_version() -> str:
@@ -73,10 +74,24 @@ def validate_parsed_serve_args(args: Any) -> None:
     _cli_args().validate_parsed_serve_args(args)
 
 
+def get_kv_cache_configs(vllm_config: Any, specs: list[Any], sizes_bytes: list[int]) -> Any:
+    """The engine core's own plan of a KV cache, of each rank's layers and bytes; raises ValueError
+    where one sequence does not fit."""
+    plans = _found("plan of a KV cache", _KV_PLANS)
+    groups_of = getattr(plans, "get_global_kv_cache_groups", None)  # since 0.33 a step of its own
+    groups = [] if groups_of is None else [groups_of(vllm_config, specs)]
+    return plans.get_kv_cache_configs(vllm_config, specs, sizes_bytes, *groups)
+
+
 def _cli_args() -> Any:
+    return _found("parser of its flags", _CLI_ARGS)
+
+
+def _found(what: str, places: tuple[str, ...]) -> Any:
+    """The first of these modules that this vLLM has."""
     import importlib
 
-    for place in _CLI_ARGS:
+    for place in places:
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
@@ -84,7 +99,7 @@ def _cli_args() -> Any:
                 raise  # the module is there, and something that it needs is not
     raise UsageError(
         "vllm.unsupported_version",
-        f"vLLM {vllm_version()} keeps the parser of its flags in none of {', '.join(_CLI_ARGS)}:"
+        f"vLLM {vllm_version()} keeps the {what} in none of {', '.join(places)}:"
         f" this backend supports {supported_range()}",
         installed=vllm_version(),
     )

@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 from engine.backends.free_memory import Room, check_can_ever_fit
 from engine.backends.vllm import membership, weights
 from engine.backends.vllm.kv_arena import Hold, KVArena, Range
+from engine.backends.vllm.kv_check import check_holds_a_sequence
 from engine.backends.vllm.kv_cuda import CudaRange
 from understudy.errors import UnderstudyError, UsageError
 
@@ -147,6 +148,15 @@ class Parking(StockGPUWorker):
             )
         return int(asked)
 
+    def _enough_for_a_sequence(self, kv_bytes: int) -> int:
+        """`kv_bytes`; the engine core would refuse too few of them after us, and tell nobody.
+
+        Raises:
+            UsageError: `vllm.kv_too_small`.
+        """
+        check_holds_a_sequence(self.vllm_config, self.get_kv_cache_spec(), kv_bytes)
+        return kv_bytes
+
     # ------------------------------------------------------------------ vLLM's words for park, wake
 
     def sleep(self, level: int = 1) -> None:
@@ -234,8 +244,9 @@ class GPUWorker(Parking):
 
     def determine_available_memory(self) -> int:
         with reporting():
-            self._kv_bytes_asked()
-            return int(super().determine_available_memory())
+            self._enough_for_a_sequence(self._kv_bytes_asked())
+            # Again: vLLM may keep a part of what was asked for back.
+            return self._enough_for_a_sequence(int(super().determine_available_memory()))
 
     def sleep(self, level: int = 1) -> None:
         from vllm.distributed.parallel_state import suspend_device_comms

@@ -39,6 +39,7 @@ class CPUWorker(Parking, StockCPUWorker):
     def determine_available_memory(self) -> int:
         """vLLM's, less its demand that the memory be free now: the active engine has it."""
         with reporting():
+            kv_bytes = self._enough_for_a_sequence(self._kv_bytes_asked())
             if self._should_warm_up_model():
                 self.model_runner.warming_up_model()
-            return self._kv_bytes_asked()
+            return kv_bytes
