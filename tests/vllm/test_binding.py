@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from engine.backends.vllm import sharing
-from engine.backends.vllm.binding import Binding
+from engine.backends.vllm.binding import Binding, forms_of
 from engine.backends.vllm.pulse import Meter
 from engine.backends.vllm.registries import Registered, Registries
 from engine.backends.vllm.rehome import ABOUT, About, name_in_epoch, rehome
@@ -176,6 +176,46 @@ def test_tensor_that_is_a_plain_attribute_is_found():
         model = Hidden()
     with pytest.raises(UnderstudyError, match=r"\.scales of the model"):
         bound(model, memory, about)
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        (torch.zeros(LARGE, 2 * LARGE), f"float32 [{LARGE}, {2 * LARGE}]"),
+        (torch.zeros(LARGE, LARGE, dtype=torch.bfloat16), f"bfloat16 [{LARGE}, {LARGE}]"),
+    ],
+    ids=["shape", "type"],
+)
+def test_model_that_is_made_otherwise_is_an_error(there: torch.Tensor, here: str):
+    """The writer's fresh model had another shape, or type, of a tensor: its name and both."""
+
+    def made(form: torch.Tensor) -> Tied:
+        model = Tied()
+        model.turned = nn.Parameter(torch.empty_like(form), requires_grad=False)
+        return model
+
+    loaded = made(torch.zeros(LARGE, LARGE))
+    created = forms_of(loaded)
+    memory, about = moved(loaded)
+    with on_meta():
+        model = made(there.to("meta"))
+    with pytest.raises(UnderstudyError) as found:
+        bound(model, memory, About("Test", created=created, buffers=about.buffers))
+    assert (found.value.code, found.value.details) == ("model.unbound", {"tensor": "turned"})
+    assert f"turned is float32 [{LARGE}, {LARGE}] in epoch e and {here} in" in found.value.message
+
+
+def test_tensor_that_processing_repacks_is_bound_as_it_is():
+    """Another shape and type than its fresh model's, in the same model: no difference."""
+    loaded = Tied()
+    created = forms_of(loaded)
+    packed = torch.randint(0, 9, (2 * LARGE, LARGE), dtype=torch.int8)
+    loaded.turned = nn.Parameter(packed.clone(), requires_grad=False)
+    memory, about = moved(loaded)
+    with on_meta():
+        model = Tied()
+    bound(model, memory, About("Test", created=created, buffers=about.buffers))
+    assert torch.equal(model.turned, packed)
 
 
 def test_parameter_that_processing_removes_is_removed():

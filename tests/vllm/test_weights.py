@@ -19,6 +19,7 @@ from tests.vllm.ranks import Rank, config_of, one_rank  # first: it imports vLLM
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from vllm.config import MultiModalConfig
 
 from engine.backends import session
 from engine.backends.reference.random_model import write_random_model
@@ -268,6 +269,22 @@ def test_tensor_that_nobody_wrote_is_named(
     assert error.value.details == {"tensor": lost}
 
 
+def test_model_of_other_shapes_is_refused_where_its_identity_says_the_same(
+    rank: Callable[[str], Rank], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What no field of the identity tells apart: the tensor is named, with both shapes."""
+    monkeypatch.setattr(identity.Identity, "read", lambda self: {"engine": "vllm", "rank": 0})
+    rank("engine-0").load(checkpoint)
+    other = tmp_path / "other"
+    write_random_model(str(other), seed=1, **{**SHAPE, "intermediate": 512})
+    with pytest.raises(
+        UnderstudyError, match=r"\[512, 128\] in .* and float32 \[1024, 128\]"
+    ) as found:
+        rank("engine-1").load(other)
+    assert found.value.code == "model.unbound"
+    assert found.value.details == {"tensor": "model.layers.0.mlp.gate_up_proj.weight"}
+
+
 def test_device_that_is_too_small_is_named_with_both_sizes(
     rank: Callable[[str], Rank], tmp_path: Path
 ):
@@ -355,6 +372,51 @@ def test_identity_tells_files_apart(tmp_path: Path):
     assert identity.files_of(str(tmp_path / "weights.bin")) == identity.files_of(str(tmp_path))
     model = written(tmp_path / "model", seed=6)
     assert set(identity.files_of(str(model))["model.safetensors"]) == {"header", "sample"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("decode_context_parallel_size", 2, "decode_context"),
+        ("expert_placement_strategy", "round_robin", "expert_placement"),
+        ("all2all_backend", "deepep_low_latency", "all2all"),
+        ("dcp_q_replicate", True, "query_replicated"),
+    ],
+)
+def test_identity_tells_apart_what_splits_weights(
+    checkpoint: Path, field: str, value: Any, said: str
+):
+    """A setting that gives a rank other weights of the same checkpoint, by its field."""
+    config = config_of(checkpoint)
+    one = identity.Identity(config, config.load_config, "auto").read()
+    setattr(config.parallel_config, field, value)
+    other = identity.Identity(config, config.load_config, "auto").read()
+    assert differences(one["parallel"], other["parallel"]) == {said}
+    assert one["models"] == other["models"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mm_encoder_tp_mode": "data"}, "encoder_split"),
+        ({"mm_encoder_only": True}, "encoder_only"),
+        ({"language_model_only": True}, "language_only"),
+        ({"limit_per_prompt": {"image": 0}}, "absent"),
+    ],
+)
+def test_identity_tells_encoders_apart(checkpoint: Path, settings: dict[str, Any], said: str):
+    """Whether the parts beside the language model are there, and whether ranks split them."""
+    config = config_of(checkpoint)
+    found = []
+    for each in ({}, settings):
+        config.model_config.multimodal_config = MultiModalConfig(**each)
+        read = identity.Identity(config, config.load_config, "auto").read()
+        found.append(read["models"]["target"]["multimodal"])
+    assert differences(*found) == {said}
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {name for name in one if one[name] != other[name]}
 
 
 def test_ranks_differ_in_their_rank_only(checkpoint: Path):

@@ -26,7 +26,7 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from engine.backends.vllm.rehome import ABOUT, About
-from engine.backends.vllm.tensors import tensor_at
+from engine.backends.vllm.tensors import dtype_name, tensor_at
 from gms.client import TensorRecord
 from understudy.errors import UnderstudyError
 
@@ -46,6 +46,14 @@ def skeleton(vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
             vllm_config=vllm_config, model_config=model_config, prefix=prefix
         )
     return model
+
+
+def forms_of(model: nn.Module) -> dict[str, str]:
+    """`float32 [256, 128]`, by name, of every parameter of a model that was just made."""
+    return {
+        name: f"{dtype_name(parameter.dtype)} {list(parameter.shape)}"
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 class Binding:
@@ -79,6 +87,7 @@ class Binding:
         Raises:
             UnderstudyError: `model.unbound`, `model.written`, naming the tensor.
         """
+        self._check_same_forms(about.created)
         for name in self._records:
             if name != ABOUT:
                 self._bind(name, about)
@@ -134,6 +143,17 @@ class Binding:
         return made
 
     # ------------------------------------------------------------------ nothing is forgotten
+
+    def _check_same_forms(self, created: Mapping[str, str]) -> None:
+        """Fresh model against fresh model: what processing does to a tensor is no difference."""
+        for name, form in forms_of(self._model).items():
+            there = created.get(name, form)
+            if there != form:
+                raise self._unbound(
+                    f"tensor {name} is {there} in epoch {self._epoch} and {form} in this engine's"
+                    " model, so some flag that shapes weights differs between them",
+                    name,
+                )
 
     def _drop(self, dropped: list[str]) -> None:
         """Remove the parameters that processing removes where weights are really loaded."""

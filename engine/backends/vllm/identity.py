@@ -26,7 +26,7 @@ from engine.backends.shards import read_shard, sample_of
 from engine.backends.vllm import shim
 from understudy.errors import UsageError
 
-FORMAT = 1  # of our records in an epoch
+FORMAT = 2  # of our records in an epoch
 SAFETENSORS = "*.safetensors"
 OTHER_FILES = ("*.bin", "*.pt", "*.pth", "*.gguf")
 DUMMY = "dummy"  # vLLM's load format that reads no files
@@ -153,10 +153,16 @@ def _settings(vllm_config: Any, load_format: str) -> Document:
         "load_format": load_format,
         "lora": vllm_config.lora_config is not None,
         "parallel": {
+            "all2all": str(parallel.all2all_backend),
             "data": parallel.data_parallel_size,
+            "decode_context": parallel.decode_context_parallel_size,
             "expert": bool(parallel.enable_expert_parallel),
+            "expert_placement": str(parallel.expert_placement_strategy),
+            "hyper_connections": bool(getattr(parallel, "enable_hc_sp", False)),
             "pipeline": parallel.pipeline_parallel_size,
+            "query_replicated": bool(getattr(parallel, "dcp_q_replicate", False)),
             "tensor": parallel.tensor_parallel_size,
+            "tensor_draft": _draft_ranks(vllm_config),
         },
         "rank": parallel.rank,
         "torch": shim.torch_version(),
@@ -172,12 +178,34 @@ def _model_settings(config: Any, vllm_config: Any) -> Document:
         "dtype": str(config.dtype),
         "kv_cache_dtype": str(cache.cache_dtype),
         "kv_cache_skipped": [str(layer) for layer in cache.kv_cache_dtype_skip_layers or []],
+        "implementation": str(config.model_impl),
         "max_model_len": config.max_model_len,
+        "multimodal": _multimodal(config),
         "name": _name(str(config.model)),
         "quantization": str(config.quantization),
         "quantization_settings": _hash(str(config.quantization_config)),
         "revision": str(config.revision),
         "settings": _hash(json.dumps(settings, sort_keys=True, default=str)),
+    }
+
+
+def _draft_ranks(vllm_config: Any) -> int:
+    draft = getattr(vllm_config.speculative_config, "draft_parallel_config", None)
+    return 0 if draft is None else int(draft.tensor_parallel_size)
+
+
+def _multimodal(config: Any) -> Document:
+    """What decides which parts beside the language model there are, and how they are split."""
+    found = config.multimodal_config
+    if found is None:
+        return {}
+    limits = getattr(found, "limit_per_prompt", {})
+    return {
+        "absent": sorted(kind for kind in limits if found.get_limit_per_prompt(kind) == 0),
+        "encoder_attention": str(getattr(found, "mm_encoder_attn_dtype", None)),
+        "encoder_only": bool(getattr(found, "mm_encoder_only", False)),
+        "encoder_split": str(found.mm_encoder_tp_mode),
+        "language_only": bool(found.language_model_only),
     }
 
 

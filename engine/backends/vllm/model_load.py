@@ -137,7 +137,7 @@ class ModelLoad:
 
     def _write(self, writer: Writer, meter: Meter) -> About:
         """Load the model as vLLM does, beside the one that will run, and move it into the epoch."""
-        inner, created = inner_loader(self._config), set[str]()
+        inner, created = inner_loader(self._config), dict[str, str]()
         _after_creation(inner, lambda model: self._note(model, created))
         _before_reading(inner, meter)
         meter.expect(2 * self.needed_bytes)  # to be read, and to be moved
@@ -154,7 +154,8 @@ class ModelLoad:
         left = {name for name, _ in loaded.named_parameters(remove_duplicate=False)}
         about = About(
             type(loaded).__name__,
-            dropped=sorted(created - left),
+            created=created,
+            dropped=sorted(created.keys() - left),
             flags={flag: bool(getattr(loaded, flag)) for flag in FLAGS if hasattr(loaded, flag)},
         )
         rehome.rehome(loaded, self._number, writer, self._device, about, meter)
@@ -163,9 +164,9 @@ class ModelLoad:
         gc.collect()
         return about
 
-    def _note(self, model: nn.Module, created: set[str]) -> None:
+    def _note(self, model: nn.Module, created: dict[str, str]) -> None:
         sharing.keep_in_place(model, self._device)
-        created.update(name for name, _ in model.named_parameters(remove_duplicate=False))
+        created.update(binding.forms_of(model))
 
     def _loaded(self, loader: BaseModelLoader) -> nn.Module:
         """What `loader` makes, as if nothing had been built before."""

@@ -37,13 +37,15 @@ GIVE_BACK_BYTES = 64 << 20
 class About:
     """What `<model>/.model` says.
 
-    `buffers`: tensors that are no parameters. `on_host`: tensors that vLLM keeps in host memory
-    beside a device. `dropped`: parameters that processing has removed. `flags`: attributes that
-    loading has set on the model.
+    `created`: data type and shape of each parameter before anything was loaded; processing may
+    change both. `buffers`: tensors that are no parameters. `on_host`: tensors that vLLM keeps in
+    host memory beside a device. `dropped`: parameters that processing has removed. `flags`:
+    attributes that loading has set on the model.
     """
 
     architecture: str
     is_shared: bool = True
+    created: dict[str, str] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
     on_host: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
