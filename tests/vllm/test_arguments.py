@@ -12,7 +12,7 @@ from understudy.errors import UsageError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    import vllm.engine.arg_utils  # noqa: F401  # what the parser would import
+    import vllm.v1.engine.async_llm  # noqa: F401  # what the parser would import, and more
 
 MODEL = "/models/some"
 

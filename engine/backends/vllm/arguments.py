@@ -1,6 +1,6 @@
 """The command line after `--backend vllm --`: vLLM's own, less what the runtime must own.
 
-Owns what is refused and why, what is set instead, and the two flags of our own. What is not named
+Owns what is refused and why, what is set instead, and the flags of our own. What is not named
 here goes to vLLM as it came.
 """
 
@@ -23,7 +23,6 @@ REFUSE, PRIVATE = "refuse", "private"
 
 _SOCKET = "requests come through the lock server's socket: `lockserver serve --service active=…`"
 _ONE = "one engine is one process of each kind, and the pod's other engines are its replicas"
-_WEIGHTS = "weights are the memory service's, the same for every engine"
 _READ_ONLY = "weights are shared and read-only, so nothing may change them while they serve"
 _KV = "the KV cache has the size of --kv-cache-memory-bytes, on every engine of the pod"
 
@@ -82,7 +81,6 @@ class Arguments:
     """`vllm` is vLLM's own namespace, complete; the rest are our own flags."""
 
     vllm: argparse.Namespace
-    allow_any_vllm: bool
     body_bytes_max: int | None
 
 
@@ -103,14 +101,15 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argum
         UsageError: `vllm.arguments`, `vllm.owned_flag`, `vllm.unsupported_version`,
             `vllm.unsupported_platform`.
     """
-    allow_any = shim.OVERRIDE_FLAG in argv
-    shim.check_version(allow_any)
+    shim.check_version(allow_any=shim.OVERRIDE_FLAG in argv)  # before its parser is asked
     parser = _parser()
     try:
         args = parser.parse_args(list(argv))
     except SystemExit as error:  # `--version` and its like print something, and are done
         raise UsageError(
-            "vllm.arguments", "these arguments of vLLM print something and start nothing"
+            "vllm.arguments",
+            "these arguments print something and start nothing; leave them out, or give them"
+            " to `vllm serve`",
         ) from error
     if args.model_tag is not None:
         args.model = args.model_tag
@@ -123,7 +122,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argum
     except (TypeError, ValueError) as error:
         raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {error}") from error
     _own(args, unshareable)
-    return Arguments(args, allow_any, body_max)
+    return Arguments(args, body_max)
 
 
 def _refuse(
@@ -175,16 +174,12 @@ def _own(args: argparse.Namespace, unshareable: str) -> None:
         )
     args.model_loader_extra_config = {
         "load_format": args.load_format,
-        "extra": _document(args.model_loader_extra_config),
+        "extra": args.model_loader_extra_config or {},
         "unshareable": unshareable,
     }
     args.load_format = LOAD_FORMAT
     args.worker_cls = f"engine.backends.vllm.{worker}"
     args.distributed_executor_backend = "mp"
-
-
-def _document(extra: Any) -> Any:
-    return extra if extra is not None else {}
 
 
 def _parser() -> Any:

@@ -78,6 +78,9 @@ class Parking(StockGPUWorker):
 
     # ------------------------------------------------------------------ what differs
 
+    # Each platform's worker has these four. vLLM's worker is no abstract class, so one that lacks
+    # some fails when they are first asked, while it starts.
+
     def room(self) -> Room:
         """What memory there is for KV caches."""
         raise NotImplementedError

@@ -177,26 +177,22 @@ def test_the_limit_follows_from_the_model():
 def test_a_dead_engine_answers_nothing_and_takes_nothing(desk):
     """Goal: clients of an engine that dies see a cut and ask again, and none gets a 500 that it
     takes for final; method: one request under way, whose application fails, and a new one."""
-    closed = []
-    desk.on_dead = lambda: closed.append(True)
 
     async def failing(scope, receive, send):
         desk.is_dead = lambda: True
         await send({"type": "http.response.start", "status": 500})
 
     async def scenario():
-        sent = []
+        sent, app, closed = [], App(), asyncio.Queue()
+        desk.on_dead = lambda: closed.put_nowait(True)
 
         async def send(message):
             sent.append(message)
 
-        app = App()
         dying = asyncio.create_task(gate.Gate(failing, desk, BODY_MAX)(HTTP, _receive, send))
-        while not closed:  # noqa: ASYNC110  # no event says what the gate is about to do
-            await asyncio.sleep(0)
+        await closed.get()
         late = asyncio.create_task(gate.Gate(app, desk, BODY_MAX)(HTTP, _receive, send))
-        while len(closed) < 2:  # noqa: ASYNC110  # the same
-            await asyncio.sleep(0)
+        await closed.get()
         dying.cancel()
         late.cancel()
         await asyncio.gather(dying, late, return_exceptions=True)

@@ -33,11 +33,11 @@ def test_computing_is_a_sign_of_life_and_waiting_is_none():
     """The thread that loads burns time: a beat. It sleeps in a poll: none, and nothing is said."""
     writer = Writer()
     _, pulse = pulse_of(writer)
-    until(lambda: pulse.beat(), "a sign of life from a thread that polls")
+    until(lambda: sum(range(300_000)) and pulse.beat(), "a sign of life from who computes")
     pulse.beat()
     told = len(writer.told)
     signs = pulse._signs()
-    pulse._signs = lambda: (signs[0] + ALIVE_CPU_S / 2, signs[1])  # type: ignore[method-assign]
+    pulse._signs = lambda: (signs[0] + ALIVE_CPU_S / 2, signs[1])  # type: ignore[method-assign]  # what the kernel says
     pulse._seen = signs
     assert not pulse.beat()
     assert len(writer.told) == told
@@ -48,7 +48,7 @@ def test_reading_from_the_disk_is_a_sign_of_life():
     writer = Writer()
     _, pulse = pulse_of(writer)
     cpu_s, read_bytes = pulse._seen
-    pulse._signs = lambda: (cpu_s, read_bytes + 4096)  # type: ignore[method-assign]
+    pulse._signs = lambda: (cpu_s, read_bytes + 4096)  # type: ignore[method-assign]  # the same
     assert pulse.beat()
     assert len(writer.told) == 1
 
@@ -61,7 +61,7 @@ def test_what_is_told_only_grows():
     assert list(meter.counted(iter([("a", Tensor()), ("b", Tensor())])))
     meter.say()
     for beat in range(3):
-        pulse._signs = lambda beat=beat: (1e9 + beat, 0)  # type: ignore[misc]
+        pulse._signs = lambda beat=beat: (1e9 + beat, 0)  # type: ignore[misc]  # the same
         assert pulse.beat()
     done = [each[0] for each in writer.told]
     assert done == sorted(set(done))
