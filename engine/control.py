@@ -36,7 +36,8 @@ from understudy.wire.server import Server
 
 
 class Desk(Protocol):
-    """What the control socket needs of the supervisor. Each may raise `UnderstudyError`."""
+    """What the control socket needs of the supervisor. Each may raise `UnderstudyError`;
+    descriptors are lent."""
 
     def status(self) -> dict[str, Any]: ...
 
@@ -46,7 +47,7 @@ class Desk(Protocol):
 
     def end_at_once(self) -> None: ...
 
-    def register(self, message: Register) -> None: ...
+    def register(self, message: Register, lifeline: int | None) -> None: ...
 
     def may_load(self, message: MayLoad, reply: Callable[[Load], None]) -> None: ...
 
@@ -75,11 +76,18 @@ class Control:
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        close_all(fds)  # no message here carries any
+        try:
+            self._answer(conn, message, request_id, fds)
+        finally:
+            close_all(fds)
+
+    def _answer(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
         match message:
             case Register():
                 self._check_pid(conn, message.pid)
-                self._desk.register(message)
+                self._desk.register(message, fds[0].fileno() if fds else None)
                 conn.send(Registered(), request_id)
             case MayLoad():
                 self._desk.may_load(message, lambda load: conn.send(load, request_id))

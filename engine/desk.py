@@ -56,8 +56,9 @@ class Desk:
         self._post(Terminate(cause))
         return f"{before.value} → {self._lifecycle.state.value}"
 
-    def register(self, message: Register) -> None:
-        self._launch_of(message.incarnation).tree.register(message.name, message.pid)
+    def register(self, message: Register, lifeline: int | None) -> None:
+        launch = self._launch_of(message.incarnation)
+        launch.tree.register(message.name, message.pid, lifeline)
 
     def may_load(self, message: MayLoad, reply: Callable[[Load], None]) -> None:
         launch = self._launch_of(message.incarnation)

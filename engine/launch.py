@@ -74,7 +74,7 @@ class Launch:
         self._loads: dict[int, Reply] = {}
         self._theirs: socket.socket | None
         ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.tree = Tree(self._died, self._settle)
+        self.tree = Tree(self._dying, self._died, self._settle)
         self.channel = Channel(
             ours,
             on_word=self._word,
@@ -125,6 +125,9 @@ class Launch:
     def kill(self) -> None:
         self.tree.kill()
 
+    def _dying(self, what: str) -> None:
+        self._post(Failed("child_exit", what))
+
     def _died(self, death: Death) -> None:
         self.exit = death.describe()
         self._log.record(
@@ -140,7 +143,8 @@ class Launch:
                 "is_rehearsed": self.rehearsed_ms is not None,
             },
         )
-        self._post(Failed("child_exit", self.exit))
+        if self.fault is None:  # or the process itself has said it better
+            self._post(Failed("child_exit", self.exit))
 
     def _settle(self) -> None:
         if self.tree.is_gone and self.channel.is_closed and not self._is_over:

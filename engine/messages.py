@@ -162,9 +162,11 @@ class Ok(Message):
 
 @dataclass(frozen=True, slots=True)
 class Register(Message):
-    """A process of the backend, after it holds the witness."""
+    """A process of the backend, after it holds the witness; the descriptor is its lifeline, where
+    it has one."""
 
     TYPE: ClassVar[str] = "register"
+    FDS: ClassVar[tuple[int, int]] = (0, 1)
     incarnation: Id
     name: Name
     pid: Pid

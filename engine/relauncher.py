@@ -55,8 +55,9 @@ class Relauncher:
 
     def schedule(self) -> None:
         """Launch now or in a while."""
-        due = self._rule.due(is_other_active=self._is_other_active())
-        rest_ms = due.at_ms - self._clock.now_ms()
+        now_ms = self._clock.now_ms()
+        due = self._rule.due(now_ms, is_other_active=self._is_other_active())
+        rest_ms = due.at_ms - now_ms
         if rest_ms <= 0:
             self.plan = None
             self._launch()

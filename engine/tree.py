@@ -1,7 +1,7 @@
 """The processes of one incarnation: started, watched one by one, killed and reaped together.
 
-Owns pidfds and the proof that nobody is left. Must not know what the processes do, nor what their
-death means for the engine.
+Owns pidfds, lifelines and the proof that nobody is left. Must not know what the processes do, nor
+what their death means for the engine.
 
 How it is certain: the supervisor is PID 1 of its container or a child subreaper, so an orphan of
 the tree becomes its child. `waitpid` answering ECHILD therefore means that the whole tree is gone,
@@ -11,6 +11,10 @@ than backends, so everything below it *is* the tree.
 The surprising thing: not every process of a tree must live. A backend that starts may run a
 compiler or look for hardware with short-lived programs. Those that must are the main process,
 those that registered, and, from the check for standby on, everybody alive at that check.
+
+A death is told twice: `on_dying` when a lifeline says that one begins, so that the others can be
+killed while the kernel still frees the memory of the first, and `on_death` when it is over and
+there is a status to tell.
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.lifeline import Watch
 from understudy.errors import InvariantError, UnderstudyError, UsageError
 from understudy.service import procfs
 from understudy.wire.fds import OwnedFd
@@ -78,6 +84,7 @@ class _Process:
     pidfd: OwnedFd
     name: str
     must_live: bool
+    lifeline: Watch | None = None
 
 
 def become_subreaper() -> None:
@@ -89,16 +96,19 @@ def become_subreaper() -> None:
 
 
 class Tree:
-    """One backend's processes. `on_death` is called for the first death that matters, `on_gone`
-    once, when none is left after `kill`; both from the loop."""
+    """One backend's processes. `on_dying` and `on_death` are called for the first death that
+    matters, the former only where a lifeline announced it; `on_gone` once, when none is left after
+    `kill`; all from the loop."""
 
     def __init__(
         self,
+        on_dying: Callable[[str], None],
         on_death: Callable[[Death], None],
         on_gone: Callable[[], None],
         *,
         helpers: Sequence[str] = HELPERS,
     ) -> None:
+        self._on_dying = on_dying
         self._on_death = on_death
         self._on_gone = on_gone
         self._helpers = tuple(helpers)
@@ -109,6 +119,7 @@ class Tree:
         self._sweep: asyncio.TimerHandle | None = None
         self._sweep_s = SWEEP_S_MIN
         self._is_dying = False
+        self._announced: int | None = None  # whose death a lifeline told and no status explains yet
         self.is_gone = False
 
     # ------------------------------------------------------------------ starting and knowing
@@ -137,11 +148,12 @@ class Tree:
         self._watch(pid, MAIN, must_live=True)
         return pid
 
-    def register(self, name: str, pid: int) -> None:
-        """`pid` says that it is `name`; from now on it must live.
+    def register(self, name: str, pid: int, lifeline: int | None = None) -> None:
+        """`pid` says that it is `name`; from now on it must live. `lifeline` is lent.
 
         Raises:
             UnderstudyError: `engine.not_of_this_tree`.
+            ProtocolError: this is no lifeline.
         """
         if not self._is_ours(pid):
             raise UnderstudyError(
@@ -150,6 +162,11 @@ class Tree:
                 pid=pid,
             )
         self._watch(pid, name, must_live=True)
+        process = self._processes.get(pid)
+        if lifeline is not None and process is not None and process.lifeline is None:
+            # Without a thread or memory for it, its pidfd has to do.
+            with contextlib.suppress(OSError, RuntimeError):
+                process.lifeline = Watch(lifeline, functools.partial(self._dies, pid))
 
     def scan(self) -> None:
         """Look for processes that have come since, and bury orphans."""
@@ -230,8 +247,9 @@ class Tree:
 
     def _finish(self) -> None:
         self.is_gone = True
-        for process in self._processes.values():
+        for pid, process in self._processes.items():
             self._forget(process)
+            self._explain(pid, process.name)
         self._processes.clear()
         self._loop.call_soon(self._on_gone)
 
@@ -254,18 +272,32 @@ class Tree:
         self._processes[pid] = _Process(pidfd, name, must_live)
         self._loop.add_reader(pidfd.fileno(), self._ended, pid)
 
+    def _dies(self, pid: int) -> None:
+        process = self._processes[pid]  # or its lifeline would be closed
+        if not self._is_dying:
+            self._is_dying = True  # one death is enough news; `kill` follows from it
+            self._announced = pid
+            self._on_dying(f"{process.name} (pid {pid}) is dying")
+
     def _ended(self, pid: int) -> None:
         is_last = self._collect()
         process = self._processes.pop(pid)
         self._forget(process)
-        status = self._statuses.pop(pid, None)
+        self._explain(pid, process.name)
         if self._is_dying:
             if is_last:
                 self._kill_all()
             return
         if process.must_live:
-            self._is_dying = True  # one death is enough news; `kill` follows from it
+            self._is_dying = True
+            status = self._statuses.pop(pid, None)
             self._on_death(self._first_death() or Death(pid, process.name, status))
+
+    def _explain(self, pid: int, name: str) -> None:
+        """The end of the death that a lifeline announced."""
+        if pid == self._announced:
+            self._announced = None
+            self._on_death(Death(pid, name, self._statuses.pop(pid, None)))
 
     def _first_death(self) -> Death | None:
         """The main process's, if it has ended too: its children die with it, and of all of them
@@ -278,6 +310,8 @@ class Tree:
     def _forget(self, process: _Process) -> None:
         self._loop.remove_reader(process.pidfd.fileno())
         process.pidfd.close()
+        if process.lifeline is not None:
+            process.lifeline.close()
 
     def _signal(self, pid: int) -> bool:
         process = self._processes.get(pid)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine import lifeline
 from engine.messages import (
     CHANNEL,
     CONTROL,
@@ -102,7 +103,12 @@ def enter(name: str, environ: Mapping[str, str] = os.environ) -> Member:
     parent.arm_from_environment()
     witness.join(witness_path)
     control = BlockingClient(_required(environ, ENGINE_SOCKET_ENV), CONTROL)
-    control.request(Register(incarnation, name, os.getpid()), timeout_s=ANSWER_TIMEOUT_S)
+    held = lifeline.hold()
+    control.request(
+        Register(incarnation, name, os.getpid()),
+        [held] if held is not None else [],
+        timeout_s=ANSWER_TIMEOUT_S,
+    )
     return Member(name, engine, incarnation, control)
 
 

@@ -16,6 +16,9 @@ DEATHS_MAX = 5
 DEATHS_WINDOW_MS = 600_000
 # Loading is the heaviest thing that an engine does; a takeover takes a fraction of this.
 YIELD_MS = 2_000
+# Its first answers take most of what it needs, and they come after it is active: the requests that
+# have waited are prefilled all at once.
+SETTLE_MS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,11 @@ class Relaunch:
         self._yield_ms = yield_ms
         self._counted: deque[Death] = deque(maxlen=deaths_max)
         self._died_ms: float | None = None
+        self._vacant_ms: float | None = None  # the last look since then that found nobody active
         self.failures = 0  # in a row before standby
 
     def died(self, death: Death) -> None:
-        self._died_ms = death.at_ms
+        self._died_ms, self._vacant_ms = death.at_ms, None
         if death.is_rehearsed:
             return
         self.failures = 0 if death.reached_standby else self.failures + 1
@@ -82,14 +86,22 @@ class Relaunch:
         doubled = self._backoff_first_ms << min(self.failures - 1, 32)
         return min(doubled, self._backoff_max_ms)
 
-    def due(self, *, is_other_active: bool) -> Due:
-        """When to launch: after the back-off, and once another engine is active or `yield_ms`."""
+    def due(self, now_ms: float, *, is_other_active: bool) -> Due:
+        """When to launch, as it looks now: after the back-off, and once another engine is active
+        and has had a moment to answer, or `yield_ms`. Ask again until it is past."""
         if self._died_ms is None:
             return Due(0.0, "first launch")
+        if not is_other_active:
+            self._vacant_ms = now_ms
         backoff = self._died_ms + self.backoff_ms
-        pause = self._died_ms + (0 if is_other_active else self._yield_ms)
+        latest = pause = self._died_ms + self._yield_ms
+        if self._vacant_ms is None:
+            pause = self._died_ms
+        elif is_other_active:
+            pause = min(latest, self._vacant_ms + SETTLE_MS)
         if pause > backoff:
-            return Due(pause, "waiting until another engine is active")
+            what = "has answered" if is_other_active else "is active"
+            return Due(pause, f"waiting until another engine {what}")
         if self.failures:
             return Due(backoff, f"backing off after {self.failures} failures before standby")
         return Due(backoff, "at once")

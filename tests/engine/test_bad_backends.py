@@ -109,6 +109,20 @@ def test_whole_tree_dies_with_one_process(pod, lock):
     engine.until("active", number=2)
 
 
+def test_tree_dies_as_soon_as_one_process_begins_to(pod, lock):
+    """The model's main thread ends and another one lives on, so that its pidfd would never say so:
+    a lifeline says it before the kernel cleans up, and here nothing else does."""
+    engine = pod.engine("e-0", "--grandchild", "joined", flags=QUICK)
+    engine.until("active")
+    pids = engine.pids()
+    os.kill(pids["model"], signal.SIGUSR1)
+    until(lambda: not procfs.is_alive(pids["http"]), "the other process to be gone")
+    engine.until("active", number=2)
+    death = last_death(engine)
+    assert (death["cause"], death["is_rehearsed"]) == ("child_exit", False)
+    assert f"model (pid {pids['model']})" in str(death["message"])
+
+
 def test_hearing_of_another_grant_kills_the_tree(pod, directory):
     """The stub grants `active` to somebody else: the holder's tree is gone at once."""
     with stub_lock(directory, auto=("loader", "active")) as (stub, thread):

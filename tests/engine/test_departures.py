@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -251,11 +252,15 @@ def test_watch_streams_events(pod, lock):
         first = client.request(m.Watch()).message
         assert isinstance(first, m.StatusReply)
         engine.kill("backend-http")
-        seen: list[str] = []
+        seen: dict[str, dict[str, Any]] = {}
         while "engine.reaped" not in seen:
             record = client.receive().message
             assert isinstance(record, m.EventRecord)
             assert record.record["id"] > first.document["as_of_event_id"]
-            seen.append(record.record["type"])
-    wanted = ["engine.rehearsal", "engine.child_exit", "engine.state", "engine.reaped"]
-    assert [each for each in seen if each in wanted] == wanted
+            seen.setdefault(record.record["type"], record.record)
+    # Its lifeline may end the incarnation before its status is known; that is told all the same.
+    assert seen["engine.state"]["data"]["cause"] == "child_exit"
+    assert seen["engine.child_exit"]["data"]["name"] == "http"
+    assert seen["engine.child_exit"]["data"]["signal"] == signal.SIGKILL
+    order = [each for each in seen if each in ("engine.rehearsal", "engine.state", "engine.reaped")]
+    assert order == ["engine.rehearsal", "engine.state", "engine.reaped"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.relaunch import Death, Relaunch
+from engine.core.relaunch import Death, Due, Relaunch
 
 
 def die(rule: Relaunch, at_ms: float, *, standby: bool = False, rehearsed: bool = False) -> None:
@@ -11,7 +11,7 @@ def die(rule: Relaunch, at_ms: float, *, standby: bool = False, rehearsed: bool 
 
 def test_first_launch_is_due_at_once():
     """Nobody has died yet: no wait."""
-    assert Relaunch().due(is_other_active=False).at_ms == 0
+    assert Relaunch().due(0.0, is_other_active=False).at_ms == 0
 
 
 def test_backoff_doubles_from_half_a_second_to_thirty():
@@ -21,19 +21,38 @@ def test_backoff_doubles_from_half_a_second_to_thirty():
     for hour in range(9):
         at = hour * 3_600_000
         die(rule, at)
-        waits.append(rule.due(is_other_active=True).at_ms - at)
+        waits.append(rule.due(at, is_other_active=True).at_ms - at)
     assert waits == [500, 1000, 2000, 4000, 8000, 16000, 30000, 30000, 30000]
     die(rule, 1e9, standby=True)
-    assert rule.due(is_other_active=True).at_ms == 1e9
+    assert rule.due(1e9, is_other_active=True).at_ms == 1e9
 
 
 def test_waits_for_the_other_engine_at_most_two_seconds():
     """After a death: until another is active, or 2 s; the reason says which."""
     rule = Relaunch()
     die(rule, 1000, standby=True)
-    waiting = rule.due(is_other_active=False)
+    waiting = rule.due(1010, is_other_active=False)
     assert (waiting.at_ms, waiting.reason) == (3000, "waiting until another engine is active")
-    assert rule.due(is_other_active=True).at_ms == 1000
+
+
+def test_leaves_the_machine_to_the_first_answers():
+    """Seen to become active: half a second more, and never more than the 2 s in all."""
+    rule = Relaunch()
+    for vacant_ms, launch_ms in ((1100, 1600), (1200, 1700), (2900, 3000)):
+        die(rule, 1000, standby=True)
+        rule.due(vacant_ms, is_other_active=False)
+        due = rule.due(vacant_ms + 50, is_other_active=True)
+        assert (due.at_ms, due.reason) == (launch_ms, "waiting until another engine has answered")
+        assert rule.due(launch_ms, is_other_active=True).at_ms == launch_ms
+
+
+def test_standby_that_dies_disturbs_no_takeover():
+    """Somebody has been active all along: at once, also after an earlier death of the active."""
+    rule = Relaunch()
+    die(rule, 1000, standby=True)
+    rule.due(1100, is_other_active=False)
+    die(rule, 9000, standby=True)
+    assert rule.due(9001, is_other_active=True) == Due(9000, "at once")
 
 
 def test_fifth_death_in_ten_minutes_is_a_crash_loop():

@@ -130,9 +130,10 @@ class Observer:
         if kill is None or not isinstance(message, engine_messages.EventRecord):
             return
         record, data = message.record, message.record.get("data") or {}
-        if record.get("type") == "engine.child_exit" and engine == kill.engine:
-            _earliest_detection(kill, data.get("seen_mono_ms", record.get("mono_ms")))
-        elif record.get("type") == "engine.state" and engine != kill.engine:
+        if engine == kill.engine:
+            if record.get("type") == "engine.child_exit" or data.get("to") == "dead":
+                _earliest_detection(kill, data.get("seen_mono_ms", record.get("mono_ms")))
+        elif record.get("type") == "engine.state":
             if data.get("to") == "waking" and kill.granted_ms is None:
                 kill.granted_ms = _after(kill, record.get("mono_ms"))
             elif data.get("to") == "active" and kill.active_ms is None:

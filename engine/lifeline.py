@@ -1,0 +1,165 @@
+"""Word of a death before the kernel has cleaned up after it: a word in shared memory, held.
+
+A pidfd becomes readable, and a connection ends, when the dying process has given its memory back:
+50 to 150 ms for each 500 MB, and far more on a busy machine. A robust futex is marked first, while
+nothing of the process is freed yet (set_robust_list(2); `exit_mm_release` in the kernel's
+`do_exit`). So a process locks a robust mutex on a page of a memfd and sends the memfd to whoever
+wants to know, and that one sleeps in futex(2) until the kernel marks the word.
+
+The word is *early*, not proof: the process may touch its devices for as long as its pidfd is not
+readable. Whoever watches must still have the pidfd, which also counts where there is no lifeline.
+
+The surprising thing: the mutex belongs to the thread that locked it, so only the main thread may,
+whose end is the process's. And the page is never unmapped: the C library keeps its address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import struct
+import threading
+from collections.abc import Callable
+
+from understudy.errors import ProtocolError
+from understudy.wire.fds import OwnedFd
+
+PTHREAD_PROCESS_SHARED = 1  # pthread.h
+PTHREAD_MUTEX_ROBUST = 1
+FUTEX_WAIT = 0  # linux/futex.h, and the bits of a robust futex's word
+FUTEX_WAKE = 1
+FUTEX_WAITERS = 0x80000000
+FUTEX_OWNER_DIED = 0x40000000
+FUTEX_TID_MASK = 0x3FFFFFFF
+# futex(2) has no wrapper in the C library. Elsewhere there are no lifelines.
+SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+ATTRIBUTES_BYTES = 64  # more than a pthread_mutexattr_t takes anywhere
+# A timespec: between two looks at whether anybody still wants to know, should a wake-up be missed.
+PATIENCE = struct.pack("@ll", 5, 0)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# The process that it is of (a fork inherits these names, and no lock), its memfd and its page.
+_held: tuple[int, int, mmap.mmap] | None = None
+
+
+def hold() -> OwnedFd | None:
+    """This process's lifeline, for who shall learn of its end; the caller owns the descriptor.
+
+    None where there cannot be one: not the main thread, no descriptor left, or a machine or C
+    library that we do not know. The end is then seen a little later, by a pidfd.
+    """
+    if SYS_FUTEX is None or threading.current_thread() is not threading.main_thread():
+        return None
+    try:
+        return _hold()
+    except OSError:
+        return None
+
+
+def _hold() -> OwnedFd | None:
+    global _held
+    if _held is not None and _held[0] == os.getpid():
+        return OwnedFd(os.dup(_held[1]))
+    with OwnedFd(os.memfd_create("lifeline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) as fd:
+        os.ftruncate(fd.fileno(), mmap.PAGESIZE)
+        fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SIZE_SEALS)
+        page = mmap.mmap(fd.fileno(), mmap.PAGESIZE)
+        if not _lock(page):
+            return None
+        _held = os.getpid(), os.dup(fd.fileno()), page
+        return fd.duplicate()
+
+
+def _lock(page: mmap.mmap) -> bool:
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    attributes = ctypes.create_string_buffer(ATTRIBUTES_BYTES)
+    mutex = ctypes.c_void_p(address)
+    results = (
+        _libc.pthread_mutexattr_init(attributes),
+        _libc.pthread_mutexattr_setpshared(attributes, PTHREAD_PROCESS_SHARED),
+        _libc.pthread_mutexattr_setrobust(attributes, PTHREAD_MUTEX_ROBUST),
+        _libc.pthread_mutex_init(mutex, attributes),
+    )
+    if any(results) or _libc.pthread_mutex_lock(mutex) != 0:
+        return False
+    word = ctypes.c_uint32.from_address(address)
+    if word.value != threading.get_native_id():  # a C library that keeps its word elsewhere
+        _libc.pthread_mutex_unlock(mutex)
+        return False
+    word.value |= FUTEX_WAITERS  # or the kernel would wake nobody
+    return True
+
+
+class Watch:
+    """Calls `on_dying` once, on the loop, when who holds a lifeline begins to die.
+
+    Needs a thread, which sleeps: futex(2) has nothing that a loop could poll.
+    """
+
+    def __init__(self, lifeline: int, on_dying: Callable[[], None]) -> None:
+        """`lifeline` is lent.
+
+        Raises:
+            ProtocolError: `lifeline.bad`, it could be shrunk under our feet, or nobody holds it.
+            OSError, RuntimeError: no memory or no thread can be had.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._on_dying = on_dying
+        self._is_closed = False
+        _check(lifeline)
+        self._page = mmap.mmap(lifeline, mmap.PAGESIZE)
+        self._word = ctypes.c_uint32.from_buffer(self._page)
+        if not self._word.value & (FUTEX_TID_MASK | FUTEX_OWNER_DIED):
+            raise ProtocolError("lifeline.bad", "nobody holds this lifeline")
+        threading.Thread(target=self._run, name="lifeline", daemon=True).start()
+
+    def close(self) -> None:
+        """Nothing is called from now on, and the thread ends."""
+        self._is_closed = True
+        _futex(self._word, FUTEX_WAKE, 1)
+
+    def _run(self) -> None:
+        value = self._word.value
+        while not self._is_closed and value & FUTEX_TID_MASK:
+            if not _futex(self._word, FUTEX_WAIT, value):
+                return
+            value = self._word.value
+        if value & FUTEX_OWNER_DIED:
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        if not self._is_closed:
+            self._on_dying()
+
+
+def _futex(word: ctypes.c_uint32, operation: int, value: int) -> bool:
+    """Whether it is worth looking at the word again: False where this machine forbids the call."""
+    result = _libc.syscall(
+        ctypes.c_long(SYS_FUTEX or 0),
+        ctypes.byref(word),
+        ctypes.c_int(operation),
+        ctypes.c_uint32(value),
+        PATIENCE if operation == FUTEX_WAIT else None,
+        None,
+        ctypes.c_uint32(0),
+    )
+    return result != -1 or ctypes.get_errno() in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
+
+
+def _check(lifeline: int) -> None:
+    try:
+        seals = fcntl.fcntl(lifeline, fcntl.F_GET_SEALS)
+    except OSError:  # no memfd
+        seals = 0
+    is_fixed = seals & SIZE_SEALS == SIZE_SEALS and not seals & fcntl.F_SEAL_WRITE
+    if SYS_FUTEX is None or not is_fixed or os.fstat(lifeline).st_size < mmap.PAGESIZE:
+        raise ProtocolError("lifeline.bad", "a lifeline is a page of memory of a fixed size")

@@ -1,0 +1,213 @@
+"""Goal: who holds a lifeline is told to be dying before it is gone, once, and nobody else is.
+
+Method: real processes and the kernel's own word. That the word is *early* is shown without a clock:
+a process whose main thread has ended, but not another one, is dying and not gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from engine import lifeline
+from tests.helpers import auntil, open_fds, until
+from understudy.errors import ProtocolError
+
+HOLDS = textwrap.dedent("""
+    import ctypes, os, socket, sys, threading, time
+    from engine import lifeline
+    held = lifeline.hold()
+    with socket.socket(fileno=int(sys.argv[1])) as ours:
+        socket.send_fds(ours, [b"x"], [held.fileno()])
+    held.close()
+    if sys.argv[2] == "thread":  # the main thread ends as a thread does, and the process lives on
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        sys.stdin.readline()
+        ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)
+    time.sleep(600)
+""")
+
+
+class Holder:
+    """A process that holds a lifeline, of which `fd` is a descriptor."""
+
+    def __init__(self, mode: str = "sleep") -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", HOLDS, str(theirs.fileno()), mode],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.PIPE,
+            )
+            theirs.close()
+            self.fd = socket.recv_fds(ours, 1, 1)[1][0]
+        self.pidfd = os.pidfd_open(self.process.pid)
+
+    @property
+    def is_gone(self) -> bool:
+        return bool(select.select([self.pidfd], [], [], 0)[0])
+
+    def end_main_thread(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        os.close(self.fd)
+        os.close(self.pidfd)
+
+
+@pytest.fixture
+def holder():
+    with contextlib.closing(Holder()) as holder:
+        yield holder
+
+
+def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))  # type: ignore[arg-type]  # a coroutine function
+
+    return run
+
+
+def watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "lifeline"]
+
+
+@on_a_loop
+async def test_death_is_told_once(holder):
+    told: list[str] = []
+    watch = lifeline.Watch(holder.fd, lambda: told.append("dying"))
+    holder.process.send_signal(signal.SIGKILL)
+    await auntil(lambda: told, "word of the death")
+    await auntil(lambda: not watchers(), "the thread to end")
+    watch.close()
+    assert told == ["dying"]
+
+
+@on_a_loop
+async def test_word_comes_before_the_process_is_gone():
+    with contextlib.closing(Holder("thread")) as holder:
+        told: list[str] = []
+        watch = lifeline.Watch(holder.fd, lambda: told.append("dying"))
+        holder.end_main_thread()
+        await auntil(lambda: told, "word of the death")
+        assert not holder.is_gone
+        watch.close()
+
+
+@on_a_loop
+async def test_death_before_the_watch_is_told(holder):
+    holder.process.kill()
+    holder.process.wait()
+    told: list[str] = []
+    watch = lifeline.Watch(holder.fd, lambda: told.append("dying"))
+    await auntil(lambda: told, "word of the death")
+    watch.close()
+
+
+@on_a_loop
+async def test_nobody_is_told_after_the_close(holder):
+    told: list[str] = []
+    watch = lifeline.Watch(holder.fd, lambda: told.append("dying"))
+    until(watchers, "the thread")
+    watch.close()
+    holder.process.kill()
+    holder.process.wait()
+    await auntil(lambda: not watchers(), "the thread to end")
+    await asyncio.sleep(0)  # a turn of the loop, in which it would be told
+    assert told == []
+
+
+@on_a_loop
+async def test_what_is_no_lifeline_is_refused():
+    """Mapping a file that its owner can shrink would be our death by SIGBUS."""
+    read, write = os.pipe()
+    plain = os.memfd_create("plain")
+    small = os.memfd_create("small", os.MFD_ALLOW_SEALING)
+    free = os.memfd_create("free", os.MFD_ALLOW_SEALING)
+    os.ftruncate(plain, 4096)
+    os.ftruncate(small, 100)
+    os.ftruncate(free, 4096)
+    fcntl.fcntl(small, fcntl.F_ADD_SEALS, lifeline.SIZE_SEALS)
+    fcntl.fcntl(free, fcntl.F_ADD_SEALS, lifeline.SIZE_SEALS)
+    try:
+        for fd in (read, write, plain, small, free):
+            with pytest.raises(ProtocolError) as caught:
+                lifeline.Watch(fd, lambda: None)
+            assert caught.value.code == "lifeline.bad"
+    finally:
+        for fd in (read, write, plain, small, free):
+            os.close(fd)
+    assert not watchers()
+
+
+def test_only_the_main_thread_holds():
+    """Another thread may end while the process goes on."""
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(lifeline.hold()))
+    thread.start()
+    thread.join()
+    assert found == [None]
+
+
+def own_lifeline(answer: multiprocessing.connection.Connection) -> None:
+    """In a child: what it inherited is its parent's; its own is another."""
+    before = lifeline._held
+    held = lifeline.hold()
+    assert held is not None
+    inode = os.fstat(held.fileno()).st_ino
+    held.close()
+    answer.send((before is not None, inode, lifeline._held != before))
+
+
+def test_fork_has_a_lifeline_of_its_own():
+    held = lifeline.hold()
+    assert held is not None
+    again = lifeline.hold()
+    assert again is not None
+    with held, again:
+        inode = os.fstat(held.fileno()).st_ino
+        assert os.fstat(again.fileno()).st_ino == inode
+        fork = multiprocessing.get_context("fork")
+        ours, theirs = fork.Pipe()
+        with ours, theirs:
+            child = fork.Process(target=own_lifeline, args=(theirs,))
+            child.start()
+            inherited, its_inode, is_new = ours.recv()
+            child.join()
+    assert inherited
+    assert is_new
+    assert its_inode != inode
+
+
+def test_nothing_but_the_memfd_stays_open():
+    first = lifeline.hold()
+    assert first is not None
+    first.close()
+    before = open_fds()
+    second = lifeline.hold()
+    assert second is not None
+    second.close()
+    assert open_fds() == before
