@@ -43,7 +43,7 @@ class Desk(Protocol):
 
     def leave(self, cause: str) -> str: ...
 
-    def rehearse(self, target: str) -> Killing: ...
+    def rehearse(self, message: Kill) -> Killing: ...
 
     def end_at_once(self) -> None: ...
 
@@ -107,7 +107,7 @@ class Control:
             case Leave():
                 conn.send(Ok(self._desk.leave("drain")), request_id)
             case Kill():
-                conn.send(self._desk.rehearse(message.target), request_id)
+                conn.send(self._desk.rehearse(message), request_id)
                 if message.target == "supervisor":
                     self._desk.end_at_once()
             case _:

@@ -14,6 +14,7 @@ from engine.messages import (
     Attached,
     Broken,
     FaultReport,
+    Kill,
     Killing,
     Leftover,
     Load,
@@ -78,9 +79,15 @@ class Desk:
     def leftover(self, message: Leftover) -> None:
         self._launch_of(message.incarnation).leftover(message.path)
 
-    def rehearse(self, target: str) -> Killing:
-        """Kill what `target` names; the supervisor itself only says that it is about to."""
+    def rehearse(self, message: Kill) -> Killing:
+        """Kill or stop what is named; the supervisor itself only says that it is about to end."""
+        target = message.target
         if target == SUPERVISOR:
+            if message.is_stop:
+                raise UnderstudyError(
+                    "engine.no_such_rehearsal",
+                    "a supervisor that is stopped is found by its liveness probe: send it SIGSTOP",
+                )
             pid = os.getpid()
             self._log.record("engine.rehearsal", "about to end itself, as it was asked to")
             return Killing(pid, self._clock.now_ms())
@@ -95,9 +102,10 @@ class Desk:
                 target=target,
             )
         launch.rehearsed_ms = self._clock.now_ms()
-        launch.tree.kill_one(found)
-        data = {"target": target, "child_pid": found}
-        self._log.record("engine.rehearsal", f"killed {target} (pid {found})", data=data)
+        launch.tree.signal_one(found, signal.SIGSTOP if message.is_stop else signal.SIGKILL)
+        did = "stopped" if message.is_stop else "killed"
+        data = {"target": target, "child_pid": found, "is_stop": message.is_stop}
+        self._log.record("engine.rehearsal", f"{did} {target} (pid {found})", data=data)
         return Killing(found, launch.rehearsed_ms)
 
     def end_at_once(self) -> None:

@@ -244,15 +244,17 @@ class Leave(Message):
 
 @dataclass(frozen=True, slots=True)
 class Kill(Message):
-    """Rehearse a death: `supervisor`, or `backend-<name>` of a registered process."""
+    """Rehearse a death: `supervisor`, or `backend-<name>` of a registered process. `is_stop`: with
+    SIGSTOP, so that it hangs and has to be found out."""
 
     TYPE: ClassVar[str] = "kill"
     target: Name
+    is_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Killing(Message):
-    """`mono_ms` is CLOCK_MONOTONIC at the SIGKILL (for `supervisor`, just before it)."""
+    """`mono_ms` is CLOCK_MONOTONIC at the signal (for `supervisor`, just before it)."""
 
     TYPE: ClassVar[str] = "killing"
     pid: Pid

@@ -206,9 +206,15 @@ class Tree:
 
     # ------------------------------------------------------------------ ending
 
-    def kill_one(self, pid: int) -> bool:
-        """SIGKILL to one watched process; False if it is gone already."""
-        return self._signal(pid)
+    def signal_one(self, pid: int, signum: signal.Signals) -> bool:
+        """`signum` to one watched process; False if it is gone already."""
+        process = self._processes.get(pid)
+        if process is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process.pidfd.fileno(), signum)
+            return True
+        return False
 
     def kill(self) -> None:
         """SIGKILL to every process, again and again until none is left, then `on_gone`."""
@@ -226,7 +232,7 @@ class Tree:
             return
         self.scan()
         for pid in list(self._processes):
-            self._signal(pid)
+            self.signal_one(pid, signal.SIGKILL)
         self._sweep = self._loop.call_later(self._sweep_s, self._kill_all)
         self._sweep_s = min(2 * self._sweep_s, SWEEP_S_MAX)
 
@@ -312,15 +318,6 @@ class Tree:
         process.pidfd.close()
         if process.lifeline is not None:
             process.lifeline.close()
-
-    def _signal(self, pid: int) -> bool:
-        process = self._processes.get(pid)
-        if process is None:
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process.pidfd.fileno(), signal.SIGKILL)
-            return True
-        return False
 
     def _is_ours(self, pid: int) -> bool:
         """Whether `pid` is below this process. Parents only ever change towards us."""

@@ -77,6 +77,26 @@ def test_drill_as_people_run_it_passes_and_leaves_nothing_behind(
     assert os.listdir(temporary) == []
 
 
+def test_drill_of_processes_that_hang_finds_each_of_them_out(
+    tmp_path_factory: pytest.TempPathFactory,
+):
+    """Goal: a stopped process is a hung engine. Method: SIGSTOP, to either process, under load."""
+    temporary = tmp_path_factory.mktemp("t")
+    targets = ("stop:backend-http", "stop:backend-model")
+    flags = [word for target in targets for word in ("--target", target)]
+    done = subprocess.run(
+        [UNDERSTUDY, "drill", "--kills", "2", *flags, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**ENVIRONMENT, "TMPDIR": str(temporary)},
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert {target: report["killed"][target] for target in targets} == dict.fromkeys(targets, 1)
+    assert (report["refused"], report["wrong_tokens"], report["double_active"]) == (0, 0, 0)
+
+
 def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(home: PodHome):
     """Goal: no descriptor and no memory per kill, whole again after it. Method: `--attach`, each
     target once, /proc of both before and after."""

@@ -244,6 +244,22 @@ def test_control_socket_refuses_strangers(pod, lock):
     assert engine.state == "active"
 
 
+def test_rehearsed_hang_is_found_out_and_counts_for_nothing(pod, lock):
+    """`stop` in place of `kill`: nobody is dead, so health has to find it."""
+    engine = pod.engine("e-0", flags=(*QUICK, "--answer-ms", "200"))
+    pid = engine.until("active")["backend"]["pids"]["http"]
+    with engine.client() as client:
+        reply = client.request(m.Kill("backend-http", is_stop=True)).message
+        assert isinstance(reply, m.Killing)
+        assert reply.pid == pid
+        with pytest.raises(RemoteError) as caught:
+            client.request(m.Kill("supervisor", is_stop=True))
+    assert caught.value.code == "engine.no_such_rehearsal"
+    death = until(lambda: engine.status()["deaths"], "the death")[-1]
+    assert (death["cause"], death["is_rehearsed"]) == ("unhealthy", True)
+    engine.until("active", number=2)
+
+
 def test_watch_streams_events(pod, lock):
     """An observer sees the status first, then the records of a rehearsed death, in order."""
     engine = pod.engine("e-0", flags=QUICK)

@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from engine.backends.vllm import binding, rehome, sharing
+from engine.backends.vllm.arguments import PRIVATE
 from engine.backends.vllm.pulse import Meter, Pulse
 from engine.backends.vllm.registries import Registries
 from engine.backends.vllm.rehome import About
@@ -75,7 +76,7 @@ class ModelLoad:
         why = sharing.obstacle(self._model, self._device)
         self._is_shared = why is None
         if why is not None:
-            if config.model_loader_extra_config["unshareable"] != sharing.PRIVATE:
+            if config.model_loader_extra_config["unshareable"] != PRIVATE:
                 raise sharing.refusal(self.name, why)
             logger.warning("%s is loaded privately, by every engine: %s", self.name, why)
 

@@ -25,8 +25,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from understudy.errors import UsageError
 
-REFUSE, PRIVATE = "refuse", "private"
-
 # By vLLM's class of the method; sentences for people. Everything else loads privately or not at
 # all: GPTQ, AWQ, compressed-tensors, Quark, INC, torchao, bitsandbytes, quantisation while loading,
 # the mixtures of experts of GPT-OSS (MXFP4) and of ModelOpt FP8, Humming and FBGEMM.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.messages import Kill
 from gms.client import messages as gms_messages
 from understudy.errors import UnderstudyError, WaitTimeoutError
 from understudy.pod.drill import memory_killer
@@ -152,7 +153,7 @@ def test_targets_are_the_three_and_every_other_rank():
     assert targets_of("reference", processes) == (http, model, *ranks, supervisor)
     assert check_target(GMS) == GMS
     for each in (*TARGETS, *ranks):
-        assert check_target(each) == asked_of_engine(each) == each
+        assert check_target(each) == asked_of_engine(each).target == each
     for wrong in ("model", "backend-model-0", "backend-model-x", ""):
         with pytest.raises(ValueError, match="it takes backend-http"):
             check_target(wrong)
@@ -167,5 +168,15 @@ def test_targets_of_vllm_go_by_their_plain_names():
     assert targets_of("vllm", processes) == (*base, *ranks, supervisor)
     for each in (*base, *ranks):
         assert check_target(each) == check_target(f"backend-{each}") == each
-        assert asked_of_engine(each) == f"backend-{each}"
-    assert asked_of_engine(supervisor) == supervisor
+        assert asked_of_engine(each) == Kill(f"backend-{each}")
+    assert asked_of_engine(supervisor) == Kill(supervisor)
+
+
+def test_process_of_a_backend_can_be_stopped_instead():
+    """Goal: `stop:` and what takes it. Method: both backends' names, and what is no backend's."""
+    assert asked_of_engine(check_target("stop:worker-1")) == Kill("backend-worker-1", is_stop=True)
+    assert check_target("stop:backend-api") == "stop:api"
+    assert check_target("stop:backend-model-1") == "stop:backend-model-1"
+    for wrong in ("stop:supervisor", "stop:gms", "stop:stop:api", "stop:", "stop"):
+        with pytest.raises(ValueError, match=r"processes of a backend|it takes"):
+            check_target(wrong)

@@ -97,9 +97,8 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
     tree = OldTree.of([supervisor, *backend] if target == SUPERVISOR else backend)
     kill = Kill(target, whole.engine, whole.token, killed_ms=clock.now_ms())
     observer.expect(kill, tree)
-    asked = asked_of_engine(target)
     try:
-        answered = await ask(path, engine_messages.CONTROL, engine_messages.Kill(asked))
+        answered = await ask(path, engine_messages.CONTROL, asked_of_engine(target))
     except UnreachableError as error:
         # A supervisor that ends at once may take its answer with it: the moment before stands.
         if target != SUPERVISOR:

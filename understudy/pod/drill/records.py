@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from engine import messages as engine_messages
+
 SUPERVISOR = "supervisor"
 GMS = "gms"  # not the active engine's: a device's server of the memory service
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # DESIGN §8, in the order they happen
@@ -20,6 +22,7 @@ PHASES = ("detect", "fence", "grant", "wake", "serve")  # DESIGN §8, in the ord
 TARGETS = ("backend-http", "backend-model", SUPERVISOR)
 VLLM_TARGETS = ("api", "core", "worker", SUPERVISOR)
 BACKEND = "backend-"  # what engines call each process of a backend's, whichever it is
+STOP = "stop:"  # of a process of the backend: SIGSTOP, so that it hangs and has to be found out
 
 
 def check_target(text: str) -> str:
@@ -28,6 +31,11 @@ def check_target(text: str) -> str:
     Raises:
         ValueError: with what it may be.
     """
+    if text.startswith(STOP):
+        process = check_target(text.removeprefix(STOP))
+        if process in (SUPERVISOR, GMS):
+            raise ValueError(f"{STOP} is for processes of a backend, and {process} is none")
+        return STOP + process
     if text in (*TARGETS, GMS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
         return text
     plain = text.removeprefix(BACKEND)
@@ -35,7 +43,10 @@ def check_target(text: str) -> str:
         return plain
     ranks = "backend-model-1, backend-model-2, … of a tensor-parallel engine"
     vllm = "api, core, worker, worker-1, … of vLLM"
-    raise ValueError(f"it takes {', '.join(TARGETS)}, {ranks}, {vllm}, or {GMS}")
+    raise ValueError(
+        f"it takes {', '.join(TARGETS)}, {ranks}, {vllm}, or {GMS}; {STOP}NAME stops one, as if it"
+        " hung, where NAME kills it"
+    )
 
 
 def base_targets(backend: str | None) -> tuple[str, ...]:
@@ -55,9 +66,12 @@ def targets_of(backend: str | None, processes: Iterable[str]) -> tuple[str, ...]
     return (*base, *(f"{prefix}{name}" for _, name in ranks), last)
 
 
-def asked_of_engine(target: str) -> str:
-    """What an engine is asked to kill for `target`."""
-    return target if target == SUPERVISOR else BACKEND + target.removeprefix(BACKEND)
+def asked_of_engine(target: str) -> engine_messages.Kill:
+    """What an engine is asked for `target`."""
+    process = target.removeprefix(STOP)
+    if process != SUPERVISOR:
+        process = BACKEND + process.removeprefix(BACKEND)
+    return engine_messages.Kill(process, is_stop=target.startswith(STOP))
 
 
 class End(StrEnum):
