@@ -20,7 +20,9 @@ from understudy.pod.drill.physical import MEMFD, physical_bytes, roots_of
 from understudy.pod.gather import gather
 from understudy.service.procfs import descendants
 
-IDLE_S = 8.0  # long enough for what an engine does once in a second or two
+# A parked engine is asked once in so long, for each rank, whether it could be woken, and vLLM's
+# workers spin for a second after that: so long is watched, no more and no less.
+IDLE_S_PER_RANK = 100.0
 IDLE_CPU_PERCENT_MAX = 2.0
 COUNTED_TWICE = 1.05  # of what is committed; more is more than the rounding of pages
 KV_ROOM_BYTES = 8 << 20  # what the kernel may show as one mapping with the addresses of a KV cache
@@ -111,11 +113,7 @@ async def look_at(
     slabs = sum(
         each.pss_bytes for pid in everybody for each in mappings(pid) if each.path.startswith(MEMFD)
     )
-    cpu = await cpu_percent(tree_of(standby))
-    if sum(cpu.values()) > IDLE_CPU_PERCENT_MAX:
-        # Once in minutes it is asked whether it could be woken, and vLLM's workers spin for a
-        # second after an answer: a second look shows whether that was it.
-        cpu = await cpu_percent(tree_of(standby))
+    cpu = await cpu_percent(tree_of(standby), IDLE_S_PER_RANK * len(workers_of(standby)))
     return Figures(
         weights_committed_bytes=committed,
         weights_physical_bytes=physical_bytes(everybody),
@@ -191,7 +189,7 @@ def is_kv(mapping: Range, kv_bytes: int) -> bool:
     return is_size and not mapping.path
 
 
-async def cpu_percent(pids: Iterable[int], seconds: float = IDLE_S) -> dict[str, float]:
+async def cpu_percent(pids: Iterable[int], seconds: float) -> dict[str, float]:
     """Percent of one core that each of `pids` took in the next `seconds`, by pid and name."""
     loop = asyncio.get_running_loop()
     processes = [psutil.Process(pid) for pid in pids]

@@ -32,9 +32,19 @@ with warnings.catch_warnings():
 
 from torch import nn
 
+from engine.backends.reference.random_model import write_random_model
 from engine.backends.vllm import weights
 from engine.backends.vllm.plugin import LOAD_FORMAT
 from gms.client import Reader
+
+# The smallest that vLLM's attention on the CPU takes: heads of 32.
+SHAPE = {"hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 256}
+
+
+def written(directory: Path, *, seed: int) -> Path:
+    """`directory`, with a random checkpoint in it."""
+    write_random_model(str(directory), seed=seed, **SHAPE)
+    return directory
 
 
 @contextmanager

@@ -13,23 +13,20 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.ranks import Rank, config_of, one_rank  # first: it imports vLLM quietly
+from tests.vllm.ranks import SHAPE, Rank, one_rank, written  # first: it imports vLLM quietly
 
 # isort: split
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from vllm.config import MultiModalConfig
 
 from engine.backends import session
 from engine.backends.reference.random_model import write_random_model
 from engine.backends.vllm import identity, rehome, sharing
 from engine.backends.vllm.binding import SHARED_BYTES_MIN
-from tests.gms.bench import MIB, GmsProcess
+from tests.gms.bench import GmsProcess
 from tests.helpers import until
 from understudy.errors import RemoteError, UnderstudyError, UsageError
-
-SHAPE = {"hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 256}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,11 +67,6 @@ def rank(gms: GmsProcess) -> Iterator[Callable[[str], Rank]]:
     yield make
     for each in made:
         each.close()
-
-
-def written(directory: Path, *, seed: int) -> Path:
-    write_random_model(str(directory), seed=seed, **SHAPE)
-    return directory
 
 
 def where(address: int) -> str:
@@ -355,75 +347,3 @@ def test_quantised_layers_have_an_obstacle_by_name():
     assert "UnquantizedLinearMethod" in str(sharing.obstacle(linear, cpu))
     sharing.keep_in_place(linear, cpu)
     assert sharing.obstacle(linear, cpu) is None
-
-
-# ------------------------------------------------------------------ identity
-
-
-def test_identity_tells_files_apart(tmp_path: Path):
-    """Safetensors by header and sample, other files by sample, and nothing is an error."""
-    with pytest.raises(UsageError, match="holds no") as found:
-        identity.files_of(str(tmp_path))
-    assert found.value.code == "model.missing"
-    (tmp_path / "weights.bin").write_bytes(b"1" * MIB)
-    one = identity.files_of(str(tmp_path))
-    (tmp_path / "weights.bin").write_bytes(b"1" * (MIB - 1) + b"2")
-    assert identity.files_of(str(tmp_path)) != one
-    assert identity.files_of(str(tmp_path / "weights.bin")) == identity.files_of(str(tmp_path))
-    model = written(tmp_path / "model", seed=6)
-    assert set(identity.files_of(str(model))["model.safetensors"]) == {"header", "sample"}
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        ("decode_context_parallel_size", 2, "decode_context"),
-        ("expert_placement_strategy", "round_robin", "expert_placement"),
-        ("all2all_backend", "deepep_low_latency", "all2all"),
-        ("dcp_q_replicate", True, "query_replicated"),
-    ],
-)
-def test_identity_tells_apart_what_splits_weights(
-    checkpoint: Path, field: str, value: Any, said: str
-):
-    """A setting that gives a rank other weights of the same checkpoint, by its field."""
-    config = config_of(checkpoint)
-    one = identity.Identity(config, config.load_config, "auto").read()
-    setattr(config.parallel_config, field, value)
-    other = identity.Identity(config, config.load_config, "auto").read()
-    assert differences(one["parallel"], other["parallel"]) == {said}
-    assert one["models"] == other["models"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"mm_encoder_tp_mode": "data"}, "encoder_split"),
-        ({"mm_encoder_only": True}, "encoder_only"),
-        ({"language_model_only": True}, "language_only"),
-        ({"limit_per_prompt": {"image": 0}}, "absent"),
-    ],
-)
-def test_identity_tells_encoders_apart(checkpoint: Path, settings: dict[str, Any], said: str):
-    """Whether the parts beside the language model are there, and whether ranks split them."""
-    config = config_of(checkpoint)
-    found = []
-    for each in ({}, settings):
-        config.model_config.multimodal_config = MultiModalConfig(**each)
-        read = identity.Identity(config, config.load_config, "auto").read()
-        found.append(read["models"]["target"]["multimodal"])
-    assert differences(*found) == {said}
-
-
-def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-    return {name for name in one if one[name] != other[name]}
-
-
-def test_ranks_differ_in_their_rank_only(checkpoint: Path):
-    """What one engine's ranks must agree on is everything else."""
-    config = config_of(checkpoint)
-    one = identity.Identity(config, config.load_config, "auto").read()
-    config.parallel_config.rank = 1
-    other = identity.Identity(config, config.load_config, "auto").read()
-    assert one != other
-    assert identity.same_on_every_rank(one) == identity.same_on_every_rank(other)
