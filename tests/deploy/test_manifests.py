@@ -1,0 +1,323 @@
+"""Goal: the manifests are valid, are what their sources render to, and keep the pod's promises.
+
+Method: the rendered files as data, against Kubernetes' own schemas and against our code: its flags,
+its environment, its ports, its probes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import click
+import kubernetes_validate
+import pytest
+
+import engine.cli
+import gms.cli
+import lockserver.cli
+import understudy.pod.cli
+from engine import settings as engine_settings
+from engine.core import probes
+from engine.core.events import State
+from tests.deploy.manifests import (
+    DEPLOY,
+    IN_MANY_CONTAINERS,
+    OVERLAYS,
+    RENDERED,
+    WITH_CLAIM,
+    Document,
+    containers,
+    documents,
+    environment,
+    one,
+    pod_spec,
+    words,
+)
+from understudy.errors import UsageError
+from understudy.service.config import resolve
+
+KUBECTL_MIN = (1, 28)
+PROGRAMS: dict[str, click.Group] = {
+    "lockserver": lockserver.cli.main,
+    "gms": gms.cli.main,
+    "engine": engine.cli.main,
+    "understudy": understudy.pod.cli.main,
+}
+PROBES = {
+    "lockserver": {"live", "ready"},
+    "gms": {"startup", "live", "ready"},
+    "engine": set(probes.TABLE),
+}
+PORTS = {8000: "http", 9400: "lockserver", 9401: "gms"}
+HANG_FOUND_S = 5.0
+HOLD_S = 10.0
+# Of Kubernetes' and of the system, not ours.
+OTHER_ENVIRONMENT = {"HOME"}
+
+
+def kubectl() -> str | None:
+    """A kubectl that renders as ours did, if this machine has one."""
+    path = shutil.which("kubectl")
+    if path is None:
+        return None
+    said = subprocess.run(
+        [path, "version", "--client", "--output=json"], capture_output=True, check=False
+    ).stdout
+    version = json.loads(said or b"{}").get("clientVersion", {})
+    numbers = (version.get("major", "0"), version.get("minor", "0"))
+    major, minor = (int(re.sub(r"\D", "", number) or 0) for number in numbers)
+    return path if (major, minor) >= KUBECTL_MIN else None
+
+
+def of_program(overlay: str, program: str) -> list[Document]:
+    return [each for each in containers(overlay) if each["command"][0] == program]
+
+
+def seconds_until_restart(probe: Document) -> float:
+    """From a hang to SIGKILL at the latest: looks, the wait for an answer, the grace."""
+    looks = int(probe["failureThreshold"]) * float(probe["periodSeconds"])
+    return looks + float(probe["timeoutSeconds"]) + float(probe["terminationGracePeriodSeconds"])
+
+
+# ------------------------------------------------------------------ they are what they claim to be
+
+
+@pytest.mark.skipif(kubectl() is None, reason="needs kubectl 1.28 or newer, to render")
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_rendered_file_is_what_its_sources_render_to(overlay: str):
+    """`make manifests` writes them; somebody forgot it where this fails."""
+    path = kubectl()
+    assert path is not None
+    said = subprocess.run(
+        [path, "kustomize", str(DEPLOY / "overlays" / overlay)], capture_output=True, check=True
+    ).stdout
+    assert said.decode() == (RENDERED / f"{overlay}.yaml").read_text()
+
+
+@pytest.mark.parametrize("version", ["1.34", kubernetes_validate.latest_version()])
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_object_is_valid(overlay: str, version: str):
+    for document in documents(overlay):
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_overlays_are_those_that_are_promised():
+    assert set(OVERLAYS) == {"single-gpu", "tp2", "tp8", "two-shadows", "no-dra", "cpu"}
+
+
+# ------------------------------------------------------------------ our code knows what they say
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_flag_is_taken_by_its_command(overlay: str):
+    for container in containers(overlay):
+        program, verb, *rest = words(overlay, container)
+        assert not [word for word in rest if "$(" in word]
+        command = PROGRAMS[program].commands[verb]
+        ours = rest[: rest.index("--")] if "--" in rest else rest
+        command.make_context(verb, [*ours], resilient_parsing=False)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_variable_is_read_by_somebody(overlay: str):
+    """By the command itself, or by the container's own flags."""
+    for container in containers(overlay):
+        program, verb, *_ = container["command"]
+        known = {
+            name.strip("[]$ ")
+            for option in PROGRAMS[program].commands[verb].params
+            for name in re.findall(r"[A-Z][A-Z_]+", getattr(option, "help", "") or "")
+        }
+        used = set(re.findall(r"\$\((\w+)\)", " ".join(container.get("args", []))))
+        for name in (each["name"] for each in container.get("env", [])):
+            assert name in known | used | OTHER_ENVIRONMENT, (container["name"], name)
+        if container.get("envFrom"):
+            assert used, f"{container['name']} has a ConfigMap and uses nothing of it"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_value_of_the_config_map_is_used(overlay: str):
+    text = json.dumps([each.get("args", []) for each in containers(overlay)])
+    for name in one(overlay, "ConfigMap")["data"]:
+        if (overlay, name) != (
+            "cpu",
+            "KV_CACHE_BYTES",
+        ):  # not the reference backend's
+            assert f"$({name})" in text
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_probe_is_answered_by_the_code(overlay: str):
+    for container in containers(overlay):
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+            if kind in container:
+                asked = container[kind]["httpGet"]
+                owner = "engine" if asked["port"].startswith("engine-") else asked["port"]
+                assert asked["path"].removeprefix("/") in PROBES[owner]
+                assert asked["port"] in ports
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_ports_are_those_of_the_code(overlay: str):
+    seen: list[int] = []
+    for container in containers(overlay):
+        for port in container["ports"]:
+            number, name = port["containerPort"], port["name"]
+            seen.append(number)
+            if name.startswith("engine-"):
+                assert number == engine_settings.PORT_FIRST + int(name.removeprefix("engine-"))
+            else:
+                assert PORTS[number] == name
+    assert len(seen) == len(set(seen))
+    assert one(overlay, "Service")["spec"]["ports"][0]["targetPort"] == "http"
+
+
+@pytest.mark.parametrize("overlay", IN_MANY_CONTAINERS)
+def test_each_engine_has_its_own_name_port_and_files(overlay: str):
+    engines = of_program(overlay, "engine")
+    for number, container in enumerate(engines):
+        name = f"engine-{number}"
+        assert container["name"] == environment(overlay, container)["ENGINE_ID"] == name
+        assert container["ports"] == [{"name": name, "containerPort": 9410 + number}]
+        assert container["startupProbe"]["httpGet"]["port"] == name
+        assert container["livenessProbe"]["httpGet"]["port"] == name
+        mounted = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        assert mounted["/tmp"] == f"tmp-{name}"
+    assert len(engines) == (3 if overlay == "two-shadows" else 2)
+
+
+# ------------------------------------------------------------------ the pod's promises
+
+
+@pytest.mark.parametrize("overlay", WITH_CLAIM)
+def test_whoever_opens_a_device_is_in_the_claim(overlay: str):
+    """All but the lock server; one claim, so that all see the same devices."""
+    spec = pod_spec(overlay)
+    assert [each["name"] for each in spec["resourceClaims"]] == ["gpus"]
+    for container in containers(overlay):
+        claims = [each["name"] for each in container["resources"].get("claims", [])]
+        assert claims == ([] if container["name"] == "lockserver" else ["gpus"])
+    request = one(overlay, "ResourceClaimTemplate")["spec"]["spec"]["devices"]["requests"][0]
+    count = request["exactly"]["count"]
+    assert one(overlay, "ConfigMap")["data"]["TENSOR_PARALLEL"] == str(count)
+
+
+@pytest.mark.parametrize("overlay", ["no-dra", "cpu"])
+def test_without_a_claim_nobody_asks_for_one(overlay: str):
+    assert "claim" not in json.dumps(pod_spec(overlay)).replace(
+        "persistentVolumeClaim", ""
+    ).replace("claimName", "")
+    assert not [each for each in documents(overlay) if each["kind"] == "ResourceClaimTemplate"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_nothing_takes_a_serving_pod_out_of_its_service(overlay: str):
+    """Readiness is the lock server's word alone, and it is patient for as long as requests wait."""
+    with_readiness = [each for each in containers(overlay) if "readinessProbe" in each]
+    (container,) = with_readiness
+    probe = container["readinessProbe"]
+    assert probe["httpGet"] == {"path": "/ready", "port": "lockserver"}
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= HOLD_S
+    defaults = resolve(lockserver.cli.SERVE, {}, {})
+    assert defaults["hold_ms"] == 1000 * HOLD_S
+
+
+@pytest.mark.parametrize("overlay", IN_MANY_CONTAINERS)
+def test_restarted_engine_is_started_at_its_first_probe(overlay: str):
+    """Or its startup probe would hold its liveness probe back for as long as it loads: the answer
+    is in a state file, on a volume that outlives the container."""
+    for state in (State.INIT, State.DEAD):
+        view = probes.View(
+            state=state,
+            was_standby=True,
+            is_budget_spent=False,
+            is_healthy=True,
+            is_crash_loop=False,
+        )
+        assert probes.answer("startup", view).ok
+    volumes = {each["name"]: each for each in pod_spec(overlay)["volumes"]}
+    for container in of_program(overlay, "engine"):
+        probe = container["startupProbe"]
+        assert probe["httpGet"]["path"] == "/startup"
+        assert "initialDelaySeconds" not in probe
+        mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        directory = environment(overlay, container)["UNDERSTUDY_DIR"]
+        (shared,) = (name for path, name in mounts.items() if directory.startswith(path + "/"))
+        assert volumes[shared]["emptyDir"]["medium"] == "Memory"
+
+
+@pytest.mark.parametrize("overlay", IN_MANY_CONTAINERS)
+def test_hung_supervisor_is_killed_in_time(overlay: str):
+    for container in of_program(overlay, "engine"):
+        assert seconds_until_restart(container["livenessProbe"]) < HANG_FOUND_S
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_first_load_may_take_as_long_as_the_supervisor_lets_it(overlay: str):
+    for container in containers(overlay):
+        if any(port["name"] == "engine-0" for port in container["ports"]):
+            probe = container["startupProbe"]
+            budget_s = engine_settings.INIT_MS / 1000
+            assert probe["periodSeconds"] * probe["failureThreshold"] >= budget_s
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pod_is_given_time_to_drain(overlay: str):
+    needed_s = (engine_settings.DRAIN_MS + engine_settings.REAP_MS) / 1000
+    assert pod_spec(overlay)["terminationGracePeriodSeconds"] > needed_s
+    assert not [each for each in containers(overlay) if "lifecycle" in each]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_order_of_the_pod(overlay: str):
+    """Sidecars start before the engines and stop after them."""
+    sidecars = pod_spec(overlay).get("initContainers", [])
+    names = [each["name"] for each in sidecars]
+    assert names == ([] if overlay == "no-dra" else ["lockserver", "gms"])
+    for container in sidecars:
+        assert container["restartPolicy"] == "Always"
+        assert "startupProbe" in container
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_new_pod_waits_for_the_old_ones_devices(overlay: str):
+    spec = one(overlay, "Deployment")["spec"]
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert one(overlay, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_containers_may_do_little(overlay: str):
+    spec = pod_spec(overlay)
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["shareProcessNamespace"] is False
+    context = spec["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in containers(overlay):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert container["resources"]["requests"]["memory"]
+        assert container["resources"]["limits"]["memory"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_shared_memory_has_a_size(overlay: str):
+    volumes: dict[str, Any] = {each["name"]: each for each in pod_spec(overlay)["volumes"]}
+    for name in ("shared", "shm"):
+        assert volumes[name]["emptyDir"]["medium"] == "Memory"
+        assert volumes[name]["emptyDir"]["sizeLimit"]
+
+
+def test_flags_that_nobody_takes_are_found():
+    """The check itself: a command with a flag that it does not have is refused."""
+    with pytest.raises((click.UsageError, UsageError)):
+        PROGRAMS["gms"].commands["serve"].make_context("serve", ["--no-such-flag"])
