@@ -19,6 +19,8 @@ import click
 import understudy
 from understudy.errors import DegradedError, UnreachableError, UsageError
 from understudy.pod import sessions
+from understudy.pod.drill.page.data import page_data
+from understudy.pod.drill.page.write import check_destination, write_page
 from understudy.pod.drill.report import machine, print_report
 from understudy.pod.drill.run import DrillPlan
 from understudy.pod.follow import Record, follow_events
@@ -27,6 +29,7 @@ from understudy.pod.local_pod import LocalPod, Ports
 from understudy.pod.settings import DRILL_OPTIONS, POD_OPTIONS, STATUS_OPTIONS, UP_OPTIONS
 from understudy.pod.view import is_reachable, lines
 from understudy.service.cli import INTERRUPTED, options, plain_errors, run_async
+from understudy.service.clock import rfc3339
 from understudy.service.config import Resolved, resolve
 from understudy.service.paths import runtime_dir
 
@@ -117,6 +120,9 @@ def drill(
     """
     expected = Path(config["expected"]) if config["expected"] else None
     plan = DrillPlan(config["kills"], config["target"], config["clients"], expected)
+    page = Path(config["report"]) if config["report"] else None
+    if page is not None:
+        check_destination(page)
 
     def say(line: str) -> None:
         click.echo(line, err=True)
@@ -140,6 +146,11 @@ def drill(
         print_report(result.report, Console(), backend, result.usages)
     for problem in result.report.problems:
         click.echo(f"error: {problem}", err=True)
+    if page is not None:
+        now, found = rfc3339(datetime.now(UTC)), result.report
+        data = page_data(result.records, found, backend, machine(), result.usages, now)
+        write_page(page, data)
+        click.echo(f"the report is in {page}", err=True)
     sys.exit(0 if result.report.passed else 1)
 
 

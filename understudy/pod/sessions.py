@@ -47,6 +47,7 @@ class DrillResult:
     report: Report
     usages: dict[str, tuple[Usage, Usage]] = field(default_factory=dict)
     backend: str | None = None
+    records: Records = field(default_factory=Records)
 
 
 async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
@@ -167,7 +168,7 @@ async def run_drill(
         return None
     report = judge(records, plan.kills)
     report.problems += failure + records.overlaps
-    return DrillResult(report, usages, drill.backend)
+    return DrillResult(report, usages, drill.backend, records)
 
 
 def _usages(runner: Runner) -> dict[str, Usage]:

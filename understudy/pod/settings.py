@@ -58,6 +58,7 @@ DRILL_OPTIONS = (
         None,
         "A file of prompts and the answers they must have; learnt from the pod unless given.",
     ),
+    Option("report", str, None, "Where to write the report as a page, FILE.html."),
 )
 
 STATUS_OPTIONS = (DIR,)

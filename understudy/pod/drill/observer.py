@@ -4,11 +4,13 @@ Owns the pidfds of the engine that is about to be killed, opened *before* the ki
 process for ever, a pid may be somebody else's by then. When the lock server tells of the next
 grant, every one of them must be readable; one that is not is a process that could still touch the
 old engine's memory while the new engine has the right to. Nothing is asked of the pod for this:
-the kernel says who lives.
+the kernel says who lives. The moments in between are for the timeline of the report's page, and
+nothing is judged by them: they come through an event loop that is busy with the load.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
@@ -19,11 +21,24 @@ from typing import Any
 
 from engine import messages as engine_messages
 from lockserver.client import messages as lock_messages
-from understudy.pod.drill.records import Kill, Records
+from understudy.pod.drill.records import GONE, LOCK, Kill, Moment, Records
 from understudy.pod.gather import LOCKSERVER_SOCKET
 from understudy.pod.peers import Watch
+from understudy.service.clock import SystemClock
 from understudy.service.procfs import name as process_name
 from understudy.wire.messages import Message
+
+clock = SystemClock()
+
+# What an event of the lock server says that the lock is from then on; the others change nothing.
+LOCK_STATES = {
+    "lock.granted": "held",
+    "lock.confirmed": "held",
+    "lock.claimed": "held",
+    "lock.releasing": "releasing",
+    "lock.recovering": "recovering",
+    "lock.free": "free",
+}
 
 
 @dataclass(slots=True)
@@ -62,12 +77,14 @@ class Observer:
         self._records = records
         self._kill: Kill | None = None
         self._tree = OldTree()
+        self._states: dict[str, tuple[str, str]] = {}  # of each part: state and note, told last
         self._watches = [
             Watch(
                 str(directory / LOCKSERVER_SOCKET),
                 lock_messages.CATALOGUE,
                 lock_messages.Watch(),
                 self._heard_lockserver,
+                lambda: self._note(LOCK, GONE),
             )
         ]
         self._watches += [
@@ -76,19 +93,40 @@ class Observer:
                 engine_messages.CONTROL,
                 engine_messages.Watch(),
                 lambda message, engine=engine: self._heard_engine(engine, message),  # type: ignore[misc] # mypy has no types for defaults of lambdas
+                lambda engine=engine: self._note(engine, GONE),  # type: ignore[misc] # as above
             )
             for engine, path in engines.items()
         ]
 
     def expect(self, kill: Kill, tree: OldTree) -> None:
         """What is heard from now on belongs to `kill`; takes `tree`."""
-        self._tree.close()
+        self._forget_tree()
         self._kill, self._tree = kill, tree
+        kill.deaths_ms = dict.fromkeys(tree.names.values())
+        for pidfd in tree.names:
+            asyncio.get_running_loop().add_reader(pidfd, self._ended, pidfd)
 
     async def close(self) -> None:
         for watch in self._watches:
             await watch.close()
+        self._forget_tree()
+
+    def _forget_tree(self) -> None:
+        for pidfd in self._tree.names:
+            asyncio.get_running_loop().remove_reader(pidfd)
         self._tree.close()
+
+    def _ended(self, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)  # it stays readable for ever
+        assert self._kill is not None  # a tree comes with its kill
+        self._kill.deaths_ms[self._tree.names[pidfd]] = clock.now_ms()
+
+    def _note(self, part: str, state: str, note: str = "", at_ms: Any = None) -> None:
+        """`part` is in `state`, since `at_ms` if it says so; what is known is not news."""
+        if self._states.get(part) != (state, note):
+            self._states[part] = state, note
+            moment_ms = float(at_ms) if isinstance(at_ms, (int, float)) else clock.now_ms()
+            self._records.moments.append(Moment(moment_ms, part, state, note))
 
     # ------------------------------------------------------------------ what is heard
 
@@ -99,9 +137,16 @@ class Observer:
             record, data = message.record, message.record.get("data") or {}
             if data.get("lock") != "active":
                 return
+            if record.get("type") in LOCK_STATES:
+                state, engine = LOCK_STATES[record["type"]], data.get("engine")
+                self._note(LOCK, state, str(engine or ""), record.get("mono_ms"))
             if record.get("type") == "lock.granted":
                 self._granted(str(data.get("engine")), int(data.get("token", 0)))
                 self._note_grant(data)
+        elif isinstance(message, lock_messages.StatusReply):
+            lock = (message.document.get("locks") or {}).get("active") or {}
+            holder = (lock.get("holder") or {}).get("engine")
+            self._note(LOCK, str(lock.get("state", "unknown")), str(holder or ""))
 
     def _granted(self, engine: str, token: int) -> None:
         """A newer grant: nobody of the old tree may live. Heard twice, as message and as event."""
@@ -127,6 +172,7 @@ class Observer:
 
     def _heard_engine(self, engine: str, message: Message) -> None:
         kill = self._kill
+        self._note_engine(engine, message)
         if kill is None or not isinstance(message, engine_messages.EventRecord):
             return
         record, data = message.record, message.record.get("data") or {}
@@ -138,6 +184,16 @@ class Observer:
                 kill.granted_ms = _after(kill, record.get("mono_ms"))
             elif data.get("to") == "active" and kill.active_ms is None:
                 kill.active_ms = _after(kill, record.get("mono_ms"))
+
+    def _note_engine(self, engine: str, message: Message) -> None:
+        if isinstance(message, engine_messages.StatusReply):
+            about = message.document.get("engine") or {}
+            self._note(engine, str(about.get("state", "unknown")))
+        elif isinstance(message, engine_messages.EventRecord):
+            record = message.record
+            if record.get("type") == "engine.state":
+                state = (record.get("data") or {}).get("to", "unknown")
+                self._note(engine, str(state), at_ms=record.get("mono_ms"))
 
 
 def _after(kill: Kill, mono_ms: Any) -> float | None:

@@ -7,6 +7,7 @@ pod stamps its events with the same clock, so differences between their times me
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,6 +18,10 @@ from engine import messages as engine_messages
 SUPERVISOR = "supervisor"
 GMS = "gms"  # not the active engine's: a device's server of the memory service
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # DESIGN §8, in the order they happen
+
+LOCK = "lock active"  # the part whose moments are those of the right to serve
+GONE = "gone"  # the state of a part that cannot be reached
+MOMENTS_MAX = 100_000  # a kill brings some ten; the oldest of several thousand kills are forgotten
 
 # What is killed in an engine of one rank, by backend. vLLM's processes go by their plain names.
 TARGETS = ("backend-http", "backend-model", SUPERVISOR)
@@ -132,7 +137,10 @@ class Exchange:
 
 @dataclass(slots=True)
 class Kill:
-    """One kill and the moments after it that were observed; None: nobody reported it."""
+    """One kill and the moments after it that were observed; None: nobody reported it.
+
+    `deaths_ms`: when each process of the old engine was seen to have ended; None: it was not.
+    """
 
     target: str
     engine: str
@@ -144,6 +152,17 @@ class Kill:
     active_ms: float | None = None
     new_token: int | None = None
     new_engine: str | None = None
+    deaths_ms: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """`part`, an engine or `LOCK`, was heard to be in `state` from `at_ms` on."""
+
+    at_ms: float
+    part: str
+    state: str
+    note: str = ""
 
 
 @dataclass(slots=True)
@@ -179,6 +198,7 @@ class Records:
 
     exchanges: list[Exchange] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
+    moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=MOMENTS_MAX))
     expected: dict[str, Exchange] = field(default_factory=dict)
     overlaps: list[str] = field(default_factory=list)
     grants_checked: int = 0

@@ -1,0 +1,205 @@
+"""The page of a drill: what its data say of the records, and that nothing in them breaks out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from understudy.errors import UnderstudyError, UsageError
+from understudy.pod.drill.page import data as page
+from understudy.pod.drill.page.write import check_destination, render, write_page
+from understudy.pod.drill.records import (
+    LOCK,
+    End,
+    Exchange,
+    Kill,
+    MemoryKill,
+    MemoryUse,
+    Moment,
+    Outcome,
+    Records,
+)
+from understudy.pod.drill.report import Usage
+from understudy.pod.drill.verdict import judge
+
+KILLED_MS = 1000.0
+MACHINE = {"cpu": "a CPU", "cpus": 2, "memory_bytes": 2**33, "kernel": "6.1", "python": "3.11"}
+USAGES = {"gms": (Usage(5, 2**20), Usage(5, 2**21))}
+
+
+def answer(sent_ms: float, *, token: int = 2, end: End = End.DONE, engine: str = "engine-1"):
+    """A request that got its first token after 4 ms and ended after 9."""
+    first_ms = sent_ms + 4
+    return Exchange(
+        "p", sent_ms, end, sent_ms + 9, 200, engine, token, first_ms, first_ms, 1, 1, "text", "stop"
+    )
+
+
+def failover(killed_ms: float = KILLED_MS, old_token: int = 1) -> Kill:
+    kill = Kill("backend-http", "engine-0", old_token, killed_ms)
+    kill.detected_ms, kill.fenced_ms = killed_ms + 5, killed_ms + 10
+    kill.granted_ms, kill.active_ms = killed_ms + 12, killed_ms + 19
+    kill.new_token, kill.new_engine = old_token + 1, "engine-1"
+    kill.deaths_ms = {"pid 7 (python)": killed_ms + 8, "pid 8 (python)": None}
+    return kill
+
+
+def one_failover() -> Records:
+    lost = answer(KILLED_MS - 2, token=1, end=End.CUT, engine="engine-0")
+    records = Records(exchanges=[answer(KILLED_MS + 16), lost], kills=[failover()])
+    records.expected = {"p": answer(0)}
+    records.grants_checked = 1
+    records.moments.extend(
+        [
+            Moment(10.0, "engine-0", "active"),
+            Moment(11.0, "engine-1", "standby"),
+            Moment(12.0, LOCK, "held", "engine-0"),
+            Moment(KILLED_MS + 5, "engine-0", "dead"),
+            Moment(KILLED_MS + 11, LOCK, "held", "engine-1"),
+            Moment(KILLED_MS + 12, "engine-1", "waking"),
+            Moment(KILLED_MS + 19, "engine-1", "active"),
+            Moment(KILLED_MS + 5000, "engine-0", "init"),
+        ]
+    )
+    return records
+
+
+def page_of(records: Records) -> dict:
+    report = judge(records, len(records.kills) + len(records.memory_kills))
+    return page.page_data(records, report, "reference", MACHINE, USAGES, "2030-01-01T00:00:00.000Z")
+
+
+def data_in(text: str) -> dict:
+    (element,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
+    assert "<" not in element
+    return json.loads(element)
+
+
+def test_a_kill_has_its_phases_moments_deaths_and_requests():
+    """Goal: one timeline from all who saw something. Method: a failover whose times are known."""
+    found = page_of(one_failover())
+    (kill,) = found["kills"]
+    assert found["passed"]
+    assert kill["failover_ms"] == 20
+    expected = {"detect": 5, "fence": 5, "grant": 2, "wake": 7, "serve": 1}
+    assert kill["phases_ms"] == expected
+    assert sum(kill["phases_ms"].values()) == kill["failover_ms"]
+    assert kill["moments_ms"]["first token"] == 20
+    assert kill["deaths_ms"] == {"pid 7 (python)": 8, "pid 8 (python)": None}
+    lost, served = kill["requests"]
+    assert lost == [-2, 2, 7, Outcome.LOST, "engine-0"]
+    assert served == [16, 20, 25, Outcome.OK, "engine-1"]
+
+
+def test_lanes_say_what_each_part_was_from_edge_to_edge_of_the_timeline():
+    """Goal: no gap, nothing from outside. Method: states long before, within and after it."""
+    (kill,) = page_of(one_failover())["kills"]
+    start, end = kill["from_ms"], kill["to_ms"]
+    assert start < 0
+    assert end > kill["failover_ms"]
+    assert kill["lanes"] == {
+        "engine-0": [[start, 5, "active", ""], [5, end, "dead", ""]],
+        "engine-1": [
+            [start, 12, "standby", ""],
+            [12, 19, "waking", ""],
+            [19, end, "active", ""],
+        ],
+        LOCK: [[start, 11, "held", "engine-0"], [11, end, "held", "engine-1"]],
+    }
+    assert list(kill["lanes"]) == ["engine-0", "engine-1", LOCK]
+
+
+def test_a_kill_that_nothing_followed_still_has_a_timeline():
+    """Goal: the page of a failed drill is the one that is needed. Method: nothing was observed."""
+    found = page_of(Records(kills=[Kill("supervisor", "engine-0", 1, 50.0)]))
+    (kill,) = found["kills"]
+    assert not found["passed"]
+    assert found["problems"]
+    assert kill["failover_ms"] is None
+    assert kill["phases_ms"] == {}
+    assert kill["to_ms"] > 0
+    assert data_in(render(found)) == found
+
+
+def test_memory_kills_are_there_with_their_recovery():
+    """Goal: a drill of the memory service has a page, too. Method: one came back, one did not."""
+    kills = [
+        MemoryKill("HOST-0", "weights", 7, "e", frozenset(), 100.0, recovered_ms=600.0),
+        MemoryKill("HOST-0", "weights", 8, "e", frozenset(), 1100.0),
+    ]
+    found = page_of(Records(memory_kills=kills, memory=MemoryUse(100, 100, 100)))
+    assert [each["recovery_ms"] for each in found["memory_kills"]] == [500, None]
+    assert [each["at_ms"] for each in found["memory_kills"]] == [0, 1000]
+    assert found["report"]["gms"]["recovery_ms"]["max"] == 500
+    assert found["usages"]["gms"]["after"] == {"fds": 5, "rss_bytes": 2**21}
+
+
+@pytest.mark.parametrize("total", [page.DOTS_MAX, page.DOTS_MAX + 1, 3 * page.DOTS_MAX + 7])
+def test_of_too_many_requests_every_fault_and_an_even_choice_are_shown(total: int):
+    """Goal: a page of bounded size that hides nothing bad. Method: just at the bound and above."""
+    records = Records(exchanges=[answer(float(each)) for each in range(total - 2)])
+    records.exchanges += [answer(total / 2, token=1, end=End.CUT), answer(0.5, end=End.HUNG)]
+    records.expected = {"p": answer(0)}
+    found = page_of(records)["requests"]
+    dots = found["dots"]
+    assert len(dots) <= page.DOTS_MAX
+    assert len(dots) + found["left_out"] == found["total"] == total
+    assert found["left_out"] == 0 or total > page.DOTS_MAX
+    assert {dot[2] for dot in dots} == {Outcome.OK, Outcome.LOST, Outcome.HUNG}
+    assert [dot[0] for dot in dots] == sorted(dot[0] for dot in dots)
+    assert dots[-1][0] > 0.99 * (total - 3)
+
+
+def test_of_too_many_kills_and_requests_of_a_kill_the_rest_is_counted_and_left_out(monkeypatch):
+    """Goal: bounds that hold. Method: smaller ones, and one more of each; the lost one stays."""
+    monkeypatch.setattr(page, "KILLS_MAX", 1)
+    monkeypatch.setattr(page, "REQUESTS_PER_KILL_MAX", 2)
+    records = one_failover()
+    records.exchanges += [answer(KILLED_MS + each) for each in (17, 18, 19)]
+    records.kills.append(failover(KILLED_MS + 9000, old_token=2))
+    found = page_of(records)
+    assert found["kills_left_out"] == 1
+    (kill,) = found["kills"]
+    assert [each[3] for each in kill["requests"]] == [Outcome.LOST, Outcome.OK]
+
+
+@pytest.mark.parametrize("nasty", ["</script><script>alert(1)</script>", "<!--", "\u2028", '"\\'])
+def test_nothing_in_the_data_ends_the_element_that_they_are_in(nasty: str):
+    """Goal: a process or problem may be called anything. Method: names that would break out."""
+    records = one_failover()
+    records.kills[0].deaths_ms = {nasty: 1.0}
+    report = judge(records, 1)
+    report.problems.append(nasty)
+    found = page.page_data(records, report, nasty, MACHINE, {}, "now")
+    text = render(found)
+    assert data_in(text) == found
+    assert text.count("<script") == text.count("</script") == 2
+
+
+def test_the_page_asks_for_nothing_from_elsewhere():
+    """Goal: self-contained. Method: no address in it but the name of SVG, and a policy that says so
+    to the browser."""
+    text = render(page_of(one_failover()))
+    assert re.findall(r"https?://[^\s\"'`]+", text) == ["http://www.w3.org/2000/svg"]
+    assert not re.search(r"<(img|iframe|object|link rel=\"(?!icon))|@import|src=", text)
+    assert "default-src 'none'" in text
+
+
+def test_the_page_is_written_whole_or_the_reason_is_said(tmp_path: Path):
+    """Goal: no half page, no lost minutes. Method: a good place, a directory, none, a full path."""
+    found = page_of(one_failover())
+    target = tmp_path / "report.html"
+    check_destination(target)
+    write_page(target, found)
+    assert data_in(target.read_text()) == found
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+    for bad in (tmp_path, tmp_path / "none" / "report.html"):
+        with pytest.raises(UsageError, match="name a file that can be made") as caught:
+            check_destination(bad)
+        assert caught.value.code == "drill.bad_report"
+    with pytest.raises(UnderstudyError, match="could not be written") as failed:
+        write_page(tmp_path / "none" / "report.html", found)
+    assert failed.value.code == "drill.report_not_written"
