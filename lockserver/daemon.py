@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from lockserver.core.lock import LockState
 from lockserver.server import LockServer, Settings
 from understudy.service.http import HttpServer, Probe
+from understudy.service.page import Page
 from understudy.service.signals import wait_signals
+
+UI = Path(__file__).parent / "ui" / "ui.html"
 
 
 async def run(settings: Settings, http_host: str, http_port: int) -> None:
@@ -25,6 +29,7 @@ async def run(settings: Settings, http_host: str, http_port: int) -> None:
         status=server.document,
         metrics=server.metrics.metrics,
         events=server.events,
+        pages={"ui": Page.load(UI)},
     )
     await server.start()
     try:

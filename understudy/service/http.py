@@ -1,4 +1,4 @@
-"""The HTTP side of a process: probes, status, metrics and the event stream, and only reading.
+"""The HTTP side of a process: probes, status, metrics, events and pages, and only reading.
 
 Probe and status functions are called on the event loop at every request: an answer proves that
 the loop is alive, and it is as fresh as the process knows. They must not block. Whatever changes
@@ -21,6 +21,7 @@ from understudy.errors import UnderstudyError, UsageError
 from understudy.service import procfs, sse
 from understudy.service.events import EventLog
 from understudy.service.metrics import CONTENT_TYPE, Metrics
+from understudy.service.page import Page, let_own_pages_read
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -55,6 +56,7 @@ class HttpServer:
         status: Callable[[], dict[str, Any]],
         metrics: Metrics,
         events: EventLog | None = None,
+        pages: Mapping[str, Page] | None = None,
         heartbeat_s: float = sse.HEARTBEAT_S,
     ) -> None:
         self.host = host
@@ -64,6 +66,7 @@ class HttpServer:
         self._metrics = metrics
         metrics.limit_hits.labels(limit="event_readers")  # a zero from the first scrape
         self._events = events
+        self._pages = dict(pages or {})
         self._heartbeat_s = heartbeat_s
         self._streams: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
@@ -86,7 +89,10 @@ class HttpServer:
         app.router.add_get("/metrics", self._answer_metrics)
         if self._events is not None:
             app.router.add_get("/events", self._answer_events)
+        for name in self._pages:
+            app.router.add_get(f"/{name}", self._answer_page)
         app.router.add_get("/", self._answer_index)
+        app.on_response_prepare.append(let_own_pages_read)
         app.on_shutdown.append(self._cut_streams)
         runner = web.AppRunner(
             app,
@@ -130,7 +136,14 @@ class HttpServer:
 
     async def _answer_index(self, request: web.Request) -> web.Response:
         routes = [*self._probes, "status", "metrics", *(["events"] if self._events else [])]
+        routes += self._pages
         return _json({"paths": [f"/{route}" for route in routes]})
+
+    async def _answer_page(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        page = self._pages[request.path.strip("/")]
+        return web.Response(body=page.body, headers=page.headers(request.headers.get("Host", "")))
 
     async def _answer_events(self, request: web.Request) -> web.StreamResponse:
         assert self._events is not None  # the route exists only then
