@@ -1,0 +1,204 @@
+"""Goal: the units are valid, run what our code takes, and keep the pod's promises on a host.
+
+Method: Debian's own systemd-analyze and systemd-sysusers in a root made for them, and the units as
+data against our code: its flags, its variables, its budgets.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+
+import engine.cli
+import gms.cli
+import lockserver.cli
+from engine import settings as engine_settings
+from engine.backends import REGISTRY
+from engine.core.relaunch import BACKOFF_FIRST_MS, BACKOFF_MAX_MS
+from tests.deploy.manifests import DEPLOY
+from understudy.pod.settings import DIRECTORY
+from understudy.service.fd_limit import FDS_ADVISED
+
+SYSTEMD = DEPLOY / "systemd"
+SERVICES = ("lockserver.service", "gms.service", "engine@.service")
+WITH_DEVICES = SERVICES[1:]
+PROGRAMS: dict[str, click.Group] = {
+    "lockserver": lockserver.cli.main,
+    "gms": gms.cli.main,
+    "engine": engine.cli.main,
+}
+EXPOSURE_MAX = 2.5  # of 10, as systemd-analyze counts; 4.9 and less is its "OK"
+SYSTEM_UIDS_END = 1000  # logind removes the shared memory of users from here on
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="needs systemd-analyze"
+)
+
+
+def values(unit: str, key: str) -> list[str]:
+    """Every value that `unit` gives `key`, in order."""
+    text = (SYSTEMD / unit).read_text()
+    return re.findall(rf"^{re.escape(key)}=(.*)$", text, re.MULTILINE)
+
+
+def value(unit: str, key: str) -> str:
+    (found,) = values(unit, key)
+    return found
+
+
+def seconds(text: str) -> float:
+    """A time of systemd's, as far as the units use them."""
+    number, unit = re.fullmatch(r"([\d.]+)(ms|s|)", text).groups()
+    return float(number) / (1000 if unit == "ms" else 1)
+
+
+def variables() -> dict[str, str]:
+    """What the example of an environment file sets, commented lines too."""
+    text = (SYSTEMD / "understudy.env").read_text()
+    return dict(re.findall(r"^#?([A-Z_]+)=(.*)$", text, re.MULTILINE))
+
+
+# ------------------------------------------------------------------ as systemd sees them
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A root with the host's units, ours, and something to execute."""
+    units = tmp_path / "etc/systemd/system"
+    units.mkdir(parents=True)
+    for path in (*SYSTEMD.glob("*.service"), *SYSTEMD.glob("*.target")):
+        shutil.copy(path, units)
+    shutil.copytree("/lib/systemd/system", tmp_path / "usr/lib/systemd/system", symlinks=True)
+    (tmp_path / "lib").symlink_to("usr/lib")
+    for unit in SERVICES:
+        program = tmp_path / value(unit, "ExecStart").split()[0].removeprefix("/")
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.touch(mode=0o755)
+    return tmp_path
+
+
+def verify(root: Path) -> subprocess.CompletedProcess[str]:
+    names = [name.replace("@.", "@0.") for name in SERVICES]
+    command = ["systemd-analyze", "verify", f"--root={root}", "--man=no", "--recursive-errors=yes"]
+    return subprocess.run(
+        [*command, "understudy.target", *names], capture_output=True, text=True, check=False
+    )
+
+
+@needs_systemd
+def test_units_are_valid(root: Path):
+    said = verify(root)
+    assert (said.returncode, said.stderr) == (0, "")
+
+
+@needs_systemd
+@pytest.mark.parametrize("unit", SERVICES)
+def test_typing_errors_in_units_are_found(root: Path, unit: str):
+    """The check itself: a word that systemd does not know fails it."""
+    path = root / "etc/systemd/system" / unit
+    path.write_text(path.read_text().replace("Restart=always", "Restart=allways"))
+    assert verify(root).returncode != 0
+
+
+@needs_systemd
+@pytest.mark.parametrize("unit", SERVICES)
+def test_units_are_confined(unit: str):
+    limit = f"--threshold={EXPOSURE_MAX * 10:.0f}"
+    command = ["systemd-analyze", "security", "--offline=yes", "--no-pager", limit]
+    said = subprocess.run([*command, SYSTEMD / unit], capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stdout
+
+
+@pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="needs systemd-sysusers")
+def test_user_of_the_units_is_a_system_user(root: Path):
+    command = ["systemd-sysusers", f"--root={root}", SYSTEMD / "sysusers.conf"]
+    subprocess.run(command, capture_output=True, check=True)
+    users = (line.split(":") for line in (root / "etc/passwd").read_text().splitlines())
+    uids = {name: int(uid) for name, _, uid, *_ in users}
+    assert {value(unit, "User") for unit in SERVICES} == {"understudy"}
+    assert 0 < uids["understudy"] < SYSTEM_UIDS_END
+
+
+# ------------------------------------------------------------------ against our code
+
+
+@pytest.mark.parametrize("unit", SERVICES)
+def test_command_is_one_of_ours(unit: str):
+    path, verb, *rest = value(unit, "ExecStart").split()
+    assert path.startswith("/opt/understudy/bin/")
+    group = PROGRAMS[path.rpartition("/")[2]]
+    ours = rest[: rest.index("--")] if "--" in rest else rest
+    group.commands[verb].make_context(verb, ours)
+
+
+def test_every_variable_is_read_by_somebody():
+    """A typing error in a name would be a default, in silence."""
+    known = {"BACKEND_ARGS"}
+    for unit in SERVICES:
+        path, verb, *_ = value(unit, "ExecStart").split()
+        for option in PROGRAMS[path.rpartition("/")[2]].commands[verb].params:
+            known.update(re.findall(r"[A-Z][A-Z_]+", getattr(option, "help", "") or ""))
+    assert set(variables()) <= known
+    assert "$BACKEND_ARGS" in value("engine@.service", "ExecStart").split()
+    text = (SYSTEMD / "understudy.env").read_text()
+    backends = re.findall(r"^#?UNDERSTUDY_BACKEND=(.*)$", text, re.MULTILINE)
+    assert {"vllm", "reference"} == set(backends) <= set(REGISTRY)
+
+
+def test_all_share_one_directory_that_outlives_each():
+    for unit in SERVICES:
+        assert f"/run/{value(unit, 'RuntimeDirectory')}" == DIRECTORY
+        assert value(unit, "RuntimeDirectoryMode") == "0700"
+        assert value(unit, "RuntimeDirectoryPreserve") == "yes"
+        assert value(unit, "UMask") == "0077"
+
+
+def test_engines_are_called_as_everywhere():
+    assert "ENGINE_ID=engine-%i" in values("engine@.service", "Environment")
+    wanted = value("understudy.target", "Wants").split()
+    assert wanted == ["lockserver.service", "gms.service", "engine@0.service", "engine@1.service"]
+
+
+# ------------------------------------------------------------------ the pod's promises
+
+
+@pytest.mark.parametrize("unit", SERVICES)
+def test_death_of_one_takes_nobody_along(unit: str):
+    """An order, and the target's stop: nothing else ties the units together."""
+    text = (SYSTEMD / unit).read_text()
+    assert not re.search(r"^(Requires|Requisite|BindsTo|Conflicts)=", text, re.MULTILINE)
+    assert value(unit, "PartOf") == "understudy.target"
+
+
+@pytest.mark.parametrize("unit", SERVICES)
+def test_whatever_dies_is_started_again_for_ever(unit: str):
+    assert value(unit, "Restart") == "always"
+    assert value(unit, "StartLimitIntervalSec") == "0"
+    assert seconds(value(unit, "RestartSec")) * 1000 == BACKOFF_FIRST_MS
+    assert seconds(value("backoff.conf", "RestartMaxDelaySec")) * 1000 == BACKOFF_MAX_MS
+
+
+def test_stopped_engine_drains_before_its_neighbours_go():
+    """SIGTERM to the supervisor alone, time for the drain, and an order that is kept backwards."""
+    unit = "engine@.service"
+    needed_s = (engine_settings.DRAIN_MS + engine_settings.REAP_MS) / 1000
+    assert value(unit, "KillMode") == "mixed"
+    assert seconds(value(unit, "TimeoutStopSec")) > needed_s
+    assert {"lockserver.service", "gms.service"} <= set(value(unit, "After").split())
+
+
+@pytest.mark.parametrize("unit", SERVICES)
+def test_nothing_is_confined_that_the_pod_needs(unit: str):
+    """What looks like one more line of hardening and would be an outage."""
+    assert not set(values(unit, "RemoveIPC")) & {"yes", "true", "1", "on"}
+    assert "AF_UNIX" in value(unit, "RestrictAddressFamilies").split()
+    assert int(value(unit, "LimitNOFILE")) >= FDS_ADVISED
+    if unit in WITH_DEVICES:
+        for closing in ("PrivateDevices", "ProtectClock", "DeviceAllow", "MemoryDenyWriteExecute"):
+            assert not values(unit, closing)
+        assert value(unit, "OOMPolicy") == "continue"
