@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.browser import needs_chromium, tab
+from tests.pod.drill.fake_pod import FakePod
 from understudy.errors import UnderstudyError, UsageError
+from understudy.pod import sessions
 from understudy.pod.drill.page import data as page
 from understudy.pod.drill.page.write import check_destination, render, write_page
 from understudy.pod.drill.records import (
@@ -23,6 +27,7 @@ from understudy.pod.drill.records import (
     Records,
 )
 from understudy.pod.drill.report import Usage
+from understudy.pod.drill.run import DrillPlan
 from understudy.pod.drill.verdict import judge
 
 KILLED_MS = 1000.0
@@ -110,6 +115,14 @@ def test_lanes_say_what_each_part_was_from_edge_to_edge_of_the_timeline():
         LOCK: [[start, 11, "held", "engine-0"], [11, end, "held", "engine-1"]],
     }
     assert list(kill["lanes"]) == ["engine-0", "engine-1", LOCK]
+
+
+def test_a_timeline_ends_where_the_next_kill_is_made():
+    """Goal: one kill, one timeline. Method: the next kill comes right after the first token."""
+    records = one_failover()
+    records.kills.append(failover(KILLED_MS + 20.5, old_token=2))
+    first, _ = page_of(records)["kills"]
+    assert first["to_ms"] == 20.5
 
 
 def test_a_kill_that_nothing_followed_still_has_a_timeline():
@@ -203,3 +216,84 @@ def test_the_page_is_written_whole_or_the_reason_is_said(tmp_path: Path):
     with pytest.raises(UnderstudyError, match="could not be written") as failed:
         write_page(tmp_path / "none" / "report.html", found)
     assert failed.value.code == "drill.report_not_written"
+
+
+def test_a_drill_keeps_what_the_page_shows(tmp_path: Path):
+    """Goal: moments are kept as they are heard. Method: two kills of a pod in one process, whose
+    children really die."""
+    directory = tmp_path / "pod"
+    directory.mkdir(mode=0o700)
+
+    async def main() -> sessions.DrillResult | None:
+        async with FakePod(directory):
+            plan = DrillPlan(kills=2, targets=("backend-http",), clients=3)
+            return await sessions.drill_running_pod(directory, plan, lambda line: None)
+
+    result = asyncio.run(main())
+    assert result is not None
+    found = page.page_data(result.records, result.report, "reference", MACHINE, {}, "now")
+    assert [(kill["engine"], kill["new_engine"]) for kill in found["kills"]] == [
+        ("engine-0", "engine-1"),
+        ("engine-1", "engine-0"),
+    ]
+    for kill in found["kills"]:
+        assert kill["deaths_ms"]
+        assert all(at_ms is not None and at_ms >= 0 for at_ms in kill["deaths_ms"].values())
+        states = {part: [each[2] for each in lane] for part, lane in kill["lanes"].items()}
+        assert states[kill["new_engine"]][-2:] == ["waking", "active"]
+        assert kill["lanes"][LOCK][-1][2:] == ["held", kill["new_engine"]]
+        assert kill["requests"]
+    assert found["requests"]["total"] == result.report.requests
+
+
+@needs_chromium
+def test_a_browser_draws_it_and_keys_walk_through_it(tmp_path: Path):
+    """Goal: it is read by people. Method: a real browser opens the file: what is drawn, what the
+    arrow keys choose, what is printed, and that it asks for nothing and complains of nothing."""
+    records = one_failover()
+    records.kills.append(failover(KILLED_MS + 9000, old_token=2))
+    records.exchanges += [answer(KILLED_MS + 9019, token=3)]
+    records.grants_checked = 2
+    target = tmp_path / "report.html"
+    write_page(target, page_of(records))
+
+    async def main() -> None:
+        async with tab(tmp_path) as shown:
+            await shown.go(target.as_uri())
+            assert await shown.evaluate("document.getElementById('verdict').textContent") == (
+                "✓ passed"
+            )
+            assert await shown.evaluate("document.querySelectorAll('#kills .row').length") == 2
+            assert "1 · backend-http of engine-0: 20.0 ms" in await shown.text()
+
+            await shown.evaluate("document.querySelector('#kills [role=listbox]').focus()")
+            await shown.press("ArrowRight")
+            words = await shown.evaluate(
+                "document.querySelector('#timeline p:last-child').innerText"
+            )
+            assert words.startswith("Kill 2 · backend-http of engine-0")
+            assert "first token at 23.0 ms" in words
+            chosen = "[...document.querySelectorAll('#kills .row')].map((row) => row.ariaSelected)"
+            assert await shown.evaluate(chosen) == ["false", "true"]
+
+            await shown.evaluate("document.querySelector('#requests svg[tabindex]').focus()")
+            await shown.press("Home")
+            caption = "document.querySelector('#requests figcaption').textContent"
+            assert "lost in flight, first token after 4.0 ms" in await shown.evaluate(caption)
+
+            paper = "getComputedStyle(document.body).backgroundColor"
+            light = await shown.evaluate(paper)
+            await shown.media(dark=True)
+            assert await shown.evaluate(paper) != light
+            await shown.media("print", dark=True)
+            assert await shown.evaluate(paper) == light == "rgb(255, 255, 255)"
+            buttons = "getComputedStyle(document.querySelector('.controls')).display"
+            assert await shown.evaluate(buttons) == "none"
+
+            assert shown.errors == []
+            assert {each for each in shown.requests if not each.startswith("data:")} <= {
+                target.as_uri(),
+                "about:blank",
+            }
+
+    asyncio.run(main())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -40,6 +40,29 @@ PARTS_HEARD_WITHIN = 1000  # moments: every part tells what it is as soon as it 
 Outcomes = Mapping[int, Outcome]  # of each exchange, by its id()
 
 
+@dataclass(frozen=True, slots=True)
+class SeenKill:
+    """A kill, the first request that was answered after it, and when the next kill was made."""
+
+    kill: Kill
+    first: Exchange | None
+    until_ms: float
+
+    @property
+    def served_ms(self) -> float | None:
+        return self.first.first_token_ms if self.first is not None else None
+
+    def timeline_ms(self) -> tuple[float, float]:
+        """From when to when its timeline goes, relative to the kill."""
+        kill = self.kill
+        moments = (kill.detected_ms, kill.fenced_ms, kill.granted_ms, kill.active_ms)
+        seen = [*moments, self.served_ms, *kill.deaths_ms.values()]
+        known = [moment - kill.killed_ms for moment in seen if moment is not None]
+        length_ms = max(LENGTH_MIN_MS, *known) if known else LENGTH_UNKNOWN_MS
+        end_ms = min(AFTER_LAST * length_ms, self.until_ms - kill.killed_ms)
+        return -BEFORE_KILL * length_ms, end_ms
+
+
 def page_data(
     records: Records,
     report: Report,
@@ -54,7 +77,8 @@ def page_data(
     began_ms = _began_ms(records, ordered)
     firsts = first_answers(records.kills, ordered)
     moments = sorted(records.moments, key=lambda each: each.at_ms)
-    shown = list(zip(records.kills, firsts, strict=True))[:KILLS_MAX]
+    ends_ms = [*(kill.killed_ms for kill in records.kills[1:]), math.inf]
+    seen_kills = list(map(SeenKill, records.kills, firsts, ends_ms))[:KILLS_MAX]
     return {
         "schema": SCHEMA,
         "made_at": made_at,
@@ -65,29 +89,14 @@ def page_data(
             name: {"before": asdict(before), "after": asdict(after)}
             for name, (before, after) in usages.items()
         },
-        "kills_left_out": len(records.kills) - len(shown),
+        "kills_left_out": len(records.kills) - len(seen_kills),
         "kills": [
-            _kill(number, kill, first, began_ms, _around(kill, first, ordered, outcomes), moments)
-            for number, (kill, first) in enumerate(shown, 1)
+            _kill(number, seen, began_ms, _around(seen, ordered, outcomes), moments)
+            for number, seen in enumerate(seen_kills, 1)
         ],
         "memory_kills": [_memory_kill(each, began_ms) for each in records.memory_kills],
         "requests": _dots(ordered, outcomes, began_ms),
     }
-
-
-def timeline_ms(kill: Kill, first: Exchange | None) -> tuple[float, float]:
-    """From when to when the timeline of `kill` goes, relative to the kill."""
-    moments = [
-        kill.detected_ms,
-        kill.fenced_ms,
-        kill.granted_ms,
-        kill.active_ms,
-        first.first_token_ms if first is not None else None,
-        *kill.deaths_ms.values(),
-    ]
-    known = [moment - kill.killed_ms for moment in moments if moment is not None]
-    length_ms = max(LENGTH_MIN_MS, *known, 0.0) if known else LENGTH_UNKNOWN_MS
-    return -BEFORE_KILL * length_ms, AFTER_LAST * length_ms
 
 
 def lanes(
@@ -127,15 +136,13 @@ def _index(moments: Sequence[Moment], at_ms: float) -> int:
 
 def _kill(
     number: int,
-    kill: Kill,
-    first: Exchange | None,
+    seen: SeenKill,
     began_ms: float,
     requests: list[list[Any]],
     moments: Sequence[Moment],
 ) -> dict[str, Any]:
-    from_ms, to_ms = timeline_ms(kill, first)
-    served_ms = first.first_token_ms if first is not None else None
-    phases = phases_of(kill, first)
+    kill, (from_ms, to_ms) = seen.kill, seen.timeline_ms()
+    phases = phases_of(kill, seen.first)
     return {
         "number": number,
         "target": kill.target,
@@ -143,7 +150,7 @@ def _kill(
         "new_engine": kill.new_engine,
         "new_token": kill.new_token,
         "at_ms": _round(kill.killed_ms - began_ms),
-        "failover_ms": _since(kill, served_ms),
+        "failover_ms": _since(kill, seen.served_ms),
         "phases_ms": {name: _round(phases[name]) for name in PHASES if name in phases},
         "moments_ms": {
             "killed": 0.0,
@@ -151,7 +158,7 @@ def _kill(
             "fenced": _since(kill, kill.fenced_ms),
             "granted": _since(kill, kill.granted_ms),
             "active": _since(kill, kill.active_ms),
-            "first token": _since(kill, served_ms),
+            "first token": _since(kill, seen.served_ms),
         },
         "from_ms": _round(from_ms),
         "to_ms": _round(to_ms),
@@ -161,19 +168,18 @@ def _kill(
     }
 
 
-def _around(
-    kill: Kill, first: Exchange | None, ordered: Sequence[Exchange], outcomes: Outcomes
-) -> list[list[Any]]:
+def _around(seen: SeenKill, ordered: Sequence[Exchange], outcomes: Outcomes) -> list[list[Any]]:
     """The requests of a timeline, `[sent, first token, end, outcome, engine]`.
 
     Where there are too many those stay that were not answered, and those nearest to the kill.
     """
-    from_ms, to_ms = (kill.killed_ms + each for each in timeline_ms(kill, first))
+    kill = seen.kill
+    from_ms, to_ms = (kill.killed_ms + each for each in seen.timeline_ms())
     start = bisect_left(ordered, from_ms - LOOK_BACK_MS, key=lambda each: each.sent_ms)
     end = bisect_left(ordered, to_ms, key=lambda each: each.sent_ms)
-    seen = [each for each in ordered[start:end] if each.ended_ms >= from_ms]
-    seen.sort(key=lambda e: (outcomes[id(e)] is Outcome.OK, abs(e.sent_ms - kill.killed_ms)))
-    kept = sorted(seen[:REQUESTS_PER_KILL_MAX], key=lambda each: each.sent_ms)
+    found = [each for each in ordered[start:end] if each.ended_ms >= from_ms]
+    found.sort(key=lambda e: (outcomes[id(e)] is Outcome.OK, abs(e.sent_ms - kill.killed_ms)))
+    kept = sorted(found[:REQUESTS_PER_KILL_MAX], key=lambda each: each.sent_ms)
     return [
         [
             _since(kill, each.sent_ms),

@@ -1,0 +1,201 @@
+"""The live page at /ui: what is served, and what a real browser makes of a real pod's death."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import struct
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockserver.daemon import UI
+from tests.browser import Tab, needs_chromium, tab
+from tests.e2e.pods import Pod, PodHome, make_model
+from tests.e2e.processes import kill
+
+SIZE_MAX_BYTES = 30_000  # it is read as often as changed, and sent at every look
+
+CARDS = """JSON.stringify([...document.querySelectorAll('#cards .card')].map((card) => [
+    card.querySelector('.name').textContent, card.dataset.state,
+    Object.fromEntries([...card.querySelectorAll('dt')].map((term) =>
+        [term.textContent, term.nextSibling.textContent]))]))"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
+    model = make_model(tmp_path_factory.mktemp("ui") / "model")
+    found = PodHome(tmp_path_factory.mktemp("pod"), model)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def address(pod: Pod) -> str:
+    ports = pod.local.ports
+    engines = ",".join(map(str, ports.engines))
+    return f"http://127.0.0.1:{ports.lockserver}/ui?gms={ports.gms}&engines={engines}"
+
+
+async def cards(page: Tab) -> dict[str, tuple[str, dict[str, str]]]:
+    """State and lines of each card, by its name."""
+    found = json.loads(await page.evaluate(CARDS))
+    return {name: (state, lines) for name, state, lines in found}
+
+
+def brightness(png: bytes) -> int:
+    """The first channel of the first pixel of a PNG, which is paper: no filter changes that one."""
+    pieces, at = [], 8
+    while at < len(png):
+        length, name = struct.unpack(">I4s", png[at : at + 8])
+        if name == b"IDAT":
+            pieces.append(png[at + 8 : at + 8 + length])
+        at += 12 + length
+    return zlib.decompress(b"".join(pieces))[1]
+
+
+def test_page_is_one_small_file_that_names_no_other_place(start_server):
+    """Goal: no build, no foreign resource. Method: what a real lock server sends, and its index."""
+    server = start_server()
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/ui") as answer:
+        body, headers = answer.read(), answer.headers
+    assert body == UI.read_bytes()
+    assert len(body) < SIZE_MAX_BYTES
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    text = body.decode()
+    assert re.findall(r"https?://[^\s\"'`$]+", text) == ["http://www.w3.org/2000/svg"]
+    assert not re.search(r"@import|\bsrc=|<link rel=\"(?!icon)|\bstyle=|\bon\w+=\"", text)
+
+
+@needs_chromium
+def test_page_follows_a_failover_without_being_loaded_again(home: PodHome, tmp_path: Path):
+    """Goal: what people look at while it happens. Method: a real pod, a real browser; a process of
+    the active engine is killed, and the other's card says so, then the pod is whole again."""
+
+    async def scenario(pod: Pod) -> None:
+        whole = await pod.whole()
+        (other,) = whole.standbys
+        async with tab(tmp_path) as page:
+            await page.go(address(pod))
+            await page.evaluate("window.wasHere = true")
+            await page.wait("document.getElementById('soundness').textContent === 'healthy'")
+            found = await cards(page)
+            assert found[whole.engine][0] == "active"
+            assert found[other][0] == "standby"
+            state, lock = found["lock active"]
+            assert (state, lock["holder"], lock["token"]) == (
+                "held",
+                whole.engine,
+                str(whole.token),
+            )
+            assert lock["waiters"] == other
+            assert found[whole.engine][1]["device"] == "HOST-0"
+            assert re.match(r"weights [\d.]+ [KM]iB, KV ", found[whole.engine][1]["memory"])
+            assert "weights" in await page.evaluate(
+                "document.querySelector('#devices .memory').getAttribute('aria-label')"
+            )
+
+            kill((await pod.engine_tree(whole.engine))[0])
+            await page.wait(_serves(other))
+            lock = (await cards(page))["lock active"][1]
+            assert lock["holder"] == other
+            assert int(lock["token"]) > whole.token
+            await page.wait(
+                "[...document.querySelectorAll('#rows tr')].some((row) => "
+                f"row.textContent.includes('active granted to {other}'))"
+            )
+            await page.wait("document.getElementById('soundness').textContent === 'healthy'")
+            assert (await cards(page))[whole.engine][0] == "standby"
+            assert f"{other} active" in await page.evaluate(
+                "document.querySelector('#timeline svg').getAttribute('aria-label')"
+            )
+
+            assert await page.evaluate("window.wasHere")
+            assert page.errors == []
+            assert page.hosts() == {"127.0.0.1"}
+
+    home.run(scenario)
+
+
+def _serves(engine: str) -> str:
+    return (
+        "[...document.querySelectorAll('#cards .card')].some((card) => card.dataset.state === "
+        f"'active' && card.querySelector('.name').textContent === '{engine}')"
+    )
+
+
+@needs_chromium
+def test_page_is_used_by_keys_and_in_the_dark(home: PodHome, tmp_path: Path):
+    """Goal: no mouse, no glare. Method: `?`, Escape, `p` while a failover happens, and Tab through
+    the controls; then both schemes, by the colour of what is painted."""
+
+    async def scenario(pod: Pod) -> None:
+        whole = await pod.whole()
+        (other,) = whole.standbys
+        async with tab(tmp_path) as page:
+            await page.go(address(pod))
+            await page.wait(_serves(whole.engine))
+            await page.press("?", "?")
+            assert await page.evaluate("document.getElementById('helping').open")
+            await page.press("Escape")
+            await page.wait("!document.getElementById('helping').open")
+
+            await page.press("p", "p")
+            assert await page.evaluate(
+                "document.getElementById('pause').getAttribute('aria-pressed') === 'true'"
+            )
+            kill((await pod.engine_tree(whole.engine))[0])
+            await page.wait(
+                f"parts.some((part) => part.name === '{other}' && part.state === 'active')"
+            )
+            assert (await cards(page))[whole.engine][0] == "active"  # as it was when it was paused
+            await page.press("p", "p")
+            await page.wait(_serves(other))
+
+            reached = []
+            for _ in range(7):
+                await page.press("Tab")
+                reached.append(
+                    await page.evaluate("document.activeElement.id || document.activeElement.hash")
+                )
+            assert [each for each in reached if each] == [
+                *("#engines", "#log", "pause", "help", "span", "least", "log")
+            ]
+
+            await page.media(dark=False)
+            light = brightness(await page.screenshot())
+            await page.media(dark=True)
+            dark = brightness(await page.screenshot())
+            assert light > 200 > 100 > dark
+            assert page.errors == []
+
+    home.run(scenario)
+
+
+@needs_chromium
+def test_page_says_which_part_does_not_answer(start_server, tmp_path: Path):
+    """Goal: a hole in the picture is part of it. Method: a lock server alone, which is then killed
+    and started again."""
+    server = start_server()
+
+    async def main() -> None:
+        async with tab(tmp_path) as page:
+            await page.go(f"http://127.0.0.1:{server.http_port}/ui?gms=1&engines=2")
+            await page.wait("document.getElementById('soundness').textContent === 'down'")
+            await page.wait("document.getElementById('parts').textContent.includes('● lockserver')")
+            text = await page.text()
+            assert "gms: no answer from port 1" in text
+            assert "nobody serves; the lock is free" in text
+            server.kill()
+            await page.wait("document.getElementById('parts').textContent.includes('○ lockserver')")
+            await page.wait("document.body.innerText.includes('the lock server does not answer')")
+            server.start()
+            await page.wait("document.getElementById('parts').textContent.includes('● lockserver')")
+
+    asyncio.run(main())
