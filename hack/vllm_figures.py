@@ -17,7 +17,7 @@ import psutil
 from understudy.errors import UnderstudyError
 from understudy.pod.drill.memory_killer import committed_devices
 from understudy.pod.drill.physical import MEMFD, physical_bytes, roots_of
-from understudy.pod.gather import gather
+from understudy.pod.gather import gather, pids_of
 from understudy.service.procfs import descendants
 
 # A parked engine is asked once in so long, for each rank, whether it could be woken, and vLLM's
@@ -108,7 +108,7 @@ async def look_at(
     active = engines.pop(view["active"])
     (standby,) = engines.values()
     committed = sum(int(each["committed_bytes"]) for each in committed_devices(view).values())
-    roots = roots_of(view)
+    roots = roots_of(await pids_of(directory))
     everybody = {pid for root in roots for pid in (root, *descendants(root))}
     slabs = sum(
         each.pss_bytes for pid in everybody for each in mappings(pid) if each.path.startswith(MEMFD)

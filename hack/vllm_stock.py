@@ -22,12 +22,13 @@ from typing import Any
 
 from engine import shared_names
 from understudy.errors import UnderstudyError
-from understudy.pod.containers import Container, Restart, Startup
+from understudy.pod.containers import Container, Restart
 from understudy.pod.drill.clients import Target, stream_without_pause
 from understudy.pod.drill.prompts import all_prompts, learn_answers
 from understudy.pod.drill.records import End, Exchange, Prompt
 from understudy.pod.drill.verdict import Spread, spread
 from understudy.pod.local_pod import free_ports
+from understudy.pod.probes import quick_startup
 from understudy.pod.runner import Runner
 from understudy.service.procfs import descendants
 
@@ -76,7 +77,7 @@ class Stock:
             *(sys.executable, "-m", SERVER, "--model", str(model), "--host", "127.0.0.1"),
             *("--port", str(port), "--tensor-parallel-size", str(ranks), *flags),
         )
-        startup = Startup(f"http://127.0.0.1:{port}/health", STARTUP_S)
+        startup = quick_startup(f"http://127.0.0.1:{port}/health", STARTUP_S)
         container = Container("stock", command, env, startup, restart=Restart.NEVER)
         self.runner = Runner([container], base / "log")
         self.target = Target("127.0.0.1", port)

@@ -15,7 +15,8 @@ import pytest
 from tests.helpers import auntil, open_fds, until
 from understudy.errors import UnderstudyError, WaitTimeoutError
 from understudy.pod.container_log import LINE_MAX_BYTES, ContainerLog
-from understudy.pod.containers import Container, Restart, Startup
+from understudy.pod.containers import Container, Restart
+from understudy.pod.probes import quick_startup
 from understudy.pod.runner import Runner, run_pod
 
 # Answers 503 to the first probes and 200 to the later ones, and writes its order of events down.
@@ -55,7 +56,7 @@ def python(name: str, code: str, *args: str, **more) -> Container:
 
 def web(name: str, journal, refusals: int = 0, deadline_s: float = 30.0) -> Container:
     port = free_port()
-    startup = Startup(f"http://127.0.0.1:{port}/startup", deadline_s)
+    startup = quick_startup(f"http://127.0.0.1:{port}/startup", deadline_s)
     return python(name, WEB, name, str(port), str(refusals), str(journal), startup=startup)
 
 
@@ -111,7 +112,7 @@ def test_start_of_a_container_that_exits_fails_with_its_own_sentence(tmp_path):
         bad = python(
             "bad",
             "print('error: no model at /nowhere'); print('bye'); raise SystemExit(2)",
-            startup=Startup(f"http://127.0.0.1:{free_port()}/", 60),
+            startup=quick_startup(f"http://127.0.0.1:{free_port()}/", 60),
         )
         runner = Runner([bad], tmp_path / "log")
         with pytest.raises(UnderstudyError, match=r"code 2.*: no model at /nowhere") as caught:
@@ -127,7 +128,9 @@ def test_start_of_a_command_that_does_not_exist_fails_with_a_sentence(tmp_path):
     """Goal: no stack trace. Method: a path where there is no program."""
 
     async def main():
-        ghost = Container("ghost", ("/no/such/program",), startup=Startup("http://127.0.0.1:1/", 9))
+        ghost = Container(
+            "ghost", ("/no/such/program",), startup=quick_startup("http://127.0.0.1:1/", 9)
+        )
         runner = Runner([ghost], tmp_path / "log")
         with pytest.raises(UnderstudyError, match="/no/such/program cannot be started"):
             await runner.start()

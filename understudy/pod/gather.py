@@ -7,6 +7,7 @@ The directory is the list of parts, so a pod looks the same whoever started it.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,42 @@ async def engine_status(engine: str, path: str, timeout_s: float = ASK_TIMEOUT_S
 async def memory_status(device: str, path: str, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
     question = gms_messages.Status()
     return await status_of(device, path, gms_messages.CATALOGUE, question, timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Pids:
+    """The processes that answer, as they are numbered here: what they say of themselves is their
+    number in their own PID namespace. Those that are not visible here are left out."""
+
+    lockserver: int | None
+    gms: dict[str, int]  # a device's server, by device
+    engines: dict[str, int]  # a supervisor, by engine
+
+
+async def pids_of(directory: Path) -> Pids:
+    """Who answers in `directory`, by the kernel's word."""
+    gms, engines = gms_sockets(directory), engine_sockets(directory)
+    of_gms = (gms_messages.CATALOGUE, gms_messages.Status())
+    of_engine = (engine_messages.CONTROL, engine_messages.Status())
+    lock, *others = await asyncio.gather(
+        _pid(str(directory / LOCKSERVER_SOCKET), lock_messages.CATALOGUE, lock_messages.Status()),
+        *(_pid(path, *of_gms) for path in gms.values()),
+        *(_pid(path, *of_engine) for path in engines.values()),
+    )
+    servers = zip(gms, others[: len(gms)], strict=True)
+    supervisors = zip(engines, others[len(gms) :], strict=True)
+    return Pids(
+        lock or None,
+        {device: pid for device, pid in servers if pid},
+        {engine: pid for engine, pid in supervisors if pid},
+    )
+
+
+async def _pid(path: str, catalogue: Catalogue, question: Message) -> int:
+    try:
+        return (await ask(path, catalogue, question)).pid
+    except UnderstudyError:
+        return 0
 
 
 async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:

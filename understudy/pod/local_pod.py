@@ -16,12 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from understudy.errors import UnderstudyError, UsageError
-from understudy.pod.containers import Container, Startup
+from understudy.pod.containers import QUICK, Container, Pace
+from understudy.pod.probes import Probe, quick_startup
 
 SERVICE_PORT = 8000  # DESIGN §9
 LOCKSERVER_PORT = 9400
 GMS_PORT = 9401
 ENGINE_PORT = 9410  # engine n: this plus n
+
+# Of an engine's supervisor, as in the manifests: one that hangs is gone within four seconds. It
+# does next to nothing, so a second is a long time for it to answer in, and it has two.
+HANG_PERIOD_S, HANG_TIMEOUT_S, HANG_LOOKS, HANG_GRACE_S = 1.0, 1.0, 2, 1.0
 
 SERVER_STARTUP_S = 60.0  # imports on a busy machine; there is nothing to load
 ENGINE_STARTUP_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
@@ -66,11 +71,15 @@ class LocalPod:
     device_bytes: str = "4GiB"
     tensor_parallel: int = 1  # so many devices, and as many model processes in each engine
     env: Mapping[str, str] = field(default_factory=dict)
+    http_host: str = "127.0.0.1"  # where probes and metrics listen
+    pace: Pace = QUICK
 
     @property
     def service_url(self) -> str:
-        host = "127.0.0.1" if self.host in ("", "0.0.0.0") else self.host
-        return f"http://{host}:{self.ports.service}"
+        return f"http://{reachable(self.host)}:{self.ports.service}"
+
+    def _probes(self, port: int) -> str:
+        return f"http://{reachable(self.http_host)}:{port}"
 
     def containers(self) -> list[Container]:
         """The pod, in the order in which it starts."""
@@ -92,10 +101,11 @@ class LocalPod:
             "serve",
             f"--dir={self.directory}",
             f"--service=active={self.host}:{self.ports.service}",
+            f"--http-host={self.http_host}",
             f"--http-port={port}",
         )
-        startup = Startup(f"http://127.0.0.1:{port}/live", SERVER_STARTUP_S)
-        return Container("lockserver", command, shared, startup)
+        startup = quick_startup(f"{self._probes(port)}/live", SERVER_STARTUP_S)
+        return Container("lockserver", command, shared, startup, pace=self.pace)
 
     def _gms(self, shared: Mapping[str, str]) -> Container:
         port = self.ports.gms
@@ -106,10 +116,11 @@ class LocalPod:
             f"--memory={self.memory}",
             f"--devices={self.tensor_parallel}",
             f"--device-bytes={self.device_bytes}",
+            f"--http-host={self.http_host}",
             f"--http-port={port}",
         )
-        startup = Startup(f"http://127.0.0.1:{port}/startup", SERVER_STARTUP_S)
-        return Container("gms", command, shared, startup)
+        startup = quick_startup(f"{self._probes(port)}/startup", SERVER_STARTUP_S)
+        return Container("gms", command, shared, startup, pace=self.pace)
 
     def _engine(self, number: int, port: int, shared: Mapping[str, str]) -> Container:
         name = f"engine-{number}"
@@ -118,14 +129,27 @@ class LocalPod:
             "run",
             f"--backend={self.backend}",
             f"--dir={self.directory}",
+            f"--http-host={self.http_host}",
             f"--http-port={port}",
             "--",
             *model_arguments(self.backend, self.model, self.tensor_parallel),
             *self.backend_args,
         )
         env = {**shared, "ENGINE_ID": name}
-        startup = Startup(f"http://127.0.0.1:{port}/startup", ENGINE_STARTUP_S)
-        return Container(name, command, env, startup)
+        startup = quick_startup(f"{self._probes(port)}/startup", ENGINE_STARTUP_S)
+        liveness = Probe(
+            f"{self._probes(port)}/live",
+            HANG_PERIOD_S,
+            HANG_TIMEOUT_S,
+            HANG_LOOKS,
+            grace_s=HANG_GRACE_S,
+        )
+        return Container(name, command, env, startup, liveness=liveness, pace=self.pace)
+
+
+def reachable(host: str) -> str:
+    """Where to ask a server on this machine that listens at `host`."""
+    return "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
 
 
 def model_arguments(backend: str, model: Path, ranks: int) -> tuple[str, ...]:
@@ -168,22 +192,31 @@ def free_pod_ports(engines: int = 2) -> Ports:
     return Ports(service, lockserver, gms, tuple(rest))
 
 
-def check_ports(ports: Ports, host: str = "127.0.0.1") -> None:
-    """Raise if somebody already has one of `ports`; `host` is where the service will listen.
+def check_ports(ports: Ports, host: str = "127.0.0.1", http_host: str = "127.0.0.1") -> None:
+    """Raise if somebody already has one of `ports`; `host` is where the service will listen,
+    `http_host` where the probes will.
 
     Raises:
         UnderstudyError: `pod.port_in_use`, with the number and the way out.
     """
     for flag, port in ports.by_flag():
-        address = host if port == ports.service else "127.0.0.1"
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no owner
-            try:
-                sock.bind((address, port))
-            except OSError as error:
-                raise UnderstudyError(
-                    "pod.port_in_use",
-                    f"port {port} on {address} cannot be used: {os.strerror(error.errno or 0)}; "
-                    f"is another pod running? Stop it, or choose another port with {flag}",
-                    port=port,
-                ) from error
+        check_port(port, host if port == ports.service else http_host, flag)
+
+
+def check_port(port: int, address: str, flag: str) -> None:
+    """Raise if nobody could listen at `address`, `port` now; `flag` is what moves it.
+
+    Raises:
+        UnderstudyError: `pod.port_in_use`, with the number and the way out.
+    """
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no owner
+        try:
+            sock.bind((address, port))
+        except OSError as error:
+            raise UnderstudyError(
+                "pod.port_in_use",
+                f"port {port} on {address} cannot be used: {os.strerror(error.errno or 0)}; "
+                f"is another pod running? Stop it, or choose another port with {flag}",
+                port=port,
+            ) from error

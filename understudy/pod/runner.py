@@ -1,13 +1,8 @@
 """Runs a list of containers as processes of this machine: the pod without Kubernetes.
 
-Starts them in order, each after the one before passed its startup probe; restarts what dies;
-stops in reverse order, SIGTERM first, SIGKILL after the grace period. It knows containers, not
-what runs in them. Signals are sent only to children that it started and has not reaped yet, so
-never to a stranger who was given a recycled pid. Children end with the runner: they are told its
-pid in UNDERSTUDY_PARENT_PID and ask the kernel to be killed when it goes.
-
-The surprising thing: during the *first* start an exit with a code (not by a signal) is final. A
-bad flag or a missing model does not heal by trying again, and people wait for the sentence.
+Starts them in order, each after the one before is up; stops in reverse order, SIGTERM first,
+SIGKILL after the grace period. It knows containers, not what runs in them. What happens to one of
+them in between is in `kept.py`.
 """
 
 from __future__ import annotations
@@ -16,18 +11,17 @@ import asyncio
 import contextlib
 import os
 import signal
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from understudy.errors import UnderstudyError, UsageError, WaitTimeoutError
 from understudy.pod.container_log import LOG_MAX_BYTES, ContainerLog
-from understudy.pod.containers import Backoff, Container
-from understudy.pod.http_get import get
+from understudy.pod.containers import Container, stages
+from understudy.pod.kept import Kept
+from understudy.pod.namespaces import reap_zombies
 
-PROBE_PERIOD_S = 0.05  # a start takes seconds; a probe costs about a millisecond
-PROBE_TIMEOUT_S = 2.0
+LOOK_S = 0.05  # how often a start looks whether it has something to say
 WAIT_SHOWN_AFTER_S = 1.0  # shorter waits are not worth a line
 
 T = TypeVar("T")
@@ -49,13 +43,13 @@ class Runner:
             raise ValueError(f"two containers share a name: {names}")
         log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._say = say
-        self._kept = {
-            container.name: _Kept(
-                container,
-                ContainerLog(container.name, log_dir / f"{container.name}.log", say, log_max_bytes),
-            )
-            for container in containers
-        }
+        self._kept: dict[str, Kept] = {}
+        for name, container in zip(names, containers, strict=True):
+            log = ContainerLog(name, log_dir / f"{name}.log", say, log_max_bytes)
+            self._kept[name] = Kept(container, log, self._reap_orphans)
+        self._stages = [
+            [self._kept[container.name] for container in stage] for stage in stages(containers)
+        ]
 
     def pids(self) -> Mapping[str, int]:
         """The processes that run at this moment, by container."""
@@ -65,6 +59,12 @@ class Runner:
         """How often each container was started again."""
         return {name: kept.restarts for name, kept in self._kept.items()}
 
+    def not_up(self) -> list[str]:
+        """The containers that should run and are not up yet, or not again."""
+        return [
+            name for name, kept in self._kept.items() if not kept.is_given_up and not kept.is_up
+        ]
+
     async def start(self) -> None:
         """Start every container in order; returns when the last one passed its startup probe.
 
@@ -72,14 +72,23 @@ class Runner:
             UnderstudyError: `pod.start_failed`, one ended before its probe passed.
             WaitTimeoutError: `pod.start_deadline`, one did not pass its probe in time.
         """
-        for kept in self._kept.values():
-            kept.start()
-            await self._wait_startup(kept)
+        for stage in self._stages:
+            for kept in stage:
+                kept.start()
+            starts = [asyncio.create_task(self._wait_up(kept)) for kept in stage]
+            try:
+                await asyncio.gather(*starts)
+            finally:
+                for each in starts:
+                    each.cancel()
+                await asyncio.gather(*starts, return_exceptions=True)
 
     async def stop(self) -> None:
         """Stop all in reverse order and wait until every process is reaped. May be called twice."""
-        for kept in reversed(self._kept.values()):
-            await kept.stop()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        for stage in reversed(self._stages):
+            await asyncio.gather(*(kept.stop(loop.time() - began_s) for kept in stage))
         for kept in self._kept.values():
             kept.log.close()
 
@@ -88,125 +97,44 @@ class Runner:
         for kept in self._kept.values():
             kept.kill()
 
-    async def _wait_startup(self, kept: _Kept) -> None:
+    def _reap_orphans(self) -> None:
+        """As pid 1 of a container we inherit what the dead leave behind, and nobody else reaps it.
+        What dies a moment later is reaped at the next death."""
+        kept = self._kept.values()
+        if os.getpid() == 1 and not any(each.is_starting for each in kept):
+            reap_zombies(exclude={each.child for each in kept})
+
+    async def _wait_up(self, kept: Kept) -> None:
+        """Until `kept` is up; says what it waits for.
+
+        The wait is told at once of a start that failed, and looks at the clock meanwhile.
+        """
         container, startup = kept.container, kept.container.startup
-        if startup is None:
-            return
         loop = asyncio.get_running_loop()
         began, shown = loop.time(), ""
-        while True:
-            answer = await get(startup.url, PROBE_TIMEOUT_S)
-            waited_s = loop.time() - began
-            if answer.status == 200 and kept.pid is not None:
-                kept.started_once = True
-                return
-            if kept.given_up.is_set():
-                # A usage error of a part is one of whoever started it: same exit code.
-                error = UsageError if kept.exit_code == UsageError.exit_code else UnderstudyError
-                raise error(
-                    "pod.start_failed",
-                    f"{container.name} {kept.ended} while starting: {kept.log.last_error()} "
-                    f"(its log is {kept.log.path})",
-                    container=container.name,
-                )
-            if waited_s > startup.deadline_s:
+        while not kept.settled.is_set():
+            waited_s, why = loop.time() - began, kept.last_answer.why()
+            if startup is not None and waited_s > startup.patience_s:
                 raise WaitTimeoutError(
                     "pod.start_deadline",
-                    f"{container.name} was not up within {startup.deadline_s:g} s: "
-                    f"{answer.why()}; its log is {kept.log.path}",
+                    f"{container.name} was not up within {startup.patience_s:g} s: "
+                    f"{why}; its log is {kept.log.path}",
                     container=container.name,
                 )
-            if waited_s > WAIT_SHOWN_AFTER_S and answer.why() != shown:
-                shown = answer.why()
+            if startup is not None and waited_s > WAIT_SHOWN_AFTER_S and why != shown:
+                shown = why
                 self._say(f"waiting for {container.name}: {shown}")
-            # The pause ends early if the process gives up, so that a failed start is told at once.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(kept.given_up.wait(), PROBE_PERIOD_S)
-
-
-class _Kept:
-    """One container and its process: `start`, then restarted until `stop`."""
-
-    def __init__(self, container: Container, log: ContainerLog) -> None:
-        self.container = container
-        self.log = log
-        self.restarts = 0
-        self.started_once = container.startup is None
-        self.ended = "has not run"
-        self.exit_code: int | None = None
-        self.given_up = asyncio.Event()
-        self._stopping = asyncio.Event()
-        self._process: Process | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        process = self._process
-        return process.pid if process is not None and process.returncode is None else None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._keep(), name=f"container {self.container.name}")
-
-    def kill(self) -> None:
-        self._stopping.set()
-        self._signal(signal.SIGKILL)
-
-    async def stop(self) -> None:
-        if self._task is None:
-            return
-        self._stopping.set()
-        self._signal(signal.SIGTERM)
-        done, _ = await asyncio.wait({self._task}, timeout=self.container.grace_s)
-        if not done:
-            self.log.note(f"(runner) still there after {self.container.grace_s:g} s: SIGKILL")
-            self._signal(signal.SIGKILL)
-        await self._task
-
-    async def _keep(self) -> None:
-        backoff = Backoff()
-        loop = asyncio.get_running_loop()
-        while not self._stopping.is_set():
-            began = loop.time()
-            code = self.exit_code = await self._run_once()
-            self.ended = f"exited with code {code}" if code >= 0 else f"died of signal {-code}"
-            if self._stopping.is_set():
-                return
-            if not self.container.restart.applies(code) or (code >= 0 and not self.started_once):
-                self.log.note(f"(runner) {self.ended}; not started again")
-                self.given_up.set()
-                return
-            delay_ms = backoff.next_delay_ms((loop.time() - began) * 1000)
-            when = f"in {delay_ms / 1000:g} s" if delay_ms else "now"
-            self.log.note(f"(runner) {self.ended}; started again {when}")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay_ms / 1000)
-            self.restarts += 1
-
-    async def _run_once(self) -> int:
-        """One process from start to reaping; its exit code, negative for a signal."""
-        writing = self.log.open_pipe()
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self.container.command,
-                stdin=DEVNULL,
-                stdout=writing,
-                stderr=writing,
-                env={**os.environ, **self.container.env, "UNDERSTUDY_PARENT_PID": str(os.getpid())},
-                start_new_session=True,  # Ctrl-C is for the runner, which stops them in order
+                await asyncio.wait_for(kept.settled.wait(), LOOK_S)
+        if not kept.was_up:
+            # A usage error of a part is one of whoever started it: same exit code.
+            error = UsageError if kept.exit_code == UsageError.exit_code else UnderstudyError
+            raise error(
+                "pod.start_failed",
+                f"{container.name} {kept.ended} while starting: {kept.log.last_error()} "
+                f"(its log is {kept.log.path})",
+                container=container.name,
             )
-        except OSError as error:
-            self.log.note(f"error: {self.container.command[0]} cannot be started: {error}")
-            return 127  # the shell's code for a command that cannot be run
-        finally:
-            os.close(writing)
-        if self._stopping.is_set():  # asked to stop while the process was being made
-            self._signal(signal.SIGTERM)
-        return await self._process.wait()
-
-    def _signal(self, number: int) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
 
 
 async def run_pod(

@@ -19,7 +19,7 @@ from understudy.pod.drill.memory_killer import (
     wait_recovered,
 )
 from understudy.pod.drill.records import (
-    GMS,
+    PARTS,
     TARGETS,
     VLLM_TARGETS,
     MemoryKill,
@@ -151,7 +151,8 @@ def test_targets_are_the_three_and_every_other_rank():
     ranks = ("backend-model-1", "backend-model-2")
     processes = ("model-2", "http", "model", "model-1")
     assert targets_of("reference", processes) == (http, model, *ranks, supervisor)
-    assert check_target(GMS) == GMS
+    for part in PARTS:
+        assert check_target(part) == part
     for each in (*TARGETS, *ranks):
         assert check_target(each) == asked_of_engine(each).target == each
     for wrong in ("model", "backend-model-0", "backend-model-x", ""):
@@ -172,11 +173,12 @@ def test_targets_of_vllm_go_by_their_plain_names():
     assert asked_of_engine(supervisor) == Kill(supervisor)
 
 
-def test_process_of_a_backend_can_be_stopped_instead():
-    """Goal: `stop:` and what takes it. Method: both backends' names, and what is no backend's."""
+def test_process_of_an_engine_can_be_stopped_instead():
+    """Goal: `stop:` and what takes it. Method: both backends' names, and what is no engine's."""
     assert asked_of_engine(check_target("stop:worker-1")) == Kill("backend-worker-1", is_stop=True)
     assert check_target("stop:backend-api") == "stop:api"
     assert check_target("stop:backend-model-1") == "stop:backend-model-1"
-    for wrong in ("stop:supervisor", "stop:gms", "stop:stop:api", "stop:", "stop"):
-        with pytest.raises(ValueError, match=r"processes of a backend|it takes"):
+    assert check_target("stop:supervisor") == "stop:supervisor"
+    for wrong in ("stop:lockserver", "stop:gms", "stop:stop:api", "stop:", "stop"):
+        with pytest.raises(ValueError, match=r"processes of an engine|it takes"):
             check_target(wrong)

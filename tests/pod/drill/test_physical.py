@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from tests.helpers import auntil
 from understudy.pod.drill.physical import PhysicalMemory, physical_bytes, roots_of
+from understudy.pod.gather import Pids
 
 MIB = 1 << 20
 
@@ -72,10 +73,7 @@ def test_peak_is_remembered_after_the_memory_is_gone():
     asyncio.run(main())
 
 
-def test_roots_of_a_view_are_the_supervisors_that_are_here():
+def test_roots_are_the_supervisors_that_are_here():
     """Goal: engines and memory servers, restarted ones too. Method: this process as a server."""
-    view = {
-        "engines": [{"engine": {"pid": 17}}, {"name": "engine-1", "error": "gone"}],
-        "gms": [{"device_uuid": "HOST-0", "pid": os.getpid()}, {"name": "x", "error": "gone"}],
-    }
-    assert roots_of(view) == [17, os.getppid()]
+    pids = Pids(lockserver=4, gms={"HOST-0": os.getpid()}, engines={"engine-0": 17})
+    assert roots_of(pids) == [17, os.getppid()]

@@ -8,6 +8,7 @@ socket, so that it works across PID namespaces and a rehearsed death is not take
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,11 @@ from pathlib import Path
 from engine import messages as engine_messages
 from engine.tree import HELPERS
 from understudy.errors import UnderstudyError, UnreachableError, WaitTimeoutError
+from understudy.pod.drill.memory_killer import hold
 from understudy.pod.drill.observer import Observer, OldTree
-from understudy.pod.drill.records import SUPERVISOR, Kill, asked_of_engine
+from understudy.pod.drill.records import STOP, SUPERVISOR, Kill, asked_of_engine
 from understudy.pod.gather import engine_sockets, gather
-from understudy.pod.peers import ask
+from understudy.pod.peers import Answered, ask
 from understudy.pod.view import PARKED
 from understudy.service.clock import SystemClock
 from understudy.service.procfs import descendants
@@ -88,15 +90,19 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
     """Kill `target` of the active engine; returns as soon as the kill was made.
 
     Raises:
-        UnderstudyError: the engine would not do it.
+        UnderstudyError: the engine would not do it, or its supervisor is to be stopped and cannot
+            be seen from here.
     """
     path = engine_sockets(directory)[whole.engine]
-    supervisor = (await ask(path, engine_messages.CONTROL, engine_messages.Status())).pid
-    backend = backend_processes(supervisor) if supervisor else []
-    # A supervisor outlives its backend's death, and must not outlive its own.
-    tree = OldTree.of([supervisor, *backend] if target == SUPERVISOR else backend)
+    status = await ask(path, engine_messages.CONTROL, engine_messages.Status())
     kill = Kill(target, whole.engine, whole.token, killed_ms=clock.now_ms())
-    observer.expect(kill, tree)
+    observer.expect(kill, _old_tree(directory, target, status))
+    if target == STOP + SUPERVISOR:
+        # It cannot be asked to: it would answer, and a process that hangs answers nobody.
+        with hold(status.pid, f"the supervisor of {whole.engine}") as pidfd:
+            kill.killed_ms = clock.now_ms()
+            signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+        return kill
     try:
         answered = await ask(path, engine_messages.CONTROL, asked_of_engine(target))
     except UnreachableError as error:
@@ -109,6 +115,19 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
         if isinstance(answered.message, engine_messages.Killing):
             kill.killed_ms = answered.message.mono_ms
     return kill
+
+
+def _old_tree(directory: Path, target: str, status: Answered) -> OldTree:
+    """What must have ended before the next grant: processes, or where these are in another PID
+    namespace, the witness that they hold."""
+    if status.pid == 0:
+        document = getattr(status.message, "document", None) or {}
+        incarnation = (document.get("engine") or {}).get("incarnation")
+        return OldTree.by_witness(directory, str(incarnation))
+    backend = backend_processes(status.pid)
+    # A supervisor outlives its backend's death, and must not outlive its own.
+    is_own = target.removeprefix(STOP) == SUPERVISOR
+    return OldTree.of([status.pid, *backend] if is_own else backend)
 
 
 def backend_processes(supervisor: int) -> list[int]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from gms.client import messages as gms_messages
 from understudy.errors import UnderstudyError, WaitTimeoutError
 from understudy.pod.drill.records import MemoryKill
-from understudy.pod.gather import gather, status_of
+from understudy.pod.gather import gather, pids_of, status_of
 from understudy.pod.memory_view import Document, devices
 from understudy.service.clock import SystemClock
 
@@ -75,7 +76,7 @@ async def kill_server(directory: Path, number: int) -> tuple[MemoryKill, Standin
     """Kill the server of the `number`-th device, round and round; what was true before it.
 
     Raises:
-        UnderstudyError: `drill.no_memory`, nothing is committed, or the server is not here.
+        UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
     """
     view = await gather(directory)
     found = committed_devices(view)
@@ -83,23 +84,39 @@ async def kill_server(directory: Path, number: int) -> tuple[MemoryKill, Standin
         raise UnderstudyError("drill.no_memory", "no memory service has anything committed")
     name = list(found)[number % len(found)]
     device = found[name]
-    pid = int(device.get("pid") or 0)
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError as error:
-        raise UnderstudyError(
-            "drill.no_memory",
-            f"the server of {name} (pid {pid}) cannot be killed from here: {error.strerror}; drill"
-            " the memory service in its own PID namespace",
-        ) from error
-    try:
+    with hold((await pids_of(directory)).gms.get(name), f"the server of {name}") as pidfd:
         killed_ms = clock.now_ms()
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    kill = memory_of(name, device, killed_ms, pid=int(device.get("pid") or 0))
+    return kill, Standing.of(view)
+
+
+def memory_of(name: str, device: Document, killed_ms: float, pid: int) -> MemoryKill:
+    """What the server of `device` has, which its successor must have again. `pid` is what it says
+    of itself; 0 where the successor may well say the same."""
+    epoch, tag = str(device.get("epoch")), str(device.get("tag"))
+    return MemoryKill(name, tag, pid, epoch, readers_of(device), killed_ms)
+
+
+@contextmanager
+def hold(pid: int | None, what: str) -> Iterator[int]:
+    """A pidfd of `pid`, a process that answered a moment ago.
+
+    Raises:
+        UnderstudyError: `drill.not_here`, it cannot be seen from here.
+    """
+    try:
+        pidfd = os.pidfd_open(pid or 0)
+    except OSError as error:
+        raise UnderstudyError(
+            "drill.not_here",
+            f"{what} cannot be killed from here: its process is not visible; drill it from its"
+            " own PID namespace, that of its container, or from the node's",
+        ) from error
+    try:
+        yield pidfd
     finally:
         os.close(pidfd)
-    epoch, tag = str(device.get("epoch")), str(device.get("tag"))
-    kill = MemoryKill(name, tag, pid, epoch, readers_of(device), killed_ms)
-    return kill, Standing.of(view)
 
 
 async def wait_recovered(directory: Path, kill: MemoryKill, say: Say) -> None:
@@ -141,7 +158,7 @@ def _missing(kill: MemoryKill, device: Mapping[str, Any]) -> str | None:
     """What is not yet as before, if anything."""
     if "error" in device:
         return str(device["error"])
-    if device.get("pid") == kill.pid:
+    if kill.pid and device.get("pid") == kill.pid:
         return f"the killed server (pid {kill.pid}) still answers"
     if device.get("state") != COMMITTED:
         return f"it is {device.get('state')}"

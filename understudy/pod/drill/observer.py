@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import select
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,8 @@ from typing import Any
 
 from engine import messages as engine_messages
 from lockserver.client import messages as lock_messages
+from lockserver.client import witness
+from understudy.errors import UnderstudyError
 from understudy.pod.drill.records import GONE, LOCK, Kill, Moment, Records
 from understudy.pod.gather import LOCKSERVER_SOCKET
 from understudy.pod.peers import Watch
@@ -43,9 +47,10 @@ LOCK_STATES = {
 
 @dataclass(slots=True)
 class OldTree:
-    """The processes of one engine, held by pidfds."""
+    """The processes of one engine, held by pidfds, or all together by the file that they lock."""
 
     names: dict[int, str] = field(default_factory=dict)  # pidfd → "pid 17 (engine)"
+    witness: int | None = None
 
     @classmethod
     def of(cls, pids: Iterable[int]) -> OldTree:
@@ -56,8 +61,24 @@ class OldTree:
                 tree.names[os.pidfd_open(pid)] = f"pid {pid} ({name})"
         return tree
 
+    @classmethod
+    def by_witness(cls, directory: Path, incarnation: str) -> OldTree:
+        """For processes that are not visible here. The kernel lets go of a dead one's lock last."""
+        try:
+            path = directory / witness.name_of(incarnation)
+            return cls(witness=os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except (OSError, UnderstudyError):
+            return cls()  # which is no evidence, and counts as none
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether it can be said of anybody that he lives or not."""
+        return bool(self.names) or self.witness is not None
+
     def alive(self) -> list[str]:
         """Those that have not ended at this instant."""
+        if self.witness is not None:
+            return ["somebody who holds its witness"] if _is_held(self.witness) else []
         poll = select.poll()
         for pidfd in self.names:
             poll.register(pidfd, select.POLLIN)
@@ -65,9 +86,15 @@ class OldTree:
         return [name for pidfd, name in self.names.items() if pidfd not in ended]
 
     def close(self) -> None:
+        """Forget them. Whoever was stopped and has not been found out goes on."""
         for pidfd in self.names:
+            with contextlib.suppress(OSError):  # it ended, as it should have
+                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
             os.close(pidfd)
         self.names.clear()
+        if self.witness is not None:
+            os.close(self.witness)
+            self.witness = None
 
 
 class Observer:
@@ -97,6 +124,12 @@ class Observer:
             )
             for engine, path in engines.items()
         ]
+
+    @property
+    def hears_lock(self) -> bool:
+        """Whether the lock server is connected now: a grant that it makes will be heard."""
+        state, _ = self._states.get(LOCK, (GONE, ""))
+        return state != GONE
 
     def expect(self, kill: Kill, tree: OldTree) -> None:
         """What is heard from now on belongs to `kill`; takes `tree`."""
@@ -155,7 +188,7 @@ class Observer:
             return
         kill.new_token, kill.new_engine = token, engine
         alive = self._tree.alive()
-        if self._tree.names:
+        if self._tree.is_evidence:
             self._records.grants_checked += 1
         if alive:
             self._records.overlaps.append(
@@ -194,6 +227,16 @@ class Observer:
             if record.get("type") == "engine.state":
                 state = (record.get("data") or {}).get("to", "unknown")
                 self._note(engine, str(state), at_ms=record.get("mono_ms"))
+
+
+def _is_held(file: int) -> bool:
+    """Whether anybody has a lock on `file`. The lock server has tried by now, too."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
 
 
 def _after(kill: Kill, mono_ms: Any) -> float | None:

@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Sequence
 
-from understudy.pod.memory_view import Document, devices
+from understudy.pod.gather import Pids
 from understudy.service.procfs import descendants, parent
 
 MEMFD = "/memfd:understudy-"  # what `gms` calls its slabs
@@ -54,12 +54,10 @@ class PhysicalMemory:
             await asyncio.sleep(SAMPLE_S)
 
 
-def roots_of(view: Document) -> list[int]:
-    """The engines' supervisors and the memory service's, from a pod's view; 0 is nobody here."""
-    engines = [(part.get("engine") or {}).get("pid") for part in view["engines"]]
-    servers = [device.get("pid") for part in view["gms"] for device in devices(part)]
-    supervisors = {parent(pid) for pid in servers if pid}
-    return [pid for pid in (*engines, *supervisors) if pid]
+def roots_of(pids: Pids) -> list[int]:
+    """The engines' supervisors and the memory service's, where they are visible here."""
+    supervisors = {parent(pid) for pid in pids.gms.values()}
+    return [pid for pid in (*pids.engines.values(), *supervisors) if pid]
 
 
 def physical_bytes(pids: Iterable[int]) -> int:

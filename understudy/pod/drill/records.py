@@ -16,7 +16,11 @@ from typing import Any
 from engine import messages as engine_messages
 
 SUPERVISOR = "supervisor"
-GMS = "gms"  # not the active engine's: a device's server of the memory service
+# Not the active engine's: their deaths must change nothing for anybody else.
+LOCKSERVER = "lockserver"
+GMS = "gms"  # a device's server of the memory service
+GMS_SUPERVISOR = "gms-supervisor"  # whose servers end with it
+PARTS = (LOCKSERVER, GMS, GMS_SUPERVISOR)
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # DESIGN §8, in the order they happen
 
 LOCK = "lock active"  # the part whose moments are those of the right to serve
@@ -27,7 +31,7 @@ MOMENTS_MAX = 100_000  # a kill brings some ten; the oldest of several thousand 
 TARGETS = ("backend-http", "backend-model", SUPERVISOR)
 VLLM_TARGETS = ("api", "core", "worker", SUPERVISOR)
 BACKEND = "backend-"  # what engines call each process of a backend's, whichever it is
-STOP = "stop:"  # of a process of the backend: SIGSTOP, so that it hangs and has to be found out
+STOP = "stop:"  # of a process of an engine: SIGSTOP, so that it hangs and has to be found out
 
 
 def check_target(text: str) -> str:
@@ -38,10 +42,10 @@ def check_target(text: str) -> str:
     """
     if text.startswith(STOP):
         process = check_target(text.removeprefix(STOP))
-        if process in (SUPERVISOR, GMS):
-            raise ValueError(f"{STOP} is for processes of a backend, and {process} is none")
+        if process in PARTS:
+            raise ValueError(f"{STOP} is for processes of an engine, and {process} is none")
         return STOP + process
-    if text in (*TARGETS, GMS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
+    if text in (*TARGETS, *PARTS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
         return text
     plain = text.removeprefix(BACKEND)
     if re.fullmatch(r"api|core|worker(-[1-9]\d?)?", plain):
@@ -49,8 +53,8 @@ def check_target(text: str) -> str:
     ranks = "backend-model-1, backend-model-2, … of a tensor-parallel engine"
     vllm = "api, core, worker, worker-1, … of vLLM"
     raise ValueError(
-        f"it takes {', '.join(TARGETS)}, {ranks}, {vllm}, or {GMS}; {STOP}NAME stops one, as if it"
-        " hung, where NAME kills it"
+        f"it takes {', '.join(TARGETS)}, {ranks}, {vllm}, or {', '.join(PARTS)}; {STOP}NAME stops a"
+        " process of an engine, as if it hung, where NAME kills it"
     )
 
 
@@ -179,6 +183,15 @@ class MemoryKill:
 
 
 @dataclass(slots=True)
+class PartKill:
+    """The death of a part that is no engine, and when another process did its work again."""
+
+    target: str
+    killed_ms: float
+    back_ms: float | None = None
+
+
+@dataclass(slots=True)
 class MemoryUse:
     """Physical memory of the weights: what was committed, and the most that was ever seen."""
 
@@ -192,7 +205,7 @@ class Records:
     """Everything one drill observed.
 
     `overlaps`: each a grant made over a living process; `disturbed`: each something that the death
-    of a memory server changed. `memory` is there once such a server was killed. `targets`: what
+    of a part changed. `memory` is there once such a server was killed. `targets`: what
     every engine of this pod has, which is counted even where none was killed.
     """
 
@@ -203,6 +216,7 @@ class Records:
     overlaps: list[str] = field(default_factory=list)
     grants_checked: int = 0
     memory_kills: list[MemoryKill] = field(default_factory=list)
+    part_kills: list[PartKill] = field(default_factory=list)
     memory: MemoryUse | None = None
     disturbed: list[str] = field(default_factory=list)
     targets: Sequence[str] = TARGETS

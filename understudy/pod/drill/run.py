@@ -26,10 +26,12 @@ from understudy.pod.drill.memory_killer import (
     wait_recovered,
 )
 from understudy.pod.drill.observer import Observer
+from understudy.pod.drill.part_killer import kill_part, wait_back
 from understudy.pod.drill.physical import PhysicalMemory, roots_of
 from understudy.pod.drill.prompts import all_prompts, learn_answers
 from understudy.pod.drill.records import (
     GMS,
+    PARTS,
     Kill,
     MemoryUse,
     Prompt,
@@ -37,7 +39,7 @@ from understudy.pod.drill.records import (
     base_targets,
     targets_of,
 )
-from understudy.pod.gather import engine_sockets, engine_status, gather
+from understudy.pod.gather import engine_sockets, engine_status, gather, pids_of
 from understudy.pod.http_get import get
 from understudy.pod.view import is_reachable
 from understudy.service.clock import SystemClock
@@ -45,6 +47,7 @@ from understudy.service.clock import SystemClock
 FIRST_WHOLE_DEADLINE_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
 ANSWERS_DEADLINE_S = 90.0  # longer than a client is silent before it gives up
 ANSWERS_POLL_S = 0.01
+UP_DEADLINE_S = 300.0  # as for a pod to be whole: a container's probe may look once in ten seconds
 TAKEOVER_DEADLINE_S = 90.0  # past the waking budget (60 s) and the hold (10 s): it will not come
 
 clock = SystemClock()
@@ -54,25 +57,35 @@ clock = SystemClock()
 class DrillPlan:
     """How many kills, of what, under how much load.
 
-    `targets` are taken in turn; none: every process that an engine of this pod has. `expected`:
-    a file of prompts and their answers; none: whoever serves first is asked.
+    `targets` are taken in turn; none: every process that an engine of this pod has, and `also`.
+    `expected`: a file of prompts and their answers; none: whoever serves first is asked.
     """
 
     kills: int = 20
     targets: Sequence[str] = ()
     clients: int = 4
     expected: Path | None = None
+    also: Sequence[str] = ()
 
 
 class Drill:
     """A drill on the pod whose sockets are in `directory`. `records` grows while it runs."""
 
-    def __init__(self, directory: Path, plan: DrillPlan, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        plan: DrillPlan,
+        say: Callable[[str], None],
+        not_up: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """`not_up` names the containers whose probes have not passed yet: one that hangs before
+        that is found hours later, so that nothing is killed before it."""
         self.records = Records()
         self._directory = directory
         self._plan = plan
         self._say = say
         self._targets = tuple(plan.targets)
+        self._not_up = not_up
         self._physical = PhysicalMemory()
         self.prompts: list[Prompt] = []
         self.backend: str | None = None  # of the engines; known once it is prepared
@@ -92,7 +105,8 @@ class Drill:
         backend = await self._backend(whole.engine)
         self.backend = backend.get("name")
         self.records.targets = base_targets(self.backend)
-        self._targets = self._targets or targets_of(self.backend, backend.get("pids") or ())
+        processes = targets_of(self.backend, backend.get("pids") or ())
+        self._targets = self._targets or (*processes, *self._plan.also)
         host, _, port = whole.service.rpartition(":")
         host = host.strip("[]")
         target = Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
@@ -126,9 +140,12 @@ class Drill:
             for number, what in zip(
                 range(1, self._plan.kills + 1), itertools.cycle(self._targets), strict=False
             ):
+                await self._all_up(observer)
                 whole = await wait_whole(self._directory, self._say)
                 if what == GMS:
                     await self._kill_memory(number)
+                elif what in PARTS:
+                    await self._kill_part(number, what)
                 else:
                     await self._kill(number, what, whole, target, observer)
             await wait_whole(self._directory, self._say)  # the last one comes back, too
@@ -153,7 +170,38 @@ class Drill:
         view = await gather(self._directory)
         sizes = [int(each["committed_bytes"]) for each in committed_devices(view).values()]
         self.records.memory = MemoryUse(sum(sizes), min(sizes, default=0))
-        self._physical.watch(roots_of(view))
+        self._physical.watch(roots_of(await pids_of(self._directory)))
+
+    async def _all_up(self, observer: Observer) -> None:
+        """Wait until every container has passed its startup probe, and the lock server is heard.
+
+        Raises:
+            WaitTimeoutError: `drill.not_up`, with what is missing.
+        """
+        end_ms = clock.now_ms() + UP_DEADLINE_S * 1000
+        while self._not_up() or not observer.hears_lock:
+            if clock.now_ms() > end_ms:
+                missing = ", ".join(self._not_up()) or "the lock server"
+                raise WaitTimeoutError(
+                    "drill.not_up", f"{missing} was not up again within {UP_DEADLINE_S:g} s"
+                )
+            await asyncio.sleep(ANSWERS_POLL_S)
+
+    async def _kill_part(self, number: int, what: str) -> None:
+        """Kill a part that is no engine; whatever but itself has changed then is written down."""
+        kill, before, memory = await kill_part(self._directory, what)
+        self.records.part_kills.append(kill)
+        await wait_back(self._directory, kill, memory)
+        await wait_whole(self._directory, self._say)
+        await self._answers(2 * self._plan.clients)
+        await self._compare(what, before)
+        took_ms = (kill.back_ms or kill.killed_ms) - kill.killed_ms
+        self._say(f"kill {number}/{self._plan.kills}  {what}  back after {took_ms:.0f} ms")
+
+    async def _compare(self, what: str, before: Standing) -> None:
+        """Note what the death of `what` has changed."""
+        changes = before.changes(Standing.of(await gather(self._directory)))
+        self.records.disturbed += [f"{what} died, and {changed}" for changed in changes]
 
     async def _kill_memory(self, number: int) -> None:
         """Kill a memory server; whatever but itself has changed by then is written down."""
@@ -161,11 +209,10 @@ class Drill:
         kill, before = await kill_server(self._directory, made)
         self.records.memory_kills.append(kill)
         await wait_recovered(self._directory, kill, self._say)
-        view = await gather(self._directory)
-        self._physical.watch(roots_of(view))  # engines that other kills have replaced
+        # Other kills have replaced engines.
+        self._physical.watch(roots_of(await pids_of(self._directory)))
         await self._answers(2 * self._plan.clients)
-        for changed in before.changes(Standing.of(view)):
-            self.records.disturbed.append(f"the server of {kill.device} died, and {changed}")
+        await self._compare(f"the server of {kill.device}", before)
         took_ms = (kill.recovered_ms or kill.killed_ms) - kill.killed_ms
         self._say(
             f"kill {number}/{self._plan.kills}  gms server of {kill.device}  "

@@ -106,7 +106,7 @@ def judge(records: Records, kills_wanted: int) -> Report:
         if kill.recovered_ms is not None
     ]
     return Report(
-        kills=len(records.kills) + len(records.memory_kills),
+        kills=len(records.kills) + len(records.memory_kills) + len(records.part_kills),
         killed=_killed(records),
         refused=counts[Outcome.REFUSED],
         wrong_tokens=counts[Outcome.WRONG],
@@ -120,7 +120,7 @@ def judge(records: Records, kills_wanted: int) -> Report:
         failovers=failovers,
         problems=[
             *_problems(records, outcomes, failovers, kills_wanted),
-            *_memory_problems(records),
+            *_part_problems(records),
         ],
         recovery_ms=spread(recoveries) if records.memory is not None else None,
         memory=records.memory,
@@ -228,14 +228,19 @@ def _killed(records: Records) -> dict[str, int]:
     counts = dict.fromkeys(records.targets, 0)
     for kill in records.kills:
         counts[kill.target] = counts.get(kill.target, 0) + 1
+    for part in records.part_kills:
+        counts[part.target] = counts.get(part.target, 0) + 1
     if records.memory is not None:
         counts[GMS] = len(records.memory_kills)
     return counts
 
 
-def _memory_problems(records: Records) -> list[str]:
-    """What the deaths of memory servers have led to, though they should lead to nothing."""
+def _part_problems(records: Records) -> list[str]:
+    """What the deaths of other parts have led to, though they should lead to nothing."""
     problems, use = list(records.disturbed), records.memory
+    away = [kill.target for kill in records.part_kills if kill.back_ms is None]
+    if away:
+        problems.append(f"{', '.join(away)} did not come back")
     if use is None:
         return problems
     lost = sum(kill.recovered_ms is None for kill in records.memory_kills)
@@ -259,7 +264,7 @@ def _problems(
 ) -> list[str]:
     problems = []
     kills = len(records.kills)
-    made = kills + len(records.memory_kills)
+    made = kills + len(records.memory_kills) + len(records.part_kills)
     if made < kills_wanted:
         problems.append(f"only {made} of {kills_wanted} kills were made")
     if len(failovers) < kills:
