@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from understudy.errors import UnderstudyError
 from understudy.pod.drill.clients import Target
@@ -22,7 +23,7 @@ from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.drill.verdict import Report, judge
 from understudy.pod.gather import gather
 from understudy.pod.http_get import get
-from understudy.pod.local_pod import LocalPod, check_ports, free_pod_ports, program
+from understudy.pod.local_pod import LocalPod, check_ports, free_pod_ports, program, reachable
 from understudy.pod.random_model import with_random_model
 from understudy.pod.runner import Runner, run_pod
 from understudy.pod.view import holders, is_reachable
@@ -48,18 +49,27 @@ class DrillResult:
     usages: dict[str, tuple[Usage, Usage]] = field(default_factory=dict)
     backend: str | None = None
     records: Records = field(default_factory=Records)
+    conditions: dict[str, Any] = field(default_factory=dict)  # under which it was found
 
 
 async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
     """Run `pod` until a signal; `say` gets the containers' lines and where to send requests."""
-    check_ports(pod.ports, pod.host)
-    await _forget_last_pod(pod.directory)
+    check_ports(pod.ports, pod.host, pod.http_host)
+    await refuse_second_pod(pod.directory)
+    # What engines remember of themselves is of one pod, and this is a new one. Tokens go on.
+    for state_file in pod.directory.glob("engine_*.json"):
+        state_file.unlink(missing_ok=True)
     if model is None:
         pod = await with_random_model(pod, pod.directory / "random-model")
-    runner = Runner(pod.containers(), pod.directory / "log", say)
+    await keep_up(Runner(pod.containers(), pod.directory / "log", say), pod.directory, say)
+
+
+async def keep_up(runner: Runner, directory: Path | None, say: Say) -> None:
+    """Run the containers until a signal. `directory` is what a pod's parts share; None: the
+    containers are not ours, and nothing can be said of them."""
 
     async def body() -> None:
-        for line in await _welcome(pod):
+        for line in await _welcome(directory) if directory is not None else ():
             say(line)
         await asyncio.Event().wait()
 
@@ -70,8 +80,8 @@ async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
         inbox.close()
 
 
-async def _forget_last_pod(directory: Path) -> None:
-    """What engines remember of themselves is of one pod, and this is a new one. Tokens go on.
+async def refuse_second_pod(directory: Path) -> None:
+    """Raise if a pod runs in `directory`.
 
     Raises:
         UnderstudyError: `pod.already_running`.
@@ -83,8 +93,6 @@ async def _forget_last_pod(directory: Path) -> None:
             f"a pod is already running in {directory}: {', '.join(holders(view))}; stop that one,"
             " or choose another --dir",
         )
-    for state_file in directory.glob("engine_*.json"):
-        state_file.unlink(missing_ok=True)
 
 
 async def drill_own_pod(
@@ -117,7 +125,8 @@ async def drill_own_pod(
             pod = await with_random_model(pod, base / "model")
         runner = Runner(pod.containers(), directory / "log")
         say(f"starting a pod in {directory}")
-        result = await run_drill(Drill(directory, plan, say), runner, plan, say)
+        drill = Drill(directory, plan, say, runner.not_up)
+        result = await run_drill(drill, runner, plan, say)
         passed = result is None or result.report.passed
         return result
     finally:
@@ -186,20 +195,22 @@ async def _settled(runner: Runner, before: dict[str, Usage]) -> dict[str, Usage]
         await asyncio.sleep(SETTLE_POLL_S)
 
 
-async def _welcome(pod: LocalPod) -> list[str]:
+async def _welcome(directory: Path) -> list[str]:
     """What to do with a pod that is up: one request to copy, and how to look at it."""
-    whole = await wait_whole(pod.directory)
-    answer = await get(f"{pod.service_url}/v1/models", timeout_s=30)
+    whole = await wait_whole(directory)
+    host, _, port = whole.service.rpartition(":")
+    service_url = f"http://{reachable(host.strip('[]'))}:{port}"
+    answer = await get(f"{service_url}/v1/models", timeout_s=30)
     models = answer.json().get("data") or [{}]
     command = " ".join(program("understudy"))
     body = {"model": models[0].get("id", "?"), "prompt": "Hello", "max_tokens": 16}
     return [
         "",
         f"{whole.engine} serves and {', '.join(whole.standbys)} stands by. Send requests to "
-        f"{pod.service_url}, for example:",
-        f"  curl {pod.service_url}/v1/completions -H 'Content-Type: application/json' "
+        f"{service_url}, for example:",
+        f"  curl {service_url}/v1/completions -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'",
-        f"  {command} status --dir {pod.directory}",
-        f"  {command} drill --attach --dir {pod.directory}     (Ctrl-C stops the pod)",
+        f"  {command} status --dir {directory}",
+        f"  {command} drill --attach --dir {directory}     (Ctrl-C stops the pod)",
         "",
     ]

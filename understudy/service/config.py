@@ -34,7 +34,8 @@ class Option:
 
     `type` is bool or turns a string into the value (int, float, str, `size_bytes`, …), raising
     ValueError with a reason. `many` makes it a tuple: a repeatable flag, a list in the file, a
-    comma-separated environment variable. A default of None means "not set".
+    comma-separated environment variable. A default of None means "not set". `short`: another name
+    of the flag, such as `-f`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Option:
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
+    short: str = ""
 
     @property
     def flag(self) -> str:

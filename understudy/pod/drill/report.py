@@ -54,8 +54,9 @@ def print_report(
     console: Console,
     backend: str,
     usages: Mapping[str, tuple[Usage, Usage]],
+    conditions: Mapping[str, Any] | None = None,
 ) -> None:
-    """The table that `understudy drill` ends with."""
+    """The table that `understudy drill` ends with. `conditions`: under which it was made."""
     from rich.table import Table
 
     about = machine()
@@ -96,6 +97,10 @@ def print_report(
             f"{name:<16} descriptors {before.fds} → {after.fds}, "
             f"memory {before.rss_bytes / 2**20:.1f} MiB {change:+.1f} %"
         )
+    if conditions and "manifest" in conditions:
+        console.print(f"manifest         {conditions['manifest']}", markup=False)
+        wait_s = conditions["restart_backoff_max_s"]
+        console.print(f"restarts         after {wait_s:g} s at most; a kubelet waits up to 300 s")
     for problem in report.problems:
         console.print(f"problem          {problem}", style="red", markup=False)
     console.print("passed" if report.passed else "FAILED", style="bold", markup=False)
