@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ def devices_to_serve(wanted: Sequence[str], environ: Mapping[str, str] = os.envi
         UsageError: `gms.no_cuda`, no driver; `gms.no_such_device`; `gms.no_devices`.
         UnderstudyError: `gms.driver_failed`, there is one and it does not work now.
     """
-    gpus = list(_gpus())
+    gpus = list(list_gpus())
     visible = environ.get(VISIBLE)
     words = list(wanted) or ([] if visible is None else visible.split(","))
     if wanted or (words and all(word.startswith(("GPU-", "MIG-")) for word in words)):
@@ -93,8 +94,23 @@ def visible_to(environ: Mapping[str, str]) -> list[str]:
     return list(answer["devices"])
 
 
-def _gpus() -> Iterator[Gpu]:
+def list_gpus() -> Iterator[Gpu]:
     """Every GPU that NVML lists, in its order.
+
+    Raises:
+        UsageError: `gms.no_cuda`.
+    """
+    with nvml_session() as nvml:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            is_mig = _is_mig(nvml, handle)
+            instances = tuple(_instances(nvml, handle)) if is_mig else ()
+            yield Gpu(nvml.nvmlDeviceGetUUID(handle), instances, is_mig)
+
+
+@contextmanager
+def nvml_session() -> Iterator[Any]:
+    """NVML, initialised for as long as the block lasts.
 
     Raises:
         UsageError: `gms.no_cuda`.
@@ -108,11 +124,7 @@ def _gpus() -> Iterator[Gpu]:
     try:
         nvml.nvmlInit()
         try:
-            for index in range(nvml.nvmlDeviceGetCount()):
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                is_mig = _is_mig(nvml, handle)
-                instances = tuple(_instances(nvml, handle)) if is_mig else ()
-                yield Gpu(nvml.nvmlDeviceGetUUID(handle), instances, is_mig)
+            yield nvml
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:

@@ -112,11 +112,24 @@ static inline void usage_of_process(struct usage *usage, const char *pid) {
     if (maps) fclose(maps);
 }
 
-static inline uint64_t machine_used(const char *uuid) {
+static inline struct usage *usage_of(const char *uuid) {
     struct usage *usage = calloc(1, sizeof *usage);
+    snprintf(usage->wanted, sizeof usage->wanted, "/memfd:standin:%s:%s:", machine_name(), uuid);
+    return usage;
+}
+
+static inline uint64_t machine_used_by(const char *uuid, const char *pid) {
+    struct usage *usage = usage_of(uuid);
+    usage_of_process(usage, pid);
+    uint64_t bytes = usage->bytes;
+    free(usage);
+    return bytes;
+}
+
+static inline uint64_t machine_used(const char *uuid) {
+    struct usage *usage = usage_of(uuid);
     struct dirent *entry;
     DIR *processes = opendir("/proc");
-    snprintf(usage->wanted, sizeof usage->wanted, "/memfd:standin:%s:%s:", machine_name(), uuid);
     while (processes && (entry = readdir(processes)))
         if (isdigit(entry->d_name[0])) usage_of_process(usage, entry->d_name);
     if (processes) closedir(processes);

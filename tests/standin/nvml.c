@@ -10,9 +10,11 @@ typedef intptr_t nvmlDevice_t;
 typedef struct { unsigned long long total, free, used; } nvmlMemory_t;
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } nvmlMemory_v2_t;
 
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } nvmlProcessInfo_t;
+
 enum {
     SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6,
-    DRIVER_NOT_LOADED = 9
+    INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9
 };
 
 static struct device all[DEVICES_MAX];
@@ -120,4 +122,39 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t handle, nvmlMemory_v2_t *ou
     REFUSE_IF(wrong, wrong);
     out->total = plain.total, out->free = plain.free, out->used = plain.used, out->reserved = 0;
     return SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t handle, unsigned *out) {
+    DEVICE(handle);
+    (void)device;
+    *out = (unsigned)number("STANDIN_PERSISTENCE", 1);
+    return SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t handle, unsigned *out) {
+    DEVICE(handle);
+    (void)device;
+    *out = (unsigned)number("STANDIN_COMPUTE_MODE", 0);
+    return SUCCESS;
+}
+
+/* Whoever holds memory of the device; the first call asks how many there are. */
+nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(
+    nvmlDevice_t handle, unsigned *room, nvmlProcessInfo_t *out) {
+    DEVICE(handle);
+    DIR *processes = opendir("/proc");
+    struct dirent *entry;
+    unsigned found = 0;
+    while (processes && (entry = readdir(processes))) {
+        if (!isdigit(entry->d_name[0])) continue;
+        uint64_t bytes = machine_used_by(device->uuid, entry->d_name);
+        if (!bytes) continue;
+        if (out && found < *room)
+            out[found] = (nvmlProcessInfo_t){.pid = (unsigned)atoi(entry->d_name), .used = bytes};
+        found++;
+    }
+    if (processes) closedir(processes);
+    bool is_short = found > (out ? *room : 0);
+    *room = found;
+    return is_short ? INSUFFICIENT_SIZE : SUCCESS;
 }
