@@ -32,6 +32,7 @@ from understudy.service.events import Event, EventLog
 from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd, close_all
 from understudy.wire.messages import Message
+from understudy.wire.observe import KEPT_BYTES_MAX
 from understudy.wire.server import Server
 
 
@@ -103,7 +104,7 @@ class Control:
             case Status():
                 conn.send(StatusReply(self._desk.status()), request_id)
             case Watch():
-                self._watch(conn, request_id)
+                self._watch(conn, message.since, request_id)
             case Leave():
                 conn.send(Ok(self._desk.leave("drain")), request_id)
             case Kill():
@@ -115,13 +116,16 @@ class Control:
                     "engine.not_a_request", f"{message.TYPE} is not for an engine to answer"
                 )
 
-    def _watch(self, conn: Connection, request_id: int) -> None:
+    def _watch(self, conn: Connection, since: int | None, request_id: int) -> None:
         def tell(event: Event) -> None:
             conn.send(EventRecord(event.to_dict()))
 
+        conn.limit_queue(KEPT_BYTES_MAX)
+        conn.send(StatusReply(self._desk.status()), request_id)
+        for event in [] if since is None else self._events.kept_since(since):
+            tell(event)
         if conn.state is None:
             conn.state = self._events.subscribe(tell)
-        conn.send(StatusReply(self._desk.status()), request_id)
 
     def _check_pid(self, conn: Connection, pid: int) -> None:
         # 0 is what the kernel says of a peer in another PID namespace.

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from typing import Any
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import click
 
 from understudy.errors import UnreachableError
-from understudy.service.cli import options, run_async
+from understudy.service.cli import INTERRUPTED, options, run_async
 from understudy.service.config import Option, Resolved
 
 DIR_DEFAULT = "/run/understudy"
 STATUS_TIMEOUT_S = 5.0
+WATCH_S = 1.0  # the pace of people
 FOLLOW_TIMEOUT_S = 24 * 3600.0  # between two events; a pod may be quiet for a night
 
 DIR = Option("dir", str, DIR_DEFAULT, "The pod's shared directory.", env="UNDERSTUDY_DIR")
@@ -66,39 +71,86 @@ def serve(config: Resolved) -> None:
 @main.command()
 @options((DIR,), command="lockserver")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def status(config: Resolved, as_json: bool) -> None:
+@click.option("--watch", is_flag=True, help="Once a second, until Ctrl-C.")
+def status(config: Resolved, as_json: bool, watch: bool) -> None:
     """Who holds what, who waits, and what for. Without a server: what its state file says."""
     directory = os.path.abspath(config["dir"])
-    try:
-        document = _ask(directory)
-    except UnreachableError as error:
-        from lockserver.status import offline
-
-        found = offline(directory)
-        if found is None:
-            raise error
-        document = found
+    if watch:
+        _watch(directory, as_json=as_json)
+    document = _document(directory)
     click.echo(json.dumps(document, indent=2) if as_json else _text(document))
 
 
 @main.command()
 @options((DIR,), command="lockserver")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document per line.")
-def events(config: Resolved, as_json: bool) -> None:
-    """Follow what happens, from now on; ends with the server."""
-    from lockserver.messages import CATALOGUE, EventRecord, Watch
+@click.option(
+    "-f", "--follow", is_flag=True, help="What happens from now on; ends with the server."
+)
+def events(config: Resolved, as_json: bool, follow: bool) -> None:
+    """What happened, as far as the server remembers: its last thousand events."""
+    from lockserver.messages import CATALOGUE, EventRecord, StatusReply, Watch
     from understudy.wire.blocking import BlockingClient
 
-    with BlockingClient(_socket(os.path.abspath(config["dir"])), CATALOGUE) as client:
-        client.request(Watch(), timeout_s=STATUS_TIMEOUT_S)
-        while True:
-            message = client.receive(timeout_s=FOLLOW_TIMEOUT_S).message
+    path = _socket(os.path.abspath(config["dir"]))
+    with _until_interrupted(), BlockingClient(path, CATALOGUE) as client:
+        question = Watch(None if follow else 0)
+        reply = client.request(question, timeout_s=STATUS_TIMEOUT_S).message
+        assert isinstance(reply, StatusReply)
+        shown_id = 0
+        while follow or shown_id < reply.document["as_of_event_id"]:
+            wait_s = FOLLOW_TIMEOUT_S if follow else STATUS_TIMEOUT_S
+            message = client.receive(timeout_s=wait_s).message
             if isinstance(message, EventRecord):
-                record = message.record
-                line = (
-                    f"{record['ts']}  #{record['id']:<4} {record['type']:<22} {record['message']}"
-                )
-                click.echo(json.dumps(record) if as_json else line)
+                shown_id = message.record["id"]
+                click.echo(json.dumps(message.record) if as_json else _line(message.record))
+
+
+def _watch(directory: str, *, as_json: bool) -> NoReturn:
+    """One document after another, whether the server is there or not."""
+    with _until_interrupted():
+        while True:
+            try:
+                document = _document(directory)
+                text = json.dumps(document) if as_json else _text(document)
+            except UnreachableError as error:
+                text = json.dumps({"error": error.to_dict()}) if as_json else error.message
+            if not as_json and sys.stdout.isatty():
+                click.clear()
+            elif not as_json:
+                text += "\n"  # an empty line between two
+            click.echo(text)
+            time.sleep(WATCH_S)
+
+
+@contextlib.contextmanager
+def _until_interrupted() -> Iterator[None]:
+    """What has no end of its own ends with Ctrl-C, as other commands do."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _line(record: dict[str, Any]) -> str:
+    return f"{record['ts']}  #{record['id']:<4} {record['type']:<22} {record['message']}"
+
+
+def _document(directory: str) -> dict[str, Any]:
+    """The server's own, or what its state file says.
+
+    Raises:
+        UnreachableError: there is neither.
+    """
+    try:
+        return _ask(directory)
+    except UnreachableError as error:
+        from lockserver.status import offline
+
+        found = offline(directory)
+        if found is None:
+            raise error
+        return found
 
 
 def _socket(directory: str) -> str:

@@ -42,6 +42,7 @@ from understudy.service.events import Event, EventLog
 from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd, close_all
 from understudy.wire.messages import Message
+from understudy.wire.observe import KEPT_BYTES_MAX
 from understudy.wire.server import Server
 
 SOCKET_NAME = "lockserver.sock"
@@ -152,7 +153,11 @@ class LockServer:
         elif isinstance(message, Status):
             conn.send(StatusReply(self.document()), request_id)
         elif isinstance(message, Watch):
+            conn.limit_queue(KEPT_BYTES_MAX)
             conn.send(StatusReply(self.document()), request_id)
+            kept = [] if message.since is None else self.events.kept_since(message.since)
+            for event in kept:
+                conn.send(EventRecord(event.to_dict()))
             self._watchers.add(conn)
         else:
             close_all(fds)

@@ -1,15 +1,22 @@
 """The messages of those who only look: every service answers them alike, in every state.
 
-An observer asks once (`status`) or stays (`watch`: a `status_reply`, then one `event` for each
-record from there on, unasked). It never queues and never holds anything.
+An observer asks once (`status`) or stays (`watch`: a `status_reply`, with `since` the kept events
+after that id, then one `event` for each record from there on, unasked). It never queues and never
+holds anything.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from understudy.wire.messages import Message
+from understudy.wire.messages import Message, Range
+
+EVENT_ID_MAX = 2**63 - 1
+
+# All events that a process keeps, each as long as the longest sentence makes it: they are sent in
+# one go to whoever asks for them, and may wait for it to read.
+KEPT_BYTES_MAX = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,7 @@ class StatusReply(Message):
 @dataclass(frozen=True, slots=True)
 class Watch(Message):
     TYPE: ClassVar[str] = "watch"
+    since: Annotated[int, Range(0, EVENT_ID_MAX)] | None = None
 
 
 @dataclass(frozen=True, slots=True)

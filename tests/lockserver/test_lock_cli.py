@@ -1,0 +1,141 @@
+"""The `lockserver` command as people use it: looking once, looking on, and Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import IO
+
+import pytest
+
+from tests.helpers import until
+from tests.lockserver.engines import EngineProcess
+from tests.lockserver.processes import ServerProcess
+
+WAIT_S = 30.0
+INTERRUPTED = 130
+UNREACHABLE = 3
+
+
+def command(*words: str, directory: str) -> list[str]:
+    return [sys.executable, "-m", "lockserver.cli", *words, "--dir", directory]
+
+
+def run(*words: str, directory: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words, directory=directory), capture_output=True, text=True, check=False
+    )
+
+
+@contextlib.contextmanager
+def running(*words: str, directory: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The command until the block ends."""
+    process = subprocess.Popen(command(*words, directory=directory), stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def line_of(stream: IO[bytes] | None) -> str:
+    """The next line that it writes."""
+    assert stream is not None
+    ready, _, _ = select.select([stream], [], [], WAIT_S)
+    assert ready, "it wrote nothing"
+    return stream.readline().decode()
+
+
+@pytest.fixture
+def server(start_server) -> ServerProcess:
+    return start_server()
+
+
+@pytest.fixture
+def engine(start_engine, server: ServerProcess) -> EngineProcess:
+    """An engine that holds `active`."""
+    engine = start_engine("engine-0")
+    until(lambda: server.lock()["state"] == "held", "the grant")
+    return engine
+
+
+def test_events_prints_what_the_server_remembers_and_ends(engine, server, pod_dir):
+    """Goal: what happened is there to be read afterwards. Method: a grant, then the command."""
+    done = run("events", "--json", directory=pod_dir)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["id"] for record in records] == list(range(1, len(records) + 1))
+    assert len(records) == server.status()["as_of_event_id"]
+    assert {"lockserver.started", "lock.granted"} <= {record["type"] for record in records}
+    text = run("events", directory=pod_dir).stdout
+    assert len(text.splitlines()) == len(records)
+    assert "active granted to engine-0, token 1" in text
+
+
+def test_events_followed_are_those_from_now_on_and_end_with_the_server(
+    server, start_engine, pod_dir
+):
+    """Goal: -f is news only. Method: follow, then let an engine be granted, then end the server;
+    the command says that it is gone."""
+    with running("events", "-f", "--json", directory=pod_dir) as following:
+        until(lambda: len(server_connections(server)) > 0, "the observer to be there")
+        start_engine("engine-0")
+        first = json.loads(line_of(following.stdout))
+        assert first["type"] != "lockserver.started"
+        kinds = {first["type"]}
+        while "lock.granted" not in kinds:
+            kinds.add(json.loads(line_of(following.stdout))["type"])
+        server.close()
+        assert following.wait(WAIT_S) == UNREACHABLE
+
+
+def test_following_and_watching_end_with_ctrl_c_like_every_command(server, pod_dir):
+    """Goal: 130, no trace. Method: SIGINT to each once it has something to show, or listens."""
+    with running("events", "--follow", directory=pod_dir) as following:
+        until(lambda: len(server_connections(server)) > 0, "the observer to be there")
+        following.send_signal(signal.SIGINT)
+        assert following.wait(WAIT_S) == INTERRUPTED
+    with running("status", "--watch", directory=pod_dir) as watching:
+        line_of(watching.stdout)
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(WAIT_S) == INTERRUPTED
+
+
+def test_status_watched_goes_on_without_its_server(engine, server, pod_dir):
+    """Goal: one sees it go and come. Method: documents while it runs, then after its SIGKILL: the
+    offline view, and back again."""
+    with running("status", "--watch", "--json", directory=pod_dir) as watching:
+        documents = iter(lambda: json.loads(line_of(watching.stdout)), None)
+        assert next(documents)["server"]["online"]
+        server.kill()
+        offline = next(document for document in documents if not document["server"]["online"])
+        assert offline["locks"]["active"]["holder"]["engine"] == "engine-0"
+        server.start()
+        back = next(document for document in documents if document["server"]["online"])
+        assert back["token"] == offline["token"]
+
+
+def test_commands_of_a_directory_without_any_server_exit_with_3(tmp_path):
+    """Goal: nobody there is not an empty list. Method: each command on an empty directory; watching
+    says so and goes on."""
+    for words in (["status"], ["events"], ["events", "-f"]):
+        done = run(*words, directory=str(tmp_path))
+        assert done.returncode == UNREACHABLE
+        assert "there is no such socket" in done.stderr
+    with running("status", "--watch", directory=str(tmp_path)) as watching:
+        assert "there is no such socket" in line_of(watching.stdout)
+        assert line_of(watching.stdout) == "\n"
+        assert "there is no such socket" in line_of(watching.stdout)
+
+
+def server_connections(server: ServerProcess) -> list[str]:
+    """The connections to the server's socket, as the kernel lists them."""
+    with open("/proc/net/unix") as table:
+        rows = [line.split() for line in table]
+    path = f"{server.directory}/lockserver.sock"
+    return [row[6] for row in rows if row[-1] == path and row[5] == "03"]
