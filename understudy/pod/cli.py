@@ -1,7 +1,7 @@
 """The `understudy` command: the pod for people.
 
 Owns flags and what is printed. Everything else is elsewhere: `local_pod` says what runs, `runner`
-runs it, `gather` and `view` look at it, `drill` breaks it.
+runs it, `drill` breaks it; the commands that look at it are in `people`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,22 @@ from typing import Any
 import click
 
 import understudy
-from understudy.errors import DegradedError, UnreachableError, UsageError
-from understudy.pod import sessions
+from understudy.errors import UsageError
+from understudy.pod import manifest_session, sessions
+from understudy.pod.containers import QUICK
 from understudy.pod.drill.page.data import page_data
 from understudy.pod.drill.page.write import check_destination, write_page
 from understudy.pod.drill.report import machine, print_report
 from understudy.pod.drill.run import DrillPlan
-from understudy.pod.follow import Record, follow_events
-from understudy.pod.gather import gather
 from understudy.pod.local_pod import LocalPod, Ports
-from understudy.pod.settings import DRILL_OPTIONS, POD_OPTIONS, STATUS_OPTIONS, UP_OPTIONS
-from understudy.pod.view import is_reachable, lines
+from understudy.pod.manifest_session import Asked
+from understudy.pod.manifest_values import Choices
+from understudy.pod.people import cli as people
+from understudy.pod.settings import DRILL_OPTIONS, NOT_WITH_MANIFEST, POD_OPTIONS, UP_OPTIONS
 from understudy.service.cli import INTERRUPTED, options, plain_errors, run_async
 from understudy.service.clock import rfc3339
-from understudy.service.config import Resolved, resolve
+from understudy.service.config import Option, Resolved, resolve
 from understudy.service.paths import runtime_dir
-
-# A part that hangs is one that people want to know of soon. What answers does so in milliseconds.
-STATUS_TIMEOUT_S = 2.0
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 backend_arguments = click.argument(
@@ -47,18 +46,27 @@ def main() -> None:
     """Understudy: a parked engine takes over from a dead one, on weights loaded once."""
 
 
+people.attach(main)
+
+
 @main.command()
 @options(UP_OPTIONS, command="up")
 @backend_arguments
 def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     """Start a lock server, a GPU memory service and two engines here, and keep them running.
 
-    What follows `--` goes to both engines' backends.
+    What follows `--` goes to both engines' backends. With -f it is the pod of a manifest instead.
     """
+    directory = Path(runtime_dir(config["dir"]))
+    backoff_max_s = config["restart_backoff_max"]
+    asked = _asked(config, UP_OPTIONS, arguments, backoff_max_s=backoff_max_s)
+    if asked is not None:
+        run_async(lambda: manifest_session.stay_up(asked, directory, click.echo))
+        return
     model = _model(config["model"])
     first = config["engine_port"]
     pod = LocalPod(
-        Path(runtime_dir(config["dir"])),
+        directory,
         model or Path(),
         Ports(
             config["service_port"],
@@ -68,41 +76,15 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
         ),
         backend=config["backend"],
         host=config["host"],
+        memory=config["memory"],
         device_bytes=config["device_bytes"],
         tensor_parallel=config["tensor_parallel"],
         backend_args=arguments,
-        # Whoever reads this terminal reads text; a log collector sets LOG_FORMAT itself.
-        env={"LOG_FORMAT": "text"}
-        if sys.stdout.isatty() and "LOG_FORMAT" not in os.environ
-        else {},
+        env=_log_env(),
+        http_host=config["http_host"],
+        pace=QUICK.up_to(backoff_max_s),
     )
     run_async(lambda: sessions.stay_up(pod, model, click.echo))
-
-
-@main.command()
-@options(STATUS_OPTIONS, command="status")
-@json_flag
-@click.option("--check", is_flag=True, help="Exit with 4 unless the pod is healthy.")
-def status(config: Resolved, as_json: bool, check: bool) -> None:
-    """Is it fine, who is active, since when, and what would happen on a failure?"""
-    directory = Path(os.path.abspath(config["dir"]))
-    view = run_async(lambda: gather(directory, STATUS_TIMEOUT_S))
-    if not is_reachable(view):
-        reason = view["lockserver"].get("error", "nobody answers")
-        raise UnreachableError(
-            "pod.unreachable",
-            f"no part of a pod answers in {directory}: {reason}",
-            dir=str(directory),
-        )
-    if as_json:
-        click.echo(json.dumps(view, default=str))
-    else:
-        click.echo("\n".join(lines(view, datetime.now(UTC))))
-    if check and view["state"] != "healthy":
-        raise DegradedError(
-            "pod.degraded",
-            f"the pod is {view['state']}: {'; '.join(view['problems']) or 'no holder'}",
-        )
 
 
 @main.command()
@@ -127,11 +109,14 @@ def drill(
     def say(line: str) -> None:
         click.echo(line, err=True)
 
+    asked = _asked(config, DRILL_OPTIONS, arguments, attach=attach)
     if attach:
         _refuse_own_pod_flags(config, arguments)
         directory = Path(os.path.abspath(config["dir"]))
         _ask_first(directory, plan, yes=yes)
         result = run_async(lambda: sessions.drill_running_pod(directory, plan, say))
+    elif asked is not None:
+        result = run_async(lambda: manifest_session.drill(asked, plan, say))
     else:
         model = _model(config["model"])
         result = run_async(lambda: sessions.drill_own_pod(model, config, plan, say, arguments))
@@ -139,11 +124,12 @@ def drill(
         sys.exit(INTERRUPTED)
     backend = result.backend or config["backend"]
     if as_json:
-        click.echo(json.dumps(result.report.to_dict(backend, machine())))
+        document = result.report.to_dict(backend, machine()) | result.conditions
+        click.echo(json.dumps(document))
     else:
         from rich.console import Console
 
-        print_report(result.report, Console(), backend, result.usages)
+        print_report(result.report, Console(), backend, result.usages, result.conditions)
     for problem in result.report.problems:
         click.echo(f"error: {problem}", err=True)
     if page is not None:
@@ -152,22 +138,6 @@ def drill(
         write_page(page, data)
         click.echo(f"the report is in {page}", err=True)
     sys.exit(0 if result.report.passed else 1)
-
-
-@main.command()
-@options(STATUS_OPTIONS, command="events")
-@json_flag
-def events(config: Resolved, as_json: bool) -> None:
-    """Follow what happens in the pod: grants, states of engines, memory, deaths. Ctrl-C ends it."""
-
-    def show(record: Record) -> None:
-        if as_json:
-            click.echo(json.dumps(record, default=str))
-        else:
-            source, kind = record.get("source", ""), record.get("type", "")
-            click.echo(f"{record.get('ts')}  {source:<11}  {kind:<20}  {record.get('message')}")
-
-    run_async(lambda: follow_events(Path(os.path.abspath(config["dir"])), show))
 
 
 @main.command()
@@ -216,6 +186,46 @@ def _model(given: str | None) -> Path | None:
             "pod.no_model", f"{path} is not a directory; --model takes a Hugging Face checkpoint"
         )
     return path
+
+
+def _log_env() -> dict[str, str]:
+    """Whoever reads this terminal reads text; a log collector sets LOG_FORMAT itself."""
+    is_read_here = sys.stdout.isatty() and "LOG_FORMAT" not in os.environ
+    return {"LOG_FORMAT": "text"} if is_read_here else {}
+
+
+def _asked(
+    config: Resolved,
+    declared: Sequence[Option],
+    arguments: tuple[str, ...],
+    *,
+    attach: bool = False,
+    backoff_max_s: float | None = None,
+) -> Asked | None:
+    """The manifest's pod, if one is asked for. Flags that say the same otherwise are refused."""
+    if config["file"] is None:
+        if config["set"]:
+            raise UsageError(
+                "pod.needless_flag", "--set changes what a manifest says; name one with -f"
+            )
+        return None
+    given = [each for each in declared if config.origin(each.name) == "flag"]
+    needless = [each.flag for each in given if each.name in NOT_WITH_MANIFEST]
+    needless += ["--attach"] if attach else []
+    needless += arguments[:1]
+    if needless:
+        raise UsageError(
+            "pod.needless_flag",
+            f"{', '.join(needless)} cannot be used with -f: the manifest says what runs; change "
+            "what it says with --set, or leave out -f",
+        )
+    return Asked(
+        Path(config["file"]),
+        Choices.of(config["set"]),
+        config["pid_namespaces"],
+        backoff_max_s,
+        _log_env(),
+    )
 
 
 def _refuse_own_pod_flags(config: Resolved, arguments: tuple[str, ...]) -> None:

@@ -1,0 +1,217 @@
+"""`understudy support-bundle`: what somebody needs who helps from afar, in one file.
+
+Owns what goes in and how much of it. Every source is asked for itself: one that fails or hangs
+costs its own entry, and `contents.txt` says so. So it works with parts of the pod down, or all of
+them: then the parts' own commands answer from their state files, the offline view. What must not
+leave the machine is `redact.py`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import stat
+import sys
+import tarfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from understudy.errors import UnderstudyError, UsageError
+from understudy.pod import redact
+from understudy.pod.bundle_facts import machine_facts, process_facts
+from understudy.pod.doctor.checks import document, examine
+from understudy.pod.doctor.facts import Facts
+from understudy.pod.doctor.probe import look
+from understudy.pod.follow import kept_events
+from understudy.pod.gather import gather
+from understudy.pod.local_pod import Ports
+from understudy.pod.words import size, table
+
+Say = Callable[[str], None]
+
+COMMAND_S = 15.0  # a part that hangs is one of the reasons for a bundle
+LOG_TAIL_BYTES = 1 << 20  # some ten thousand lines of each container: hours, or a crash loop
+FILE_BYTES_MAX = 256 << 10  # a state file is a few KiB, a journal of a large model some more
+FILES_MAX = 128  # of one kind; a pod has a dozen, and stale ones of many launches are alike
+ENTRY_BYTES_MAX = 4 << 20  # of any other entry: a thousand events of ten parts
+BUNDLE_BYTES_MAX = 32 << 20  # before compression: what mail and issue trackers take afterwards
+
+COMMANDS = {
+    "lockserver-status.json": ("lockserver.cli", "status"),
+    "gms-status.json": ("gms.cli", "status"),
+}
+
+
+class Bundle:
+    """The entries so far, within `BUNDLE_BYTES_MAX`, and what is missing, each with its reason."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, bytes] = {}
+        self.missing: dict[str, str] = {}
+
+    def add(self, name: str, content: str, bytes_max: int = ENTRY_BYTES_MAX) -> None:
+        """Keep `content`, its end if it is too long: what happened last is why people look."""
+        raw = redact.text(content).encode(errors="replace")
+        if len(raw) > bytes_max:
+            raw = b"(the beginning is cut off)\n" + raw[-bytes_max:]
+        if self.size_bytes + len(raw) > BUNDLE_BYTES_MAX:
+            self.missing[name] = f"the bundle has {size(BUNDLE_BYTES_MAX)} already"
+            return
+        self.entries[name] = raw
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(len, self.entries.values()))
+
+    def contents(self) -> list[str]:
+        """What is in it and what is not, for people."""
+        rows = [(name, size(len(raw))) for name, raw in sorted(self.entries.items())]
+        return [*table(rows), *(f"missing: {name}: {why}" for name, why in self.missing.items())]
+
+
+async def collect(directory: Path, output: Path | None, say: Say) -> Path:
+    """Write a bundle of the pod in `directory`; `say` is told what is in it, and where it is.
+
+    Raises:
+        UsageError: `bundle.exists`, `bundle.not_written`.
+    """
+    name = f"understudy-support-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    path = output or Path.cwd() / f"{name}.tar.gz"
+    with _create(path) as file:
+        bundle = await _gather(directory)
+        contents = bundle.contents()
+        bundle.entries["contents.txt"] = "".join(f"{line}\n" for line in contents).encode()
+        _write(file, name, bundle.entries)
+    for line in contents:
+        say(line)
+    say(f"{path}  {size(path.stat().st_size)}; look into it before you pass it on")
+    return path
+
+
+async def _gather(directory: Path) -> Bundle:
+    bundle = Bundle()
+
+    async def entry(name: str, ask: Callable[[], Awaitable[str]]) -> None:
+        try:
+            async with asyncio.timeout(COMMAND_S):
+                bundle.add(name, await ask())
+        except TimeoutError:
+            bundle.missing[name] = f"it took more than {COMMAND_S:g} s"
+        except (UnderstudyError, OSError) as error:
+            bundle.missing[name] = str(error)
+
+    facts: list[Facts] = []
+
+    async def doctor() -> str:
+        facts.append(await look(directory, Ports(), os.environ))
+        return _json(document(str(directory), examine(facts[0])))
+
+    await entry("status.json", lambda: _answer(gather(directory)))
+    await entry("events.jsonl", lambda: _events(directory))
+    await entry("doctor.json", doctor)
+    for name, words in COMMANDS.items():
+        await entry(name, lambda words=words: _run(words, directory))  # type: ignore[misc] # mypy has no types for defaults of lambdas
+    await entry("machine.json", lambda: _answer(asyncio.to_thread(machine_facts)))
+    pids = facts[0].pids if facts else frozenset()
+    await entry("processes.json", lambda: _answer(asyncio.to_thread(process_facts, pids)))
+    await entry("directory.txt", lambda: asyncio.to_thread(_listing, directory))
+    for name, path, bytes_max in _files(directory):
+        try:
+            bundle.add(name, _tail(path, bytes_max), bytes_max)
+        except OSError as error:
+            bundle.missing[name] = str(error)
+    return bundle
+
+
+async def _answer(asked: Awaitable[Any]) -> str:
+    return _json(await asked)
+
+
+async def _events(directory: Path) -> str:
+    return "".join(f"{json.dumps(each, default=str)}\n" for each in await kept_events(directory))
+
+
+async def _run(words: tuple[str, str], directory: Path) -> str:
+    """What one of our commands says, also from the state files of who is down."""
+    module, verb = words
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, verb, "--json", "--dir", str(directory)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        said, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    return said.decode(errors="replace")
+
+
+def _files(directory: Path) -> Iterator[tuple[str, Path, int]]:
+    """The name of each file in the bundle, where it is, and how much of it is kept."""
+    for path in sorted(directory.glob("*.json*"))[:FILES_MAX]:
+        yield f"state/{path.name}", path, FILE_BYTES_MAX
+    for path in sorted((directory / "log").glob("*.log*"))[:FILES_MAX]:
+        yield f"log/{path.name}", path, LOG_TAIL_BYTES
+
+
+def _tail(path: Path, bytes_max: int) -> str:
+    """The last `bytes_max` bytes of a plain file; a pipe under that name must not stop us."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{path} is no plain file")
+        file.seek(max(0, found.st_size - bytes_max))
+        return file.read(bytes_max).decode(errors="replace")
+
+
+def _listing(directory: Path) -> str:
+    """The directory as `ls -l` shows it, with inodes: whether two parts have the same."""
+    about = os.stat(directory)
+    rows: list[tuple[str, ...]] = [("inode", "mode", "uid", "bytes", "changed", "name")]
+    rows.append(_row(about, f"{directory} (device {about.st_dev})"))
+    names = sorted(os.listdir(directory))
+    rows += [_row(os.lstat(directory / name), name) for name in names]
+    return "\n".join(table(rows)) + "\n"
+
+
+def _row(found: os.stat_result, name: str) -> tuple[str, ...]:
+    changed = f"{datetime.fromtimestamp(found.st_mtime, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    mode = stat.filemode(found.st_mode)
+    return str(found.st_ino), mode, str(found.st_uid), str(found.st_size), changed, name
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=1, default=str, ensure_ascii=False) + "\n"
+
+
+def _create(path: Path) -> io.BufferedWriter:
+    """A new file that is ours alone, before anything is collected for it."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise UsageError(
+            "bundle.exists", f"{path} is there already; name another file with --output"
+        ) from error
+    except OSError as error:
+        raise UsageError(
+            "bundle.not_written",
+            f"cannot write {path}: {error.strerror}; name another file with --output",
+        ) from error
+    return open(fd, "wb")
+
+
+def _write(file: io.BufferedWriter, folder: str, entries: dict[str, bytes]) -> None:
+    with tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for name, raw in sorted(entries.items()):
+            about = tarfile.TarInfo(f"{folder}/{name}")
+            about.size, about.mode, about.mtime = len(raw), 0o600, int(time.time())
+            archive.addfile(about, io.BytesIO(raw))

@@ -1,0 +1,174 @@
+"""The commands of `understudy` with which people look at a pod: they change nothing.
+
+Owns flags and what is printed; `attach` adds the commands to the group of `understudy/pod/cli.py`.
+The one exception to looking is `doctor --fix`, and it does only what `mends.py` calls safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from understudy.errors import DegradedError, UnreachableError
+from understudy.pod.follow import Record, follow_events, kept_events
+from understudy.pod.gather import gather
+from understudy.pod.local_pod import Ports
+from understudy.pod.settings import DIR, STATUS_OPTIONS, UP_OPTIONS
+from understudy.pod.view import is_reachable, lines
+from understudy.service.cli import options, run_async
+from understudy.service.config import Resolved
+
+# A part that hangs is one that people want to know of soon. What answers does so in milliseconds.
+STATUS_TIMEOUT_S = 2.0
+WATCH_S = 1.0  # the pace of people; a look costs the pod's parts about a millisecond each
+
+DOCTOR_OPTIONS = (DIR, *(each for each in UP_OPTIONS if each.name.endswith("_port")))
+
+json_flag = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+
+
+def attach(group: click.Group) -> None:
+    """Add these commands to `group`."""
+    for command in (status, events, doctor, top, support_bundle):
+        group.add_command(command)
+
+
+@click.command()
+@options(STATUS_OPTIONS, command="status")
+@json_flag
+@click.option("--check", is_flag=True, help="Exit with 4 unless the pod is healthy.")
+@click.option("--watch", is_flag=True, help="Once a second, until Ctrl-C.")
+def status(config: Resolved, as_json: bool, check: bool, watch: bool) -> None:
+    """Is it fine, who is active, since when, and what would happen on a failure?"""
+    directory = _directory(config)
+    if watch:
+        run_async(lambda: _watch(directory, as_json=as_json))
+    view = run_async(lambda: gather(directory, STATUS_TIMEOUT_S))
+    if not is_reachable(view):
+        raise _unreachable(view)
+    click.echo(_status_text(view, as_json=as_json))
+    if check and view["state"] != "healthy":
+        raise DegradedError(
+            "pod.degraded",
+            f"the pod is {view['state']}: {'; '.join(view['problems']) or 'no holder'}",
+        )
+
+
+async def _watch(directory: Path, *, as_json: bool) -> None:
+    """One view after another; a pod that is away is what one waits to see the end of."""
+    while True:
+        view = await gather(directory, STATUS_TIMEOUT_S)
+        text = _status_text(view, as_json=as_json)
+        if not as_json and not is_reachable(view):
+            text = f"{_unreachable(view).message}"
+        if not as_json and sys.stdout.isatty():
+            click.clear()
+        elif not as_json:
+            text += "\n"  # an empty line between two views
+        click.echo(text)
+        await asyncio.sleep(WATCH_S)
+
+
+def _status_text(view: dict[str, Any], *, as_json: bool) -> str:
+    return json.dumps(view, default=str) if as_json else "\n".join(lines(view, datetime.now(UTC)))
+
+
+def _unreachable(view: dict[str, Any]) -> UnreachableError:
+    reason = view["lockserver"].get("error", "nobody answers")
+    return UnreachableError(
+        "pod.unreachable",
+        f"no part of a pod answers in {view['dir']}: {reason}",
+        dir=view["dir"],
+    )
+
+
+@click.command()
+@options(STATUS_OPTIONS, command="events")
+@json_flag
+@click.option("-f", "--follow", is_flag=True, help="What happens from now on, until Ctrl-C.")
+def events(config: Resolved, as_json: bool, follow: bool) -> None:
+    """What happened in the pod: grants, states of engines, memory, deaths.
+
+    Every part keeps its last thousand; a part that is gone has taken its own along.
+    """
+    directory = _directory(config)
+
+    def show(record: Record) -> None:
+        if as_json:
+            click.echo(json.dumps(record, default=str))
+        else:
+            source, kind = record.get("source", ""), record.get("type", "")
+            click.echo(f"{record.get('ts')}  {source:<11}  {kind:<20}  {record.get('message')}")
+
+    if follow:
+        run_async(lambda: follow_events(directory, show))
+    for record in run_async(lambda: kept_events(directory)):
+        show(record)
+
+
+@click.command()
+@options(DOCTOR_OPTIONS, command="doctor")
+@json_flag
+@click.option("--strict", is_flag=True, help="Exit with 1 also where something is to be looked at.")
+@click.option("--fix", is_flag=True, help="Do what is safe: stale sockets, our directory's mode.")
+def doctor(config: Resolved, as_json: bool, strict: bool, fix: bool) -> None:
+    """What is wrong with this machine and its pod, and what to do about it.
+
+    Exit codes: 0 nothing failed, 1 something did. Run it in every container: each sees its own.
+    """
+    from understudy.pod.doctor import checks, mends
+    from understudy.pod.doctor.probe import look
+
+    directory, first = _directory(config), config["engine_port"]
+    ports = Ports(
+        config["service_port"], config["lockserver_port"], config["gms_port"], (first, first + 1)
+    )
+    facts = run_async(lambda: look(directory, ports, os.environ))
+    fixed = mends.fix(facts) if fix else []
+    if fixed:
+        facts = run_async(lambda: look(directory, ports, os.environ))
+    results = checks.examine(facts)
+    if as_json:
+        click.echo(json.dumps(checks.document(str(directory), results, fixed)))
+    else:
+        click.echo("\n".join(checks.lines(results, fixed)))
+    sys.exit(0 if checks.is_well(results, is_strict=strict) else 1)
+
+
+@click.command()
+@options(STATUS_OPTIONS, command="top")
+def top(config: Resolved) -> None:
+    """The pod, live in this terminal: `q` ends it, `?` lists the keys.
+
+    Where stdout is no terminal, a few lines once a second.
+    """
+    from understudy.pod.top import run
+
+    directory = _directory(config)
+    run_async(lambda: run(directory, click.echo))
+
+
+@click.command("support-bundle")
+@options(STATUS_OPTIONS, command="support-bundle")
+@click.option("--output", metavar="FILE", help="Where to; understudy-support-TIME.tar.gz here.")
+def support_bundle(config: Resolved, output: str | None) -> None:
+    """Collect what somebody needs who helps from afar, into one file. No prompts, no secrets.
+
+    Works with any part down, or all of them.
+    """
+    from understudy.pod.bundle import collect
+
+    directory = _directory(config)
+    path = Path(os.path.abspath(output)) if output else None
+    run_async(lambda: collect(directory, path, click.echo))
+
+
+def _directory(config: Resolved) -> Path:
+    return Path(os.path.abspath(config["dir"]))

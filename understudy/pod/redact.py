@@ -1,0 +1,80 @@
+"""What may leave the machine in a support bundle: values that are known to be harmless.
+
+Pure. The environment is kept by an allow-list, because nobody can list the names of all secrets;
+and what has the name of one is not kept even then. Texts (logs, command lines) are kept and combed
+for what looks like a secret or like a prompt. What is taken out is replaced, so that one sees that
+something was there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+NOT_KEPT = "(not kept)"
+
+# Whose settings explain a pod's behaviour. Of everything else the name alone is kept.
+_KNOWN = re.compile(
+    r"UNDERSTUDY_|ENGINE_|GMS_|LOCKSERVER_|LOG_|CUDA_|NVIDIA_|NCCL_|VLLM_|TORCH|PYTORCH_|OMP_|MKL_"
+    r"|OPENBLAS_|MALLOC_|LD_|PYTHON|(PATH|HOME|TMPDIR|TZ|LANG|HOSTNAME|POD_NAME|NODE_NAME)$"
+)
+_SECRET_NAME = re.compile(
+    r"(?i)token(?!s|iz)|(^|[_-])key|apikey|secret|passw|passphrase|credential|auth|cookie|private|signature"
+)
+
+# A secret in running text. Our own tokens are numbers, and everybody who helps needs them.
+_NAMED_IN_TEXT = re.compile(
+    r"""(?ix)
+    ( \b [\w-]* (?: api[_-]?key | secret | passw(?:or)?d | credentials? | authorization ) [\w-]*
+    | \b [\w-]* token (?! s\b | iz | \w*_ids ) [\w-]* )      # the name
+    ( ["']? \s* [:=] \s* ["']? (?: bearer \s+ )? )       # what stands between
+    (?! \d+ \b | null \b | none \b | true \b | false \b | \( )
+    [^\s"',;}\]]+
+    """
+)
+_SHAPED = re.compile(
+    r"\b(?:hf_|sk-|ghp_|glpat-|xox[abp]-|AKIA|eyJ)[\w.-]{12,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+_BEARER = re.compile(r"(?i)\bbearer\s+[\w.~+/=-]{8,}")
+
+# What vLLM and others call a request's text when they are told to log requests: the rest of the
+# line is not kept, whatever it holds.
+_PROMPT = re.compile(
+    r"""(?i)\b(prompts?|prompt_token_ids|messages|content|input_ids|text)(["']?\s*[:=]\s*)["'\[{(].*"""
+)
+
+
+def environment(values: Mapping[str, str]) -> dict[str, str]:
+    """The environment, with the values of what is known and no secret; sorted by name."""
+    return {
+        name: text(value) if _KNOWN.match(name) and not _is_secret(name) else NOT_KEPT
+        for name, value in sorted(values.items())
+    }
+
+
+def command_line(words: Sequence[str]) -> list[str]:
+    """The words of a command, without the values of flags that are named like secrets."""
+    kept: list[str] = []
+    is_value = False
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if is_value and not word.startswith("-"):
+            kept.append(NOT_KEPT)
+            is_value = False
+            continue
+        is_secret = flag.startswith("-") and _is_secret(flag)
+        kept.append(f"{flag}={NOT_KEPT}" if is_secret and equals else text(word))
+        is_value = is_secret and not equals
+    return kept
+
+
+def text(value: str) -> str:
+    """Running text, without what looks like a secret or a prompt in it."""
+    found = _PROMPT.sub(rf"\1\2{NOT_KEPT}", value)
+    found = _NAMED_IN_TEXT.sub(rf"\1\2{NOT_KEPT}", found)
+    found = _BEARER.sub(f"Bearer {NOT_KEPT}", found)
+    return _SHAPED.sub(NOT_KEPT, found)
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET_NAME.search(name) is not None
