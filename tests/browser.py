@@ -39,6 +39,7 @@ FLAGS = (
     "--no-sandbox",  # as root, which is what a container of a test is
     "--disable-gpu",
     "--disable-dev-shm-usage",
+    "--window-size=1200,900",
     "--no-first-run",
     "--no-proxy-server",
     "--disable-background-networking",
@@ -61,7 +62,7 @@ class Tab:
         self._reading = asyncio.create_task(self._read())
 
     async def open(self) -> None:
-        target = await self.tell("Target.createTarget", url="about:blank", width=1200, height=900)
+        target = await self.tell("Target.createTarget", url="about:blank")
         attached = await self.tell(
             "Target.attachToTarget", targetId=target["targetId"], flatten=True
         )

@@ -96,10 +96,14 @@ def test_page_follows_a_failover_without_being_loaded_again(home: PodHome, tmp_p
             )
             assert lock["waiters"] == other
             assert found[whole.engine][1]["device"] == "HOST-0"
-            assert re.match(r"weights [\d.]+ [KM]iB, KV ", found[whole.engine][1]["memory"])
-            assert "weights" in await page.evaluate(
+            memory = found[whole.engine][1]["memory"]
+            assert re.fullmatch(r"weights [\d.]+ [KM]iB, KV [\d.]+ [KM]iB", memory)
+            assert found[other][1]["memory"] == f"{memory} once it serves"
+            bar = await page.evaluate(
                 "document.querySelector('#devices .memory').getAttribute('aria-label')"
             )
+            assert bar.startswith("weights ")
+            assert f"KV cache {memory.partition('KV ')[2]}, free" in bar  # one cache, not two
 
             kill((await pod.engine_tree(whole.engine))[0])
             await page.wait(_serves(other))

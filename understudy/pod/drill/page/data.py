@@ -229,8 +229,9 @@ def _memory_kill(kill: MemoryKill, began_ms: float) -> dict[str, Any]:
 
 
 def _began_ms(records: Records, ordered: Sequence[Exchange]) -> float:
-    starts = [each.killed_ms for each in (*records.kills, *records.memory_kills)]
-    return min([*starts, *(each.sent_ms for each in ordered[:1])], default=0.0)
+    starts_ms = [kill.killed_ms for kill in records.kills]
+    starts_ms += [kill.killed_ms for kill in records.memory_kills]
+    return min([*starts_ms, *(each.sent_ms for each in ordered[:1])], default=0.0)
 
 
 def _since(kill: Kill, at_ms: float | None) -> float | None:
