@@ -1,0 +1,271 @@
+"""Goal: the alerts fire for what they name and clear after it, and all ask for metrics that exist.
+
+Method: `promtool` on the rules as they are deployed; a real Prometheus that scrapes a real pod; the
+names in rules and dashboard against the pages of that pod.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import yaml
+
+from tests.deploy.manifests import DEPLOY, ROOT
+from tests.e2e.pods import Pod, PodHome, make_model
+from tests.helpers import POLL_S
+from understudy.pod.http_get import get
+from understudy.pod.local_pod import free_ports
+
+MONITORING = DEPLOY / "monitoring"
+NEEDS_PROMETHEUS = pytest.mark.skipif(
+    shutil.which("prometheus") is None or shutil.which("promtool") is None,
+    reason="needs Debian's package prometheus",
+)
+# Of the kubelet's and Prometheus' own; everything else in an expression is a metric of ours.
+NAME = re.compile(r"\bunderstudy_[a-z_]+")
+
+
+def rules() -> dict[str, Any]:
+    """What Prometheus itself would read of the operator's resource."""
+    document: dict[str, Any] = yaml.safe_load((MONITORING / "rules.yaml").read_text())
+    return {"groups": document["spec"]["groups"]}
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for group in rules()["groups"] for rule in group["rules"]]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
+    model = make_model(tmp_path_factory.mktemp("m") / "model")
+    found = PodHome(tmp_path_factory.mktemp("pod"), model)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+# ------------------------------------------------------------------ the files by themselves
+
+
+def test_every_alert_has_a_runbook_that_is_there():
+    """Its section of the operations page, by the name of the alert."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    for alert in alerts():
+        page, _, anchor = alert["annotations"]["runbook_url"].partition("#")
+        assert page == "docs/operations.md"
+        assert anchor == alert["alert"].lower()
+        assert f"\n### {alert['alert']}\n" in text
+
+
+def test_every_port_of_the_pod_is_scraped():
+    monitor = yaml.safe_load((MONITORING / "podmonitor.yaml").read_text())
+    ports = {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]}
+    assert ports == {"http", "lockserver", "gms", "engine-0", "engine-1", "engine-2"}
+
+
+def test_names_of_metrics_are_those_of_a_pod(home: PodHome):
+    """Whatever the rules and the dashboard ask for is on a page of a running pod."""
+    asked = NAME.findall("".join(alert["expr"] for alert in alerts()))
+    asked += NAME.findall((MONITORING / "dashboard.json").read_text())
+    assert len(set(asked)) > 10
+
+    async def scenario(pod: Pod) -> None:
+        pages = ""
+        ports = pod.local.ports
+        for port in (ports.lockserver, ports.gms, *ports.engines):
+            answer = await get(f"http://127.0.0.1:{port}/metrics", 10)
+            pages += answer.body.decode()
+        there = set(re.findall(r"^(\w+)", pages, re.MULTILINE))
+        assert set(asked) <= there
+
+    home.run(scenario)
+
+
+# ------------------------------------------------------------------ promtool
+
+
+CASES = (Path(__file__).parent / "alerts.yaml").read_text()
+
+
+@NEEDS_PROMETHEUS
+def test_rules_do_what_they_say(tmp_path: Path):
+    """Every alert has a case in which it fires; most have one just before it."""
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules()))
+    (tmp_path / "tests.yml").write_text(CASES)
+    tested = set(re.findall(r"alertname: (\w+)", CASES))
+    assert tested == {alert["alert"] for alert in alerts()}
+    for words in (("check", "rules", "rules.yml"), ("test", "rules", "tests.yml")):
+        done = subprocess.run(
+            ["promtool", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ------------------------------------------------------------------ a real one
+
+
+class Prometheus:
+    """A server that scrapes one pod once a second, with our rules."""
+
+    def __init__(self, base: Path, pod: Pod) -> None:
+        (self._port,) = free_ports(1)
+        ports = pod.local.ports
+        parts = (ports.lockserver, ports.gms, *ports.engines)
+        found = rules()
+        for rule in found["groups"][0]["rules"]:
+            if "for" in rule:
+                rule["for"] = "1s"  # what is shown is that it fires, not how long that takes
+        (base / "rules.yml").write_text(yaml.safe_dump(found))
+        config = {
+            "global": {
+                "scrape_interval": "1s",
+                "scrape_timeout": "1s",
+                "evaluation_interval": "1s",
+            },
+            "rule_files": ["rules.yml"],
+            "scrape_configs": [
+                {
+                    "job_name": "understudy",
+                    "static_configs": [
+                        {
+                            "targets": [f"127.0.0.1:{port}" for port in parts],
+                            "labels": {"namespace": "here", "pod": "this"},
+                        }
+                    ],
+                }
+            ],
+        }
+        (base / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self._command = [
+            "prometheus",
+            f"--config.file={base / 'prometheus.yml'}",
+            f"--storage.tsdb.path={base / 'data'}",
+            f"--web.listen-address=127.0.0.1:{self._port}",
+        ]
+        self._log = base / "log"
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        with self._log.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(*self._command, stdout=log, stderr=log)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            await process.wait()
+
+    async def ask(self, path: str) -> Any:
+        answer = await get(f"http://127.0.0.1:{self._port}/api/v1/{path}", 5)
+        return json.loads(answer.body)["data"] if answer.status == 200 else None
+
+    async def firing(self) -> set[str]:
+        found = await self.ask("alerts")
+        return {
+            each["labels"]["alertname"]
+            for each in (found or {"alerts": []})["alerts"]
+            if each["state"] == "firing"
+        }
+
+    async def healthy_targets(self) -> int:
+        found = await self.ask("targets")
+        return sum(
+            each["health"] == "up" for each in (found or {"activeTargets": []})["activeTargets"]
+        )
+
+    async def value(self, query: str) -> float | None:
+        """The first result of `query`; None while there is none."""
+        found = await self.ask(f"query?query={quote(query)}")
+        results = (found or {"result": []})["result"]
+        return float(results[0]["value"][1]) if results else None
+
+
+async def seen(look: Callable[[], Awaitable[bool]], what: str, deadline_s: float = 60.0) -> None:
+    """Poll until `look` is True; fail with `what` at the deadline."""
+    end = asyncio.get_running_loop().time() + deadline_s
+    while not await look():
+        assert asyncio.get_running_loop().time() < end, (
+            f"waited {deadline_s:g} s in vain for {what}"
+        )
+        await asyncio.sleep(50 * POLL_S)  # a scrape comes once a second
+
+
+@NEEDS_PROMETHEUS
+def test_alert_for_a_missing_standby_fires_and_clears(home: PodHome, tmp_path: Path):
+    """Under load: the standby's supervisor is stopped, so that it is not there, and goes on."""
+
+    async def scenario(pod: Pod) -> None:
+        prometheus = Prometheus(tmp_path, pod)
+        whole = await pod.whole()
+        (standby,) = whole.standbys
+        async with prometheus.running(), pod.load() as load:
+            await load.answers()
+
+            async def is_scraped() -> bool:
+                return await prometheus.healthy_targets() == 4
+
+            async def is_fired() -> bool:
+                return "UnderstudyNoStandby" in await prometheus.firing()
+
+            async def is_clear() -> bool:
+                return not await prometheus.firing()
+
+            await seen(is_scraped, "four targets that are up")
+            assert not await is_fired()
+            process = pod.pid(standby)
+            os.kill(process, signal.SIGSTOP)
+            try:
+                await seen(is_fired, "the alert to fire")
+            finally:
+                os.kill(process, signal.SIGCONT)
+            await seen(is_clear, "all alerts to clear")
+            assert (await pod.whole()).token == whole.token
+            await load.answers()
+
+    home.run(scenario)
+
+
+@NEEDS_PROMETHEUS
+def test_failover_is_on_the_page_that_people_look_at(home: PodHome, tmp_path: Path):
+    """After a death under load: the dashboard's own queries have a standby, a token, a failover."""
+    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    queries = {panel["title"]: panel["targets"][0]["expr"] for panel in panels}
+
+    def filled(title: str) -> str:
+        text = queries[title].replace("$namespace", "here").replace("$pod", "this")
+        return text.replace("$__range", "5m").replace("$__rate_interval", "1m")
+
+    async def scenario(pod: Pod) -> None:
+        prometheus = Prometheus(tmp_path, pod)
+        whole = await pod.whole()
+        async with prometheus.running():
+
+            async def value(title: str) -> float | None:
+                return await prometheus.value(filled(title))
+
+            async def is_granted() -> bool:
+                return await value("Token") == whole.token and await value("Active") == 1
+
+            async def is_taken_over() -> bool:
+                return await value("Token") == after.token and await value("Standby") == 1
+
+            await seen(is_granted, "the grant to be scraped")
+            document = await pod.engine(whole.engine)
+            os.kill(document["backend"]["pids"]["model"], signal.SIGKILL)
+            after = await pod.whole_after(whole.token)
+            await seen(is_taken_over, "the failover to be scraped")
+            assert (await value("Failovers") or 0) > 0
+
+    home.run(scenario)
