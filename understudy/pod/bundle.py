@@ -102,8 +102,10 @@ async def _gather(directory: Path) -> Bundle:
                 bundle.add(name, await ask())
         except TimeoutError:
             bundle.missing[name] = f"it took more than {COMMAND_S:g} s"
-        except (UnderstudyError, OSError) as error:
-            bundle.missing[name] = str(error)
+        except UnderstudyError as error:
+            bundle.missing[name] = error.message
+        except OSError as error:
+            bundle.missing[name] = _why(error)
 
     facts: list[Facts] = []
 
@@ -124,8 +126,12 @@ async def _gather(directory: Path) -> Bundle:
         try:
             bundle.add(name, _tail(path, bytes_max), bytes_max)
         except OSError as error:
-            bundle.missing[name] = str(error)
+            bundle.missing[name] = _why(error)
     return bundle
+
+
+def _why(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 async def _answer(asked: Awaitable[Any]) -> str:

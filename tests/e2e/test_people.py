@@ -1,0 +1,222 @@
+"""The commands that look at a pod, on one that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from tests.e2e.processes import kill
+from tests.pod.test_top import Terminal
+from understudy.errors import DegradedError
+from understudy.pod.drill.prompts import CHATS, COMPLETIONS
+
+UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
+ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
+WAIT_S = 60.0
+DEGRADED = DegradedError.exit_code
+
+
+async def understudy(pod: Pod, *words: str, **env: str) -> tuple[int, str]:
+    """Run the command on the pod's directory: its exit code and stdout."""
+    process = await asyncio.create_subprocess_exec(
+        *(UNDERSTUDY, *words, f"--dir={pod.directory}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**ENVIRONMENT, **env},
+    )
+    said, told = await asyncio.wait_for(process.communicate(), WAIT_S)
+    assert b"Traceback" not in told, told.decode()
+    assert process.returncode is not None
+    return process.returncode, said.decode()
+
+
+def port_flags(pod: Pod) -> list[str]:
+    ports = pod.local.ports
+    named = [("service", ports.service), ("lockserver", ports.lockserver)]
+    named += [("gms", ports.gms), ("engine", ports.engines[0])]
+    return [f"--{name}-port={port}" for name, port in named]
+
+
+async def checked(pod: Pod, *flags: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """What doctor says, by the checks' ids."""
+    code, said = await understudy(pod, "doctor", "--json", *port_flags(pod), *flags)
+    return code, {each["id"]: each for each in json.loads(said)["checks"]}
+
+
+def test_doctor_finds_nothing_wrong_with_a_pod_that_is_whole(home: PodHome):
+    """Goal: no false alarm. Method: every check that a pod on host memory can be asked passes, also
+    with --strict where the machine allows; its ports and its memory are its own."""
+
+    async def scenario(pod: Pod) -> None:
+        code, checks = await checked(pod)
+        assert code == 0, checks
+        for check in (
+            *("directory", "path_length", "shared", "one_lockserver", "flock", "stale_sockets"),
+            *("peer_pidfd", "pidfd_open", "descriptors", "host_memory", "ports"),
+            "memory_outside",
+        ):
+            assert checks[check]["status"] == "pass", checks[check]
+        assert f"pid {pod.pid('lockserver')} " in checks["one_lockserver"]["found"]
+        _, text = await understudy(pod, "doctor", *port_flags(pod))
+        assert " failed" not in text.splitlines()[-1]
+
+    home.run(scenario)
+
+
+@pytest.mark.slow
+def test_lock_server_that_hangs_keeps_nobody_from_looking(home: PodHome, tmp_path: Path):
+    """Goal: people look when something is wrong. Method: the lock server is stopped; status says
+    that the pod is degraded, with its exit code, doctor and bundle come to their end."""
+
+    async def scenario(pod: Pod) -> None:
+        await pod.whole()
+        hung = pod.pid("lockserver")
+        os.kill(hung, signal.SIGSTOP)
+        try:
+            code, said = await understudy(pod, "status", "--check")
+            assert (code, "degraded" in said) == (DEGRADED, True), said
+            code, checks = await checked(pod)
+            assert checks["one_lockserver"]["status"] == "pass"  # it is there, and it is one
+            output = tmp_path / "bundle.tar.gz"
+            code, _ = await understudy(pod, "support-bundle", f"--output={output}")
+            assert code == 0
+            with tarfile.open(output) as archive:
+                names = {member.name.partition("/")[2] for member in archive.getmembers()}
+            assert {"status.json", "doctor.json", "processes.json", "events.jsonl"} <= names
+        finally:
+            os.kill(hung, signal.SIGCONT)
+        await pod.whole()
+
+    home.run(scenario)
+
+
+def test_events_kept_tell_how_the_pod_came_up_in_order(home: PodHome):
+    """Goal: read afterwards what happened. Method: the records of all parts; both engines' way to
+    where they are, times that never go back."""
+
+    async def scenario(pod: Pod) -> None:
+        code, said = await understudy(pod, "events", "--json")
+        records = [json.loads(line) for line in said.splitlines()]
+        assert code == 0
+        assert {"lockserver", "gms-HOST-0", "engine-0", "engine-1"} <= {
+            r["source"] for r in records
+        }
+        times = [record["mono_ms"] for record in records]
+        assert times == sorted(times)
+        reached = {r["data"].get("to") for r in records if r["type"] == "engine.state"}
+        assert {"standby", "active"} <= reached
+        for record in records:
+            assert record["id"] >= 1
+
+    home.run(scenario)
+
+
+def test_status_watched_shows_a_failover_as_it_happens(home: PodHome):
+    """Goal: watch it live. Method: documents while the active engine is killed; the other one is
+    active in a later one."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        process = await asyncio.create_subprocess_exec(
+            *(UNDERSTUDY, "status", "--watch", "--json", f"--dir={pod.directory}"),
+            stdout=subprocess.PIPE,
+            env=ENVIRONMENT,
+            limit=1 << 22,
+        )
+        assert process.stdout is not None
+        try:
+            first = json.loads(await asyncio.wait_for(process.stdout.readline(), WAIT_S))
+            assert first["active"] == before.engine
+            kill(*(await pod.engine_tree(before.engine)))
+            async with asyncio.timeout(WAIT_S):
+                while (view := json.loads(await process.stdout.readline()))["token"] in (
+                    None,
+                    before.token,
+                ):
+                    pass
+            assert view["token"] > before.token
+        finally:
+            process.kill()
+            await process.wait()
+        await pod.whole_after(before.token)
+
+    home.run(scenario)
+
+
+def test_top_shows_the_pod_its_events_and_its_last_failover(home: PodHome):
+    """Goal: one screen for a running pod. Method: a failover, then the command in a terminal."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        kill(*(await pod.engine_tree(before.engine)))
+        after = await pod.whole_after(before.token)
+        await asyncio.to_thread(watch_top, pod, after.engine, after.token)
+
+    home.run(scenario)
+
+
+def watch_top(pod: Pod, engine: str, token: int) -> None:
+    terminal = Terminal("top", f"--dir={pod.directory}")
+    try:
+        terminal.sees("failover ready (1 standby)")
+        terminal.sees(f"held by {engine}")
+        terminal.sees("HOST-0  [")
+        terminal.sees("failovers")
+        terminal.sees(f"token {token}")
+        terminal.press("e")
+        terminal.sees(f"active granted to {engine}, token {token}")
+        terminal.press("q")
+        assert terminal.process.wait(WAIT_S) == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.master)
+        os.close(terminal.slave)
+
+
+def test_support_bundle_of_a_running_pod_has_all_of_it_and_no_secret(home: PodHome, tmp_path: Path):
+    """Goal: one file is enough to help. Method: a request with a prompt, a secret in the command's
+    environment; what is in the bundle, and what is nowhere in it."""
+
+    async def scenario(pod: Pod) -> None:
+        async with pod.load() as load:
+            await load.answers(4)
+        output = tmp_path / "bundle.tar.gz"
+        secret = "correct-horse-battery-staple"
+        code, said = await understudy(
+            pod, "support-bundle", f"--output={output}", VLLM_API_KEY=secret, MY_PASSWORD=secret
+        )
+        assert code == 0
+        assert "missing" not in said
+        with tarfile.open(output) as archive:
+            texts = {
+                member.name.partition("/")[2]: archive.extractfile(member).read().decode()
+                for member in archive.getmembers()
+            }
+        assert json.loads(texts["status.json"])["state"] == "healthy"
+        assert json.loads(texts["lockserver-status.json"])["server"]["online"]
+        assert json.loads(texts["gms-status.json"])["online"]
+        kinds = {json.loads(line)["type"] for line in texts["events.jsonl"].splitlines()}
+        assert {"lock.granted", "engine.state"} <= kinds
+        processes = json.loads(texts["processes.json"])
+        assert {each["pid"] for each in processes} >= set(pod.processes())
+        engine = next(each for each in processes if each["pid"] == pod.pid("engine-0"))
+        assert engine["environment"]["ENGINE_ID"] == "engine-0"
+        assert engine["rss_bytes"] > 0
+        assert {f"log/{name}.log" for name in pod.runner.pids()} <= set(texts)
+        assert {"state/lockserver.json", "state/engine_engine-0.json"} <= set(texts)
+        for prompt in (*COMPLETIONS, *CHATS):
+            assert not any(prompt in text for text in texts.values())
+        assert not any(secret in text for text in texts.values())
+
+    home.run(scenario)

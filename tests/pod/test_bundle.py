@@ -1,0 +1,163 @@
+"""The support bundle with nothing running, and what never leaves the machine. `tests/e2e` has it of
+a running pod."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from understudy.errors import UsageError
+from understudy.pod import bundle as bundle_module
+from understudy.pod import redact
+from understudy.pod.bundle import Bundle, collect
+
+NOT_KEPT = redact.NOT_KEPT
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "pod"
+    (path / "log").mkdir(mode=0o700, parents=True)
+    return path
+
+
+def collected(directory: Path, output: Path) -> tuple[dict[str, str], list[str]]:
+    """The entries of a bundle by name, and what the command said."""
+    said: list[str] = []
+    assert asyncio.run(collect(directory, output, said.append)) == output
+    with tarfile.open(output) as archive:
+        members = archive.getmembers()
+        folders = {member.name.partition("/")[0] for member in members}
+        assert len(folders) == 1
+        assert {stat.S_IMODE(member.mode) for member in members} == {0o600}
+        texts = {
+            member.name.partition("/")[2]: archive.extractfile(member).read().decode()
+            for member in members
+        }
+    return texts, said
+
+
+def test_bundle_of_a_pod_that_is_down_has_what_is_on_disk(directory: Path, tmp_path: Path):
+    """Goal: help where nothing runs any more. Method: state and logs of a pod that was, a pipe and
+    a link in the way; every entry is there or named as missing."""
+    (directory / "engine_engine-0.json").write_text(
+        '{"engine": {"id": "engine-0", "state": "dead"}}'
+    )
+    (directory / "log" / "gms.log").write_text("the last words\n")
+    os.mkfifo(directory / "log" / "lockserver.log")
+    (directory / "log" / "engine-0.log").symlink_to("/etc/shadow")
+    output = tmp_path / "b.tar.gz"
+    texts, said = collected(directory, output)
+    assert stat.S_IMODE(output.stat().st_mode) == 0o600
+    assert json.loads(texts["status.json"])["state"] == "down"
+    assert "no memory service" in texts["gms-status.json"]
+    assert "there is no such socket" in texts["lockserver-status.json"]
+    assert json.loads(texts["doctor.json"])["dir"] == str(directory)
+    assert json.loads(texts["state/engine_engine-0.json"])["engine"]["state"] == "dead"
+    assert texts["log/gms.log"] == "the last words\n"
+    assert "engine_engine-0.json" in texts["directory.txt"]
+    machine = json.loads(texts["machine.json"])
+    assert {"build", "uname", "packages", "environment", "files"} <= set(machine)
+    assert "MemTotal" in machine["files"]["/proc/meminfo"]
+    missing = [line for line in said if line.startswith("missing: ")]
+    assert {line.split(": ")[1] for line in missing} == {
+        *("events.jsonl", "log/lockserver.log", "log/engine-0.log")
+    }
+    named = {line.split()[0] for line in said if line not in missing}
+    assert set(texts) - {"contents.txt"} <= named
+    assert said[-1].startswith(str(output))
+    assert texts["contents.txt"].splitlines() == said[:-1]
+
+
+def test_bundle_is_never_written_over_what_is_there(directory: Path, tmp_path: Path):
+    """Goal: the last bundle stays. Method: its name again, and a directory that is not there."""
+    there = tmp_path / "there"
+    there.write_text("mine")
+    for output, code in ((there, "bundle.exists"), (tmp_path / "none" / "x", "bundle.not_written")):
+        with pytest.raises(UsageError) as refused:
+            asyncio.run(collect(directory, output, print))
+        assert refused.value.code == code
+    assert there.read_text() == "mine"
+
+
+def test_bundle_keeps_the_end_of_what_is_too_long_and_stops_when_it_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Goal: a bundle that can be sent. Method: a long entry, and one more than fits."""
+    monkeypatch.setattr(bundle_module, "BUNDLE_BYTES_MAX", 200)
+    bundle = Bundle()
+    bundle.add("long", "a" * 1000 + "the end", 100)
+    assert bundle.entries["long"].endswith(b"the end")
+    assert len(bundle.entries["long"]) < 150
+    bundle.add("more", "b" * 100, 100)
+    assert list(bundle.entries) == ["long"]
+    assert "has 200 B already" in bundle.missing["more"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("UNDERSTUDY_DIR", "/run/understudy", "/run/understudy"),
+        ("ENGINE_ID", "engine-0", "engine-0"),
+        ("CUDA_VISIBLE_DEVICES", "GPU-1", "GPU-1"),
+        ("VLLM_API_KEY", "abc", NOT_KEPT),
+        ("UNDERSTUDY_TOKEN", "abc", NOT_KEPT),
+        ("HF_TOKEN", "abc", NOT_KEPT),
+        ("AWS_SECRET_ACCESS_KEY", "abc", NOT_KEPT),
+        ("DATABASE_URL", "postgres://u:p@h/d", NOT_KEPT),
+        ("MY_OWN_THING", "who knows", NOT_KEPT),
+        ("UNDERSTUDY_PROXY", "http://user:pw@proxy:1", f"http://{NOT_KEPT}@proxy:1"),
+    ],
+)
+def test_environment_keeps_values_that_are_known_and_no_secret(name, value, kept):
+    """Goal: an allow-list. Method: known names, known names of secrets, unknown names."""
+    assert redact.environment({name: value}) == {name: kept}
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["engine", "run", "--backend", "vllm"], ["engine", "run", "--backend", "vllm"]),
+        (["x", "--api-key", "abc", "y"], ["x", "--api-key", NOT_KEPT, "y"]),
+        (["x", "--api-key=abc"], ["x", f"--api-key={NOT_KEPT}"]),
+        (["x", "--hf-token", "--other"], ["x", "--hf-token", "--other"]),
+        (["x", "--max-num-batched-tokens", "8"], ["x", "--max-num-batched-tokens", "8"]),
+        (["x", "--tokenizer", "m"], ["x", "--tokenizer", "m"]),
+        (["curl", "http://u:p@h/"], ["curl", f"http://{NOT_KEPT}@h/"]),
+    ],
+)
+def test_command_lines_lose_the_values_of_secret_flags(words, kept):
+    """Goal: flags are needed, keys are not. Method: each way to write one."""
+    assert redact.command_line(words) == kept
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ('{"lock": "active", "token": 17}', '{"lock": "active", "token": 17}'),
+        ("held by engine-0, token 17", "held by engine-0, token 17"),
+        ("prompt tokens: 512, token_ids: [1]", "prompt tokens: 512, token_ids: [1]"),
+        ('{"message": "took over in 28 ms"}', '{"message": "took over in 28 ms"}'),
+        ("hf_token=hf_abcdefghijklmnop", f"hf_token={NOT_KEPT}"),
+        ("got hf_abcdefghijklmnopqr there", f"got {NOT_KEPT} there"),
+        ("Authorization: Bearer abc.def-ghi", f"Authorization: Bearer {NOT_KEPT}"),
+        ("api_key='abc', x=1", f"api_key='{NOT_KEPT}', x=1"),
+        ('"password": "abc"', f'"password": "{NOT_KEPT}"'),
+        (
+            "Received request c-1: prompt: 'my diary', n=1",
+            f"Received request c-1: prompt: {NOT_KEPT}",
+        ),
+        ('body {"messages": [{"role": "user"}]}', f'body {{"messages": {NOT_KEPT}'),
+        ("see https://u:p@host/x", f"see https://{NOT_KEPT}@host/x"),
+        ("two\nlines, secret: abc\nthree", f"two\nlines, secret: {NOT_KEPT}\nthree"),
+    ],
+)
+def test_running_text_loses_secrets_and_prompts_and_nothing_else(text, kept):
+    """Goal: logs stay of use. Method: lines of ours that look alike, secrets and requests."""
+    assert redact.text(text) == kept
