@@ -13,7 +13,7 @@ RUNS ?= 10000
 export PYTHONDONTWRITEBYTECODE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-core test-vllm fuzz sim drill drill-vllm bench device-check docs clean
+.PHONY: help setup setup-vllm style types test test-core test-vllm fuzz sim drill drill-vllm bench device-check docs manifests clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -72,6 +72,9 @@ device-check: setup ## ask a GPU what the design relies on; without one it says 
 
 docs: setup ## write the generated pages again
 	$(PY) -m hack.gen_states
+
+manifests: ## render deploy/overlays with kubectl, into deploy/rendered
+	@for each in deploy/overlays/*/; do kubectl kustomize $$each > deploy/rendered/$$(basename $$each).yaml; done
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
