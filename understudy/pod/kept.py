@@ -4,7 +4,7 @@ Owns the process, its probes' tasks and the wait before the next start. What an 
 `probes.py`'s, what an end means is `containers.py`'s. Signals are sent only to children that it
 started and has not reaped yet, so never to a stranger who was given a recycled pid. Children end
 with the runner: they are told its pid in UNDERSTUDY_PARENT_PID and ask the kernel to be killed when
-it goes, or `unshare` asks for them.
+it goes, or `enter_namespace.py` asks for them.
 
 The surprising thing: during the *first* start an exit with a code (not by a signal) is final. A
 bad flag or a missing model does not heal by trying again, and people wait for the sentence. For
@@ -69,7 +69,7 @@ class Kept:
 
     @property
     def child(self) -> int | None:
-        """The child of ours that is to be waited for: the first process, or `unshare`."""
+        """The child of ours that is to be waited for: the first process, or the one outside."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
@@ -165,7 +165,7 @@ class Kept:
             if not (is_private and name.startswith(OURS))
         }
         found |= self.container.env
-        # Its parent there is nobody that it could watch, and `unshare` watches for it.
+        # Its parent there is nobody that it could watch: another process watches for it.
         return found if self.container.has_pid_namespace else found | environment()
 
     # ------------------------------------------------------------------ its probes

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from understudy.pod.drill.records import (
     GMS,
+    PARTS,
     PHASES,
     End,
     Exchange,
@@ -228,11 +230,12 @@ def _killed(records: Records) -> dict[str, int]:
     counts = dict.fromkeys(records.targets, 0)
     for kill in records.kills:
         counts[kill.target] = counts.get(kill.target, 0) + 1
-    for part in records.part_kills:
-        counts[part.target] = counts.get(part.target, 0) + 1
-    if records.memory is not None:
-        counts[GMS] = len(records.memory_kills)
-    return counts
+    parts = Counter(kill.target for kill in records.part_kills)
+    parts[GMS] += len(records.memory_kills)
+    is_drilled = {GMS: records.memory is not None}
+    return counts | {
+        part: parts[part] for part in PARTS if parts[part] or is_drilled.get(part, False)
+    }
 
 
 def _part_problems(records: Records) -> list[str]:
