@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ class Pod:
         self.local = local
         self._whole_deadline_s = whole_deadline_s
         self.directory = local.directory
-        containers = [replace(container, grace_s=GRACE_S) for container in local.containers()]
+        # Nobody looks whether it lives: tests stop processes, to see what the pod makes of it.
+        containers = [replace(each, grace_s=GRACE_S, liveness=None) for each in local.containers()]
         self.runner = Runner(containers, self.directory / "log")
         self._drill = Drill(self.directory, DrillPlan(), lambda line: None)
         self._target: Target | None = None
@@ -130,41 +131,49 @@ class Pod:
 
     # ------------------------------------------------------------------ using it
 
-    @asynccontextmanager
-    async def grants(self, old: Processes) -> AsyncIterator[Grants]:
+    def grants(self, old: Processes) -> AbstractAsyncContextManager[Grants]:
         """Listen to the lock server; at each grant, look who of `old` is alive."""
-        grants = Grants(old)
-        path = str(self.directory / LOCKSERVER_SOCKET)
-        watch = Watch(path, lock_messages.CATALOGUE, lock_messages.Watch(), grants.heard)
-        try:
-            await auntil(lambda: grants.is_listening, "the lock server to take an observer")
-            yield grants
-        finally:
-            await watch.close()
+        return grants_in(self.directory, old)
 
-    @asynccontextmanager
-    async def load(self, clients: int = CLIENTS) -> AsyncIterator[Load]:
+    def load(self, clients: int = CLIENTS) -> AbstractAsyncContextManager[Load]:
         """Clients that stream without pause until the block ends; judged then."""
         assert self._target is not None
-        load = Load(self._drill.records.expected)
-        stopping = asyncio.Event()
-        tasks = [
-            asyncio.create_task(
-                stream_without_pause(
-                    self._target, self._drill.prompts, number, load.exchanges.append, stopping
-                )
-            )
-            for number in range(clients)
-        ]
-        try:
-            yield load
-            stopping.set()
-            await asyncio.gather(*tasks)
-            load.check()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return load_on(self._target, self._drill, clients)
+
+
+@asynccontextmanager
+async def grants_in(directory: Path, old: Processes) -> AsyncIterator[Grants]:
+    """Listen to the lock server in `directory`; at each grant, look who of `old` is alive."""
+    grants = Grants(old)
+    path = str(directory / LOCKSERVER_SOCKET)
+    watch = Watch(path, lock_messages.CATALOGUE, lock_messages.Watch(), grants.heard)
+    try:
+        await auntil(lambda: grants.is_listening, "the lock server to take an observer")
+        yield grants
+    finally:
+        await watch.close()
+
+
+@asynccontextmanager
+async def load_on(target: Target, drill: Drill, clients: int = CLIENTS) -> AsyncIterator[Load]:
+    """Clients that ask `target` what `drill` has learnt, until the block ends; judged then."""
+    load = Load(drill.records.expected)
+    stopping = asyncio.Event()
+    tasks = [
+        asyncio.create_task(
+            stream_without_pause(target, drill.prompts, number, load.exchanges.append, stopping)
+        )
+        for number in range(clients)
+    ]
+    try:
+        yield load
+        stopping.set()
+        await asyncio.gather(*tasks)
+        load.check()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Load:

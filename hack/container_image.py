@@ -1,0 +1,109 @@
+"""Build the CPU image on a base made on the spot: for machines that reach no registry, like CI's.
+
+    python -m hack.container_image            # as root, with podman, runc and debootstrap
+
+The base is Debian with Python, made by debootstrap once and kept as an image. Packages are fetched
+here, by this Python's pip with whatever configuration that has, and handed over as a folder: the
+build itself has no network, and nothing of the configuration gets into an image or a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTAINERFILE = ROOT / "deploy/container/Containerfile.cpu"
+
+IMAGE = "localhost/understudy:ci"
+RELEASE = "bookworm"
+BASE = f"localhost/understudy-base:{RELEASE}"
+BASE_PYTHON = "3.11"  # of that release; packages are fetched for it, whatever Python runs this
+MIRROR = "http://deb.debian.org/debian"
+WHEELS = "/wheels"  # where the build finds the folder of packages
+
+TOOLS = ("podman", "runc", "debootstrap")
+# runc and cgroupfs: what also works where systemd is not PID 1.
+PODMAN = ("podman", "--runtime=runc", "--cgroup-manager=cgroupfs")
+STEP_DEADLINE_S = 900.0  # the slowest step, debootstrap over a slow line, takes minutes
+
+
+def why_not() -> str | None:
+    """What this machine lacks for building and running containers; None if nothing."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"needs {', '.join(missing)} (Debian's packages of that name)"
+    return None if os.geteuid() == 0 else "needs root"
+
+
+def build(image: str = IMAGE, mirror: str = MIRROR) -> str:
+    """Build the image from this working tree; returns its id. Layers that have not changed are
+    taken from the last build."""
+    with tempfile.TemporaryDirectory(prefix="understudy-image-") as place:
+        if _run(*PODMAN, "image", "exists", BASE, is_question=True).returncode:
+            _make_base(Path(place), mirror)
+        wheels = Path(place, "wheels")
+        _fetch_packages(wheels)
+        _run(
+            *PODMAN, "build", f"--file={CONTAINERFILE}", f"--tag={image}",
+            f"--build-arg=BASE={BASE}", f"--build-arg=PIP_FIND_LINKS={WHEELS}",
+            "--build-arg=PIP_NO_INDEX=1", f"--volume={wheels}:{WHEELS}:ro",
+            "--network=none", "--pull=never", str(ROOT),
+        )  # fmt: skip
+    return _run(*PODMAN, "image", "inspect", "--format={{.Id}}", image).stdout.strip()
+
+
+def _make_base(place: Path, mirror: str) -> None:
+    root = place / "root"
+    packages = "python3,python3-venv"
+    _run("debootstrap", "--variant=minbase", f"--include={packages}", RELEASE, str(root), mirror)
+    # Nothing is installed into it any more.
+    for folder in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man"):
+        shutil.rmtree(root / folder, ignore_errors=True)
+    archive = place / "base.tar"
+    _run("tar", "--create", f"--directory={root}", f"--file={archive}", ".")
+    _run(*PODMAN, "import", str(archive), BASE)
+
+
+def _fetch_packages(folder: Path) -> None:
+    """Everything that the image gets from an index, and what its wheel is built with."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"], "wheel"]
+    _run(
+        sys.executable, "-m", "pip", "download", "--quiet", f"--dest={folder}",
+        "--only-binary=:all:", f"--python-version={BASE_PYTHON}", *wanted,
+    )  # fmt: skip
+
+
+def _run(*command: str, is_question: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run `command`; what it said is shown only if it failed, unless failing is an answer."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=STEP_DEADLINE_S
+    )
+    if done.returncode and not is_question:
+        raise RuntimeError(
+            f"{' '.join(command[:6])} … ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        )
+    return done
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m hack.container_image")
+    parser.add_argument("--image", default=IMAGE, help=f"its name (default {IMAGE})")
+    parser.add_argument("--mirror", default=MIRROR, help=f"Debian's (default {MIRROR})")
+    given = parser.parse_args(arguments)
+    lack = why_not()
+    if lack is not None:
+        sys.exit(f"error: this machine cannot build it: {lack}")
+    print(build(given.image, given.mirror))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Goal: the image is what the manifests expect, and the fence holds between real containers.
+
+Method: the CPU image, built on a base made on the spot, run with podman as the rendered manifests
+say: each container with its own PID namespace and read-only root, as the pod's user, with nothing
+in common but the volumes and the network. Kills come from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hack import container_image
+from tests.deploy.manifests import OVERLAYS, containers
+from tests.deploy.podman_pod import LIMITS, PodmanPod, pid_namespace, podman
+from tests.e2e.pods import CLIENTS, grants_in, load_on, make_model
+from tests.e2e.processes import Processes, kill
+from tests.helpers import POLL_S, auntil
+from understudy.pod.drill.clients import Target
+from understudy.pod.drill.killer import Whole, wait_whole
+from understudy.pod.drill.run import Drill, DrillPlan
+from understudy.pod.gather import gather
+from understudy.service.procfs import rss_bytes
+
+WHOLE_DEADLINE_S = 90.0
+KILLED = 137  # a shell's and podman's code for SIGKILL
+# A bystander's memory, so that the end of its container takes the kernel a while: time in which a
+# lock server that believed in connections would have granted.
+DIRTY_BYTES = 512 << 20
+BYSTANDER = f"import time; held = bytearray(b'x') * {DIRTY_BYTES}; time.sleep(3600)"
+
+pytestmark = pytest.mark.skipif(
+    container_image.why_not() is not None, reason=str(container_image.why_not())
+)
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    return container_image.build()
+
+
+class Home:
+    """A pod of containers, on one event loop. A test leaves it whole, or fails those after it."""
+
+    def __init__(self, image: str, model: Path) -> None:
+        self.pod = PodmanPod(image, model)
+        self._loop = asyncio.Runner()
+        self._drill: Drill | None = None
+        self._target: Target | None = None
+
+    def run(self, scenario: Callable[[Home], Awaitable[None]]) -> None:
+        async def use() -> None:
+            try:
+                await asyncio.wait_for(scenario(self), 2 * WHOLE_DEADLINE_S)
+            except BaseException:
+                for name in self.pod.names:
+                    print(await self.pod.logs(name))
+                raise
+
+        self._loop.run(use())
+
+    def start(self) -> None:
+        self._loop.run(self._start())
+
+    async def _start(self) -> None:
+        await self.pod.start()
+        self._drill = Drill(self.pod.directory, DrillPlan(), lambda line: None)
+        await self.whole()
+        self._target = await self._drill.prepare()
+
+    def close(self) -> None:
+        try:
+            assert self._loop.run(self.pod.close()) == []
+        finally:
+            self._loop.close()
+
+    async def whole(self) -> Whole:
+        return await wait_whole(self.pod.directory, deadline_s=WHOLE_DEADLINE_S)
+
+    def load(self):
+        assert self._target is not None
+        assert self._drill is not None
+        return load_on(self._target, self._drill)
+
+
+@pytest.fixture(scope="module")
+def home(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    found = Home(image, make_model(tmp_path_factory.mktemp("containers") / "model"))
+    try:
+        found.start()
+        yield found
+    finally:
+        found.close()
+
+
+def test_image_says_what_the_manifests_rely_on(image: str):
+    (found,) = json.loads(asyncio.run(podman("image", "inspect", image)))
+    config = found["Config"]
+    assert config["User"] == "10001:10001"
+    assert not config.get("Entrypoint")
+    assert not [each for each in config["Env"] if each.startswith("PIP_")]
+    assert container_image.WHEELS not in json.dumps(found["History"])
+
+
+def test_every_command_of_the_manifests_is_on_the_path(image: str):
+    programs = {each["command"][0] for name in OVERLAYS for each in containers(name)}
+    assert programs == {"lockserver", "gms", "engine", "understudy"}
+
+    async def ask(program: str) -> str:
+        flags = ("--rm", "--network=none", "--read-only", *LIMITS)
+        return await podman("run", *flags, image, program, "--help")
+
+    for program in sorted(programs):
+        assert f"Usage: {program}" in asyncio.run(ask(program))
+
+
+def test_containers_share_their_volumes_and_no_processes(home: Home):
+    """What makes the next tests mean something."""
+
+    async def scenario(home: Home) -> None:
+        pids = [await home.pod.pid(name) for name in home.pod.names]
+        namespaces = {pid_namespace(pid) for pid in pids}
+        assert len(namespaces) == len(home.pod.names) == 4
+        assert pid_namespace(1) not in namespaces
+        for pid in pids:
+            status = Path(f"/proc/{pid}/status").read_text()
+            assert re.search(r"^Uid:\t10001\t10001\t10001\t10001$", status, re.MULTILINE)
+            assert re.search(r"^NSpid:\t\d+\t1$", status, re.MULTILINE)
+            assert re.search(r"^CapEff:\t0+$", status, re.MULTILINE)
+            assert re.search(r"^NoNewPrivs:\t1$", status, re.MULTILINE)
+        lock = (await gather(home.pod.directory))["lockserver"]["locks"]["active"]
+        assert lock["holder"]["evidence"] == "pidfd+witness"
+        assert lock["holder"]["pidfd_source"] == "SO_PEERPIDFD"
+
+    home.run(scenario)
+
+
+def test_killed_container_is_gone_before_the_next_is_granted_and_comes_back_as_standby(home: Home):
+    """Method: SIGKILL to PID 1 of the active engine under load; pidfds of everything that was in
+    its container, a bystander with much memory among it, say who lived at the grant."""
+
+    async def scenario(home: Home) -> None:
+        pod, before = home.pod, await home.whole()
+        (standby,) = before.standbys
+        pid = await pod.pid(before.engine)
+        bystander = await with_bystander(pod, before.engine)
+        with Processes(await pod.processes(before.engine)) as old:
+            assert {pid, bystander} < old.alive()
+            assert len(old.alive()) == 4  # and the backend's two
+            async with home.load() as load, grants_in(pod.directory, old) as grants:
+                await load.answers()
+                kill(pid)
+                token = await load.newer(before.token)
+                await load.answers()
+                assert [(each.engine, each.token) for each in grants.made] == [(standby, token)]
+                assert not grants.made[0].alive
+                assert (await pod.state(before.engine))["ExitCode"] == KILLED
+                await pod.restart(before.engine)
+                after = await home.whole()
+                await load.answers()
+            assert (after.engine, after.token) == (standby, token)
+            assert after.standbys == (before.engine,)
+            assert not load.refused()
+            assert len(load.lost()) <= CLIENTS
+            assert load.tokens() == {before.token, token}
+            assert len(grants.made) == 1
+
+    home.run(scenario)
+
+
+async def with_bystander(pod: PodmanPod, name: str) -> int:
+    """Have a process with much memory in the container; its pid, once it has the memory."""
+    had = set(await pod.processes(name))
+    await pod.execute(name, "python3", "-c", BYSTANDER)
+    namespace = pid_namespace(await pod.pid(name))
+    found: list[int] = []
+
+    def is_there() -> bool:
+        found[:] = [
+            pid
+            for pid in (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+            if pid not in had and pid_namespace(pid) == namespace
+        ]
+        return any((rss_bytes(pid) or 0) > DIRTY_BYTES for pid in found)
+
+    await auntil(is_there, "the bystander's memory")
+    return next(pid for pid in found if (rss_bytes(pid) or 0) > DIRTY_BYTES)
+
+
+def test_stopped_container_drains_and_nothing_is_lost(home: Home):
+    """Goal: a kubelet's SIGTERM to PID 1 is a switchover. Method: podman stop under load."""
+
+    async def scenario(home: Home) -> None:
+        pod, before = home.pod, await home.whole()
+        async with home.load() as load:
+            await load.answers()
+            assert await pod.stop(before.engine) == 0
+            token = await load.newer(before.token)
+            await pod.restart(before.engine)
+            after = await home.whole()
+            await load.answers()
+            assert (after.engine, after.token) == (*before.standbys, token)
+            assert not load.lost()
+            assert not load.refused()
+
+    home.run(scenario)
+
+
+@pytest.mark.parametrize("sidecar", ["lockserver", "gms"])
+def test_killed_sidecar_costs_nothing(home: Home, sidecar: str):
+    """Goal: its successor is handed what it had by other containers. Method: SIGKILL to its PID 1
+    under load; the same holder under the same token, the same epoch, and weights loaded once."""
+
+    async def scenario(home: Home) -> None:
+        pod, before = home.pod, await home.whole()
+        epoch = (await committed(pod))["epoch"]
+        async with home.load() as load:
+            await load.answers()
+            kill(await pod.pid(sidecar))
+            await pod.restart(sidecar)
+            assert await home.whole() == before
+            await load.answers()
+            assert not load.lost()
+            assert not load.refused()
+            assert load.tokens() == {before.token}
+        found = await committed(pod)
+        assert found["epoch"] == epoch
+        assert found["commits_total"] == (0 if sidecar == "gms" else 1)
+
+    home.run(scenario)
+
+
+async def committed(pod: PodmanPod):
+    """The memory server's status, once it has weights."""
+    async with asyncio.timeout(WHOLE_DEADLINE_S):
+        while True:
+            (found,) = (await gather(pod.directory))["gms"]
+            if found.get("epoch"):
+                return found
+            await asyncio.sleep(POLL_S)
