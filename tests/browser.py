@@ -90,7 +90,7 @@ class Tab:
 
     async def go(self, address: str) -> None:
         await self.tell("Page.navigate", url=address)
-        await self.wait("document.readyState === 'complete'")
+        await self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     async def evaluate(self, expression: str) -> Any:
         """The value of `expression` in the page."""

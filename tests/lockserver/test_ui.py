@@ -15,8 +15,10 @@ import pytest
 
 from lockserver.daemon import UI
 from tests.browser import Tab, needs_chromium, tab
+from tests.e2e import pods
 from tests.e2e.pods import Pod, PodHome, make_model
-from tests.e2e.processes import kill
+from tests.e2e.processes import fresh_ports, kill
+from understudy.pod.local_pod import Ports
 
 SIZE_MAX_BYTES = 30_000  # it is read as often as changed, and sent at every look
 
@@ -26,20 +28,31 @@ CARDS = """JSON.stringify([...document.querySelectorAll('#cards .card')].map((ca
         [term.textContent, term.nextSibling.textContent]))]))"""
 
 
+def ports_in_a_row() -> Ports:
+    """A pod's ports, as far from each other as those that it has by default."""
+    first = fresh_ports(12)
+    return Ports(fresh_ports(), first, first + 1, (first + 10, first + 11))
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
     model = make_model(tmp_path_factory.mktemp("ui") / "model")
     found = PodHome(tmp_path_factory.mktemp("pod"), model)
-    try:
-        yield found
-    finally:
-        found.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pods, "pod_ports", ports_in_a_row)
+        try:
+            yield found
+        finally:
+            found.close()
 
 
 def address(pod: Pod) -> str:
+    return f"http://127.0.0.1:{pod.local.ports.lockserver}/ui"
+
+
+def address_with_ports(pod: Pod) -> str:
     ports = pod.local.ports
-    engines = ",".join(map(str, ports.engines))
-    return f"http://127.0.0.1:{ports.lockserver}/ui?gms={ports.gms}&engines={engines}"
+    return f"{address(pod)}?gms={ports.gms}&engines={','.join(map(str, ports.engines))}"
 
 
 async def cards(page: Tab) -> dict[str, tuple[str, dict[str, str]]]:
@@ -73,6 +86,7 @@ def test_page_is_one_small_file_that_names_no_other_place(start_server):
     assert not re.search(r"@import|\bsrc=|<link rel=\"(?!icon)|\bstyle=|\bon\w+=\"", text)
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_page_follows_a_failover_without_being_loaded_again(home: PodHome, tmp_path: Path):
     """Goal: what people look at while it happens. Method: a real pod, a real browser; a process of
@@ -143,7 +157,7 @@ def test_page_is_used_by_keys_and_in_the_dark(home: PodHome, tmp_path: Path):
         whole = await pod.whole()
         (other,) = whole.standbys
         async with tab(tmp_path) as page:
-            await page.go(address(pod))
+            await page.go(address_with_ports(pod))
             await page.wait(_serves(whole.engine))
             await page.press("?", "?")
             assert await page.evaluate("document.getElementById('helping').open")

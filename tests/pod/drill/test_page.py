@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.browser import needs_chromium, tab
+from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.pod.drill.fake_pod import FakePod
 from understudy.errors import UnderstudyError, UsageError
 from understudy.pod import sessions
 from understudy.pod.drill.page import data as page
 from understudy.pod.drill.page.write import check_destination, render, write_page
 from understudy.pod.drill.records import (
+    GONE,
     LOCK,
     End,
     Exchange,
@@ -30,6 +35,7 @@ from understudy.pod.drill.report import Usage
 from understudy.pod.drill.run import DrillPlan
 from understudy.pod.drill.verdict import judge
 
+UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 KILLED_MS = 1000.0
 MACHINE = {"cpu": "a CPU", "cpus": 2, "memory_bytes": 2**33, "kernel": "6.1", "python": "3.11"}
 USAGES = {"gms": (Usage(5, 2**20), Usage(5, 2**21))}
@@ -297,3 +303,40 @@ def test_a_browser_draws_it_and_keys_walk_through_it(tmp_path: Path):
             }
 
     asyncio.run(main())
+
+
+def drill_with_report(temporary: Path, report: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [UNDERSTUDY, "drill", "--kills=1", "--target=supervisor", f"--report={report}", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **AS_USERS_RUN_IT, "TMPDIR": str(temporary)},
+    )
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_page_of_a_real_drill(tmp_path_factory: pytest.TempPathFactory):
+    """Goal: what people run. Method: the command, on a pod of its own; the page says what the JSON
+    says and what has become of every process. A place that is none is refused before any pod."""
+    temporary = tmp_path_factory.mktemp("t")  # short: a socket's path has 107 bytes
+    target = tmp_path_factory.mktemp("report") / "report.html"
+    done = drill_with_report(temporary, target)
+    assert done.returncode == 0, done.stderr
+    assert f"the report is in {target}" in done.stderr
+    found = data_in(target.read_text())
+    assert found["report"] == json.loads(done.stdout)
+    (kill,) = found["kills"]
+    assert len(kill["deaths_ms"]) == 3  # the supervisor and both processes of its backend
+    assert None not in kill["deaths_ms"].values()
+    states = {part: [each[2] for each in lane] for part, lane in kill["lanes"].items()}
+    assert states[kill["engine"]][:2] == ["active", GONE]
+    assert states[kill["new_engine"]] == ["standby", "waking", "active"]
+    assert (states[LOCK][0], states[LOCK][-1]) == ("held", "held")
+    assert kill["lanes"][LOCK][-1][3] == kill["new_engine"]
+    assert kill["requests"]
+
+    refused = drill_with_report(temporary, temporary / "none" / "report.html")
+    assert refused.returncode == 2
+    assert "name a file that can be made" in refused.stderr
+    assert os.listdir(temporary) == []
