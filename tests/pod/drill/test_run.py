@@ -197,7 +197,7 @@ def test_status_of_no_pod_is_unreachable(directory):
     ("arguments", "words"),
     [
         (["drill", "--kills", "0"], "the least is 1"),
-        (["drill", "--target", "lockserver"], "it takes backend-http"),
+        (["drill", "--target", "nobody"], "it takes backend-http"),
         (["drill", "--target", "backend-model-0"], "it takes backend-http"),
         (["up", "--tensor-parallel", "0"], "the least is 1"),
         (["drill", "--model", "/no/such/model"], "is not a directory"),
@@ -205,6 +205,14 @@ def test_status_of_no_pod_is_unreachable(directory):
         (["drill", "--attach", "--yes", "--tensor-parallel", "2"], "--tensor-parallel cannot be"),
         (["drill", "--attach", "--model", "/tmp", "--backend", "reference"], "--model, --backend "),
         (["up", "--service-port", "x"], "whole number"),
+        (["up", "--set", "port.http=8001"], "name one with -f"),
+        (["up", "-f", "x.yaml", "--set", "port.http=0"], "from 1 to 65535"),
+        (["up", "-f", "x.yaml", "--set", "http=8001"], "it takes volume.NAME=VALUE"),
+        (["drill", "-f", "/no/such/file"], "cannot read the manifest /no/such/file"),
+        (["drill", "-f", "x.yaml", "--model", "/tmp"], "--model cannot be used with -f"),
+        (["drill", "-f", "x.yaml", "--attach"], "--attach cannot be used with -f"),
+        (["up", "-f", "x.yaml", "--", "--slots=1"], "cannot be used with -f"),
+        (["up", "--restart-backoff-max", "-1"], "the least is 0"),
     ],
 )
 def test_bad_flags_are_refused_with_exit_code_2(arguments, words):

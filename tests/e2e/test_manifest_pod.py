@@ -1,0 +1,120 @@
+"""The pod of a manifest on one machine: drilled, kept up, drilled from inside a container."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.manifests import DEPLOY, RENDERED
+from tests.e2e.processes import Processes, fresh_ports
+from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY, check_status, running_pod
+from tests.helpers import until
+from understudy.pod import namespaces
+from understudy.pod.drill.records import PARTS, TARGETS
+from understudy.pod.gather import pids_of
+from understudy.service.procfs import descendants
+
+HAS_NAMESPACES = asyncio.run(namespaces.wanted("auto"))
+WITHOUT_A_GPU = {
+    "cpu": (),
+    "no-dra": (
+        "--set=flag.backend=reference",
+        "--set=flag.memory=host",
+        "--set=flag.kv-cache-memory-bytes=",
+    ),
+}
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A directory with a short name: a socket's path has 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="us-"))
+    yield path
+    shutil.rmtree(path)
+
+
+def drill(home: Path, *flags: str) -> dict:
+    """The report of a drill that passed and left nothing behind."""
+    done = subprocess.run(
+        [UNDERSTUDY, "drill", "--json", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**ENVIRONMENT, "TMPDIR": str(home)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(home) == []
+    report: dict = json.loads(done.stdout)
+    assert (report["refused"], report["wrong_tokens"], report["double_active"]) == (0, 0, 0)
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlay", WITHOUT_A_GPU)
+def test_drill_of_a_manifest_kills_everything_in_it_once(home: Path, overlay: str):
+    """Goal: what is deployed is what is drilled. Method: the command on the overlay itself; every
+    process of an engine, then every other part; its report says what differs from a cluster."""
+    targets = (*TARGETS, *PARTS)
+    flags = ("-f", str(DEPLOY / "overlays" / overlay), *WITHOUT_A_GPU[overlay])
+    report = drill(home, *flags, f"--kills={len(targets)}")
+    assert report["killed"] == dict.fromkeys(targets, 1)
+    assert report["manifest"].endswith(overlay)
+    assert report["restart_backoff_max_s"] == 1
+    assert report["pid_namespaces"] is HAS_NAMESPACES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("-f", str(RENDERED / "cpu.yaml")), ()])
+def test_supervisor_that_hangs_is_replaced(home: Path, flags: tuple[str, ...]):
+    """Goal: a hang that only a probe can find. Method: SIGSTOP to the active engine's supervisor,
+    in the pod of a manifest and in the one of flags."""
+    report = drill(home, *flags, "--target=stop:supervisor", "--kills=1")
+    assert report["killed"]["stop:supervisor"] == 1
+    assert report["failover_ms"]["max"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not HAS_NAMESPACES or shutil.which("nsenter") is None, reason="needs PID namespaces"
+)
+def test_pod_that_stays_up_is_drilled_from_inside_a_container_and_ends_in_order(home: Path):
+    """Goal: `kubectl exec … understudy drill --attach`. Method: `up -f`, the drill in the lock
+    server's namespace, where no other process can be seen; then SIGTERM, and who is left."""
+    directory, output = home / "pod", home / "up.txt"
+    first = fresh_ports(5)
+    names = ("http", "lockserver", "gms", "engine-0", "engine-1")
+    ports = [f"--set=port.{name}={first + number}" for number, name in enumerate(names)]
+    with running_pod(directory, output, ["-f", str(RENDERED / "cpu.yaml"), *ports]) as up:
+        shared = directory / "vol/shared/understudy"
+        token = check_status(shared)
+        lock_server = asyncio.run(pids_of(shared)).lockserver
+        done = subprocess.run(
+            [
+                *("nsenter", "--target", str(lock_server), "--pid", "--mount"),
+                *(UNDERSTUDY, "drill", "--attach", "--yes", "--kills=3", "--json"),
+                f"--dir={shared}",
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=ENVIRONMENT,
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["killed"] == dict.fromkeys(TARGETS, 1)
+        assert check_status(shared) >= token + 3
+        with Processes([up.pid, *descendants(up.pid)]) as everybody:
+            up.send_signal(signal.SIGTERM)
+            assert up.wait(60) == 0
+            until(lambda: not everybody.alive(), "every process to end with `up`")
+    said = output.read_text()
+    assert said.count("not honoured on one machine: ") == 1
+    assert "SIGKILL" not in said
