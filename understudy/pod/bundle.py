@@ -27,9 +27,9 @@ from understudy.pod.bundle_facts import machine_facts, process_facts
 from understudy.pod.doctor.checks import document, examine
 from understudy.pod.doctor.facts import Facts
 from understudy.pod.doctor.probe import look
-from understudy.pod.follow import kept_events
 from understudy.pod.gather import gather
 from understudy.pod.local_pod import Ports
+from understudy.pod.past_events import past_events
 from understudy.pod.words import size, table
 
 Say = Callable[[str], None]
@@ -139,7 +139,7 @@ async def _answer(asked: Awaitable[Any]) -> str:
 
 
 async def _events(directory: Path) -> str:
-    return "".join(f"{json.dumps(each, default=str)}\n" for each in await kept_events(directory))
+    return "".join(f"{json.dumps(each, default=str)}\n" for each in await past_events(directory))
 
 
 async def _run(words: tuple[str, str], directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""`understudy events`: what happened in a pod, and with `-f` what happens, from all its parts.
+"""`understudy events -f`: what happens in a pod, from all its parts, as it happens.
 
 Parts die and come back; that is said once each, and following goes on. A device's memory server
 that is back replays its record from its start, because what it did first, getting its memory back,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
 from understudy.errors import UnreachableError
 from understudy.pod.gather import LOCKSERVER_SOCKET, engine_sockets, gms_sockets
-from understudy.pod.peers import ASK_TIMEOUT_S, Watch
+from understudy.pod.peers import Watch
 from understudy.service.clock import Clock, SystemClock, rfc3339
 from understudy.wire import observe
 from understudy.wire.messages import Catalogue, Message
@@ -80,68 +81,35 @@ class Part:
         )
 
 
-class _Kept:
-    """What one part remembers; complete once the newest that its status speaks of is here."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A part and how to ask for its events. `is_replayed`: followers are told all that it kept."""
 
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.is_complete = asyncio.Event()
-        self._newest_id: int | None = None
-
-    def told(self, message: Message) -> None:
-        if isinstance(message, observe.StatusReply):
-            self._newest_id = message.document["as_of_event_id"]
-        elif isinstance(message, observe.EventRecord):
-            self.records.append(message.record)
-        last_id = self.records[-1]["id"] if self.records else 0
-        if self._newest_id is not None and last_id >= self._newest_id:
-            self.is_complete.set()
+    name: str
+    catalogue: Catalogue
+    ask: Callable[[int | None], Message]
+    is_replayed: bool = False
 
 
-async def kept_events(directory: Path) -> list[Record]:
-    """What every part that answers remembers, in the order in which it happened.
-
-    Raises:
-        UnreachableError: `pod.no_sockets`, there is no pod in `directory`.
-    """
-    parts = _parts(directory, since=0)
-    if not parts:
-        raise _no_pod(directory)
-    kept = [_Kept() for _ in parts]
-    watches = [
-        Watch(path, catalogue, question, each.told, each.is_complete.set)
-        for each, (path, (_, catalogue, question)) in zip(kept, parts.items(), strict=True)
-    ]
-    try:
-        async with asyncio.timeout(ASK_TIMEOUT_S):
-            for each in kept:
-                await each.is_complete.wait()
-    except TimeoutError:
-        pass  # one that hangs does not keep the others' from people
-    finally:
-        for watch in watches:
-            await watch.close()
-    records = [record for each in kept for record in each.records]
-    return sorted(records, key=lambda record: float(record["mono_ms"]))
+def sources(directory: Path) -> dict[str, Source]:
+    """Every part that has a socket in `directory`, by the socket's path."""
+    found: dict[str, Source] = {}
+    lockserver = directory / LOCKSERVER_SOCKET
+    if lockserver.exists():
+        found[str(lockserver)] = Source("lockserver", lock_messages.CATALOGUE, observe.Watch)
+    for device, path in gms_sockets(directory).items():
+        catalogue, ask = gms_messages.CATALOGUE, gms_messages.Watch
+        found[path] = Source(f"gms-{device}", catalogue, ask, is_replayed=True)
+    for engine, path in engine_sockets(directory).items():
+        found[path] = Source(engine, engine_messages.CONTROL, observe.Watch)
+    return found
 
 
-def _no_pod(directory: Path) -> UnreachableError:
+def no_pod(directory: Path) -> UnreachableError:
+    """Nobody to ask in `directory`."""
     return UnreachableError(
         "pod.no_sockets", f"there is no pod in {directory}; start one with `understudy up`"
     )
-
-
-def _parts(directory: Path, since: int | None = None) -> dict[str, tuple[str, Catalogue, Message]]:
-    """What there is to follow: its name, by socket, with how to ask for what it kept `since`."""
-    found: dict[str, tuple[str, Catalogue, Message]] = {}
-    lockserver = directory / LOCKSERVER_SOCKET
-    if lockserver.exists():
-        found[str(lockserver)] = ("lockserver", lock_messages.CATALOGUE, observe.Watch(since))
-    for device, path in gms_sockets(directory).items():
-        found[path] = (f"gms-{device}", gms_messages.CATALOGUE, gms_messages.Watch(since=0))
-    for engine, path in engine_sockets(directory).items():
-        found[path] = (engine, engine_messages.CONTROL, observe.Watch(since))
-    return found
 
 
 async def follow_events(directory: Path, heard: Heard, clock: Clock | None = None) -> None:
@@ -155,12 +123,13 @@ async def follow_events(directory: Path, heard: Heard, clock: Clock | None = Non
     is_new = False
     try:
         while True:
-            for path, (name, catalogue, question) in _parts(directory).items():
+            for path, source in sources(directory).items():
                 if path not in watches:
-                    part = Part(name, heard, clock, is_new=is_new)
-                    watches[path] = Watch(path, catalogue, question, part.told, part.lost)
+                    part = Part(source.name, heard, clock, is_new=is_new)
+                    question = source.ask(0 if source.is_replayed else None)
+                    watches[path] = Watch(path, source.catalogue, question, part.told, part.lost)
             if not watches:
-                raise _no_pod(directory)
+                raise no_pod(directory)
             is_new = True
             await asyncio.sleep(LOOK_AGAIN_S)
     finally:

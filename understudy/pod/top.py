@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from understudy.errors import UnreachableError
-from understudy.pod.follow import Record, follow_events, kept_events
+from understudy.pod.follow import Record, follow_events
 from understudy.pod.gather import gather
+from understudy.pod.past_events import past_events
 from understudy.pod.top_view import Line, Page, Shown, page
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Top:
         """Collect events until cancelled; a pod that is not there yet is waited for."""
         while True:
             with contextlib.suppress(UnreachableError):
-                self._events.extend(await kept_events(self._directory))
+                self._events.extend(await past_events(self._directory))
                 await follow_events(self._directory, self._heard)
             await asyncio.sleep(REFRESH_S)
 

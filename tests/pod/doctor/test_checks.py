@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -241,6 +243,13 @@ def test_ids_are_stable_and_no_two_alike():
         "memory_outside",
     ]
     assert len({check.title for check in CHECKS}) == len(CHECKS)
+
+
+def test_every_check_is_in_the_page_of_operations_in_its_order():
+    """docs/operations.md: people look up there what an id means."""
+    page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    section = page.partition("\n## Doctor")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == [check.id for check in CHECKS]
 
 
 @pytest.mark.parametrize(

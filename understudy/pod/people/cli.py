@@ -17,11 +17,14 @@ from typing import Any
 import click
 
 from understudy.errors import DegradedError, UnreachableError
-from understudy.pod.follow import Record, follow_events, kept_events
+from understudy.pod.follow import Record, follow_events
 from understudy.pod.gather import gather
 from understudy.pod.local_pod import Ports
+from understudy.pod.past_events import last_event, past_events
+from understudy.pod.people.last_words import last_lines, last_words
 from understudy.pod.settings import DIR, STATUS_OPTIONS, UP_OPTIONS
 from understudy.pod.view import is_reachable, lines
+from understudy.pod.words import since
 from understudy.service.cli import options, run_async
 from understudy.service.config import Resolved
 
@@ -50,10 +53,11 @@ def status(config: Resolved, as_json: bool, check: bool, watch: bool) -> None:
     directory = _directory(config)
     if watch:
         run_async(lambda: _watch(directory, as_json=as_json))
-    view = run_async(lambda: gather(directory, STATUS_TIMEOUT_S))
+    view, text = run_async(lambda: _look(directory, as_json=as_json))
+    if is_reachable(view) or not as_json:
+        click.echo(text)
     if not is_reachable(view):
         raise _unreachable(view)
-    click.echo(_status_text(view, as_json=as_json))
     if check and view["state"] != "healthy":
         raise DegradedError(
             "pod.degraded",
@@ -64,10 +68,7 @@ def status(config: Resolved, as_json: bool, check: bool, watch: bool) -> None:
 async def _watch(directory: Path, *, as_json: bool) -> None:
     """One view after another; a pod that is away is what one waits to see the end of."""
     while True:
-        view = await gather(directory, STATUS_TIMEOUT_S)
-        text = _status_text(view, as_json=as_json)
-        if not as_json and not is_reachable(view):
-            text = f"{_unreachable(view).message}"
+        _, text = await _look(directory, as_json=as_json)
         if not as_json and sys.stdout.isatty():
             click.clear()
         elif not as_json:
@@ -76,8 +77,21 @@ async def _watch(directory: Path, *, as_json: bool) -> None:
         await asyncio.sleep(WATCH_S)
 
 
-def _status_text(view: dict[str, Any], *, as_json: bool) -> str:
-    return json.dumps(view, default=str) if as_json else "\n".join(lines(view, datetime.now(UTC)))
+async def _look(directory: Path, *, as_json: bool) -> tuple[dict[str, Any], str]:
+    """The pod's view, and how it is printed."""
+    view, now = await gather(directory, STATUS_TIMEOUT_S), datetime.now(UTC)
+    if as_json:
+        return view, json.dumps(view, default=str)
+    if not is_reachable(view):
+        words = last_lines(last_words(directory), now)
+        return view, "\n".join([f"pod    {directory}   no part answers", *words])
+    record = await last_event(directory, view)
+    last = f"last   {_last(record, now)}" if record else "last   nothing has happened"
+    return view, "\n".join([*lines(view, now), last])
+
+
+def _last(record: Record, now: datetime) -> str:
+    return f"{since(record['ts'], now)} ago   {record['source']}   {record['message']}"
 
 
 def _unreachable(view: dict[str, Any]) -> UnreachableError:
@@ -109,7 +123,7 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
 
     if follow:
         run_async(lambda: follow_events(directory, show))
-    for record in run_async(lambda: kept_events(directory)):
+    for record in run_async(lambda: past_events(directory)):
         show(record)
 
 
