@@ -229,12 +229,15 @@ def test_top_in_a_terminal_obeys_its_keys_and_leaves_it_as_it_was(tmp_path: Path
         assert termios.tcgetattr(top.slave) == top.before
 
 
-def test_top_that_is_interrupted_leaves_the_terminal_as_it_was(tmp_path: Path):
-    """Goal: Ctrl-C is no worse than `q`. Method: SIGINT while it shows the pod."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_top_that_is_ended_by_a_signal_leaves_the_terminal_as_it_was(
+    tmp_path: Path, number: signal.Signals, code: int
+):
+    """Goal: Ctrl-C and a kill are no worse than `q`. Method: each while it shows the pod."""
     with terminal("top", f"--dir={tmp_path}") as top:
-        top.sees("NO failover")
-        top.process.send_signal(signal.SIGINT)
-        assert top.process.wait(WAIT_S) == 130
+        top.sees(KEYS)
+        top.process.send_signal(number)
+        assert top.process.wait(WAIT_S) == code
         assert termios.tcgetattr(top.slave) == top.before
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import termios
 import tty
@@ -129,11 +130,13 @@ async def _keep_looking(top: Top, pressed: asyncio.Queue[str]) -> None:
 
 @contextlib.contextmanager
 def _keys(pressed: asyncio.Queue[str]) -> Iterator[None]:
-    """Each key as it is pressed, without Enter; Ctrl-C stays what it is."""
+    """Each key as it is pressed, without Enter; Ctrl-C stays what it is, and SIGTERM is a `q`."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, pressed.put_nowait, QUIT)
     if not sys.stdin.isatty():
         yield
         return
-    fd, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+    fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
 
     def read() -> None:

@@ -299,6 +299,21 @@ def test_settings_of_a_gpu_are_asked_of_its_driver(
     assert (finding.status, words in finding.found) == (status, True), finding
 
 
+def test_pod_in_another_pid_namespace_is_examined_without_its_pids(directory: str, start):
+    """Goal: containers hide their processes from each other. Method: the command in a PID namespace
+    of its own, beside a lock server and a memory server that it cannot see."""
+    if os.geteuid() != 0:
+        pytest.skip("making a PID namespace takes root")
+    start(ServerProcess(directory))
+    start(GmsProcess(directory))
+    hidden = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    code, checks = doctor(f"--dir={directory}", before=hidden)
+    assert code == 0, checks
+    assert checks["shared"]["status"] == checks["one_lockserver"]["status"] == "pass"
+    assert "not visible from here" in checks["one_lockserver"]["found"]
+    assert checks["stale_sockets"]["status"] == checks["ports"]["status"] == "pass"
+
+
 def test_fix_removes_stale_sockets_and_closes_our_directory(directory: str, start):
     """Goal: the safe mends, and no other. Method: a stale socket beside a living one, a mode that
     is too open; then a stranger's file, which leaves the mode to people."""

@@ -52,12 +52,12 @@ def look_at_ports(ports: Ports) -> list[Port]:
     """Who listens on the ports of a pod."""
     whats = [("requests", "lockserver"), ("probes", "lockserver"), ("probes", "gms")]
     whats += [("probes", f"engine-{number}") for number in range(len(ports.engines))]
+    taken = proc.listening_ports()
     found = []
     for (flag, number), (what, part) in zip(ports.by_flag(), whats, strict=True):
-        pid = procfs.listener_pid(number)
+        pid = procfs.listener_pid(number) if number in taken else None
         owner = Process(pid, procfs.name(pid)) if pid is not None else None
-        is_taken = owner is not None or _is_taken(number)
-        found.append(Port(number, f"{what} of {part}", flag, part, is_taken, owner))
+        found.append(Port(number, f"{what} of {part}", flag, part, number in taken, owner))
     return found
 
 
@@ -95,17 +95,6 @@ def _has_peer_pidfd() -> bool:
         except OSError:
             return False
     return True
-
-
-def _is_taken(port: int) -> bool:
-    """Whether it could not be bound: its owner may be hidden from us (another user, namespace)."""
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no owner
-        try:
-            sock.bind(("", port))
-        except OSError:
-            return True
-    return False
 
 
 def _number(limit: int) -> int:

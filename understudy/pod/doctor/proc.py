@@ -26,6 +26,19 @@ def socket_owners(inodes: Collection[str]) -> dict[str, int]:
     return found
 
 
+def listening_ports() -> set[int]:
+    """Every TCP port that somebody of this network namespace listens on, whoever that is."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table, encoding="ascii") as file:
+                rows = [line.split() for line in file.readlines()[1:]]
+        except OSError:
+            continue  # a kernel without IPv6
+        found |= {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == procfs.TCP_LISTEN}
+    return found
+
+
 def descriptors(pid: int) -> list[str]:
     """What each open descriptor of `pid` points at."""
     return [target for _, target in _links(pid)]
