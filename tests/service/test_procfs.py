@@ -143,3 +143,29 @@ def test_listener_of_a_port_is_found_and_a_client_is_not():
         port = listener.getsockname()[1]
         assert procfs.listener_pid(port) == os.getpid()
     assert procfs.listener_pid(port) is None
+
+
+def test_a_process_is_spent_once_none_of_its_threads_has_memory_or_descriptors():
+    """Goal: what can touch nothing is told from what can, before the kernel says that it has ended.
+    Method: a process whose first thread ends and whose second lives on; the same killed, unreaped.
+    """
+    program = """
+        import ctypes, os, threading
+        def wait():
+            print(flush=True)
+            ctypes.CDLL(None).pause()
+        threading.Thread(target=wait).start()
+        number = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+        ctypes.CDLL(None).syscall(number, 0)  # exit: of this thread alone
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline()
+        until(lambda: not procfs.is_alive(process.pid), "the first thread to be a zombie")
+        assert not procfs.is_spent(process.pid)
+        process.kill()
+        until(lambda: procfs.is_spent(process.pid), "its memory and descriptors to be gone")
+    assert procfs.is_spent(process.pid)
+    assert procfs.is_spent(GONE)
+    assert not procfs.is_spent(os.getpid())

@@ -28,6 +28,20 @@ def is_alive(pid: int) -> bool:
     return fields is not None and fields[0] not in "ZX"
 
 
+def is_spent(pid: int) -> bool:
+    """Whether `pid` can touch nothing any more: no thread of it has memory or a descriptor.
+
+    A dying process has let go of both before the kernel says that it has ended, and on a busy
+    machine it waits for a core in between, for tens of milliseconds. What is hidden counts as
+    there: of a process without memory only root sees that it has no descriptors either.
+    """
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return True
+    return all(_is_spent_thread(f"/proc/{pid}/task/{thread}") for thread in threads)
+
+
 def name(pid: int) -> str:
     """The command name of `pid`, "" if it is gone."""
     return _read(f"/proc/{pid}/comm").strip()
@@ -125,6 +139,17 @@ def _children_once(pid: int) -> list[int] | None:
     except OSError:
         return []
     return found
+
+
+def _is_spent_thread(path: str) -> bool:
+    try:
+        with open(f"{path}/statm") as stream:
+            has_memory = not stream.read().startswith("0 ")
+        return not has_memory and not os.listdir(f"{path}/fd")
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # it has ended since
+    except OSError:
+        return False
 
 
 def _stat(pid: int) -> list[str] | None:

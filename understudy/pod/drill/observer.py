@@ -2,10 +2,10 @@
 
 Owns the pidfds of the engine that is about to be killed, opened *before* the kill: a pidfd names a
 process for ever, a pid may be somebody else's by then. When the lock server tells of the next
-grant, every one of them must be readable; one that is not is a process that could still touch the
-old engine's memory while the new engine has the right to. Nothing is asked of the pod for this:
-the kernel says who lives. The moments in between are for the timeline of the report's page, and
-nothing is judged by them: they come through an event loop that is busy with the load.
+grant, every one of them must have ended, or have no memory and no descriptor left; any other could
+still touch the old engine's memory while the new engine has the right to. Nothing is asked of the
+pod for this: the kernel says who lives. The moments in between are for the timeline of the report's
+page, and nothing is judged by them: they come through an event loop that is busy with the load.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from understudy.pod.drill.records import GONE, LOCK, Kill, Moment, Records
 from understudy.pod.gather import LOCKSERVER_SOCKET
 from understudy.pod.peers import Watch
 from understudy.service.clock import SystemClock
+from understudy.service.procfs import is_spent
 from understudy.service.procfs import name as process_name
 from understudy.wire.messages import Message
 
@@ -50,6 +51,7 @@ class OldTree:
     """The processes of one engine, held by pidfds, or all together by the file that they lock."""
 
     names: dict[int, str] = field(default_factory=dict)  # pidfd → "pid 17 (engine)"
+    pids: dict[int, int] = field(default_factory=dict)  # pidfd → 17
     witness: int | None = None
 
     @classmethod
@@ -58,7 +60,8 @@ class OldTree:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):  # it ended by itself a moment ago
                 name = process_name(pid)
-                tree.names[os.pidfd_open(pid)] = f"pid {pid} ({name})"
+                pidfd = os.pidfd_open(pid)
+                tree.names[pidfd], tree.pids[pidfd] = f"pid {pid} ({name})", pid
         return tree
 
     @classmethod
@@ -76,14 +79,19 @@ class OldTree:
         return bool(self.names) or self.witness is not None
 
     def alive(self) -> list[str]:
-        """Those that have not ended at this instant."""
+        """Those that have not ended at this instant and can still touch something."""
         if self.witness is not None:
             return ["somebody who holds its witness"] if _is_held(self.witness) else []
         poll = select.poll()
         for pidfd in self.names:
             poll.register(pidfd, select.POLLIN)
         ended = {pidfd for pidfd, _ in poll.poll(0)}
-        return [name for pidfd, name in self.names.items() if pidfd not in ended]
+        # Nobody else has the pid of one that had not ended a moment ago: it was not reaped yet.
+        return [
+            name
+            for pidfd, name in self.names.items()
+            if pidfd not in ended and not is_spent(self.pids[pidfd])
+        ]
 
     def close(self) -> None:
         """Forget them. Whoever was stopped and has not been found out goes on."""
@@ -92,6 +100,7 @@ class OldTree:
                 signal.pidfd_send_signal(pidfd, signal.SIGCONT)
             os.close(pidfd)
         self.names.clear()
+        self.pids.clear()
         if self.witness is not None:
             os.close(self.witness)
             self.witness = None
