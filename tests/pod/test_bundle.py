@@ -30,7 +30,7 @@ def directory(tmp_path: Path) -> Path:
 def collected(directory: Path, output: Path) -> tuple[dict[str, str], list[str]]:
     """The entries of a bundle by name, and what the command said."""
     said: list[str] = []
-    assert asyncio.run(collect(directory, output, said.append)) == output
+    assert asyncio.run(collect(directory, directory / "log", output, said.append)) == output
     with tarfile.open(output) as archive:
         members = archive.getmembers()
         folders = {member.name.partition("/")[0] for member in members}
@@ -81,7 +81,7 @@ def test_bundle_is_never_written_over_what_is_there(directory: Path, tmp_path: P
     there.write_text("mine")
     for output, code in ((there, "bundle.exists"), (tmp_path / "none" / "x", "bundle.not_written")):
         with pytest.raises(UsageError) as refused:
-            asyncio.run(collect(directory, output, print))
+            asyncio.run(collect(directory, directory / "log", output, print))
         assert refused.value.code == code
     assert there.read_text() == "mine"
 

@@ -212,10 +212,10 @@ def terminal(*words: str) -> Iterator[Terminal]:
 def test_top_in_a_terminal_obeys_its_keys_and_leaves_it_as_it_was(tmp_path: Path):
     """Goal: the real thing. Method: a pty; each page by its key, quit, and the terminal's settings
     before and after."""
-    log = tmp_path / "log"
-    log.mkdir()
-    (log / "gms.log").write_text("the last words of gms\n")
-    with terminal("top", f"--dir={tmp_path}") as top:
+    log_dir = tmp_path / "elsewhere"
+    log_dir.mkdir()
+    (log_dir / "gms.log").write_text("the last words of gms\n")
+    with terminal("top", f"--dir={tmp_path}", f"--log-dir={log_dir}") as top:
         top.sees("NO failover")
         top.sees(KEYS)
         assert termios.tcgetattr(top.slave)[3] & termios.ICANON == 0

@@ -74,7 +74,7 @@ class Bundle:
         return [*table(rows), *(f"missing: {name}: {why}" for name, why in self.missing.items())]
 
 
-async def collect(directory: Path, output: Path | None, say: Say) -> Path:
+async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say) -> Path:
     """Write a bundle of the pod in `directory`; `say` is told what is in it, and where it is.
 
     Raises:
@@ -83,7 +83,7 @@ async def collect(directory: Path, output: Path | None, say: Say) -> Path:
     name = f"understudy-support-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     path = output or Path.cwd() / f"{name}.tar.gz"
     with _create(path) as file:
-        bundle = await _gather(directory)
+        bundle = await _gather(directory, log_dir)
         contents = bundle.contents()
         bundle.entries["contents.txt"] = "".join(f"{line}\n" for line in contents).encode()
         _write(file, name, bundle.entries)
@@ -93,7 +93,7 @@ async def collect(directory: Path, output: Path | None, say: Say) -> Path:
     return path
 
 
-async def _gather(directory: Path) -> Bundle:
+async def _gather(directory: Path, log_dir: Path) -> Bundle:
     bundle = Bundle()
 
     async def entry(name: str, ask: Callable[[], Awaitable[str]]) -> None:
@@ -122,7 +122,7 @@ async def _gather(directory: Path) -> Bundle:
     pids = facts[0].pids if facts else frozenset()
     await entry("processes.json", lambda: _answer(asyncio.to_thread(process_facts, pids)))
     await entry("directory.txt", lambda: asyncio.to_thread(_listing, directory))
-    for name, path, bytes_max in _files(directory):
+    for name, path, bytes_max in _files(directory, log_dir):
         try:
             bundle.add(name, _tail(path, bytes_max), bytes_max)
         except OSError as error:
@@ -160,11 +160,11 @@ async def _run(words: tuple[str, str], directory: Path) -> str:
     return said.decode(errors="replace")
 
 
-def _files(directory: Path) -> Iterator[tuple[str, Path, int]]:
+def _files(directory: Path, log_dir: Path) -> Iterator[tuple[str, Path, int]]:
     """The name of each file in the bundle, where it is, and how much of it is kept."""
     for path in sorted(directory.glob("*.json*"))[:FILES_MAX]:
         yield f"state/{path.name}", path, FILE_BYTES_MAX
-    for path in sorted((directory / "log").glob("*.log*"))[:FILES_MAX]:
+    for path in sorted(log_dir.glob("*.log*"))[:FILES_MAX]:
         yield f"log/{path.name}", path, LOG_TAIL_BYTES
 
 

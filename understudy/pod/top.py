@@ -41,9 +41,9 @@ QUIT = "q"
 class Top:
     """What is known of the pod, refreshed by `look`, and which page of it is asked for."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, log_dir: Path) -> None:
         self.which = Page.POD
-        self._directory = directory
+        self._directory, self._log_dir = directory, log_dir
         self._events: deque[Record] = deque(maxlen=EVENTS_MAX)
         self._view: dict[str, Any] | None = None
 
@@ -61,7 +61,7 @@ class Top:
     def lines(self, height: int) -> list[Line]:
         if self._view is None:
             return [("looking …", "dim")]
-        logs = _logs(self._directory) if self.which is Page.LOGS else []
+        logs = _logs(self._log_dir) if self.which is Page.LOGS else []
         shown = Shown(self._view, list(self._events), logs, datetime.now(UTC), height)
         return page(self.which, shown)
 
@@ -69,9 +69,9 @@ class Top:
         self._events.append(record)
 
 
-async def run(directory: Path, say: Say) -> None:
+async def run(directory: Path, log_dir: Path, say: Say) -> None:
     """Show the pod until `q` is pressed, or for ever where nobody can press it."""
-    top = Top(directory)
+    top = Top(directory, log_dir)
     following = asyncio.create_task(top.follow(), name="events")
     try:
         if sys.stdout.isatty():
@@ -165,10 +165,10 @@ def _renderable(lines: list[Line]) -> RenderableType:
     return text
 
 
-def _logs(directory: Path) -> list[str]:
+def _logs(log_dir: Path) -> list[str]:
     """The last lines of each part's log, part after part."""
     found = []
-    for path in sorted((directory / "log").glob("*.log")):
+    for path in sorted(log_dir.glob("*.log")):
         try:
             with open(path, "rb") as file:
                 end = file.seek(0, os.SEEK_END)

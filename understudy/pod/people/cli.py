@@ -26,12 +26,19 @@ from understudy.pod.settings import DIR, STATUS_OPTIONS, UP_OPTIONS
 from understudy.pod.view import is_reachable, lines
 from understudy.pod.words import since
 from understudy.service.cli import options, run_async
-from understudy.service.config import Resolved
+from understudy.service.config import Option, Resolved
 
 # A part that hangs is one that people want to know of soon. What answers does so in milliseconds.
 STATUS_TIMEOUT_S = 2.0
 WATCH_S = 1.0  # the pace of people; a look costs the pod's parts about a millisecond each
 
+LOG_DIR = Option(
+    "log_dir",
+    str,
+    None,
+    "Where the parts' logs are; `log` in --dir unless given (`up -f` has it in its own --dir).",
+)
+LOG_OPTIONS = (DIR, LOG_DIR)
 DOCTOR_OPTIONS = (DIR, *(each for each in UP_OPTIONS if each.name.endswith("_port")))
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
@@ -157,7 +164,7 @@ def doctor(config: Resolved, as_json: bool, strict: bool, fix: bool) -> None:
 
 
 @click.command()
-@options(STATUS_OPTIONS, command="top")
+@options(LOG_OPTIONS, command="top")
 def top(config: Resolved) -> None:
     """The pod, live in this terminal: `q` ends it, `?` lists the keys.
 
@@ -165,12 +172,12 @@ def top(config: Resolved) -> None:
     """
     from understudy.pod.top import run
 
-    directory = _directory(config)
-    run_async(lambda: run(directory, click.echo))
+    directory, log_dir = _directory(config), _log_dir(config)
+    run_async(lambda: run(directory, log_dir, click.echo))
 
 
 @click.command("support-bundle")
-@options(STATUS_OPTIONS, command="support-bundle")
+@options(LOG_OPTIONS, command="support-bundle")
 @click.option("--output", metavar="FILE", help="Where to; understudy-support-TIME.tar.gz here.")
 def support_bundle(config: Resolved, output: str | None) -> None:
     """Collect what somebody needs who helps from afar, into one file. No prompts, no secrets.
@@ -179,10 +186,15 @@ def support_bundle(config: Resolved, output: str | None) -> None:
     """
     from understudy.pod.bundle import collect
 
-    directory = _directory(config)
+    directory, log_dir = _directory(config), _log_dir(config)
     path = Path(os.path.abspath(output)) if output else None
-    run_async(lambda: collect(directory, path, click.echo))
+    run_async(lambda: collect(directory, log_dir, path, click.echo))
 
 
 def _directory(config: Resolved) -> Path:
     return Path(os.path.abspath(config["dir"]))
+
+
+def _log_dir(config: Resolved) -> Path:
+    given = config["log_dir"]
+    return Path(os.path.abspath(given)) if given else _directory(config) / "log"
