@@ -27,7 +27,7 @@ from understudy.pod.local_pod import LocalPod
 from understudy.pod.peers import Watch
 from understudy.pod.random_model import ONE_THREAD, make_random_model
 from understudy.pod.runner import Runner
-from understudy.service.procfs import children, descendants
+from understudy.service.procfs import children, descendants, is_spent
 from understudy.wire.messages import Message
 
 WHOLE_DEADLINE_S = 60.0
@@ -244,7 +244,8 @@ class Grants:
         if isinstance(message, lock_messages.StatusReply):
             self.is_listening = True
         elif isinstance(message, lock_messages.Granted) and message.lock == "active":
-            self.made.append(Grant(message.engine, message.token, frozenset(self._old.alive())))
+            alive = frozenset(pid for pid in self._old.alive() if not is_spent(pid))
+            self.made.append(Grant(message.engine, message.token, alive))
 
 
 class PodHome:
