@@ -24,7 +24,9 @@ CONTAINERFILE = ROOT / "deploy/container/Containerfile.cpu"
 
 IMAGE = "localhost/understudy:ci"
 RELEASE = "bookworm"
-BASE = f"localhost/understudy-base:{RELEASE}"
+# systemd is there for the test of the units, which needs it as PID 1.
+PACKAGES = ("python3", "python3-venv", "systemd")
+BASE = f"localhost/understudy-base:{RELEASE}-{'-'.join(PACKAGES)}"
 BASE_PYTHON = "3.11"  # of that release; packages are fetched for it, whatever Python runs this
 MIRROR = "http://deb.debian.org/debian"
 WHEELS = "/wheels"  # where the build finds the folder of packages
@@ -62,8 +64,8 @@ def build(image: str = IMAGE, mirror: str = MIRROR) -> str:
 
 def _make_base(place: Path, mirror: str) -> None:
     root = place / "root"
-    packages = "python3,python3-venv"
-    _run("debootstrap", "--variant=minbase", f"--include={packages}", RELEASE, str(root), mirror)
+    include = f"--include={','.join(PACKAGES)}"
+    _run("debootstrap", "--variant=minbase", include, RELEASE, str(root), mirror)
     # Nothing is installed into it any more.
     for folder in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man"):
         shutil.rmtree(root / folder, ignore_errors=True)

@@ -39,11 +39,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def image() -> str:
-    return container_image.build()
-
-
 class Home:
     """A pod of containers, on one event loop. A test leaves it whole, or fails those after it."""
 

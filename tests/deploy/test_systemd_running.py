@@ -1,0 +1,156 @@
+"""Goal: the units run, confined as they are, and systemd starts again and stops as they say.
+
+Method: Debian's systemd as PID 1 of a container, with our units and nothing else. Kills go through
+systemctl, and the pod is seen through the container's root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hack import container_image
+from tests.deploy.manifests import DEPLOY
+from tests.deploy.podman_pod import LIMITS, podman
+from tests.e2e.pods import make_model
+from tests.helpers import until
+from understudy.pod.drill.killer import Whole, wait_whole
+from understudy.pod.gather import gather
+
+UNITS = ("lockserver", "gms", "engine@0", "engine@1")
+WHOLE_DEADLINE_S = 90.0
+STOPPED_DEADLINE_S = 60.0
+ENVIRONMENT = """
+UNDERSTUDY_SERVICE=active=127.0.0.1:8000
+UNDERSTUDY_MEMORY=host
+UNDERSTUDY_DEVICE_BYTES=256MiB
+UNDERSTUDY_BACKEND=reference
+BACKEND_ARGS=--model=/srv/model
+"""
+
+pytestmark = pytest.mark.skipif(
+    container_image.why_not() is not None, reason=str(container_image.why_not())
+)
+
+
+class Host:
+    """A container that is a host with systemd and the pod's units."""
+
+    def __init__(self, image: str, etc: Path, model: Path) -> None:
+        units = etc / "system"
+        units.mkdir()
+        for path in (*DEPLOY.glob("systemd/*.service"), *DEPLOY.glob("systemd/*.target")):
+            shutil.copy(path, units)
+        (units / "default.target").symlink_to("understudy.target")
+        (etc / "understudy.env").write_text(ENVIRONMENT)
+        mounts = {
+            units: "/etc/systemd/system",
+            etc / "understudy.env": "/etc/understudy/understudy.env",
+            model: "/srv/model",
+        }
+        self._id = asyncio.run(
+            podman(
+                "run", "--detach", "--privileged", "--systemd=always", "--user=0:0",
+                "--network=none", *LIMITS,
+                *(f"--volume={source}:{target}:ro" for source, target in mounts.items()),
+                image, "/lib/systemd/systemd",
+            )
+        )  # fmt: skip
+        pid = asyncio.run(podman("container", "inspect", "--format={{.State.Pid}}", self._id))
+        self.directory = Path(f"/proc/{pid}/root/run/understudy")
+
+    def run(self, *command: str) -> str:
+        return asyncio.run(podman("exec", self._id, *command))
+
+    def shown(self, unit: str, name: str) -> str:
+        """A property of `unit`, as systemctl shows it."""
+        return self.run("systemctl", "show", "--value", f"--property={name}", unit)
+
+    def kill(self, unit: str) -> None:
+        """SIGKILL to the unit's main process alone."""
+        self.run("systemctl", "kill", "--kill-whom=main", "--signal=KILL", unit)
+
+    def journal(self) -> str:
+        return self.run("journalctl", "--no-pager", "--output=cat", "--lines=200")
+
+    def whole(self, after: int = 0) -> Whole:
+        """Wait until the pod is, under a newer grant than `after`."""
+        end = time.monotonic() + WHOLE_DEADLINE_S
+        until(self.directory.exists, "the pod's directory", WHOLE_DEADLINE_S)
+        while True:
+            found = asyncio.run(wait_whole(self.directory, deadline_s=end - time.monotonic()))
+            if found.token > after:
+                return found
+
+    def close(self) -> None:
+        asyncio.run(podman("rm", "--force", "--time=0", self._id))
+
+
+@pytest.fixture(scope="module")
+def host(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    base = tmp_path_factory.mktemp("systemd")
+    found = Host(image, base, make_model(base / "model"))
+    try:
+        yield found
+    finally:
+        print(found.journal())
+        found.close()
+
+
+def unit_of(engine: str) -> str:
+    return engine.replace("engine-", "engine@")
+
+
+def test_boot_makes_the_pod_whole(host: Host):
+    whole = host.whole()
+    assert {whole.engine, *whole.standbys} == {"engine-0", "engine-1"}
+    assert [host.shown(unit, "ActiveState") for unit in UNITS] == ["active"] * 4
+    assert oct(host.directory.stat().st_mode & 0o777) == "0o700"
+
+
+def test_killed_supervisor_is_a_failover_and_is_started_again(host: Host):
+    before = host.whole()
+    host.kill(unit_of(before.engine))
+    after = host.whole(after=before.token)
+    assert (after.engine, after.standbys) == (*before.standbys, (before.engine,))
+    assert host.shown(unit_of(before.engine), "NRestarts") == "1"
+    assert host.shown(unit_of(after.engine), "NRestarts") == "0"
+
+
+def test_restarted_engine_drains_and_is_the_spare_one(host: Host):
+    before = host.whole()
+    host.run("systemctl", "restart", unit_of(before.engine))
+    after = host.whole(after=before.token)
+    assert (after.engine, after.standbys) == (*before.standbys, (before.engine,))
+    assert "draining → dead: drained" in host.journal()
+
+
+@pytest.mark.parametrize("server", ["lockserver", "gms"])
+def test_killed_server_comes_back_and_takes_nobody_along(host: Host, server: str):
+    before = host.whole()
+    engines = [host.shown(unit, "MainPID") for unit in UNITS[2:]]
+    old = host.shown(server, "MainPID")
+    host.kill(server)
+    until(lambda: host.shown(server, "MainPID") not in ("0", old), f"the restart of {server}")
+    assert host.whole() == before
+    assert [host.shown(unit, "MainPID") for unit in UNITS[2:]] == engines
+
+
+def test_stop_of_the_target_stops_all_and_keeps_the_directory(host: Host):
+    host.whole()
+    host.run("systemctl", "stop", "understudy.target")
+    for unit in UNITS:
+        until(
+            lambda unit=unit: host.shown(unit, "ActiveState") == "inactive",
+            f"the end of {unit}",
+            STOPPED_DEADLINE_S,
+        )
+        assert host.shown(unit, "Result") == "success"
+    assert (host.directory / "lockserver.json").exists()
+    view = asyncio.run(gather(host.directory))
+    assert view["active"] is None
