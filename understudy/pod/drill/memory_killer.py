@@ -27,6 +27,7 @@ POLL_S = 0.01
 RECOVERY_DEADLINE_S = 60.0  # a server starts in a second; its supervisor backs off to 30 s
 SAID_EVERY_S = 10.0
 COMMITTED = "committed"
+FIRST = 1  # of a PID namespace: the kernel keeps SIGKILL and SIGSTOP of its own processes from it
 
 clock = SystemClock()
 Say = Callable[[str], None]
@@ -103,15 +104,15 @@ def hold(pid: int | None, what: str) -> Iterator[int]:
     """A pidfd of `pid`, a process that answered a moment ago.
 
     Raises:
-        UnderstudyError: `drill.not_here`, it cannot be seen from here.
+        UnderstudyError: `drill.not_here`, it cannot be seen from here, or is deaf to us.
     """
     try:
-        pidfd = os.pidfd_open(pid or 0)
+        pidfd = os.pidfd_open(pid if pid and pid != FIRST else 0)  # there is no process 0
     except OSError as error:
+        reason = "it is pid 1 here" if pid == FIRST else "its process is not visible"
         raise UnderstudyError(
             "drill.not_here",
-            f"{what} cannot be killed from here: its process is not visible; drill it from its"
-            " own PID namespace, that of its container, or from the node's",
+            f"{what} cannot be killed from here: {reason}; drill it from the node's PID namespace",
         ) from error
     try:
         yield pidfd
