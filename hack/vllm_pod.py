@@ -40,7 +40,7 @@ async def model_of(base: Path, given: str | None) -> Path:
 
 
 def make_pod(
-    base: Path, model: Path, ranks: int, flags: Sequence[str], device_bytes: str = "4GiB"
+    base: Path, model: Path, ranks: int, flags: Sequence[str], device_bytes: str | None = None
 ) -> LocalPod:
     """The pod; its directory and its empty TMPDIR are made."""
     directory = base / "pod"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.deploy.manifests import documents
 from understudy.errors import UnderstudyError, UsageError
 from understudy.pod.local_pod import LocalPod, Ports, check_ports, free_pod_ports, program
+from understudy.pod.manifest import Spec, read_manifest
 
 
 def test_standard_pod_starts_what_engines_need_before_them():
@@ -44,6 +47,42 @@ def test_pod_of_two_ranks_has_two_devices_and_engines_that_know():
     _, gms, *engines = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
     assert "--devices=1" in gms.command
     assert not any("--tensor-parallel" in engine.command for engine in engines)
+
+
+def test_pod_on_gpus_takes_those_that_are_there_and_all_of_their_memory():
+    """Goal: `--memory cuda`. Method: the memory service's command line, with and without a limit;
+    and where probes listen, of all parts."""
+    pod = LocalPod(Path("/run/understudy"), Path("/m"), memory="cuda", http_host="0.0.0.0")
+    lock, gms, *engines = pod.containers()
+    assert "--memory=cuda" in gms.command
+    assert not [word for word in gms.command if word.startswith("--device")]
+    for container in (lock, gms, *engines):
+        assert "--http-host=0.0.0.0" in container.command
+        assert container.startup is not None
+        assert container.startup.url.startswith("http://127.0.0.1:")
+    limited = replace(pod, device_bytes="8GiB").containers()[1]
+    assert "--device-bytes=8GiB" in limited.command
+
+
+def test_engines_are_asked_whether_they_live():
+    """Goal: a supervisor that hangs is found. Method: their probe, which is the manifests'."""
+    (of_manifest,) = {spec.liveness for spec in engines_of_the_manifest()}
+    assert of_manifest is not None
+    for engine in LocalPod(Path("/run/understudy"), Path("/m")).containers()[2:]:
+        probe = engine.liveness
+        assert probe is not None
+        assert (probe.period_s, probe.timeout_s) == (of_manifest.period_s, of_manifest.timeout_s)
+        assert probe.failure_threshold == of_manifest.failure_threshold
+        assert probe.grace_s == of_manifest.grace_s
+
+
+def engines_of_the_manifest() -> list[Spec]:
+    found = read_manifest(documents("cpu")).specs
+    return [
+        replace(each, liveness=replace(each.liveness, port=0))
+        for each in found
+        if each.name.startswith("engine-") and each.liveness is not None
+    ]
 
 
 def test_vllm_is_told_of_its_model_in_its_own_words():

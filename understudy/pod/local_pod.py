@@ -68,7 +68,7 @@ class LocalPod:
     backend_args: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     memory: str = "host"
-    device_bytes: str = "4GiB"
+    device_bytes: str | None = None  # the memory service's default unless given
     tensor_parallel: int = 1  # so many devices, and as many model processes in each engine
     env: Mapping[str, str] = field(default_factory=dict)
     http_host: str = "127.0.0.1"  # where probes and metrics listen
@@ -114,8 +114,9 @@ class LocalPod:
             "serve",
             f"--dir={self.directory}",
             f"--memory={self.memory}",
-            f"--devices={self.tensor_parallel}",
-            f"--device-bytes={self.device_bytes}",
+            # GPUs are there or not; those of host memory are as many as are asked for.
+            *((f"--devices={self.tensor_parallel}",) if self.memory == "host" else ()),
+            *((f"--device-bytes={self.device_bytes}",) if self.device_bytes else ()),
             f"--http-host={self.http_host}",
             f"--http-port={port}",
         )

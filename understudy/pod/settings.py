@@ -20,7 +20,12 @@ def _port(name: str, default: int, text: str) -> Option:
 POD_OPTIONS = (
     Option("model", str, None, "A Hugging Face checkpoint; a small random one unless given."),
     Option("backend", str, "reference", "Which inference backend the engines run."),
-    Option("device_bytes", str, "4GiB", "How much memory each simulated device has."),
+    Option(
+        "device_bytes",
+        str,
+        None,
+        "What one device may hold (default: 4GiB of host memory; all that a GPU has).",
+    ),
     Option(
         "tensor_parallel",
         int,
