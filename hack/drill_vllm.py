@@ -89,6 +89,7 @@ class Run:
     base: Path
     config: Resolved
     compares: bool
+    idle_s: float | None
     vllm_flags: tuple[str, ...]
     say: Say
 
@@ -162,7 +163,9 @@ class Run:
         async def look(target: Target) -> None:
             if self.compares:
                 found.pod = await self._measure(target, found.questions)
-            found.figures = await look_at(directory, self.kv_bytes, found.stock_private_bytes)
+            found.figures = await look_at(
+                directory, self.kv_bytes, found.stock_private_bytes, self.idle_s
+            )
 
         self.say(f"starting a pod of two vLLM engines in {directory}")
         runner = Runner(pod.containers(), directory / "log")
@@ -209,7 +212,7 @@ def main() -> None:
 
     done = None
     try:
-        run = Run(base, config, flags.compare, tuple(flags.vllm), say)
+        run = Run(base, config, flags.compare, flags.idle_s, tuple(flags.vllm), say)
         done = run_async(run.everything)
     finally:
         if done is not None and done[0].report.passed:
@@ -271,6 +274,11 @@ def _parser() -> argparse.ArgumentParser:
         text = f"{option.help} [default: {option.default}]"
         parser.add_argument(option.flag, dest=option.name, help=text, **many)
     parser.add_argument("--compare", action="store_true", help="measure the speed of both")
+    parser.add_argument(
+        "--idle-s",
+        type=float,
+        help="watch the idle standby's CPU for so long [default: 300 s for each rank]",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("vllm", nargs="*", metavar="-- vLLM's flags", help="for stock and for ours")
     return parser

@@ -22,7 +22,7 @@ from understudy.service.procfs import descendants
 
 # A parked engine is asked once in so long, for each rank, whether it could be woken, and vLLM's
 # workers spin for a second after that: so long is watched, no more and no less.
-IDLE_S_PER_RANK = 100.0
+IDLE_S_PER_RANK = 300.0
 IDLE_CPU_PERCENT_MAX = 2.0
 COUNTED_TWICE = 1.05  # of what is committed; more is more than the rounding of pages
 KV_ROOM_BYTES = 8 << 20  # what the kernel may show as one mapping with the addresses of a KV cache
@@ -56,6 +56,7 @@ class Figures:
     standby_pss_bytes: int
     standby_worker_private_bytes: int
     stock_worker_private_bytes: int | None
+    idle_s: float
     standby_cpu_percent: float
     standby_cpu_percent_by_process: Mapping[str, float]
 
@@ -96,9 +97,13 @@ class Figures:
 
 
 async def look_at(
-    directory: Path, kv_bytes: int, stock_worker_private_bytes: int | None
+    directory: Path,
+    kv_bytes: int,
+    stock_worker_private_bytes: int | None,
+    idle_s: float | None = None,
 ) -> Figures:
-    """The figures of the pod in `directory`, which is whole, and idle for the time that it takes.
+    """The figures of the pod in `directory`, which is whole, and idle for the time that it takes:
+    `idle_s`, unless given one period of what a parked engine does.
 
     Raises:
         UnderstudyError: `drill.no_figures`, what is to be measured cannot be found.
@@ -113,7 +118,8 @@ async def look_at(
     slabs = sum(
         each.pss_bytes for pid in everybody for each in mappings(pid) if each.path.startswith(MEMFD)
     )
-    cpu = await cpu_percent(tree_of(standby), IDLE_S_PER_RANK * len(workers_of(standby)))
+    idle_s = idle_s or IDLE_S_PER_RANK * len(workers_of(standby))
+    cpu = await cpu_percent(tree_of(standby), idle_s)
     return Figures(
         weights_committed_bytes=committed,
         weights_physical_bytes=physical_bytes(everybody),
@@ -125,6 +131,7 @@ async def look_at(
         standby_pss_bytes=pss(standby),
         standby_worker_private_bytes=private_bytes(workers_of(standby), kv_bytes),
         stock_worker_private_bytes=stock_worker_private_bytes,
+        idle_s=idle_s,
         standby_cpu_percent=round(sum(cpu.values()), 2),
         standby_cpu_percent_by_process=cpu,
     )

@@ -32,6 +32,7 @@ SOUND = Figures(
     standby_pss_bytes=1000 * MIB,
     standby_worker_private_bytes=300 * MIB,
     stock_worker_private_bytes=400 * MIB,
+    idle_s=300.0,
     standby_cpu_percent=1.0,
     standby_cpu_percent_by_process={},
 )
@@ -94,7 +95,7 @@ def test_sound_figures_have_no_problem_and_each_unsound_one_has():
 
 def run_with(*flags: str) -> Run:
     config = resolve(OPTIONS, {}, {}, command="drill")
-    return Run(Path("/nowhere"), config, False, flags, lambda line: None)
+    return Run(Path("/nowhere"), config, False, None, flags, lambda line: None)
 
 
 def test_last_size_of_the_kv_cache_counts():
