@@ -22,12 +22,13 @@ _SECRET_NAME = re.compile(
     r"(?i)token(?!s|iz)|(^|[_-])key|apikey|secret|passw|passphrase|credential|auth|cookie|private|signature"
 )
 
-# A secret in running text. Our own tokens are numbers, and everybody who helps needs them.
+# A secret in running text, by the end of its name. Our own tokens are numbers, and everybody who
+# helps needs them. Every repetition is bounded: a log may hold a megabyte of anything.
 _NAMED_IN_TEXT = re.compile(
     r"""(?ix)
-    ( \b [\w-]* (?: api[_-]?key | secret | passw(?:or)?d | credentials? | authorization ) [\w-]*
-    | \b [\w-]* token (?! s\b | iz | \w*_ids ) [\w-]* )      # the name
-    ( ["']? \s* [:=] \s* ["']? (?: bearer \s+ )? )       # what stands between
+    ( (?: api[_-]?key | secret | passw(?:or)?d | credentials? | authorization
+        | token (?! s\b | iz | \w{0,64}_ids ) ) [\w-]{0,64} )
+    ( ["']? \s{0,8} [:=] \s{0,8} ["']? (?: bearer \s{1,8} )? )
     (?! \d+ \b | null \b | none \b | true \b | false \b | \( )
     [^\s"',;}\]]+
     """

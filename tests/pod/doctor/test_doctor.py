@@ -23,10 +23,11 @@ import pytest
 
 from tests.e2e.processes import fresh_ports
 from tests.gms.bench import ClientProcess, GmsProcess
+from tests.gms.kinds import stand_in_only
 from tests.helpers import until
 from tests.lockserver.processes import ServerProcess
 from tests.standin import build
-from understudy.pod.doctor import mends
+from understudy.pod.doctor import mends, probe_devices
 from understudy.pod.doctor.checks import examine
 from understudy.pod.doctor.facts import Facts
 from understudy.pod.doctor.finding import Finding, Status
@@ -239,6 +240,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
     return build.GPU_A
 
 
+@stand_in_only
 def test_device_that_the_driver_does_not_list_is_named(
     directory: str, start, gpu: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -257,6 +259,7 @@ def test_device_that_the_driver_does_not_list_is_named(
     assert "there is no GPU-ffffffff here, and UNDERSTUDY_GPUS names it" in finding.found
 
 
+@stand_in_only
 def test_gpu_memory_that_a_process_outside_the_pod_holds_is_named(directory: str, start, gpu: str):
     """Goal: a takeover that finds no room. Method: a process takes memory of the pod's GPU beside
     the pod's own server."""
@@ -312,6 +315,24 @@ def test_pod_in_another_pid_namespace_is_examined_without_its_pids(directory: st
     assert checks["shared"]["status"] == checks["one_lockserver"]["status"] == "pass"
     assert "not visible from here" in checks["one_lockserver"]["found"]
     assert checks["stale_sockets"]["status"] == checks["ports"]["status"] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [("exec sleep 1000", "did not answer in 0.2 s"), ("kill -9 $$", "ended the process")],
+)
+def test_driver_that_hangs_or_crashes_is_named_and_costs_no_more(
+    directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, words: str
+):
+    """Goal: what is wrong must not take the check-up along. Method: in place of the process that
+    asks the driver, one that never ends, and one that is killed."""
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{program}\n")
+    path.chmod(0o700)
+    monkeypatch.setattr(probe_devices, "NVML_DEADLINE_S", 0.2)
+    monkeypatch.setattr(sys, "executable", str(path))
+    finding = examined(directory)["driver"]
+    assert (finding.status, words in finding.found) == (FAIL, True), finding
 
 
 def test_fix_removes_stale_sockets_and_closes_our_directory(directory: str, start):
