@@ -197,6 +197,31 @@ def test_page_is_used_by_keys_and_in_the_dark(home: PodHome, tmp_path: Path):
 
 
 @needs_chromium
+def test_page_shows_an_engine_that_is_gone_and_that_it_is_back(home: PodHome, tmp_path: Path):
+    """Goal: what dies with its port is shown, too. Method: the active engine's supervisor and the
+    memory server are killed; both are back, and heard from their new processes' first event on."""
+
+    async def scenario(pod: Pod) -> None:
+        whole = await pod.whole()
+        (other,) = whole.standbys
+        old = await pod.memory()
+        async with tab(tmp_path) as page:
+            await page.go(address(pod))
+            await page.wait("document.getElementById('soundness').textContent === 'healthy'")
+            kill(pod.pid(whole.engine), pod.gms_server())
+            states = f"transitions.filter((each) => each.lane === '{whole.engine}')"
+            await page.wait(f"{states}.some((each) => each.state === 'gone')")
+            await page.wait(_serves(other))
+            await page.wait("document.getElementById('soundness').textContent === 'healthy'")
+            assert (await cards(page))[whole.engine][0] == "standby"
+            for said in ("dead → init: launched as", f"epoch {old['epoch']} is back from"):
+                await page.wait(f"document.getElementById('rows').textContent.includes('{said}')")
+            assert all("Failed to load resource" in each for each in page.errors)
+
+    home.run(scenario)
+
+
+@needs_chromium
 def test_page_says_which_part_does_not_answer(start_server, tmp_path: Path):
     """Goal: a hole in the picture is part of it. Method: a lock server alone, which is then killed
     and started again."""
