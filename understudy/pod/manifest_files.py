@@ -38,7 +38,8 @@ def make_volumes(manifest: Manifest, volumes: Mapping[str, Path], choices: Choic
     """Make the pod's own volumes anew, and check that the others are there.
 
     Raises:
-        UsageError: `manifest.no_volume`, a directory that was named does not exist.
+        UsageError: `manifest.no_volume`, a directory that was named does not exist, or one of the
+            pod's cannot be made.
     """
     for name, path in volumes.items():
         volume = manifest.volumes[name]
@@ -50,11 +51,19 @@ def make_volumes(manifest: Manifest, volumes: Mapping[str, Path], choices: Choic
                     f"--set volume.{name}=PATH",
                 )
             continue
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(mode=0o700, parents=True)
-        if volume.kind == "configMap":
-            for key, value in manifest.config_maps.get(volume.source, {}).items():
+        data = manifest.config_maps.get(volume.source, {}) if volume.kind == "configMap" else {}
+        try:
+            if path.exists():
+                shutil.rmtree(path)
+            path.mkdir(mode=0o700, parents=True)
+            for key, value in data.items():
                 (path / key).write_text(choices.config.get(key, value), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                "manifest.no_volume",
+                f"volume {name} cannot be made anew at {path}: {error.strerror}; remove what is "
+                "there, or name another directory with --dir",
+            ) from error
 
 
 def _read(path: Path) -> str:
