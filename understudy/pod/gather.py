@@ -76,6 +76,11 @@ class Pids:
     gms: dict[str, int]  # a device's server, by device
     engines: dict[str, int]  # a supervisor, by engine
 
+    def named(self) -> list[str]:
+        """`pid 17 has lockserver`, …: every part that answers here."""
+        lock = {"lockserver": self.lockserver} if self.lockserver else {}
+        return [f"pid {pid} has {name}" for name, pid in (lock | self.gms | self.engines).items()]
+
 
 async def pids_of(directory: Path) -> Pids:
     """Who answers in `directory`, by the kernel's word."""

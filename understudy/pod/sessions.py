@@ -21,12 +21,12 @@ from understudy.pod.drill.records import Records
 from understudy.pod.drill.report import Usage, usage_of
 from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.drill.verdict import Report, judge
-from understudy.pod.gather import gather
+from understudy.pod.gather import gather, pids_of
 from understudy.pod.http_get import get
 from understudy.pod.local_pod import LocalPod, check_ports, free_pod_ports, program, reachable
 from understudy.pod.random_model import with_random_model
 from understudy.pod.runner import Runner, run_pod
-from understudy.pod.view import holders, is_reachable
+from understudy.pod.view import is_reachable
 from understudy.service.config import Resolved
 from understudy.service.signals import SignalInbox
 
@@ -86,12 +86,12 @@ async def refuse_second_pod(directory: Path) -> None:
     Raises:
         UnderstudyError: `pod.already_running`.
     """
-    view = await gather(directory)
-    if is_reachable(view):
+    if is_reachable(await gather(directory)):
+        named = ", ".join((await pids_of(directory)).named()) or "in another PID namespace"
         raise UnderstudyError(
             "pod.already_running",
-            f"a pod is already running in {directory}: {', '.join(holders(view))}; stop that one,"
-            " or choose another --dir",
+            f"a pod is already running in {directory}: {named}; stop that one, or choose another"
+            " --dir",
         )
 
 

@@ -63,14 +63,6 @@ def is_reachable(view: Document) -> bool:
     return any("error" not in part for part in parts)
 
 
-def holders(view: Document) -> list[str]:
-    """`pid 17 has lockserver`, …: every part that answered."""
-    pids = {"lockserver": (view["lockserver"].get("server") or {}).get("pid")}
-    pids |= {str(device.get("device_uuid")): device.get("pid") for device in view["gms"]}
-    pids |= {str(_engine(part).get("id")): _engine(part).get("pid") for part in view["engines"]}
-    return [f"pid {pid} has {name}" for name, pid in pids.items() if pid]
-
-
 def lines(view: Document, now: datetime) -> list[str]:
     """The view for people, in less than 15 lines for a pod of two engines and one device."""
     ready = f"failover ready ({view['standbys']} standby)"
