@@ -11,7 +11,8 @@ import pytest
 from tests.deploy.manifests import documents
 from understudy.errors import UnderstudyError, UsageError
 from understudy.pod.local_pod import LocalPod, Ports, check_ports, free_pod_ports, program
-from understudy.pod.manifest import Spec, read_manifest
+from understudy.pod.manifest import Spec
+from understudy.pod.manifest_read import read_manifest
 
 
 def test_standard_pod_starts_what_engines_need_before_them():

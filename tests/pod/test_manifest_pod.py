@@ -10,7 +10,7 @@ from tests.deploy.manifests import documents
 from tests.pod.test_manifest import small
 from understudy.errors import UsageError
 from understudy.pod.containers import KUBELET, Container
-from understudy.pod.manifest import Manifest, read_manifest
+from understudy.pod.manifest import Manifest
 from understudy.pod.manifest_pod import (
     Place,
     needs_model,
@@ -20,6 +20,7 @@ from understudy.pod.manifest_pod import (
     runtime_directory,
     unhonoured,
 )
+from understudy.pod.manifest_read import read_manifest
 from understudy.pod.manifest_values import (
     Choices,
     expand,

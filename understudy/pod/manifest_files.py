@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from understudy.errors import UsageError
-from understudy.pod.manifest import Document, Manifest, read_manifest
+from understudy.pod.manifest import Manifest
+from understudy.pod.manifest_read import Document, read_manifest
 from understudy.pod.manifest_values import Choices
 
 KUSTOMIZATIONS = ("kustomization.yaml", "kustomization.yml", "Kustomization")
