@@ -42,7 +42,7 @@ def check_target(text: str) -> str:
     """
     if text.startswith(STOP):
         process = check_target(text.removeprefix(STOP))
-        if process in PARTS:
+        if process in PARTS or process.startswith(STOP):
             raise ValueError(f"{STOP} is for processes of an engine, and {process} is none")
         return STOP + process
     if text in (*TARGETS, *PARTS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
