@@ -6,14 +6,18 @@ Method: the files as text, also the one that is built nowhere here.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import tomllib
 
 import pytest
 
-from tests.deploy.manifests import DEPLOY, OVERLAYS, pod_spec
+from tests.deploy.manifests import DEPLOY, OVERLAYS, ROOT, pod_spec
 
 CONTAINERFILES = {
     path.name: path.read_text() for path in sorted((DEPLOY / "container").glob("Containerfile.*"))
 }
+EXTRAS = {"Containerfile.cpu": (), "Containerfile.cuda": ("cuda", "vllm")}
 
 
 def test_there_is_one_file_for_each_kind_of_memory():
@@ -46,3 +50,32 @@ def test_image_has_no_entry_point_and_is_the_pods_user(text: str):
 def test_image_has_every_package_of_ours(text: str):
     copied = set(re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE))
     assert copied == {"lockserver", "gms", "engine", "understudy"}
+
+
+@pytest.mark.parametrize(("name", "text"), CONTAINERFILES.items(), ids=CONTAINERFILES)
+def test_image_gets_what_the_project_depends_on(name: str, text: str):
+    """The program in the file, run here on the same pyproject.toml."""
+    (program,) = re.findall(r"^RUN python3 -c '(.*?)' > ", text, re.MULTILINE | re.DOTALL)
+    program = program.replace("\\\n", "")  # as the build joins lines
+    said = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [each for extra in EXTRAS[name] for each in project["optional-dependencies"][extra]]
+    assert said.stdout.splitlines() == [*project["dependencies"], *extras]
+
+
+def test_what_is_built_here_is_most_of_what_is_not():
+    """Both are made in the same steps, but for the base and for what is installed."""
+    cpu, cuda = (
+        {line for line in text.splitlines() if line and not line.startswith("#")}
+        for text in CONTAINERFILES.values()
+    )
+    alone = sorted(cpu - cuda)
+    assert [line.partition("=")[0].strip(" \\") for line in alone] == [
+        "org.opencontainers.image.description",
+        "ARG BASE",
+        "FROM ${BASE}",
+        "FROM ${BASE} AS build",
+        'print(*project["dependencies"], sep',
+    ]

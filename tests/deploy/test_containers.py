@@ -34,9 +34,12 @@ KILLED = 137  # a shell's and podman's code for SIGKILL
 DIRTY_BYTES = 512 << 20
 BYSTANDER = f"import time; held = bytearray(b'x') * {DIRTY_BYTES}; time.sleep(3600)"
 
-pytestmark = pytest.mark.skipif(
-    container_image.why_not() is not None, reason=str(container_image.why_not())
-)
+pytestmark = [
+    pytest.mark.slow,  # minutes, where the image has to be built
+    pytest.mark.skipif(
+        container_image.why_not() is not None, reason=str(container_image.why_not())
+    ),
+]
 
 
 class Home:

@@ -31,7 +31,10 @@ WHOLE_DEADLINE_S = 90.0
 STARTED_DEADLINE_S = 60.0
 ENDED_DEADLINE_S = 90.0
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
 
 
 class Job:

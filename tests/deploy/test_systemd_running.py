@@ -33,9 +33,12 @@ UNDERSTUDY_BACKEND=reference
 BACKEND_ARGS=--model=/srv/model
 """
 
-pytestmark = pytest.mark.skipif(
-    container_image.why_not() is not None, reason=str(container_image.why_not())
-)
+pytestmark = [
+    pytest.mark.slow,  # minutes, where the image has to be built
+    pytest.mark.skipif(
+        container_image.why_not() is not None, reason=str(container_image.why_not())
+    ),
+]
 
 
 class Host:
