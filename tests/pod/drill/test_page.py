@@ -29,6 +29,7 @@ from understudy.pod.drill.records import (
     MemoryUse,
     Moment,
     Outcome,
+    PartKill,
     Records,
 )
 from understudy.pod.drill.report import Usage
@@ -143,17 +144,24 @@ def test_a_kill_that_nothing_followed_still_has_a_timeline():
     assert data_in(render(found)) == found
 
 
-def test_memory_kills_are_there_with_their_recovery():
-    """Goal: a drill of the memory service has a page, too. Method: one came back, one did not."""
+def test_deaths_of_other_parts_are_there_with_the_time_until_they_were_back():
+    """Goal: a drill that kills no engine has a page, too. Method: memory servers, of which one did
+    not come back, and a lock server between them."""
     kills = [
         MemoryKill("HOST-0", "weights", 7, "e", frozenset(), 100.0, recovered_ms=600.0),
         MemoryKill("HOST-0", "weights", 8, "e", frozenset(), 1100.0),
     ]
-    found = page_of(Records(memory_kills=kills, memory=MemoryUse(100, 100, 100)))
-    assert [each["recovery_ms"] for each in found["memory_kills"]] == [500, None]
-    assert [each["at_ms"] for each in found["memory_kills"]] == [0, 1000]
-    assert found["report"]["gms"]["recovery_ms"]["max"] == 500
+    records = Records(memory_kills=kills, memory=MemoryUse(100, 100, 100))
+    records.part_kills.append(PartKill("lockserver", 700.0, back_ms=800.0))
+    found = page_of(records)
+    assert found["part_kills"] == [
+        {"part": "gms of HOST-0", "at_ms": 0, "back_ms": 500},
+        {"part": "lockserver", "at_ms": 600, "back_ms": 100},
+        {"part": "gms of HOST-0", "at_ms": 1000, "back_ms": None},
+    ]
+    assert found["back_ms"] == {"p50": 100, "p99": 500, "max": 500}
     assert found["usages"]["gms"]["after"] == {"fds": 5, "rss_bytes": 2**21}
+    assert data_in(render(found)) == found
 
 
 @pytest.mark.parametrize("total", [page.DOTS_MAX, page.DOTS_MAX + 1, 3 * page.DOTS_MAX + 7])

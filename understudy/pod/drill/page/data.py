@@ -18,13 +18,12 @@ from understudy.pod.drill.records import (
     PHASES,
     Exchange,
     Kill,
-    MemoryKill,
     Moment,
     Outcome,
     Records,
 )
 from understudy.pod.drill.report import Usage
-from understudy.pod.drill.verdict import Report, classify, first_answers, phases_of
+from understudy.pod.drill.verdict import Report, classify, first_answers, phases_of, spread
 
 SCHEMA = 1
 DOTS_MAX = 5000  # more than a chart has room for; some 150 KiB
@@ -76,6 +75,7 @@ def page_data(
     outcomes = {id(each): classify(each, records.expected) for each in ordered}
     began_ms = _began_ms(records, ordered)
     firsts = first_answers(records.kills, ordered)
+    parts = _part_kills(records, began_ms)
     moments = sorted(records.moments, key=lambda each: each.at_ms)
     ends_ms = [*(kill.killed_ms for kill in records.kills[1:]), math.inf]
     seen_kills = list(map(SeenKill, records.kills, firsts, ends_ms))[:KILLS_MAX]
@@ -94,7 +94,10 @@ def page_data(
             _kill(number, seen, began_ms, _around(seen, ordered, outcomes), moments)
             for number, seen in enumerate(seen_kills, 1)
         ],
-        "memory_kills": [_memory_kill(each, began_ms) for each in records.memory_kills],
+        "part_kills": parts,
+        "back_ms": spread(
+            each["back_ms"] for each in parts if each["back_ms"] is not None
+        ).to_dict(),
         "requests": _dots(ordered, outcomes, began_ms),
     }
 
@@ -219,18 +222,26 @@ def _dots(ordered: Sequence[Exchange], outcomes: Outcomes, began_ms: float) -> d
     }
 
 
-def _memory_kill(kill: MemoryKill, began_ms: float) -> dict[str, Any]:
-    recovered = kill.recovered_ms
-    return {
-        "device": kill.device,
-        "at_ms": _round(kill.killed_ms - began_ms),
-        "recovery_ms": _round(recovered - kill.killed_ms) if recovered is not None else None,
-    }
+def _part_kills(records: Records, began_ms: float) -> list[dict[str, Any]]:
+    """The deaths of what is no engine, in order; `back_ms` is how long its work was not done."""
+    deaths = [
+        (each.killed_ms, each.recovered_ms, f"gms of {each.device}")
+        for each in records.memory_kills
+    ]
+    deaths += [(each.killed_ms, each.back_ms, each.target) for each in records.part_kills]
+    return [
+        {
+            "part": part,
+            "at_ms": _round(killed_ms - began_ms),
+            "back_ms": _round(back_ms - killed_ms) if back_ms is not None else None,
+        }
+        for killed_ms, back_ms, part in sorted(deaths, key=lambda death: death[0])
+    ]
 
 
 def _began_ms(records: Records, ordered: Sequence[Exchange]) -> float:
     starts_ms = [kill.killed_ms for kill in records.kills]
-    starts_ms += [kill.killed_ms for kill in records.memory_kills]
+    starts_ms += [kill.killed_ms for kill in (*records.memory_kills, *records.part_kills)]
     return min([*starts_ms, *(each.sent_ms for each in ordered[:1])], default=0.0)
 
 
