@@ -95,9 +95,7 @@ def page_data(
             for number, seen in enumerate(seen_kills, 1)
         ],
         "part_kills": parts,
-        "back_ms": spread(
-            each["back_ms"] for each in parts if each["back_ms"] is not None
-        ).to_dict(),
+        "back_ms": spread(part["back_ms"] for part in parts if part["back_ms"]).to_dict(),
         "requests": _dots(ordered, outcomes, began_ms),
     }
 
@@ -241,7 +239,8 @@ def _part_kills(records: Records, began_ms: float) -> list[dict[str, Any]]:
 
 def _began_ms(records: Records, ordered: Sequence[Exchange]) -> float:
     starts_ms = [kill.killed_ms for kill in records.kills]
-    starts_ms += [kill.killed_ms for kill in (*records.memory_kills, *records.part_kills)]
+    starts_ms += [kill.killed_ms for kill in records.memory_kills]
+    starts_ms += [kill.killed_ms for kill in records.part_kills]
     return min([*starts_ms, *(each.sent_ms for each in ordered[:1])], default=0.0)
 
 
