@@ -166,7 +166,7 @@ async def tab(profile: Path) -> AsyncIterator[Tab]:
         *(CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"),
         stdout=log,
         stderr=log,
-        env={**os.environ, "HOME": str(profile)},
+        env={**os.environ, "HOME": str(profile), "TMPDIR": str(profile)},
         start_new_session=True,  # so that all its processes can be told to end
     )
     try:
