@@ -80,7 +80,7 @@ async def drill(asked: Asked, plan: DrillPlan, say: Say) -> DrillResult | None:
     directory = Path(tempfile.mkdtemp(prefix="understudy-"))
     asked = replace(asked, backoff_max_s=DRILL_BACKOFF_MAX_S)
     plan = replace(plan, also=(LOCKSERVER, GMS, GMS_SUPERVISOR))
-    passed = False
+    is_worth_keeping = False
     try:
         ready = await _prepare(asked, directory, say, has_own_ports=True)
         if ready.runtime is None:
@@ -90,6 +90,7 @@ async def drill(asked: Asked, plan: DrillPlan, say: Say) -> DrillResult | None:
                 "drill; name the manifest of a pod of Understudy",
             )
         runner = Runner(ready.containers, directory / "log")
+        is_worth_keeping = True
         say(f"starting the pod of {asked.file} in {directory}")
         result = await run_drill(Drill(ready.runtime, plan, say, runner.not_up), runner, plan, say)
         if result is not None:
@@ -98,13 +99,13 @@ async def drill(asked: Asked, plan: DrillPlan, say: Say) -> DrillResult | None:
                 "restart_backoff_max_s": DRILL_BACKOFF_MAX_S,
                 "pid_namespaces": ready.has_pid_namespaces,
             }
-        passed = result is None or result.report.passed
+        is_worth_keeping = result is not None and not result.report.passed
         return result
     finally:
-        if passed:
-            shutil.rmtree(directory, ignore_errors=True)
-        else:
+        if is_worth_keeping:
             say(f"what the containers wrote is kept in {directory / 'log'}")
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 async def _prepare(

@@ -208,7 +208,6 @@ def test_status_of_no_pod_is_unreachable(directory):
         (["up", "--set", "port.http=8001"], "name one with -f"),
         (["up", "-f", "x.yaml", "--set", "port.http=0"], "from 1 to 65535"),
         (["up", "-f", "x.yaml", "--set", "http=8001"], "it takes volume.NAME=VALUE"),
-        (["drill", "-f", "/no/such/file"], "cannot read the manifest /no/such/file"),
         (["drill", "-f", "x.yaml", "--model", "/tmp"], "--model cannot be used with -f"),
         (["drill", "-f", "x.yaml", "--attach"], "--attach cannot be used with -f"),
         (["up", "-f", "x.yaml", "--", "--slots=1"], "cannot be used with -f"),
@@ -228,3 +227,13 @@ def test_config_prints_every_setting_with_its_origin(monkeypatch):
     settings = json.loads(invoke("config", "--json").output)["drill"]
     kills = next(setting for setting in settings if setting["name"] == "kills")
     assert (kills["value"], kills["origin"]) == (7, "environment")
+
+
+def test_drill_of_a_manifest_that_cannot_be_read_leaves_nothing(tmp_path, monkeypatch):
+    """Goal: nothing ran, so nothing is kept. Method: no such file, a TMPDIR to look into."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = invoke("drill", "-f", "/no/such/file")
+    assert result.exit_code == 2
+    assert "cannot read the manifest /no/such/file" in result.output
+    assert "is kept" not in result.output
+    assert os.listdir(tmp_path) == []
