@@ -261,11 +261,14 @@ def test_failover_is_on_the_page_that_people_look_at(home: PodHome, tmp_path: Pa
             async def is_taken_over() -> bool:
                 return await value("Token") == after.token and await value("Standby") == 1
 
+            async def is_counted() -> bool:
+                return (await value("Failovers") or 0) > 0
+
             await seen(is_granted, "the grant to be scraped")
             document = await pod.engine(whole.engine)
             os.kill(document["backend"]["pids"]["model"], signal.SIGKILL)
             after = await pod.whole_after(whole.token)
             await seen(is_taken_over, "the failover to be scraped")
-            assert (await value("Failovers") or 0) > 0
+            await seen(is_counted, "the failover to be counted")
 
     home.run(scenario)
