@@ -13,7 +13,7 @@ RUNS ?= 10000
 export PYTHONDONTWRITEBYTECODE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-core test-vllm fuzz sim drill drill-vllm bench device-check docs manifests clean
+.PHONY: help setup setup-vllm style types test test-core test-system test-vllm fuzz sim drill drill-vllm bench device-check docs manifests clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,7 +44,10 @@ types: setup ## mypy --strict
 	$(VENV)/bin/mypy
 
 test: setup ## every test that needs neither a GPU nor vLLM
-	PYTHONDEVMODE=1 $(PY) -m pytest --ignore=tests/vllm $(ARGS)
+	PYTHONDEVMODE=1 $(PY) -m pytest --ignore=tests/vllm -m "not system" $(ARGS)
+
+test-system: setup ## real containers, systemd and Slurm; as root, with podman, debootstrap, slurm-wlm, munge
+	PYTHONDEVMODE=1 $(PY) -m pytest tests/deploy -m system $(ARGS)
 
 test-core: setup ## the pure cores only: tables, properties, simulations
 	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/sim $(ARGS)

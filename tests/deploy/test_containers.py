@@ -35,7 +35,7 @@ DIRTY_BYTES = 512 << 20
 BYSTANDER = f"import time; held = bytearray(b'x') * {DIRTY_BYTES}; time.sleep(3600)"
 
 pytestmark = [
-    pytest.mark.slow,  # minutes, where the image has to be built
+    pytest.mark.system,
     pytest.mark.skipif(
         container_image.why_not() is not None, reason=str(container_image.why_not())
     ),

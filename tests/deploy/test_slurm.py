@@ -32,7 +32,7 @@ STARTED_DEADLINE_S = 60.0
 ENDED_DEADLINE_S = 90.0
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.system,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 

@@ -34,7 +34,7 @@ BACKEND_ARGS=--model=/srv/model
 """
 
 pytestmark = [
-    pytest.mark.slow,  # minutes, where the image has to be built
+    pytest.mark.system,
     pytest.mark.skipif(
         container_image.why_not() is not None, reason=str(container_image.why_not())
     ),

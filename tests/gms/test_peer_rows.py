@@ -231,7 +231,7 @@ def mapped_bytes(address: int) -> list[int]:
     with open("/proc/self/maps", encoding="ascii") as maps:
         for line in maps:
             first, last = (int(word, 16) for word in line.split()[0].split("-"))
-            if first == address and "understudy" in line:
+            if first == address and "memfd:" in line:
                 sizes.append(last - first)
                 address = last
     return sizes

@@ -121,15 +121,15 @@ def test_page_follows_a_failover_without_being_loaded_again(home: PodHome, tmp_p
 
             kill((await pod.engine_tree(whole.engine))[0])
             await page.wait(_serves(other))
-            lock = (await cards(page))["lock active"][1]
-            assert lock["holder"] == other
-            assert int(lock["token"]) > whole.token
             await page.wait(
                 "[...document.querySelectorAll('#rows tr')].some((row) => "
                 f"row.textContent.includes('active granted to {other}'))"
             )
             await page.wait("document.getElementById('soundness').textContent === 'healthy'")
-            assert (await cards(page))[whole.engine][0] == "standby"
+            found = await cards(page)  # each card by its part's word, so only now all of them
+            assert found["lock active"][1]["holder"] == other
+            assert int(found["lock active"][1]["token"]) > whole.token
+            assert found[whole.engine][0] == "standby"
             assert f"{other} active" in await page.evaluate(
                 "document.querySelector('#timeline svg').getAttribute('aria-label')"
             )
@@ -213,7 +213,10 @@ def test_page_shows_an_engine_that_is_gone_and_that_it_is_back(home: PodHome, tm
             await page.wait(f"{states}.some((each) => each.state === 'gone')")
             await page.wait(_serves(other))
             await page.wait("document.getElementById('soundness').textContent === 'healthy'")
-            assert (await cards(page))[whole.engine][0] == "standby"
+            found = await cards(page)  # each card by its part's word, so only now all of them
+            assert found["lock active"][1]["holder"] == other
+            assert int(found["lock active"][1]["token"]) > whole.token
+            assert found[whole.engine][0] == "standby"
             for said in ("dead → init: launched as", f"epoch {old['epoch']} is back from"):
                 await page.wait(f"document.getElementById('rows').textContent.includes('{said}')")
             assert all("Failed to load resource" in each for each in page.errors)
