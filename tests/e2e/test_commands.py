@@ -77,6 +77,7 @@ def test_drill_as_people_run_it_passes_and_leaves_nothing_behind(
     assert os.listdir(temporary) == []
 
 
+@pytest.mark.slow
 def test_drill_of_processes_that_hang_finds_each_of_them_out(
     tmp_path_factory: pytest.TempPathFactory,
 ):
