@@ -265,16 +265,15 @@ def test_body_that_fails_stops_the_pod_and_keeps_its_error(tmp_path):
     run(main())
 
 
-def test_children_die_when_the_runner_is_killed(tmp_path):
-    """Goal: no orphans. Method: SIGKILL to a real runner whose child arms itself."""
-    child = "from understudy.service.parent import arm_from_environment as arm; import signal; "
-    child += "arm(); print('armed'); signal.pause()"
+def check_that_it_dies_with_its_runner(tmp_path, child, said, has_pid_namespace):
+    """SIGKILL to a real runner with a container that runs `child`, once that has said `said`."""
     code = f"""
         import asyncio, pathlib, sys
         from understudy.pod.containers import Container
         from understudy.pod.runner import Runner
         async def main():
-            container = Container("child", (sys.executable, "-u", "-c", {child!r}))
+            command = (sys.executable, "-u", "-c", {child!r})
+            container = Container("child", command, has_pid_namespace={has_pid_namespace})
             runner = Runner([container], pathlib.Path(sys.argv[1]), print)
             await runner.start()
             while not runner.pids():
@@ -287,10 +286,17 @@ def test_children_die_when_the_runner_is_killed(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline().strip() for _ in range(2)]
-        assert "child | armed" in lines
+        assert f"child | {said}" in lines
         pid = next(int(line) for line in lines if line.isdigit())
         process.kill()
     until(lambda: is_gone(pid), "the child to die with its runner")
+
+
+def test_children_die_when_the_runner_is_killed(tmp_path):
+    """Goal: no orphans. Method: SIGKILL to a real runner whose child arms itself."""
+    child = "from understudy.service.parent import arm_from_environment as arm; import signal; "
+    child += "arm(); print('armed'); signal.pause()"
+    check_that_it_dies_with_its_runner(tmp_path, child, "armed", has_pid_namespace=False)
 
 
 def test_runner_leaks_no_descriptor_over_restarts(tmp_path):

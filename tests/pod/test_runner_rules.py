@@ -12,8 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import auntil, until
-from tests.pod.test_runner import free_port, is_gone, python, run
+from tests.helpers import auntil
+from tests.pod.test_runner import (
+    check_that_it_dies_with_its_runner,
+    free_port,
+    is_gone,
+    python,
+    run,
+)
 from understudy.errors import UnderstudyError, UsageError
 from understudy.pod import namespaces
 from understudy.pod.containers import KUBELET, Container, Kind, Restart
@@ -272,29 +278,7 @@ def test_container_in_a_namespace_is_pid_1_and_hears_sigterm(tmp_path: Path):
 @needs_namespaces
 def test_container_in_a_namespace_dies_with_its_runner(tmp_path: Path):
     """Goal: no orphans. Method: SIGKILL to a real runner, whose child could not ask for itself."""
-    code = f"""
-        import asyncio, pathlib, sys
-        from understudy.pod.containers import Container
-        from understudy.pod.runner import Runner
-        async def main():
-            command = (sys.executable, "-u", "-c", {WAIT!r})
-            container = Container("child", command, has_pid_namespace=True)
-            runner = Runner([container], pathlib.Path(sys.argv[1]), print)
-            await runner.start()
-            while not runner.pids():
-                await asyncio.sleep(0.01)
-            print(runner.pids()["child"])
-            await asyncio.Event().wait()
-        asyncio.run(main())
-    """
-    command = [sys.executable, "-u", "-c", textwrap.dedent(code), str(tmp_path / "log")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline().strip() for _ in range(2)]
-        assert "child | up" in lines
-        pid = next(int(line) for line in lines if line.isdigit())
-        process.kill()
-    until(lambda: is_gone(pid), "the child to die with its runner")
+    check_that_it_dies_with_its_runner(tmp_path, WAIT, "up", has_pid_namespace=True)
 
 
 @needs_namespaces

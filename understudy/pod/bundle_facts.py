@@ -5,7 +5,6 @@ Thin, like the probes of the check-up. Command lines and environments come throu
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import sys
@@ -16,7 +15,7 @@ from understudy.pod import redact
 from understudy.pod.doctor.proc import descriptors
 from understudy.pod.drill.report import machine
 from understudy.service import procfs
-from understudy.service.build import build_info
+from understudy.service.build import build_info, installed
 
 PROCESSES_MAX = 256  # a pod of eight ranks and two engines has some fifty
 READ_BYTES_MAX = 64 << 10  # of a file in /proc; an environment can be two megabytes
@@ -41,7 +40,7 @@ def machine_facts() -> dict[str, Any]:
         "python": sys.version,
         "executable": sys.executable,
         "uid": os.geteuid(),
-        "packages": _versions(),
+        "packages": installed(PACKAGES),
         "environment": redact.environment(os.environ),
         "files": {path: found for path in MACHINE_FILES if (found := _read(path))},
     }
@@ -78,16 +77,6 @@ def _kinds(targets: Collection[str]) -> dict[str, int]:
         kind = "file" if kind.startswith("/") and kind != "memfd" else kind
         counts[kind] = counts.get(kind, 0) + 1
     return counts
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _read(path: str) -> str:

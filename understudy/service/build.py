@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
+from collections.abc import Iterable
 
 from understudy import __version__
 
@@ -17,3 +19,14 @@ def build_info() -> dict[str, str]:
         "commit": os.environ.get(COMMIT_ENV) or "unknown",
         "python": platform.python_version(),
     }
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those of `packages` that are installed; nothing is imported for it."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

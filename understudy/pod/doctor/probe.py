@@ -16,9 +16,11 @@ from understudy.pod.doctor.facts import Facts, SocketFile
 from understudy.pod.gather import gather, gms_sockets
 from understudy.pod.local_pod import Ports
 from understudy.service import procfs
+from understudy.service.build import installed
 
 ANSWER_S = 2.0  # what answers does so in milliseconds; one that hangs must not keep the others
 INIT = 1
+PACKAGES = ("vllm", "torch", "cuda-python", "nvidia-ml-py")
 
 
 async def look(directory: Path, ports: Ports, environ: Mapping[str, str]) -> Facts:
@@ -43,7 +45,7 @@ async def look(directory: Path, ports: Ports, environ: Mapping[str, str]) -> Fac
         named=probe_devices.named_devices(environ),
         slabs=probe_devices.slabs_outside(path, view["gms"], pids),
         mps=probe_devices.look_for_mps(environ),
-        packages=probe_machine.installed(),
+        packages=installed(PACKAGES),
         environ=environ,
     )
 

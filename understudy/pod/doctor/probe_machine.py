@@ -1,8 +1,7 @@
-"""Looks at the kernel, limits, ports, memory and installed packages. Thin: see `facts.py`."""
+"""Looks at the kernel, limits, ports and memory. Thin: see `facts.py`."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -19,7 +18,6 @@ from understudy.service import procfs
 from understudy.wire.peer import SO_PEERPIDFD
 
 CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
-PACKAGES = ("vllm", "torch", "cuda-python", "nvidia-ml-py")
 
 
 def look_at_kernel() -> Kernel:
@@ -73,17 +71,6 @@ def look_at_machine(environ: Mapping[str, str]) -> Machine:
     has_log = os.path.exists(log)
     problem = None if not has_log or os.access(log, os.W_OK) else "permission denied"
     return Machine(room.limit_bytes, room.limited_by, shm_bytes, log, problem, has_log)
-
-
-def installed() -> dict[str, str]:
-    """The versions of what matters here and is installed; nothing is imported for it."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _has_peer_pidfd() -> bool:
