@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -19,7 +23,7 @@ from understudy.pod.drill.prompts import all_prompts
 from understudy.service.config import resolve
 
 MIB = 1 << 20
-KV_BYTES = 37 * MIB  # no mapping of a Python process has this size
+KV_BYTES = 37 * MIB  # no mapping of a fresh Python process has this size
 
 SOUND = Figures(
     weights_committed_bytes=100 * MIB,
@@ -49,17 +53,40 @@ def test_gap_is_where_two_candidates_are_closest():
 
 
 def test_kv_cache_is_found_by_its_size_and_counted_by_its_pages():
-    """Goal: what a parked engine has of it. Method: a mapping of this process, untouched, then
-    with eight pages written."""
-    with pytest.raises(UnderstudyError, match="no mapping of the size"):
-        kv_resident([os.getpid()], KV_BYTES)
-    with mmap.mmap(-1, KV_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as kv:
+    """Goal: what a parked engine has of it. Method: a mapping of a process that has nothing else of
+    that size (this one may: a heap of glibc's is 64 MiB), untouched, then with eight pages
+    written."""
+    child = f"""
+        import mmap
+        def wait():
+            print(flush=True)
+            input()
+        wait()
+        kv = mmap.mmap(-1, {KV_BYTES}, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         kv.madvise(mmap.MADV_NOHUGEPAGE)
-        assert kv_resident([os.getpid()], KV_BYTES) == 0
-        before = private_bytes([os.getpid()], KV_BYTES)
+        wait()
         kv[: 8 * mmap.PAGESIZE] = b"x" * (8 * mmap.PAGESIZE)
-        assert kv_resident([os.getpid()], KV_BYTES) == 8 * mmap.PAGESIZE
-        assert abs(private_bytes([os.getpid()], KV_BYTES) - before) < MIB
+        wait()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(child)]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def go_on(process=process):
+            process.stdin.write("\n")
+            process.stdin.flush()
+            process.stdout.readline()
+
+        process.stdout.readline()
+        with pytest.raises(UnderstudyError, match="no mapping of the size"):
+            kv_resident([process.pid], KV_BYTES)
+        go_on()
+        assert kv_resident([process.pid], KV_BYTES) == 0
+        before = private_bytes([process.pid], KV_BYTES)
+        go_on()
+        assert kv_resident([process.pid], KV_BYTES) == 8 * mmap.PAGESIZE
+        assert abs(private_bytes([process.pid], KV_BYTES) - before) < MIB
 
 
 def test_memory_of_a_file_is_seen_with_its_name():
