@@ -15,6 +15,7 @@ import ctypes
 import torch
 
 from engine.backends.free_memory import Room, read_room
+from engine.backends.timer_slack import new_threads_may_wake_late
 from engine.backends.vllm.kv_arena import Range
 from engine.backends.vllm.kv_host import HostRange
 from engine.backends.vllm.worker import Parking, reporting
@@ -22,6 +23,10 @@ from engine.backends.vllm.worker import Parking, reporting
 
 class CPUWorker(Parking, StockCPUWorker):
     """On host memory: the ranks share one machine's."""
+
+    def init_device(self) -> None:
+        with new_threads_may_wake_late():  # this is where Gloo's groups are made
+            super().init_device()
 
     def room(self) -> Room:
         return read_room()
