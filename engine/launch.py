@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from engine import messages
+from engine import huge_pages, messages
 from engine.backends import process
 from engine.channel import Channel
 from engine.core.events import CanaryPassed, Drained, Event, Failed, Prepared, Serving, Step, Woken
@@ -107,6 +107,7 @@ class Launch:
         return {
             **os.environ,
             **parent.environment(),
+            **huge_pages.environment(os.environ),
             process.CHANNEL_ENV: str(channel_fd),
             process.WITNESS_ENV: self.witness_path or "",
             process.INCARNATION_ENV: self.incarnation,
