@@ -27,6 +27,7 @@ from engine.tree import Death, Tree
 from lockserver.client import witness
 from understudy.errors import UnderstudyError
 from understudy.service import parent
+from understudy.service.clock import rfc3339
 from understudy.service.events import EventLog
 from understudy.wire.fds import OwnedFd
 from understudy.wire.messages import Message
@@ -59,6 +60,7 @@ class Launch:
         self.prepared: messages.Prepared | None = None
         self.fault: messages.FaultReport | None = None
         self.rehearsed_ms: float | None = None
+        self.last_canary: dict[str, Any] | None = None
         self.exit: str | None = None
         self.is_wake_asked = False
         self._settings = settings
@@ -255,12 +257,13 @@ class Launch:
         def done(reply: Message) -> None:
             assert isinstance(reply, messages.Canary)
             word = "passed" if reply.ok else "failed"
-            self._log.record(
+            event = self._log.record(
                 "engine.canary",
                 f"canary {word}" + (f": {reply.detail}" if reply.detail else ""),
                 "info" if reply.ok else "error",
                 {"ok": reply.ok, "detail": reply.detail, "is_idle": is_idle},
             )
+            self.last_canary = {"ok": reply.ok, "at": rfc3339(event.ts)}
             on_done(reply.ok, reply.detail)
 
         self.channel.ask(messages.RunCanary(), messages.Canary, done)

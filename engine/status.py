@@ -145,4 +145,5 @@ def _backend(settings: Settings, launch: Launch | None, facts: Facts) -> dict[st
         "weights_bytes": prepared.weights_bytes if prepared else None,
         "kv_bytes": prepared.kv_bytes if prepared else None,
         "epoch": prepared.epoch if prepared else None,
+        "last_canary": launch.last_canary if launch else None,
     }

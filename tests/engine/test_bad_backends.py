@@ -81,7 +81,9 @@ def test_idle_canary_that_fails_ends_the_incarnation(pod, lock, directory):
     engine = pod.engine(
         "e-0", "--fail-canary-if", str(switch), flags=(*QUICK, "--idle-canary-ms", "200")
     )
-    engine.until("active")
+    found = engine.until("active")["backend"]["last_canary"]
+    assert found["ok"]
+    assert found["at"].endswith("Z")
     switch.touch()
     assert "the idle canary failed" in str(last_death(engine)["message"])
 

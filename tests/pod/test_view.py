@@ -93,6 +93,19 @@ def test_lines_of_a_standard_pod_fit_below_fifteen():
     assert len(lines(pod_view("/d", broken[0], broken[1:2], broken[2:]), NOW)) < 15
 
 
+@pytest.mark.parametrize(
+    ("last", "text"),
+    [(None, "-  "), ({"ok": True, "at": EARLIER}, "ok 3h12m ago"), ({"ok": False}, "FAILED")],
+)
+def test_last_canary_is_in_the_engines_line(last, text):
+    """Goal: tokens that were proven are seen. Method: none yet, one that passed, one that did
+    not."""
+    known = {**ACTIVE, "backend": {"last_canary": last}}
+    view = pod_view("/d", lockserver(), [memory()], [known, STANDBY])
+    header, row = lines(view, NOW)[2:4]
+    assert row[header.index("last canary") :].startswith(text)
+
+
 def test_is_reachable_when_anybody_answers():
     """Goal: exit code 3 only for silence. Method: all silent, then one voice."""
     silent = {"name": "lockserver", "error": "gone"}

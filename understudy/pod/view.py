@@ -131,12 +131,12 @@ def _lock_line(view: Document, now: datetime) -> str:
 
 
 def _engine_header() -> tuple[str, ...]:
-    return ("engine", "role", "state", "since", "in flight", "pid", "reason")
+    return ("engine", "role", "state", "since", "in flight", "last canary", "pid", "reason")
 
 
 def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
     if "error" in part:
-        return (str(part["name"]), "-", "unreachable", "-", "-", "-", "-")
+        return (str(part["name"]), "-", "unreachable", "-", "-", "-", "-", "-")
     engine = _engine(part)
     return (
         str(engine.get("id", "?")),
@@ -144,6 +144,15 @@ def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
         str(engine.get("state", "?")),
         since(engine.get("since"), now),
         str(part.get("inflight", "-")),
+        _canary(part, now),
         str(engine.get("pid") or "-"),
         str(engine.get("reason") or "-"),
     )
+
+
+def _canary(part: Document, now: datetime) -> str:
+    """`ok 4s ago`: the last time this incarnation made the tokens that it must make."""
+    last = (part.get("backend") or {}).get("last_canary")
+    if not last:
+        return "-"
+    return f"{'ok' if last.get('ok') else 'FAILED'} {since(last.get('at'), now)} ago"
