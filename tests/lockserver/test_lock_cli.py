@@ -82,6 +82,7 @@ def test_events_followed_are_those_from_now_on_and_end_with_the_server(
 ):
     """Goal: -f is news only. Method: follow, then let an engine be granted, then end the server;
     the command says that it is gone."""
+    alone(server)
     with running("events", "-f", "--json", directory=pod_dir) as following:
         until(lambda: len(server_connections(server)) > 0, "the observer to be there")
         start_engine("engine-0")
@@ -96,6 +97,7 @@ def test_events_followed_are_those_from_now_on_and_end_with_the_server(
 
 def test_following_and_watching_end_with_ctrl_c_like_every_command(server, pod_dir):
     """Goal: 130, no trace. Method: SIGINT to each once it has something to show, or listens."""
+    alone(server)
     with running("events", "--follow", directory=pod_dir) as following:
         until(lambda: len(server_connections(server)) > 0, "the observer to be there")
         following.send_signal(signal.SIGINT)
@@ -131,6 +133,11 @@ def test_commands_of_a_directory_without_any_server_exit_with_3(tmp_path):
         assert "there is no such socket" in line_of(watching.stdout)
         assert line_of(watching.stdout) == "\n"
         assert "there is no such socket" in line_of(watching.stdout)
+
+
+def alone(server: ServerProcess) -> None:
+    """Until nobody is connected: whoever asked whether the server was up, for one, was."""
+    until(lambda: not server_connections(server), "earlier questions to be over")
 
 
 def server_connections(server: ServerProcess) -> list[str]:
