@@ -10,10 +10,12 @@ TORCH_INDEX ?=
 ARGS ?=
 SEED ?= 1
 RUNS ?= 10000
+# Test processes side by side; 0: one after the other, in this process (for a debugger).
+WORKERS ?= auto
 export PYTHONDONTWRITEBYTECODE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-core test-system test-vllm fuzz sim drill drill-vllm bench device-check docs manifests clean
+.PHONY: help setup setup-vllm style types test test-core test-system test-vllm fuzz sim drill drill-vllm bench device-check docs manifests image clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,7 +46,7 @@ types: setup ## mypy --strict
 	$(VENV)/bin/mypy
 
 test: setup ## every test that needs neither a GPU nor vLLM
-	PYTHONDEVMODE=1 $(PY) -m pytest --ignore=tests/vllm -m "not system" $(ARGS)
+	PYTHONDEVMODE=1 $(PY) -m pytest --ignore=tests/vllm -m "not system" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-system: setup ## real containers, systemd and Slurm; as root, with podman, debootstrap, slurm-wlm, munge
 	PYTHONDEVMODE=1 $(PY) -m pytest tests/deploy -m system $(ARGS)
@@ -78,6 +80,9 @@ docs: setup ## write the generated pages again
 
 manifests: ## render deploy/overlays with kubectl, into deploy/rendered
 	@for each in deploy/overlays/*/; do kubectl kustomize $$each > deploy/rendered/$$(basename $$each).yaml; done
+
+image: setup ## the CPU image, on a base made on the spot; as root, with podman, runc and debootstrap
+	@$(PY) -m hack.container_image $(ARGS)
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build

@@ -1,0 +1,37 @@
+"""Each of several test processes has ports of its own, so that tests can run side by side.
+
+A test asks the kernel for a free port and starts a server on it a moment later; two processes that
+do so meet once in a while. In a network namespace of its own nobody else is there to meet. Only
+root may make one: where it is refused, tests should run one after the other (`WORKERS=0`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+
+import pytest
+
+CLONE_NEWNET = 0x40000000  # linux/sched.h
+SIOCSIFFLAGS = 0x8914  # linux/sockios.h
+IFF_UP = 0x1  # linux/if.h
+WORKER_ENV = "PYTEST_XDIST_WORKER"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if WORKER_ENV in os.environ and enter_own_network():
+        bring_up("lo")
+
+
+def enter_own_network() -> bool:
+    """Whether this thread, and all that it starts from now on, has a network of its own now."""
+    return ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) == 0
+
+
+def bring_up(interface: str) -> None:
+    request = struct.pack("16sh14x", interface.encode(), IFF_UP)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, SIOCSIFFLAGS, request)
