@@ -38,9 +38,9 @@ from understudy.pod.drill.clients import Target
 from understudy.pod.drill.expected import write_expected
 from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.gather import gather
+from understudy.pod.kubelet.runner import Runner, run_pod
 from understudy.pod.local_pod import LocalPod, free_pod_ports
 from understudy.pod.random_model import VLLM_RANDOM_MODEL, make_random_model
-from understudy.pod.runner import Runner, run_pod
 from understudy.pod.sessions import DrillResult, run_drill
 from understudy.service.cli import INTERRUPTED, run_async
 from understudy.service.signals import SignalInbox

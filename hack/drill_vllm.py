@@ -35,10 +35,11 @@ from hack.vllm_stock import Question, Speed, Stock, measure
 from understudy.errors import UnderstudyError, UsageError
 from understudy.pod.drill.clients import Target
 from understudy.pod.drill.expected import write_expected
+from understudy.pod.drill.page.write import check_destination
 from understudy.pod.drill.report import print_report
 from understudy.pod.drill.run import Drill, DrillPlan
+from understudy.pod.kubelet.runner import Runner, run_pod
 from understudy.pod.random_model import VLLM_RANDOM_MODEL
-from understudy.pod.runner import Runner, run_pod
 from understudy.pod.sessions import DrillResult, Say, run_drill
 from understudy.pod.settings import DRILL_OPTIONS
 from understudy.pod.words import size
@@ -47,7 +48,16 @@ from understudy.service.config import Option, Resolved, resolve
 from understudy.service.signals import SignalInbox
 
 DEFAULTS: Mapping[str, Any] = {"kills": 15, "target": ("api", "core", "worker")}
-TAKEN = ("model", "device_bytes", "tensor_parallel", "kills", "target", "clients", "expected")
+TAKEN = (
+    "model",
+    "device_bytes",
+    "tensor_parallel",
+    "kills",
+    "target",
+    "clients",
+    "expected",
+    "report",
+)
 OPTIONS: tuple[Option, ...] = tuple(
     replace(option, default=DEFAULTS.get(option.name, option.default))
     for option in DRILL_OPTIONS
@@ -203,6 +213,9 @@ def main() -> None:
     given = {option.name: getattr(flags, option.name) for option in OPTIONS}
     try:
         config = resolve(OPTIONS, given, os.environ, command="drill")
+        page = Path(config["report"]) if config["report"] else None
+        if page is not None:
+            check_destination(page)
     except UnderstudyError as error:
         fail(error)
     base = Path(tempfile.mkdtemp(prefix="understudy-vllm-"))
@@ -222,6 +235,9 @@ def main() -> None:
     if done is None:
         sys.exit(INTERRUPTED)
     show(*done, as_json=flags.json)
+    if page is not None:
+        done[0].write_page(page, done[0].backend or "vllm")
+        say(f"the report is in {page}")
     sys.exit(0 if done[0].report.passed else 1)
 
 

@@ -36,8 +36,8 @@ from understudy.pod.drill.records import Exchange, Outcome, Prompt
 from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.drill.verdict import classify, spread
 from understudy.pod.gather import gather
+from understudy.pod.kubelet.runner import Runner, run_pod
 from understudy.pod.random_model import VLLM_RANDOM_MODEL
-from understudy.pod.runner import Runner, run_pod
 from understudy.service.cli import INTERRUPTED, run_async
 from understudy.service.signals import SignalInbox
 

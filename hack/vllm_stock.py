@@ -22,14 +22,14 @@ from typing import Any
 
 from engine import shared_names
 from understudy.errors import UnderstudyError
-from understudy.pod.containers import Container, Restart
 from understudy.pod.drill.clients import Target, stream_without_pause
 from understudy.pod.drill.prompts import all_prompts, learn_answers
 from understudy.pod.drill.records import End, Exchange, Prompt
 from understudy.pod.drill.verdict import Spread, spread
-from understudy.pod.local_pod import free_ports
-from understudy.pod.probes import quick_startup
-from understudy.pod.runner import Runner
+from understudy.pod.kubelet.containers import Container, Restart
+from understudy.pod.kubelet.probes import quick_startup
+from understudy.pod.kubelet.runner import Runner
+from understudy.pod.ports import free_ports
 from understudy.service.procfs import descendants
 
 STARTUP_S = 600.0  # seconds on an idle machine; a real model is read from a real disk

@@ -26,7 +26,7 @@ from tests.deploy.manifests import DEPLOY, ROOT
 from tests.e2e.pods import Pod, PodHome, make_model
 from tests.helpers import POLL_S
 from understudy.pod.http_get import get
-from understudy.pod.local_pod import free_ports
+from understudy.pod.ports import free_ports
 
 MONITORING = DEPLOY / "monitoring"
 NEEDS_PROMETHEUS = pytest.mark.skipif(

@@ -23,10 +23,10 @@ from understudy.pod.drill.records import End, Exchange, Outcome
 from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.drill.verdict import classify, served_out_of_order
 from understudy.pod.gather import LOCKSERVER_SOCKET, gather
+from understudy.pod.kubelet.runner import Runner
 from understudy.pod.local_pod import LocalPod
 from understudy.pod.peers import Watch
 from understudy.pod.random_model import ONE_THREAD, make_random_model
-from understudy.pod.runner import Runner
 from understudy.service.procfs import children, descendants, is_spent
 from understudy.wire.messages import Message
 

@@ -24,8 +24,8 @@ from tests.helpers import POLL_S
 from understudy.pod.drill.killer import wait_whole
 from understudy.pod.drill.records import TARGETS
 from understudy.pod.gather import engine_sockets, engine_status, status_of
+from understudy.pod.kubelet.runner import Runner
 from understudy.pod.local_pod import LocalPod
-from understudy.pod.runner import Runner
 
 
 def drill(temporary: Path, *flags: str) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import pytest
 from tests.deploy.manifests import documents
 from understudy.errors import UnderstudyError, UsageError
 from understudy.pod.local_pod import LocalPod, Ports, check_ports, free_pod_ports, program
-from understudy.pod.manifest import Spec
-from understudy.pod.manifest_read import read_manifest
+from understudy.pod.manifest.read import read_manifest
+from understudy.pod.manifest.spec import Spec
+from understudy.pod.ports import free_ports
 
 
 def test_standard_pod_starts_what_engines_need_before_them():
@@ -101,11 +102,28 @@ def test_vllm_is_told_of_its_model_in_its_own_words():
         assert backend == ("/models/m", "--tensor-parallel-size", "2", "--enforce-eager")
 
 
-def test_free_ports_of_two_pods_differ():
-    """Goal: drills beside a running pod. Method: all ports of one pod are distinct and unused."""
+def test_free_ports_are_for_nobody_else():
+    """Goal: drills beside a running pod. Method: all ports of one pod are distinct, unused, and
+    none that the kernel gives to a client."""
     ports = free_pod_ports(engines=3)
     assert len(set(ports.all())) == 6
     check_ports(ports)
+    given_away_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(ports.all()) < given_away_from
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports.service))
+        taken.listen()
+        assert ports.service not in free_ports(2)
+
+
+def test_no_free_ports_are_a_sentence(monkeypatch):
+    """Goal: no endless search. Method: a range of which every port is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("understudy.pod.ports.OURS", range(port, port + 2))
+        with pytest.raises(UnderstudyError, match=f"from {port} to .* no 1 in a row"):
+            free_ports(1)
 
 
 def test_check_ports_names_the_one_that_is_taken():

@@ -8,7 +8,7 @@ import pytest
 
 from lockserver.client import messages as wire
 from tests.helpers import auntil, open_fds
-from tests.pod.test_runner import free_port
+from tests.pod.kubelet.test_runner import free_port
 from understudy.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
 from understudy.pod.http_get import BODY_MAX_BYTES, get
 from understudy.pod.peers import Watch, ask

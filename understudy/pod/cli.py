@@ -11,7 +11,6 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,18 @@ import click
 
 import understudy
 from understudy.errors import UsageError
-from understudy.pod import manifest_session, sessions
-from understudy.pod.containers import QUICK
-from understudy.pod.drill.page.data import page_data
-from understudy.pod.drill.page.write import check_destination, write_page
+from understudy.pod import sessions
+from understudy.pod.drill.page.write import check_destination
 from understudy.pod.drill.report import machine, print_report
 from understudy.pod.drill.run import DrillPlan
+from understudy.pod.kubelet.containers import QUICK
 from understudy.pod.local_pod import LocalPod, Ports
-from understudy.pod.manifest_session import Asked
-from understudy.pod.manifest_values import Choices
+from understudy.pod.manifest import session
+from understudy.pod.manifest.session import Asked
+from understudy.pod.manifest.values import Choices
 from understudy.pod.people import cli as people
 from understudy.pod.settings import DRILL_OPTIONS, NOT_WITH_MANIFEST, POD_OPTIONS, UP_OPTIONS
 from understudy.service.cli import INTERRUPTED, options, plain_errors, run_async
-from understudy.service.clock import rfc3339
 from understudy.service.config import Option, Resolved, resolve
 from understudy.service.paths import runtime_dir
 
@@ -61,7 +59,7 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     backoff_max_s = config["restart_backoff_max"]
     asked = _asked(config, UP_OPTIONS, arguments, backoff_max_s=backoff_max_s)
     if asked is not None:
-        run_async(lambda: manifest_session.stay_up(asked, directory, click.echo))
+        run_async(lambda: session.stay_up(asked, directory, click.echo))
         return
     model = _model(config["model"])
     first = config["engine_port"]
@@ -116,7 +114,7 @@ def drill(
         _ask_first(directory, plan, yes=yes)
         result = run_async(lambda: sessions.drill_running_pod(directory, plan, say))
     elif asked is not None:
-        result = run_async(lambda: manifest_session.drill(asked, plan, say))
+        result = run_async(lambda: session.drill(asked, plan, say))
     else:
         model = _model(config["model"])
         result = run_async(lambda: sessions.drill_own_pod(model, config, plan, say, arguments))
@@ -133,9 +131,7 @@ def drill(
     for problem in result.report.problems:
         click.echo(f"error: {problem}", err=True)
     if page is not None:
-        now, found = rfc3339(datetime.now(UTC)), result.report
-        data = page_data(result.records, found, backend, machine(), result.usages, now)
-        write_page(page, data)
+        result.write_page(page, backend)
         click.echo(f"the report is in {page}", err=True)
     sys.exit(0 if result.report.passed else 1)
 

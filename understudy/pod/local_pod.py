@@ -7,17 +7,16 @@ pod's probes would be answered by the first one's servers, and the start would l
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from understudy.errors import UnderstudyError, UsageError
-from understudy.pod.containers import QUICK, Container, Pace
-from understudy.pod.probes import Probe, quick_startup
+from understudy.errors import UsageError
+from understudy.pod.kubelet.containers import QUICK, Container, Pace
+from understudy.pod.kubelet.probes import Probe, quick_startup
+from understudy.pod.ports import check_port, free_ports
 
 SERVICE_PORT = 8000  # DESIGN §9
 LOCKSERVER_PORT = 9400
@@ -175,20 +174,8 @@ def program(name: str) -> tuple[str, ...]:
     return (found,)
 
 
-def free_ports(count: int) -> tuple[int, ...]:
-    """`count` ports that nobody listens on now: for drills, which must not meet a running pod."""
-    held = [socket.socket() for _ in range(count)]
-    try:
-        for sock in held:
-            sock.bind(("127.0.0.1", 0))
-        return tuple(sock.getsockname()[1] for sock in held)
-    finally:
-        for sock in held:
-            sock.close()
-
-
 def free_pod_ports(engines: int = 2) -> Ports:
-    """Ports for a whole pod, picked by the kernel."""
+    """Ports for a whole pod."""
     service, lockserver, gms, *rest = free_ports(3 + engines)
     return Ports(service, lockserver, gms, tuple(rest))
 
@@ -202,22 +189,3 @@ def check_ports(ports: Ports, host: str = "127.0.0.1", http_host: str = "127.0.0
     """
     for flag, port in ports.by_flag():
         check_port(port, host if port == ports.service else http_host, flag)
-
-
-def check_port(port: int, address: str, flag: str) -> None:
-    """Raise if nobody could listen at `address`, `port` now; `flag` is what moves it.
-
-    Raises:
-        UnderstudyError: `pod.port_in_use`, with the number and the way out.
-    """
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no owner
-        try:
-            sock.bind((address, port))
-        except OSError as error:
-            raise UnderstudyError(
-                "pod.port_in_use",
-                f"port {port} on {address} cannot be used: {os.strerror(error.errno or 0)}; "
-                f"is another pod running? Stop it, or choose another port with {flag}",
-                port=port,
-            ) from error

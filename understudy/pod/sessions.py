@@ -11,22 +11,26 @@ import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from understudy.errors import UnderstudyError
 from understudy.pod.drill.clients import Target
 from understudy.pod.drill.killer import wait_whole
+from understudy.pod.drill.page.data import page_data
+from understudy.pod.drill.page.write import write_page
 from understudy.pod.drill.records import Records
-from understudy.pod.drill.report import Usage, usage_of
+from understudy.pod.drill.report import Usage, machine, usage_of
 from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.drill.verdict import Report, judge
 from understudy.pod.gather import gather, pids_of
 from understudy.pod.http_get import get
+from understudy.pod.kubelet.runner import Runner, run_pod
 from understudy.pod.local_pod import LocalPod, check_ports, free_pod_ports, program, reachable
 from understudy.pod.random_model import with_random_model
-from understudy.pod.runner import Runner, run_pod
 from understudy.pod.view import is_reachable
+from understudy.service.clock import rfc3339
 from understudy.service.config import Resolved
 from understudy.service.signals import SignalInbox
 
@@ -50,6 +54,16 @@ class DrillResult:
     backend: str | None = None
     records: Records = field(default_factory=Records)
     conditions: dict[str, Any] = field(default_factory=dict)  # under which it was found
+
+    def write_page(self, path: Path, backend: str) -> None:
+        """Write the report as a page; `backend` is what it shall be called.
+
+        Raises:
+            UnderstudyError: `drill.report_not_written`.
+        """
+        now = rfc3339(datetime.now(UTC))
+        data = page_data(self.records, self.report, backend, machine(), self.usages, now)
+        write_page(path, data)
 
 
 async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:

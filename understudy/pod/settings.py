@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.messages import RANKS_MAX
 from understudy.pod.drill.records import check_target
 from understudy.pod.local_pod import ENGINE_PORT, GMS_PORT, LOCKSERVER_PORT, SERVICE_PORT
-from understudy.pod.manifest_values import read_choice
+from understudy.pod.manifest.values import read_choice
 from understudy.service.config import Option
 
 DIRECTORY = "/run/understudy"  # DESIGN §9

@@ -67,7 +67,8 @@ def lines(view: Document, now: datetime) -> list[str]:
     """The view for people, in less than 15 lines for a pod of two engines and one device."""
     ready = f"failover ready ({view['standbys']} standby)"
     ready = ready if view["failover_ready"] else "NO failover"
-    out = [f"pod    {view['dir']}   {view['state']}   {ready}", _lock_line(view, now)]
+    # The directory last: it may be longer than a terminal is wide.
+    out = [f"pod    {view['state']}   {ready}   {view['dir']}", _lock_line(view, now)]
     if view["engines"]:
         out += table([_engine_header(), *(_engine_row(part, now) for part in view["engines"])])
     named = engines_by_pid(view["engines"])

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from engine import messages as engine_messages
 from lockserver import messages as lock_messages
-from tests.pod.test_runner import free_port
+from tests.pod.kubelet.test_runner import free_port
 from understudy.service.clock import SystemClock
 from understudy.wire.server import Server
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from tests.helpers import auntil
-from tests.pod.test_runner import free_port
+from tests.pod.kubelet.test_runner import free_port
 from understudy.errors import UnderstudyError
 from understudy.pod.drill.clients import Target, Turns, send, stream_without_pause
 from understudy.pod.drill.prompts import all_prompts, learn_answers

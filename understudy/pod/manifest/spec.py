@@ -1,6 +1,6 @@
 """A pod's manifest as typed data: of what Kubernetes would be told, what means something here.
 
-Owns the words. `manifest_read.py` fills them in, `manifest_pod.py` puts the pod somewhere. Knows
+Owns the words. `manifest/read.py` fills them in, `manifest/place.py` puts the pod somewhere. Knows
 neither this machine nor the parts of Understudy.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from understudy.pod.containers import Kind, Restart
+from understudy.pod.kubelet.containers import Kind, Restart
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from understudy.errors import UnderstudyError, UsageError, WaitTimeoutError
-from understudy.pod.container_log import LOG_MAX_BYTES, ContainerLog
-from understudy.pod.containers import Container, stages
-from understudy.pod.kept import Kept
-from understudy.pod.namespaces import reap_zombies
+from understudy.pod.kubelet.containers import Container, stages
+from understudy.pod.kubelet.kept import Kept
+from understudy.pod.kubelet.log import LOG_MAX_BYTES, ContainerLog
+from understudy.pod.kubelet.namespaces import reap_zombies
 
 LOOK_S = 0.05  # how often a start looks whether it has something to say
 WAIT_SHOWN_AFTER_S = 1.0  # shorter waits are not worth a line

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.manifests import DEPLOY, RENDERED
-from tests.pod.test_manifest import SMALL, small
+from tests.pod.manifest.test_read import SMALL, small
 from understudy.errors import UsageError
-from understudy.pod.manifest_files import MANIFEST_MAX_BYTES, load_manifest, make_volumes
-from understudy.pod.manifest_pod import place_volumes
-from understudy.pod.manifest_values import Choices, read_choice
+from understudy.pod.manifest.files import MANIFEST_MAX_BYTES, load_manifest, make_volumes
+from understudy.pod.manifest.place import place_volumes
+from understudy.pod.manifest.values import Choices, read_choice
 
 OF_EACH_KIND = """
 volumes:

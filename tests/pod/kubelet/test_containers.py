@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from understudy.pod.containers import (
+from understudy.pod.kubelet.containers import (
     KUBELET,
     LAST_GRACE_S,
     QUICK,

@@ -7,7 +7,6 @@ touched before it is certain that none does. Prints only through `say`.
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import socket
 import tempfile
@@ -15,15 +14,15 @@ import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from understudy.errors import UnderstudyError, UsageError
-from understudy.pod import namespaces
-from understudy.pod.containers import KUBELET, Container
+from understudy.errors import UsageError
 from understudy.pod.drill.records import GMS, GMS_SUPERVISOR, LOCKSERVER
 from understudy.pod.drill.run import Drill, DrillPlan
-from understudy.pod.local_pod import check_port, program
-from understudy.pod.manifest import Manifest
-from understudy.pod.manifest_files import load_manifest, make_volumes
-from understudy.pod.manifest_pod import (
+from understudy.pod.kubelet import namespaces
+from understudy.pod.kubelet.containers import KUBELET, Container
+from understudy.pod.kubelet.runner import Runner
+from understudy.pod.local_pod import program
+from understudy.pod.manifest.files import load_manifest, make_volumes
+from understudy.pod.manifest.place import (
     MODEL,
     Place,
     needs_model,
@@ -33,17 +32,13 @@ from understudy.pod.manifest_pod import (
     runtime_directory,
     unhonoured,
 )
-from understudy.pod.manifest_values import Choices, pod_fields
+from understudy.pod.manifest.spec import Manifest
+from understudy.pod.manifest.values import Choices, pod_fields
+from understudy.pod.ports import ANYWHERE, check_port, free_ports
 from understudy.pod.random_model import ONE_THREAD, make_random_model
-from understudy.pod.runner import Runner
 from understudy.pod.sessions import DrillResult, Say, keep_up, refuse_second_pod, run_drill
 
-ANYWHERE = "0.0.0.0"  # a port that somebody has at any address of this machine is taken
 DRILL_BACKOFF_MAX_S = 1.0  # a drill's kills are not crashes, and twenty of them are to take minutes
-# Below those that the kernel gives to whoever asks for any port (ip_local_port_range): nobody can
-# take one while the container that has it is dead.
-DRILL_PORTS = range(15_000, 32_000)
-PORTS_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +113,7 @@ async def _prepare(
         _refuse_other_backends(manifest, choices)
         choices = replace(choices, volume={**choices.volume, MODEL: str(model)})
         env |= {name: os.environ.get(name, value) for name, value in ONE_THREAD.items()}
-    first = _free_run(len(manifest.ports())) if has_own_ports else None
+    first = free_ports(max(1, len(manifest.ports())))[0] if has_own_ports else None
     has_pid_namespaces = await namespaces.wanted(asked.pid_namespaces)
     place = Place(
         place_volumes(manifest, directory, choices),
@@ -154,20 +149,3 @@ def _refuse_other_backends(manifest: Manifest, choices: Choices) -> None:
                 f"the {backend} backend is given no model; name a Hugging Face checkpoint with "
                 f"--set volume.{MODEL}=PATH",
             )
-
-
-def _free_run(count: int) -> int:
-    """The first of `count` ports in a row that nobody has."""
-    for _ in range(PORTS_TRIES):
-        first = random.choice(DRILL_PORTS)
-        try:
-            for port in range(first, first + count):
-                check_port(port, ANYWHERE, "")
-        except UnderstudyError:
-            continue
-        return first
-    raise UnderstudyError(
-        "pod.no_free_ports",
-        f"of the ports from {DRILL_PORTS.start} to {DRILL_PORTS.stop} no {count} in a row were "
-        "found free; stop what has them",
-    )

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from understudy.errors import UsageError
-from understudy.pod.containers import Kind, Restart
-from understudy.pod.manifest import Check, Manifest, Mount, Source, Spec, Variable, Volume
-from understudy.pod.manifest_fields import Fields, Reading, broken
+from understudy.pod.kubelet.containers import Kind, Restart
+from understudy.pod.manifest.fields import Fields, Reading, broken
+from understudy.pod.manifest.spec import Check, Manifest, Mount, Source, Spec, Variable, Volume
 
 GRACE_S = 30  # Kubernetes' terminationGracePeriodSeconds
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job")

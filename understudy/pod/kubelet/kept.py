@@ -20,11 +20,11 @@ import signal
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Mapping
 
-from understudy.pod import namespaces
-from understudy.pod.container_log import ContainerLog
-from understudy.pod.containers import Backoff, Container, Kind, grace_left_s
 from understudy.pod.http_get import Answer, get
-from understudy.pod.probes import Health, Question, is_yes
+from understudy.pod.kubelet import namespaces
+from understudy.pod.kubelet.containers import Backoff, Container, Kind, grace_left_s
+from understudy.pod.kubelet.log import ContainerLog
+from understudy.pod.kubelet.probes import Health, Question, is_yes
 from understudy.service.parent import environment
 
 # How the names of our settings begin.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import auntil
-from tests.pod.test_runner import (
+from tests.pod.kubelet.test_runner import (
     check_that_it_dies_with_its_runner,
     free_port,
     is_gone,
@@ -21,10 +21,10 @@ from tests.pod.test_runner import (
     run,
 )
 from understudy.errors import UnderstudyError, UsageError
-from understudy.pod import namespaces
-from understudy.pod.containers import KUBELET, Container, Kind, Restart
-from understudy.pod.probes import Probe
-from understudy.pod.runner import Runner
+from understudy.pod.kubelet import namespaces
+from understudy.pod.kubelet.containers import KUBELET, Container, Kind, Restart
+from understudy.pod.kubelet.probes import Probe
+from understudy.pod.kubelet.runner import Runner
 
 # Answers every path with the status in a file, or 200 while that is not there.
 SERVER = """
@@ -291,8 +291,8 @@ def test_runner_that_is_pid_1_reaps_what_the_dead_leave_behind(tmp_path: Path):
     )
     code = f"""
         import asyncio, os, pathlib, sys
-        from understudy.pod.containers import KUBELET, Container
-        from understudy.pod.runner import Runner
+        from understudy.pod.kubelet.containers import KUBELET, Container
+        from understudy.pod.kubelet.runner import Runner
         from understudy.service.procfs import children, is_alive
         async def main():
             command = (sys.executable, "-S", "-c", {leave!r})

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from understudy.errors import UsageError
-from understudy.pod.containers import KUBELET, Container, Pace
-from understudy.pod.manifest import Check, Manifest, Spec
-from understudy.pod.manifest_values import (
+from understudy.pod.kubelet.containers import KUBELET, Container, Pace
+from understudy.pod.kubelet.probes import Probe
+from understudy.pod.manifest.spec import Check, Manifest, Spec
+from understudy.pod.manifest.values import (
     LOCAL_IP,
     Choices,
     replace_paths,
@@ -24,7 +25,6 @@ from understudy.pod.manifest_values import (
     variables,
     words,
 )
-from understudy.pod.probes import Probe
 
 VOLUMES = "vol"  # short: sockets lie in one, and a socket's whole path has 107 bytes
 MODEL = "model"  # the volume that gets a random model where nobody names one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from understudy.pod.probes import Health, Probe, Question, Tally, is_yes, quick_startup
+from understudy.pod.kubelet.probes import Health, Probe, Question, Tally, is_yes, quick_startup
 
 URL = "http://127.0.0.1:1/live"
 

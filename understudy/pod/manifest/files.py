@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from understudy.errors import UsageError
-from understudy.pod.manifest import Manifest
-from understudy.pod.manifest_read import Document, read_manifest
-from understudy.pod.manifest_values import Choices
+from understudy.pod.manifest.read import Document, read_manifest
+from understudy.pod.manifest.spec import Manifest
+from understudy.pod.manifest.values import Choices
 
 KUSTOMIZATIONS = ("kustomization.yaml", "kustomization.yml", "Kustomization")
 RENDER_DEADLINE_S = 60.0  # it takes a tenth of a second, and longer where a base is fetched

@@ -19,7 +19,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from understudy.errors import UsageError
-from understudy.pod import enter_namespace
+from understudy.pod.kubelet import enter_namespace
 from understudy.service.procfs import children, is_alive, parent
 
 # Isolated and without site-packages: it needs neither, and starts in half the time.

@@ -14,10 +14,10 @@ import pytest
 
 from tests.helpers import auntil, open_fds, until
 from understudy.errors import UnderstudyError, WaitTimeoutError
-from understudy.pod.container_log import LINE_MAX_BYTES, ContainerLog
-from understudy.pod.containers import Container, Restart
-from understudy.pod.probes import quick_startup
-from understudy.pod.runner import Runner, run_pod
+from understudy.pod.kubelet.containers import Container, Restart
+from understudy.pod.kubelet.log import LINE_MAX_BYTES, ContainerLog
+from understudy.pod.kubelet.probes import quick_startup
+from understudy.pod.kubelet.runner import Runner, run_pod
 
 # Answers 503 to the first probes and 200 to the later ones, and writes its order of events down.
 WEB = """
@@ -269,8 +269,8 @@ def check_that_it_dies_with_its_runner(tmp_path, child, said, has_pid_namespace)
     """SIGKILL to a real runner with a container that runs `child`, once that has said `said`."""
     code = f"""
         import asyncio, pathlib, sys
-        from understudy.pod.containers import Container
-        from understudy.pod.runner import Runner
+        from understudy.pod.kubelet.containers import Container
+        from understudy.pod.kubelet.runner import Runner
         async def main():
             command = (sys.executable, "-u", "-c", {child!r})
             container = Container("child", command, has_pid_namespace={has_pid_namespace})

@@ -9,9 +9,9 @@ import yaml
 
 from tests.deploy.manifests import OVERLAYS, documents
 from understudy.errors import UsageError
-from understudy.pod.containers import Kind, Restart
-from understudy.pod.manifest import Check, Manifest, Mount, Volume
-from understudy.pod.manifest_read import read_manifest
+from understudy.pod.kubelet.containers import Kind, Restart
+from understudy.pod.manifest.read import read_manifest
+from understudy.pod.manifest.spec import Check, Manifest, Mount, Volume
 
 SMALL = """
 apiVersion: v1

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from understudy.errors import UsageError
-from understudy.pod.manifest import Manifest, Spec, Variable
+from understudy.pod.manifest.spec import Manifest, Spec, Variable
 
 PORT_MAX = 65535
 LOCAL_IP = "127.0.0.1"  # of the pod and of its node: they are this machine

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.manifests import documents
-from tests.pod.test_manifest import small
+from tests.pod.manifest.test_read import small
 from understudy.errors import UsageError
-from understudy.pod.containers import KUBELET, Container
-from understudy.pod.manifest import Manifest
-from understudy.pod.manifest_pod import (
+from understudy.pod.kubelet.containers import KUBELET, Container
+from understudy.pod.manifest.place import (
     Place,
     needs_model,
     place_containers,
@@ -20,8 +19,9 @@ from understudy.pod.manifest_pod import (
     runtime_directory,
     unhonoured,
 )
-from understudy.pod.manifest_read import read_manifest
-from understudy.pod.manifest_values import (
+from understudy.pod.manifest.read import read_manifest
+from understudy.pod.manifest.spec import Manifest
+from understudy.pod.manifest.values import (
     Choices,
     expand,
     pod_fields,

@@ -1,7 +1,7 @@
 """A pod as data: its containers, in which order they start and stop, what happens when one ends.
 
 Owns the words and the pure rules: order, restart, back-off, what is left of the grace period. Knows
-nothing of processes, HTTP or the parts of Understudy: `local_pod.py` and `manifest_pod.py` fill
+nothing of processes, HTTP or the parts of Understudy: `local_pod.py` and `manifest/place.py` fill
 these in, `runner.py` acts on them. The order of the list is the order of starting, and backwards
 that of stopping: an engine that drains still needs its lock server and its memory.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
 
-from understudy.pod.probes import Probe, Question
+from understudy.pod.kubelet.probes import Probe, Question
 
 LAST_GRACE_S = 2.0  # what the kubelet leaves a container whose pod has used up its grace period
 
