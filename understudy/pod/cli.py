@@ -112,12 +112,16 @@ def drill(
         _refuse_own_pod_flags(config, arguments)
         directory = Path(os.path.abspath(config["dir"]))
         _ask_first(directory, plan, yes=yes)
-        result = run_async(lambda: sessions.drill_running_pod(directory, plan, say))
+        result = run_async(
+            lambda: sessions.drill_running_pod(directory, plan, say), as_json=as_json
+        )
     elif asked is not None:
-        result = run_async(lambda: session.drill(asked, plan, say))
+        result = run_async(lambda: session.drill(asked, plan, say), as_json=as_json)
     else:
         model = _model(config["model"])
-        result = run_async(lambda: sessions.drill_own_pod(model, config, plan, say, arguments))
+        result = run_async(
+            lambda: sessions.drill_own_pod(model, config, plan, say, arguments), as_json=as_json
+        )
     if result is None:
         sys.exit(INTERRUPTED)
     backend = result.backend or config["backend"]

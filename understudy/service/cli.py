@@ -60,11 +60,11 @@ def options(declared: Sequence[Option], command: str) -> Callable[[Command], Com
     return decorate
 
 
-def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def run_async(main: Callable[[], Coroutine[Any, Any, T]], *, as_json: bool = False) -> T:
     """Run `main` on uvloop to its end, with as many descriptors as the machine allows.
 
-    An `UnderstudyError` ends the program with its sentence and exit code, SIGINT with 130. Any
-    other exception, also in a callback of the loop, is our own fault and ends it with its trace.
+    An `UnderstudyError` ends the program as `fail` does, SIGINT with 130. Any other exception, also
+    in a callback of the loop, is our own fault and ends it with its trace.
     """
     raise_fd_limit()
     try:
@@ -72,7 +72,7 @@ def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
             runner.get_loop().set_exception_handler(_crash_on_our_fault)
             return runner.run(main())
     except UnderstudyError as error:
-        fail(error)
+        fail(error, as_json=as_json)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

@@ -25,7 +25,7 @@ from understudy.pod.people.last_words import last_lines, last_words
 from understudy.pod.settings import DIR, STATUS_OPTIONS, UP_OPTIONS
 from understudy.pod.view import is_reachable, lines
 from understudy.pod.words import since
-from understudy.service.cli import options, run_async
+from understudy.service.cli import fail, options, run_async
 from understudy.service.config import Option, Resolved
 
 # A part that hangs is one that people want to know of soon. What answers does so in milliseconds.
@@ -66,10 +66,9 @@ def status(config: Resolved, as_json: bool, check: bool, watch: bool) -> None:
     if not is_reachable(view):
         raise _unreachable(view)
     if check and view["state"] != "healthy":
-        raise DegradedError(
-            "pod.degraded",
-            f"the pod is {view['state']}: {'; '.join(view['problems']) or 'no holder'}",
-        )
+        reason = "; ".join(view["problems"]) or "no holder"
+        # With --json, too, a sentence on stderr alone: stdout has its one document.
+        fail(DegradedError("pod.degraded", f"the pod is {view['state']}: {reason}"))
 
 
 async def _watch(directory: Path, *, as_json: bool) -> None:
@@ -129,8 +128,8 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
             click.echo(f"{record.get('ts')}  {source:<11}  {kind:<20}  {record.get('message')}")
 
     if follow:
-        run_async(lambda: follow_events(directory, show))
-    for record in run_async(lambda: past_events(directory)):
+        run_async(lambda: follow_events(directory, show), as_json=as_json)
+    for record in run_async(lambda: past_events(directory), as_json=as_json):
         show(record)
 
 
