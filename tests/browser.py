@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -161,12 +162,14 @@ class Tab:
 async def tab(profile: Path) -> AsyncIterator[Tab]:
     """A browser with one empty page, its files in `profile`; gone when the block ends."""
     assert CHROMIUM is not None
+    # It makes a socket in there, and the path to a test's own files may be too long for one.
+    sockets = tempfile.mkdtemp(prefix="chromium-")
     log = (profile / "chromium.log").open("wb")
     process = await asyncio.create_subprocess_exec(
         *(CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"),
         stdout=log,
         stderr=log,
-        env={**os.environ, "HOME": str(profile), "TMPDIR": str(profile)},
+        env={**os.environ, "HOME": str(profile), "TMPDIR": sockets},
         start_new_session=True,  # so that all its processes can be told to end
     )
     try:
@@ -197,3 +200,4 @@ async def tab(profile: Path) -> AsyncIterator[Tab]:
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         log.close()
+        shutil.rmtree(sockets, ignore_errors=True)
