@@ -42,8 +42,11 @@ class Answer:
 
 async def get(url: str, timeout_s: float = 2.0) -> Answer:
     """GET `url` (http only); never raises: an unreachable server is an `Answer` with status 0."""
-    parts = urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 80
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "127.0.0.1", parts.port or 80
+    except ValueError as error:
+        return Answer(0, reason=f"{url} is no address ({error})")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
         async with asyncio.timeout(timeout_s):

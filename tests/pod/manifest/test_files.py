@@ -21,6 +21,11 @@ volumes:
 - {name: settings, configMap: {name: settings}}
 - {name: model, persistentVolumeClaim: {claimName: model}}
 """
+# Each the one before, ten times: seven of them took PyYAML twelve seconds.
+MERGES = b"".join(
+    b"a%d: &a%d {<<: [%s]}\n" % (number + 1, number + 1, b",".join([b"*a%d" % number] * 10))
+    for number in range(12)
+)
 
 
 def load(path: Path):
@@ -54,10 +59,18 @@ def test_directory_that_does_not_render_is_refused_in_kubectls_words(tmp_path: P
         (b"just words", "no mapping"),
         (b"\xff\xfe", "it is no text"),
         (b"#" * (MANIFEST_MAX_BYTES + 1), "more than"),
+        (b"a: 2020-99-99", "is not YAML: month must be"),
+        (b"a: !!int b", "is not YAML: invalid literal"),
+        (b"a: !!bool b", "is not YAML: 'b'"),
+        (b"a: !!timestamp b", "is not YAML"),
+        (b"a: " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+        (b"a: 1\nb: {c: 1, d: 2, c: 3}", "the key 'c' at line 2 is there already"),
+        (b"a: &a [*a]", "contains itself"),
+        (b"a0: &a0 {x: 1}\n" + MERGES, "stands for more than"),
     ],
 )
 def test_file_that_is_no_manifest_is_refused(tmp_path: Path, content: bytes, words: str):
-    """Goal: one sentence, whatever it is. Method: four files."""
+    """Goal: one sentence, whatever it is, and soon. Method: a file of each kind."""
     path = tmp_path / "pod.yaml"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=words):

@@ -155,8 +155,19 @@ def test_volumes_are_told_apart():
         ("env: [{value: x}]", r"env\[0\]\.name is missing"),
         ("env: [{name: X, value: 1}]", r"are quotes missing"),
         ("livenessProbe: {httpGet: {}}", r"port is to be a number or the name"),
-        ("livenessProbe: {httpGet: {port: 1}, periodSeconds: 0}", "a whole number from 1 on"),
+        ("livenessProbe: {httpGet: {port: 1}, periodSeconds: 0}", "a whole number from 1 to"),
         ("env: [X=1]", r"env\[0\] is to be a mapping"),
+        ("env: [{name: X=Y, value: z}]", r"name is to have no ="),
+        ('env: [{name: X, value: "a\\0b"}]', r"value is to be a text"),
+        ('command: ["\\ud800"]', r"command is to be a list of texts"),
+        ("ports: [{name: web}]", r"containerPort is missing"),
+        ("ports: [{containerPort: 70000}]", r"from 1 to 65535"),
+        ("livenessProbe: {httpGet: {port: 70000}}", r"port is to be a number or the name"),
+        ("livenessProbe: {httpGet: {port: true}}", r"port is to be a number or the name"),
+        ("ports: [{name: a, containerPort: 1}, {name: a, containerPort: 2}]", "2 are named a"),
+        ("name: ../main", r"name is to have nothing but a-z"),
+        ("volumeMounts: [{name: v, mountPath: /v, subPath: a/../../b}]", "stays in its volume"),
+        ("volumeMounts: [{name: v, mountPath: /v, subPath: /etc}]", "stays in its volume"),
     ],
 )
 def test_broken_manifest_is_refused_with_the_place(container: str, words: str):
@@ -171,6 +182,66 @@ def test_restart_policy_and_containers_are_checked():
         small(pod="restartPolicy: Sometimes")
     with pytest.raises(UsageError, match="is to have a container"):
         small(pod="containers: []")
+
+
+@pytest.mark.parametrize("name", ["/somewhere", "../../somewhere", "..", "a/b", ""])
+def test_volume_that_would_lie_elsewhere_is_refused(name: str):
+    """Goal: making a pod's volumes anew removes nothing of anybody else. Method: names that lead
+    out of the pod's directory, of which `/somewhere` would have been removed whole."""
+    with pytest.raises(UsageError, match=r"volumes\[0\]\.name is") as caught:
+        small(pod=f"volumes: [{{name: '{name}', emptyDir: {{}}}}]")
+    assert caught.value.code == "manifest.broken"
+
+
+@pytest.mark.parametrize("key", ["../a", "/etc/a", "..", "a/b"])
+def test_key_of_a_config_map_is_a_files_name(key: str):
+    """Goal: as a volume it writes nothing elsewhere. Method: keys that lead out of it."""
+    with pytest.raises(UsageError, match="is to have no key like"):
+        read(f"{SMALL}---\nkind: ConfigMap\nmetadata: {{name: c}}\ndata: {{{key}: x}}\n")
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [
+        "containers: [{name: a, command: [x]}, {name: a, command: [y]}]",
+        "volumes: [{name: a, emptyDir: {}}, {name: a, hostPath: {path: /etc}}]",
+    ],
+)
+def test_two_of_one_name_are_refused(pod: str):
+    """Goal: the last one does not win in silence. Method: two containers, two volumes."""
+    with pytest.raises(UsageError, match="2 are named a"):
+        small(pod=pod)
+
+
+def test_args_alone_are_no_command():
+    """Goal: they are for the image's entry point, and are not run in its place. Method: a
+    container with nothing else."""
+    assert small("{command: null, args: [--all]}").specs[0].command == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kind: Deployment\nspec: x",
+        "kind: Deployment\nspec: {template: x}",
+        "kind: Deployment\nspec: {template: {spec: x}}",
+        "kind: Pod\nmetadata: x\nspec: {}",
+        "kind: Pod\nmetadata: {labels: [a]}\nspec: {containers: [{name: a}]}",
+    ],
+)
+def test_pod_that_is_no_mapping_is_refused(text: str):
+    """Goal: a sentence, no stack trace. Method: a text or a list where a mapping belongs."""
+    with pytest.raises(UsageError, match="is to be a mapping") as caught:
+        read(text)
+    assert caught.value.code == "manifest.broken"
+
+
+def test_list_of_objects_is_what_is_in_it():
+    """Goal: what `kubectl get -o yaml` writes. Method: the same objects, alone and in a List."""
+    config_map = "kind: ConfigMap\nmetadata: {name: c}\ndata: {a: b}\n"
+    documents = [yaml.safe_load(SMALL), yaml.safe_load(config_map)]
+    listed = read_manifest([{"apiVersion": "v1", "kind": "List", "items": documents}])
+    assert listed == read_manifest(documents)
 
 
 @pytest.mark.parametrize("text", ["", SMALL + "---" + SMALL, "kind: ConfigMap"])

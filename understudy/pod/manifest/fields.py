@@ -7,10 +7,15 @@ field by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from understudy.errors import UsageError
+
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")  # of a container or a volume: DNS-1123
+NUMBER_MAX = 2**31 - 1  # every number that we read is an int32 of Kubernetes' API
+UNSAYABLE = re.compile("[\x00\ud800-\udfff]")  # no process can be told these
 
 
 class Reading:
@@ -56,9 +61,9 @@ class Fields:
         value = self.take(name)
         if value is None:
             return default
-        if not isinstance(value, str):
+        if not _is_text(value):
             raise broken(f"{self.path}.{name}", "is to be a text; are quotes missing?")
-        return value
+        return str(value)
 
     def required(self, name: str) -> str:
         value = self.text(name)
@@ -66,12 +71,19 @@ class Fields:
             raise broken(f"{self.path}.{name}", "is missing")
         return value
 
-    def number(self, name: str, default: int, least: int = 0) -> int:
+    def name(self) -> str:
+        """Its own name, which becomes a part of paths here: Kubernetes takes no other, either."""
+        value = self.required("name")
+        if not NAME.fullmatch(value):
+            raise broken(f"{self.path}.name", "is to have nothing but a-z, 0-9 and - in it")
+        return value
+
+    def number(self, name: str, default: int, least: int = 0, most: int = NUMBER_MAX) -> int:
         value = self.take(name)
         if value is None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise broken(f"{self.path}.{name}", f"is to be a whole number from {least} on")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise broken(f"{self.path}.{name}", f"is to be a whole number from {least} to {most}")
         return value
 
     def flag(self, name: str) -> bool:
@@ -79,7 +91,7 @@ class Fields:
 
     def texts(self, name: str) -> tuple[str, ...]:
         values = self.take(name) or []
-        if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+        if not isinstance(values, list) or not all(map(_is_text, values)):
             raise broken(f"{self.path}.{name}", "is to be a list of texts")
         return tuple(values)
 
@@ -87,7 +99,7 @@ class Fields:
         """A mapping of texts to texts."""
         values = self.take(name) or {}
         if not isinstance(values, dict) or not all(
-            isinstance(each, str) for pair in values.items() for each in pair
+            _is_text(each) for pair in values.items() for each in pair
         ):
             raise broken(f"{self.path}.{name}", "is to be a mapping of texts; are quotes missing?")
         return dict(values)
@@ -109,6 +121,10 @@ class Fields:
             self._reading.fields(value, f"{self.path}.{name}[{number}]", label)
             for number, value in enumerate(values)
         ]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and UNSAYABLE.search(value) is None
 
 
 def broken(path: str, what: str) -> UsageError:

@@ -127,13 +127,13 @@ async def _ask_kubectl(kubectl: str, directory: Path) -> str:
 
 
 def _documents(path: Path, text: str) -> list[Document]:
-    import yaml  # a pod that is started from flags need not carry the parser
+    # A pod that is started from flags need not carry the parser.
+    from understudy.pod.manifest.strict_yaml import NotYamlError, load_all
 
     try:
-        found = [each for each in yaml.safe_load_all(text) if each is not None]
-    except yaml.YAMLError as error:
-        where = " ".join(str(error).split())
-        raise UsageError("manifest.broken", f"{path} is not YAML: {where}") from error
+        found = [each for each in load_all(text) if each is not None]
+    except NotYamlError as error:
+        raise UsageError("manifest.broken", f"{path} is not YAML: {error}") from error
     if not all(isinstance(each, dict) for each in found):
         raise UsageError("manifest.broken", f"{path} has a document that is no mapping")
     return found

@@ -6,7 +6,9 @@ absent; everything else ends in `unhonoured`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from understudy.errors import UsageError
@@ -15,6 +17,8 @@ from understudy.pod.manifest.fields import Fields, Reading, broken
 from understudy.pod.manifest.spec import Check, Manifest, Mount, Source, Spec, Variable, Volume
 
 GRACE_S = 30  # Kubernetes' terminationGracePeriodSeconds
+PORT_MAX = 65535
+KEY = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]+")  # of a ConfigMap: a file's name where it is a volume
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job")
 RESTARTS = {
     "Always": Restart.ALWAYS,
@@ -32,7 +36,7 @@ def read_manifest(documents: Sequence[Document]) -> Manifest:
         UsageError: `manifest.broken`, `manifest.no_pod`.
     """
     reading = Reading()
-    kinds = [(str(each.get("kind")), each) for each in documents]
+    kinds = [(str(each.get("kind")), each) for each in _one_by_one(documents)]
     pods = [each for kind, each in kinds if kind == "Pod" or kind in WORKLOADS]
     if len(pods) != 1:
         found = ", ".join(_title(each) for each in pods) or "none"
@@ -42,7 +46,7 @@ def read_manifest(documents: Sequence[Document]) -> Manifest:
             f"has {found}",
         )
     config_maps = {
-        str(_metadata(each).get("name")): reading.fields(each, _title(each)).mapping("data")
+        str(_metadata(each).get("name")): _settings(reading.fields(each, _title(each)))
         for kind, each in kinds
         if kind == "ConfigMap"
     }
@@ -58,11 +62,16 @@ def read_manifest(documents: Sequence[Document]) -> Manifest:
     if not any(each.kind is Kind.MAIN for each in specs):
         raise broken(f"{spec.path}.containers", "is to have a container")
     volumes = [_volume(each) for each in spec.list("volumes")]
+    _refuse_twins(f"{spec.path}.containers", (each.name for each in specs))
+    _refuse_twins(f"{spec.path}.volumes", (each.name for each in volumes))
+    # Kubernetes takes the same name in two containers, but --set knows ports by their names.
+    names = (name for each in specs for name in each.ports if not name.isdecimal())
+    _refuse_twins("the containers' ports", names)
     return Manifest(
         name=str(_metadata(pods[0]).get("name") or "pod"),
         namespace=str(_metadata(pods[0]).get("namespace") or "default"),
-        labels=metadata.get("labels") or {},
-        annotations=metadata.get("annotations") or {},
+        labels=metadata.mapping("labels"),
+        annotations=metadata.mapping("annotations"),
         specs=tuple(specs),
         volumes={volume.name: volume for volume in volumes},
         config_maps=config_maps,
@@ -75,12 +84,39 @@ def read_manifest(documents: Sequence[Document]) -> Manifest:
     )
 
 
-def _pod(reading: Reading, document: Document) -> tuple[Document, Fields]:
+def _one_by_one(documents: Iterable[Document]) -> Iterator[Document]:
+    """The objects of `documents`, and of the lists among them: `kubectl get` writes such."""
+    for document in documents:
+        items = document.get("items")
+        if str(document.get("kind")).endswith("List") and isinstance(items, list):
+            yield from (each for each in items if isinstance(each, dict))
+        else:
+            yield document
+
+
+def _pod(reading: Reading, document: Document) -> tuple[Fields, Fields]:
     """The pod's metadata and its spec, of a pod or of what makes pods."""
-    if document.get("kind") == "Pod":
-        return _metadata(document), reading.fields(document.get("spec"), "spec")
-    template = (document.get("spec") or {}).get("template") or {}
-    return _metadata(template), reading.fields(template.get("spec"), "spec.template.spec")
+    aside = Reading()  # what else a workload or metadata say is nothing to honour
+    whole, path = aside.fields(document, "the pod"), ""
+    if document.get("kind") != "Pod":
+        workload, path = aside.fields(document.get("spec"), "spec"), "spec.template."
+        whole = aside.fields(workload.take("template"), "spec.template")
+    metadata = aside.fields(whole.take("metadata") or {}, f"{path}metadata")
+    return metadata, reading.fields(whole.take("spec"), f"{path}spec")
+
+
+def _settings(config_map: Fields) -> dict[str, str]:
+    found = config_map.mapping("data")
+    for key in found:
+        if not KEY.fullmatch(key):
+            raise broken(f"{config_map.path}.data", f"is to have no key like {key!r}")
+    return found
+
+
+def _refuse_twins(path: str, names: Iterable[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise broken(path, f"are to have names of their own, and {count} are named {name}")
 
 
 def _restart(spec: Fields) -> Restart:
@@ -91,32 +127,43 @@ def _restart(spec: Fields) -> Restart:
 
 
 def _container(fields: Fields, kind: Kind, restart: Restart) -> Spec:
-    name = fields.required("name")
+    name = fields.name()
     if kind is Kind.INIT:
         is_sidecar = fields.text("restartPolicy") == "Always"
         kind = Kind.SIDECAR if is_sidecar else Kind.INIT
         # One that has ended well is not run again, whatever the pod's policy.
         again = Restart.NEVER if restart is Restart.NEVER else Restart.ON_FAILURE
         restart = Restart.ALWAYS if is_sidecar else again
-    ports = [
-        (each.text("name"), each.number("containerPort", 0, 1)) for each in fields.list("ports")
-    ]
+    ports = [(each.text("name"), _port_number(each)) for each in fields.list("ports")]
+    _refuse_twins(f"{fields.path}.ports", (port_name for port_name, _ in ports if port_name))
+    command, args = fields.texts("command"), fields.texts("args")
     return Spec(
         name,
         kind,
         restart,
-        (*fields.texts("command"), *fields.texts("args")),
+        (*command, *args) if command else (),  # the args alone are for what the image has
         tuple(_variable(each) for each in fields.list("env")),
         tuple(_source(each) for each in fields.list("envFrom") if each.has("configMapRef")),
         {port_name or str(number): number for port_name, number in ports},
-        tuple(
-            Mount(each.required("name"), each.required("mountPath"), each.text("subPath"))
-            for each in fields.list("volumeMounts")
-        ),
+        tuple(_mount(each) for each in fields.list("volumeMounts")),
         _check(fields.fields("startupProbe")),
         _check(fields.fields("livenessProbe")),
         _check(fields.fields("readinessProbe")),
     )
+
+
+def _port_number(fields: Fields) -> int:
+    number = fields.number("containerPort", 0, 1, PORT_MAX)
+    if not number:
+        raise broken(f"{fields.path}.containerPort", "is missing")
+    return number
+
+
+def _mount(fields: Fields) -> Mount:
+    sub_path = fields.text("subPath")
+    if sub_path.startswith("/") or ".." in sub_path.split("/"):
+        raise broken(f"{fields.path}.subPath", "is to be a path that stays in its volume")
+    return Mount(fields.required("name"), fields.required("mountPath"), sub_path)
 
 
 def _check(fields: Fields | None) -> Check | None:
@@ -126,7 +173,8 @@ def _check(fields: Fields | None) -> Check | None:
     asked = fields.fields("httpGet")
     assert asked is not None
     port = asked.take("port")
-    if not isinstance(port, (int, str)):
+    is_number = type(port) is int and 1 <= port <= PORT_MAX
+    if not is_number and not (isinstance(port, str) and port):
         raise broken(f"{asked.path}.port", "is to be a number or the name of a port")
     grace = fields.number("terminationGracePeriodSeconds", -1)
     return Check(
@@ -144,6 +192,8 @@ def _check(fields: Fields | None) -> Check | None:
 
 def _variable(fields: Fields) -> Variable:
     name, origin = fields.required("name"), fields.fields("valueFrom")
+    if "=" in name:
+        raise broken(f"{fields.path}.name", "is to have no = in it")
     if origin is None:
         return Variable(name, fields.text("value"))
     chosen = origin.fields("configMapKeyRef")
@@ -164,7 +214,7 @@ def _source(fields: Fields) -> Source:
 
 
 def _volume(fields: Fields) -> Volume:
-    name = fields.required("name")
+    name = fields.name()
     if fields.has("emptyDir"):
         fields.fields("emptyDir")
         return Volume(name, "emptyDir")
@@ -180,7 +230,8 @@ def _volume(fields: Fields) -> Volume:
 
 
 def _metadata(document: Document) -> Document:
-    return document.get("metadata") or {}
+    found = document.get("metadata")
+    return found if isinstance(found, dict) else {}
 
 
 def _title(document: Document) -> str:
