@@ -29,6 +29,7 @@ from understudy.pod.manifest.session import Asked
 from understudy.pod.manifest.values import Choices
 from understudy.pod.people import cli as people
 from understudy.pod.settings import DRILL_OPTIONS, NOT_WITH_MANIFEST, POD_OPTIONS, UP_OPTIONS
+from understudy.pod.terminal import Terminal
 from understudy.service.cli import INTERRUPTED, options, plain_errors, run_async
 from understudy.service.config import Option, Resolved, resolve
 from understudy.service.paths import runtime_dir
@@ -59,7 +60,8 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     backoff_max_s = config["restart_backoff_max"]
     asked = _asked(config, UP_OPTIONS, arguments, backoff_max_s=backoff_max_s)
     if asked is not None:
-        run_async(lambda: session.stay_up(asked, directory, click.echo))
+        with Terminal() as terminal:
+            run_async(lambda: session.stay_up(asked, directory, terminal.say))
         return
     model = _model(config["model"])
     first = config["engine_port"]
@@ -82,7 +84,8 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
         http_host=config["http_host"],
         pace=QUICK.up_to(backoff_max_s),
     )
-    run_async(lambda: sessions.stay_up(pod, model, click.echo))
+    with Terminal() as terminal:
+        run_async(lambda: sessions.stay_up(pod, model, terminal.say))
 
 
 @main.command()
