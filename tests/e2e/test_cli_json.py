@@ -1,0 +1,267 @@
+"""docs/cli_json.md against a pod: each key that is printed is on the page, and the other way round.
+
+The pod is looked at after a failover, after its memory has been dropped, and from what it leaves on
+disk; so most of what a document may say is said here once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import engine.cli
+import gms.cli
+import lockserver.cli
+import understudy.pod.cli
+from gms.client import messages as gms_messages
+from gms.client import open_session
+from gms.writer import Writer
+from tests.e2e import json_page
+from tests.e2e.json_page import TABLES, rows_of
+from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from tests.lockserver.processes import ServerProcess, free_port
+from understudy.pod.http_get import get
+from understudy.wire.blocking import BlockingClient
+
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
+WAIT_S = 60.0
+UNREACHABLE = 3
+DEGRADED = 4
+PROGRAMS = {
+    "understudy": understudy.pod.cli.main,
+    "lockserver": lockserver.cli.main,
+    "gms": gms.cli.main,
+    "engine": engine.cli.main,
+}
+
+
+class Printed:
+    """The documents that a pod and its commands have printed, by the section that is about them."""
+
+    def __init__(self) -> None:
+        self.documents: dict[str, list[Any]] = {heading: [] for heading in TABLES}
+        self._sections = {name: heading for heading in TABLES for name in heading.split(", ")}
+
+    def add(self, name: str, *documents: Any) -> None:
+        self.documents[self._sections[name]] += documents
+
+    async def run(
+        self,
+        command: str,
+        *flags: str,
+        where: Path | None = None,
+        codes: tuple[int, ...] = (0,),
+        about: str = "",
+    ) -> None:
+        """Run `command --json`. What it prints is about the command, or `about` something else."""
+        words = command.split()
+        place = [f"--dir={where}"] if where else []
+        process = await asyncio.create_subprocess_exec(
+            *(str(BIN / words[0]), *words[1:], *flags, *place, "--json"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+        )
+        said, told = await asyncio.wait_for(process.communicate(), WAIT_S)
+        assert process.returncode in codes, f"{command}: {told.decode()}"
+        texts = said.splitlines() if words[1] == "events" else [said]
+        self.add(about or command, *map(json.loads, texts))
+
+    async def fetch(self, port: int, path: str, about: str) -> dict[str, Any]:
+        document = (await get(f"http://127.0.0.1:{port}{path}")).json()
+        assert document, f"{path} of {about}"
+        self.add(about, document)
+        return document
+
+
+@pytest.fixture(scope="module")
+def printed(home: PodHome, tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """Every document of a pod after a failover, of what is left of one, and of none."""
+    found = Printed()
+
+    async def scenario(pod: Pod) -> None:
+        directory = pod.directory
+        targets = ("--target=backend-http", "--target=gms")
+        flags = ("--attach", "--yes", "--kills=2", *targets)
+        await found.run("understudy drill", *flags, where=directory)
+        await pod.whole()
+        await commands(found, directory)
+        await ports(found, pod)
+        await remains(found, directory, tmp_path_factory.mktemp("off"))
+        await failures(found, tmp_path_factory.mktemp("none"))
+        await asyncio.to_thread(nobody_active, found, tmp_path_factory.mktemp("lock"))
+        await found.run("gms drop", "--even-if-mapped", "--yes", where=directory)
+        with loading(directory):
+            for command in ("understudy status", "gms status", "gms inspect"):
+                await found.run(command, where=directory)
+            async with asyncio.timeout(WAIT_S):  # gms looks at its servers once a second
+                while not found.documents["/status of gms"][-1]["devices"][0]["waiting"]:
+                    await found.fetch(pod.local.ports.gms, "/status", "/status of gms")
+        await found.run("engine drain", "--engine-id=engine-0", where=directory)
+        # The exit code says the gravest of it, and the document is still the only one.
+        await found.run("understudy status", "--check", where=directory, codes=(DEGRADED,))
+
+    home.run(scenario)
+    return found
+
+
+async def commands(found: Printed, directory: Path) -> None:
+    looks = (
+        *("understudy status", "understudy events", "lockserver status", "lockserver events"),
+        *("gms status", "gms inspect", "gms verify"),
+    )
+    with_settings = ("understudy up", "lockserver serve", "gms serve", "engine run")
+    await asyncio.gather(
+        *(found.run(command, where=directory) for command in looks),
+        *(found.run("engine status", f"--engine-id=engine-{n}", where=directory) for n in (0, 1)),
+        found.run(
+            "understudy doctor", where=directory, codes=(0, 1)
+        ),  # the machine may be at fault
+        found.run("understudy config"),
+        found.run("understudy version"),
+        *(found.run(each, "--print-config", about="--print-config") for each in with_settings),
+    )
+
+
+async def ports(found: Printed, pod: Pod) -> None:
+    """What every part answers over HTTP."""
+    numbers = pod.local.ports
+    named = {"the lock server": numbers.lockserver, "gms": numbers.gms}
+    for part, port in {**named, "an engine": numbers.engines[0]}.items():
+        await found.fetch(port, "/status", f"/status of {part}")
+        paths = (await found.fetch(port, "/", "Ports"))["paths"]
+        assert [path for path in paths if f"`{path}`" not in json_page.PAGE] == []
+        for path in {"/startup", "/live", "/ready", "/serving"} & set(paths):
+            await found.fetch(port, f"{path}?verbose", "Probes")
+    url = f"http://127.0.0.1:{numbers.lockserver}/events?since=0"
+    snapshot, record = await asyncio.to_thread(stream, url, 2)
+    found.add("/status of the lock server", snapshot)
+    found.add("/events", record)
+
+
+def stream(url: str, count: int) -> list[Any]:
+    """The first `count` documents of a stream of events."""
+    with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
+        data = (line for line in answer if line.startswith(b"data: "))
+        return [json.loads(next(data).removeprefix(b"data: ")) for _ in range(count)]
+
+
+async def remains(found: Printed, directory: Path, copy: Path) -> None:
+    """The offline views: the state files alone; then with one engine that answers there."""
+    for path in directory.glob("*.json"):
+        shutil.copy(path, copy)
+    of_gms = ("gms status", "gms inspect", "gms verify")
+    await asyncio.gather(
+        found.run("lockserver status", where=copy),
+        found.run("engine status", "--engine-id=engine-0", where=copy),
+        *(found.run(each, where=copy, codes=(UNREACHABLE,)) for each in of_gms),
+    )
+    (copy / "engine_engine-0.sock").symlink_to(directory / "engine_engine-0.sock")
+    (copy / "engine_engine-1.sock").touch()  # nobody listens there
+    (copy / "gms_HOST-0_weights.sock").touch()
+    await found.run("understudy status", where=copy)
+
+
+async def failures(found: Printed, nowhere: Path) -> None:
+    """Where there is no pod, a command prints the error and nothing else."""
+    asked = (
+        *("understudy status", "understudy events", "understudy drill --attach --yes"),
+        *("lockserver status", "lockserver events", "engine status", "engine drain"),
+        *("gms status", "gms inspect", "gms verify", "gms drop --yes"),
+    )
+    await asyncio.gather(
+        *(found.run(each, where=nowhere, codes=(UNREACHABLE,), about="Errors") for each in asked)
+    )
+
+
+def nobody_active(found: Printed, directory: Path) -> None:
+    """A lock server alone answers for its engines."""
+    address = f"127.0.0.1:{free_port()}"
+    server = ServerProcess(str(directory), "--service", f"active={address}", "--hold-ms", "0")
+    server.start()
+    try:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://{address}/v1/models", timeout=WAIT_S)
+        found.add("No active engine", json.load(refused.value))
+    finally:
+        server.close()
+
+
+@contextmanager
+def loading(directory: Path) -> Iterator[None]:
+    """One that loads weights and has said how far it is, and one that waits for them."""
+    path = str(directory / "gms_HOST-0_weights.sock")
+    writer = open_session(
+        str(directory),
+        "HOST-0",
+        engine="writer",
+        incarnation="writer-1",
+        mode="rw",
+        identity={},
+        wait_s=WAIT_S,
+    )
+    assert isinstance(writer, Writer)
+    with writer, BlockingClient(path, gms_messages.CATALOGUE) as waiter:
+        writer.progress(1, 2)
+        attach = gms_messages.Attach("waiter", "waiter-1", "ro", wait_ms=round(WAIT_S * 1000))
+        waiter.notify(attach, request_id=1)
+        assert isinstance(waiter.receive().message, gms_messages.Waiting)
+        yield
+
+
+@pytest.mark.parametrize("heading", TABLES)
+def test_every_key_that_is_printed_is_on_the_page_and_the_other_way_round(
+    printed: Printed, heading: str
+):
+    """Goal: scripts can rely on the page. Method: the keys of every document that the section is
+    about, with the types of their values, against its table; what it does not mark as there only
+    at times has been printed."""
+    documents, rows = printed.documents[heading], rows_of(heading)
+    for document in documents:
+        assert json_page.undocumented(document, rows) == []
+    if documents or heading not in json_page.linked_to():  # else it is compared where it is linked
+        assert json_page.never_printed(documents, rows) == []
+
+
+def test_a_key_without_a_line_and_a_line_without_a_key_are_found():
+    """Goal: the test above can fail. Method: a key too many, one of another type, one too few."""
+    rows = rows_of("understudy version")
+    about = {"version": "1", "python": "3"}
+    assert json_page.undocumented(about, rows) == []
+    assert json_page.undocumented({**about, "new": 1}, rows) == ["new = 1"]
+    assert json_page.undocumented({**about, "python": None}, rows) == ["python = null"]
+    assert json_page.never_printed([{"version": "1"}], rows) == ["python"]
+
+
+def test_every_command_with_json_has_a_section():
+    """Goal: no command is forgotten. Method: those of every program that have a `--json` of their
+    own, and a heading that names each."""
+    named = {name for heading in TABLES for name in heading.split(", ")}
+    commands = {
+        f"{program} {name}"
+        for program, group in PROGRAMS.items()
+        for name, command in group.commands.items()
+        if any(has_own_json(option) for option in command.params)
+    }
+    assert len(commands) >= 14
+    assert commands - named == set()
+
+
+def has_own_json(option: click.Parameter) -> bool:
+    """Whether it is `--json`, and not only that of `--print-config`."""
+    is_json = isinstance(option, click.Option) and "--json" in option.opts
+    return is_json and "--print-config" not in (option.help or "")
