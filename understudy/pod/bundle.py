@@ -9,6 +9,7 @@ leave the machine is `redact.py`'s business.
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import io
 import json
 import os
@@ -16,7 +17,7 @@ import stat
 import sys
 import tarfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -122,11 +123,11 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
     pids = facts[0].pids if facts else frozenset()
     await entry("processes.json", lambda: _answer(asyncio.to_thread(process_facts, pids)))
     await entry("directory.txt", lambda: asyncio.to_thread(_listing, directory))
-    for name, path, bytes_max in _files(directory, log_dir):
-        try:
-            bundle.add(name, _tail(path, bytes_max), bytes_max)
-        except OSError as error:
-            bundle.missing[name] = _why(error)
+    _add_files(bundle, "state", directory, "*.json*", FILE_BYTES_MAX)
+    _add_files(bundle, "log", log_dir, "*.log*", LOG_TAIL_BYTES)
+    if not any(name.startswith("log/") for name in (*bundle.entries, *bundle.missing)):
+        found = bundle.missing.get("log", f"{log_dir}: no log in it")
+        bundle.missing["log"] = f"{found}; where they are, --log-dir says"
     return bundle
 
 
@@ -160,12 +161,18 @@ async def _run(words: tuple[str, str], directory: Path) -> str:
     return said.decode(errors="replace")
 
 
-def _files(directory: Path, log_dir: Path) -> Iterator[tuple[str, Path, int]]:
-    """The name of each file in the bundle, where it is, and how much of it is kept."""
-    for path in sorted(directory.glob("*.json*"))[:FILES_MAX]:
-        yield f"state/{path.name}", path, FILE_BYTES_MAX
-    for path in sorted(log_dir.glob("*.log*"))[:FILES_MAX]:
-        yield f"log/{path.name}", path, LOG_TAIL_BYTES
+def _add_files(bundle: Bundle, kind: str, folder: Path, pattern: str, bytes_max: int) -> None:
+    """The end of each file of a folder, which may be away, or somebody else's."""
+    try:
+        names = fnmatch.filter(sorted(os.listdir(folder)), pattern)
+    except OSError as error:
+        bundle.missing[kind] = _why(error)
+        return
+    for name in names[:FILES_MAX]:
+        try:
+            bundle.add(f"{kind}/{name}", _tail(folder / name, bytes_max), bytes_max)
+        except OSError as error:
+            bundle.missing[f"{kind}/{name}"] = _why(error)
 
 
 def _tail(path: Path, bytes_max: int) -> str:
@@ -175,8 +182,11 @@ def _tail(path: Path, bytes_max: int) -> str:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(f"{path} is no plain file")
-        file.seek(max(0, found.st_size - bytes_max))
-        return file.read(bytes_max).decode(errors="replace")
+        skipped = file.seek(max(0, found.st_size - bytes_max))
+        raw = file.read(bytes_max)
+    # Of half a line nobody knows what it is: it may be the value of a secret's name.
+    _, _, whole_lines = raw.partition(b"\n")
+    return (whole_lines if skipped and whole_lines else raw).decode(errors="replace")
 
 
 def _listing(directory: Path) -> str:
