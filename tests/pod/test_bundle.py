@@ -15,7 +15,7 @@ import pytest
 from understudy.errors import UsageError
 from understudy.pod import bundle as bundle_module
 from understudy.pod import redact
-from understudy.pod.bundle import Bundle, collect
+from understudy.pod.bundle import LOG_TAIL_BYTES, Bundle, collect
 
 NOT_KEPT = redact.NOT_KEPT
 
@@ -84,6 +84,15 @@ def test_bundle_is_never_written_over_what_is_there(directory: Path, tmp_path: P
             asyncio.run(collect(directory, directory / "log", output, print))
         assert refused.value.code == code
     assert there.read_text() == "mine"
+
+
+def test_half_a_line_is_not_kept(directory: Path, tmp_path: Path):
+    """Goal: a log's end begins with a line whose beginning was combed, too. Method: a log that is
+    too long by the name of what it has in its first line."""
+    line, rest = "secret: abc\n", "x" * (LOG_TAIL_BYTES - len("abc\n") - 1) + "\n"
+    (directory / "log" / "engine-1.log").write_text(line + rest)
+    texts, _ = collected(directory, tmp_path / "b.tar.gz")
+    assert texts["log/engine-1.log"] == rest
 
 
 def test_bundle_keeps_the_end_of_what_is_too_long_and_stops_when_it_is_full(
@@ -155,6 +164,29 @@ def test_command_lines_lose_the_values_of_secret_flags(words, kept):
         ),
         ('body {"messages": [{"role": "user"}]}', f'body {{"messages": {NOT_KEPT}'),
         ("see https://u:p@host/x", f"see https://{NOT_KEPT}@host/x"),
+        ("see https://u:p@ss@host/x", f"see https://{NOT_KEPT}@host/x"),
+        ("see redis://:pw@host/x", f"see redis://{NOT_KEPT}@host/x"),
+        ("see https://abcdef@host/x", f"see https://{NOT_KEPT}@host/x"),
+        ("see https://h/x?sig=abc&y=1", f"see https://h/x?sig={NOT_KEPT}&y=1"),
+        ("see h/x?X-Amz-Signature=abc&y=1", f"see h/x?X-Amz-Signature={NOT_KEPT}&y=1"),
+        ("Authorization: Basic dTpw", f"Authorization: Basic {NOT_KEPT}"),
+        ('{"Authorization": "Basic dTpw"}', f'{{"Authorization": "Basic {NOT_KEPT}"}}'),
+        ("Cookie: a=b; c=d", f"Cookie: {NOT_KEPT}"),
+        ("{'api_key': ['abc', 'def'], 'x': 1}", f"{{'api_key': [{NOT_KEPT}], 'x': 1}}"),
+        ('password="two words"', f'password="{NOT_KEPT}"'),
+        ("password: 12345678", f"password: {NOT_KEPT}"),
+        ("passphrase=abc private_key=def", f"passphrase={NOT_KEPT} private_key={NOT_KEPT}"),
+        (r'"{\"api_key\": \"abc\"}"', rf'"{{\"api_key\": \"{NOT_KEPT}\"}}"'),
+        (r'"{\"prompt\": \"my diary\"}"', rf'"{{\"prompt\": {NOT_KEPT}'),
+        ("vllm serve m --api-key abc --port 1", f"vllm serve m --api-key {NOT_KEPT} --port 1"),
+        ("vllm serve m --max-num-batched-tokens 8", "vllm serve m --max-num-batched-tokens 8"),
+        ("got gho_abcdefghijklmnopqr there", f"got {NOT_KEPT} there"),
+        ("got nvapi-abcdefghijklmnop there", f"got {NOT_KEPT} there"),
+        ("api_key=None, secret: null", "api_key=None, secret: null"),
+        (
+            "-----BEGIN PRIVATE KEY-----\nMIIE\nabc\n-----END PRIVATE KEY-----",
+            f"-----BEGIN PRIVATE KEY-----{NOT_KEPT}-----END PRIVATE KEY-----",
+        ),
         ("two\nlines, secret: abc\nthree", f"two\nlines, secret: {NOT_KEPT}\nthree"),
     ],
 )

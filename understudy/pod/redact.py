@@ -19,29 +19,50 @@ _KNOWN = re.compile(
     r"|OPENBLAS_|MALLOC_|LD_|PYTHON|(PATH|HOME|TMPDIR|TZ|LANG|HOSTNAME|POD_NAME|NODE_NAME)$"
 )
 _SECRET_NAME = re.compile(
-    r"(?i)token(?!s|iz)|(^|[_-])key|apikey|secret|passw|passphrase|credential|auth|cookie|private|signature"
+    r"(?i)token(?!s|iz)|(^|[_-])key|apikey|secret|passw|passphrase|(^|[_-])pwd|credential|auth|cookie|private|signature"
 )
 
-# A secret in running text, by the end of its name. Our own tokens are numbers, and everybody who
-# helps needs them. Every repetition is bounded: a log may hold a megabyte of anything.
+# A secret in running text, by its name. Our own tokens are numbers, and everybody who helps needs
+# them. Every repetition is bounded: a log may hold a megabyte of anything.
+_SECRETS = r"""(?: api[_-]?key | access[_-]?key | private[_-]?key | secret | passw(?:or)?d
+    | passphrase | credentials? | signature )"""
+_TOKEN = r"(?: token (?! s\b | iz | \w{0,64}_ids ) )"
+_IS = r"""\\{0,8}["']? \s{0,8} [:=] \s{0,8}"""  # quotes of JSON in JSON are escaped
+# A list, a quoted text, one whose quotes are escaped, or a word; what begins it is a group.
+_VALUE = r"""(?: (\[) [^\]\n]{0,4096} | (?: bearer \s{1,8} )? (?:
+    (") (?:[^"\\\n]|\\.){0,4096} | (') (?:[^'\\\n]|\\.){0,4096}
+    | (\\{1,8}["']) (?:[^"'\\\n]|\\{1,8}[^"'\\\n]){0,4096}
+    | [^\s"'\\,;}\]&]+ ) )"""
 _NAMED_IN_TEXT = re.compile(
-    r"""(?ix)
-    ( (?: api[_-]?key | secret | passw(?:or)?d | credentials? | authorization
-        | token (?! s\b | iz | \w{0,64}_ids ) ) [\w-]{0,64} )
-    ( ["']? \s{0,8} [:=] \s{0,8} ["']? (?: bearer \s{1,8} )? )
-    (?! \d+ \b | null \b | none \b | true \b | false \b | \( )
-    [^\s"',;}\]]+
+    rf"""(?ix)
+    ( (?: {_SECRETS} | {_TOKEN} (?! [\w-]{{0,64}} {_IS} \d+\b) ) [\w-]{{0,64}} {_IS} )
+    (?! (?: null | none | true | false ) \b | \( | ["']{{2}} )
+    {_VALUE}
     """
 )
+_FLAG_IN_TEXT = re.compile(
+    rf"(?ix) ( (?<![\w-]) --? (?: [\w-]{{1,64}} [_-] )? (?: {_SECRETS} | {_TOKEN} ) [ ]{{1,8}} ) "
+    r"(?! - ) \S+"
+)
+# Whole headers: what follows the scheme is the secret.
+_HEADER = re.compile(
+    rf"(?ix) \b ( (?: proxy- )? authorization | (?: set- )? cookie ) ( {_IS} \[? \\{{0,8}}[\"']?"
+    r"(?: (?:bearer|basic|digest|negotiate|token) \s{1,8} )? ) "
+    r"""(?! null\b | none\b | true\b | false\b ) [^\s"'\\\]}][^"'\\\n\r]{0,4096}"""
+)
+_IN_URL = re.compile(r"""(?i)([?&](?:\w{1,32}[_-])?(?:sig|key|code|auth)=)(?!\(not)[^&\s"'\\]+""")
 _SHAPED = re.compile(
-    r"\b(?:hf_|sk-|ghp_|glpat-|xox[abp]-|AKIA|eyJ)[\w.-]{12,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|nvapi-|xox[a-z]-|AKIA|ASIA|AIza|eyJ)[\w.-]{12,}"
+    r"""|(?<=://)[^/?\#\s"'<>\\]{1,512}(?=@)"""
+    r"|(?<=PRIVATE\ KEY-----)(?:(?!-----)[\s\S]){1,16384}"
 )
 _BEARER = re.compile(r"(?i)\bbearer\s+[\w.~+/=-]{8,}")
 
 # What vLLM and others call a request's text when they are told to log requests: the rest of the
 # line is not kept, whatever it holds.
 _PROMPT = re.compile(
-    r"""(?i)\b(prompts?|prompt_token_ids|messages|content|input_ids|text)(["']?\s*[:=]\s*)["'\[{(].*"""
+    r"""(?i)\b(prompts?|prompt_token_ids|messages|content|input_ids|text)"""
+    r"""(\\{0,8}["']?\s*[:=]\s*)\\{0,8}["'\[{(].*"""
 )
 
 
@@ -72,7 +93,10 @@ def command_line(words: Sequence[str]) -> list[str]:
 def text(value: str) -> str:
     """Running text, without what looks like a secret or a prompt in it."""
     found = _PROMPT.sub(rf"\1\2{NOT_KEPT}", value)
-    found = _NAMED_IN_TEXT.sub(rf"\1\2{NOT_KEPT}", found)
+    found = _HEADER.sub(rf"\1\2{NOT_KEPT}", found)
+    found = _NAMED_IN_TEXT.sub(rf"\1\2\3\4\5{NOT_KEPT}", found)
+    found = _FLAG_IN_TEXT.sub(rf"\1{NOT_KEPT}", found)
+    found = _IN_URL.sub(rf"\1{NOT_KEPT}", found)
     found = _BEARER.sub(f"Bearer {NOT_KEPT}", found)
     return _SHAPED.sub(NOT_KEPT, found)
 
