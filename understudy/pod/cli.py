@@ -118,6 +118,12 @@ def drill(
         result = run_async(
             lambda: sessions.drill_running_pod(directory, plan, say), as_json=as_json
         )
+    elif config.origin("dir") == "flag":
+        raise UsageError(
+            "drill.needless_flag",
+            "--dir names the pod that --attach drills; without --attach a drill starts a pod of "
+            "its own, in a new directory: leave out --dir, or add --attach",
+        )
     elif asked is not None:
         result = run_async(lambda: session.drill(asked, plan, say), as_json=as_json)
     else:

@@ -210,6 +210,8 @@ def test_status_of_no_pod_is_unreachable(directory):
         (["up", "-f", "x.yaml", "--set", "http=8001"], "it takes volume.NAME=VALUE"),
         (["drill", "-f", "x.yaml", "--model", "/tmp"], "--model cannot be used with -f"),
         (["drill", "-f", "x.yaml", "--attach"], "--attach cannot be used with -f"),
+        (["drill", "--dir", "/tmp/pod", "--kills", "1"], "or add --attach"),
+        (["drill", "-f", "x.yaml", "--dir", "/tmp/pod"], "or add --attach"),
         (["up", "-f", "x.yaml", "--", "--slots=1"], "cannot be used with -f"),
         (["up", "--restart-backoff-max", "-1"], "the least is 0"),
     ],
