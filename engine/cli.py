@@ -109,7 +109,10 @@ def _ask_status(directory: str, engine: str) -> dict[str, Any]:
 
 
 def _offline(directory: str, engine: str, error: UnderstudyError) -> dict[str, Any]:
-    document = read_json(state_file.path_of(directory, engine))
+    try:
+        document = read_json(state_file.path_of(directory, engine))
+    except OSError:  # somebody else's directory
+        document = None
     if document is None:
         raise error
     return {**document, "online": False}

@@ -6,8 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from engine import cli as engine
 from understudy.pod.bundle import collect
+from understudy.pod.cli import main
 
 
 @pytest.mark.parametrize("name", ["log", "l" * 300])
@@ -19,3 +22,21 @@ def test_bundle_without_its_logs_says_how_to_name_them(tmp_path: Path, name: str
     (line,) = [line for line in said if line.startswith("missing: log: ")]
     assert name in line
     assert line.endswith("--log-dir says")
+
+
+@pytest.mark.parametrize("command", ["status", "top", "events", "doctor", "support-bundle"])
+def test_directory_that_cannot_be_looked_into_is_a_sentence(tmp_path: Path, command: str):
+    """Goal: somebody else's directory is no crash. Method: a path that the kernel refuses whoever
+    asks, since root is let in everywhere."""
+    result = CliRunner().invoke(main, [command, "--dir", str(tmp_path / ("d" * 300))])
+    assert result.exit_code == 2
+    assert "name another directory with --dir" in result.output
+
+
+def test_engine_whose_state_file_cannot_be_read_is_out_of_reach(tmp_path: Path):
+    """Goal: a sentence, also where the file is not ours to read. Method: a folder in its place,
+    since root reads every file."""
+    (tmp_path / "engine_engine-0.json").mkdir()
+    result = CliRunner().invoke(engine.main, ["status", "--dir", str(tmp_path)])
+    assert result.exit_code == 3
+    assert "is the server running" in result.output

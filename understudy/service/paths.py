@@ -77,7 +77,7 @@ def _check_is_ours(path: str) -> None:
         raise UsageError(
             "service.foreign_directory",
             f"{path} belongs to uid {status.st_uid}, this process is uid {os.geteuid()}; "
-            "run every container as one uid",
+            "run every part as one user, or name another directory with --dir",
             path=path,
             owner_uid=status.st_uid,
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from understudy.errors import DegradedError, UnreachableError
+from understudy.errors import DegradedError, UnreachableError, UsageError
 from understudy.pod.follow import Record, follow_events
 from understudy.pod.gather import gather
 from understudy.pod.local_pod import Ports
@@ -146,7 +146,7 @@ def doctor(config: Resolved, as_json: bool, strict: bool, fix: bool) -> None:
     from understudy.pod.doctor import checks, mends
     from understudy.pod.doctor.probe import look
 
-    directory, first = _directory(config), config["engine_port"]
+    directory, first = _directory(config, is_entered=False), config["engine_port"]
     ports = Ports(
         config["service_port"], config["lockserver_port"], config["gms_port"], (first, first + 1)
     )
@@ -185,15 +185,31 @@ def support_bundle(config: Resolved, output: str | None) -> None:
     """
     from understudy.pod.bundle import collect
 
-    directory, log_dir = _directory(config), _log_dir(config)
+    directory, log_dir = _directory(config, is_entered=False), _log_dir(config)
     path = Path(os.path.abspath(output)) if output else None
     run_async(lambda: collect(directory, log_dir, path, click.echo))
 
 
-def _directory(config: Resolved) -> Path:
-    return Path(os.path.abspath(config["dir"]))
+def _directory(config: Resolved, *, is_entered: bool = True) -> Path:
+    """The pod's directory, which may be away. Not `is_entered`: nor need we be let into it.
+
+    Raises:
+        UsageError: `pod.directory_refused`.
+    """
+    path = os.path.abspath(config["dir"])
+    try:
+        os.stat(os.path.join(path, ".") if is_entered else path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # there is no pod, and each command has its own words for that
+    except OSError as error:
+        raise UsageError(
+            "pod.directory_refused",
+            f"cannot look into {path}: {error.strerror}; ask as the user whose pod it is, or name "
+            "another directory with --dir",
+        ) from error
+    return Path(path)
 
 
 def _log_dir(config: Resolved) -> Path:
     given = config["log_dir"]
-    return Path(os.path.abspath(given)) if given else _directory(config) / "log"
+    return Path(os.path.abspath(given or os.path.join(config["dir"], "log")))
