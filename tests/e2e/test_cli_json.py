@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import engine.cli
 import gms.cli
@@ -32,6 +33,7 @@ from gms.writer import Writer
 from tests.e2e import json_page
 from tests.e2e.json_page import TABLES, rows_of
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from tests.helpers import POLL_S
 from tests.lockserver.processes import ServerProcess, free_port
 from understudy.pod.http_get import get
 from understudy.wire.blocking import BlockingClient
@@ -39,6 +41,7 @@ from understudy.wire.blocking import BlockingClient
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
 WAIT_S = 60.0
+AT_ONCE = 2  # commands: the pod has work to do meanwhile
 UNREACHABLE = 3
 DEGRADED = 4
 PROGRAMS = {
@@ -55,6 +58,7 @@ class Printed:
     def __init__(self) -> None:
         self.documents: dict[str, list[Any]] = {heading: [] for heading in TABLES}
         self._sections = {name: heading for heading in TABLES for name in heading.split(", ")}
+        self._turn = asyncio.Semaphore(AT_ONCE)
 
     def add(self, name: str, *documents: Any) -> None:
         self.documents[self._sections[name]] += documents
@@ -65,21 +69,21 @@ class Printed:
         *flags: str,
         where: Path | None = None,
         codes: tuple[int, ...] = (0,),
-        about: str = "",
     ) -> None:
-        """Run `command --json`. What it prints is about the command, or `about` something else."""
+        """Run `command --json` in a process of its own."""
         words = command.split()
         place = [f"--dir={where}"] if where else []
-        process = await asyncio.create_subprocess_exec(
-            *(str(BIN / words[0]), *words[1:], *flags, *place, "--json"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=ENVIRONMENT,
-        )
-        said, told = await asyncio.wait_for(process.communicate(), WAIT_S)
+        async with self._turn:
+            process = await asyncio.create_subprocess_exec(
+                *(str(BIN / words[0]), *words[1:], *flags, *place, "--json"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=ENVIRONMENT,
+            )
+            said, told = await asyncio.wait_for(process.communicate(), WAIT_S)
         assert process.returncode in codes, f"{command}: {told.decode()}"
         texts = said.splitlines() if words[1] == "events" else [said]
-        self.add(about or command, *map(json.loads, texts))
+        self.add(command, *map(json.loads, texts))
 
     async def fetch(self, port: int, path: str, about: str) -> dict[str, Any]:
         document = (await get(f"http://127.0.0.1:{port}{path}")).json()
@@ -92,6 +96,8 @@ class Printed:
 def printed(home: PodHome, tmp_path_factory: pytest.TempPathFactory) -> Printed:
     """Every document of a pod after a failover, of what is left of one, and of none."""
     found = Printed()
+    failures(found, tmp_path_factory.mktemp("none"))
+    settings(found)
 
     async def scenario(pod: Pod) -> None:
         directory = pod.directory
@@ -102,38 +108,52 @@ def printed(home: PodHome, tmp_path_factory: pytest.TempPathFactory) -> Printed:
         await commands(found, directory)
         await ports(found, pod)
         await remains(found, directory, tmp_path_factory.mktemp("off"))
-        await failures(found, tmp_path_factory.mktemp("none"))
         await asyncio.to_thread(nobody_active, found, tmp_path_factory.mktemp("lock"))
         await found.run("gms drop", "--even-if-mapped", "--yes", where=directory)
+        # Its weights are out of service: the exit code says so, and there is still one document.
+        await found.run("understudy status", "--check", where=directory, codes=(DEGRADED,))
         with loading(directory):
             for command in ("understudy status", "gms status", "gms inspect"):
                 await found.run(command, where=directory)
-            async with asyncio.timeout(WAIT_S):  # gms looks at its servers once a second
-                while not found.documents["/status of gms"][-1]["devices"][0]["waiting"]:
-                    await found.fetch(pod.local.ports.gms, "/status", "/status of gms")
+            await seen_by_gms(pod.local.ports.gms)
+            await found.fetch(pod.local.ports.gms, "/status", "/status of gms")
         await found.run("engine drain", "--engine-id=engine-0", where=directory)
-        # The exit code says the gravest of it, and the document is still the only one.
-        await found.run("understudy status", "--check", where=directory, codes=(DEGRADED,))
 
     home.run(scenario)
     return found
 
 
+def failures(found: Printed, nowhere: Path) -> None:
+    """Where there is no pod, a command says so in one document."""
+    for name, command in with_json():
+        words = [word for word in ("--attach", "--yes") if has_option(command, word)]
+        if has_option(command, "--dir") and name != "understudy doctor":  # which works everywhere
+            result = CliRunner().invoke(command, [*words, f"--dir={nowhere}", "--json"])
+            assert result.exit_code == UNREACHABLE, f"{name}: {result.output}"
+            found.add("Errors", json.loads(result.stdout))
+
+
+def settings(found: Printed) -> None:
+    for name, command in every_command():
+        if has_option(command, "--print-config"):
+            result = CliRunner().invoke(command, ["--print-config", "--json"])
+            assert result.exit_code == 0, f"{name}: {result.output}"
+            found.add("--print-config", json.loads(result.stdout))
+
+
 async def commands(found: Printed, directory: Path) -> None:
     looks = (
         *("understudy status", "understudy events", "lockserver status", "lockserver events"),
-        *("gms status", "gms inspect", "gms verify"),
+        *("gms status", "gms inspect"),
     )
-    with_settings = ("understudy up", "lockserver serve", "gms serve", "engine run")
     await asyncio.gather(
-        *(found.run(command, where=directory) for command in looks),
+        *(found.run(each, where=directory) for each in looks),
         *(found.run("engine status", f"--engine-id=engine-{n}", where=directory) for n in (0, 1)),
-        found.run(
-            "understudy doctor", where=directory, codes=(0, 1)
-        ),  # the machine may be at fault
+        # The digest may not be there yet, and the machine may have its faults.
+        found.run("gms verify", where=directory, codes=(0, DEGRADED)),
+        found.run("understudy doctor", where=directory, codes=(0, 1)),
         found.run("understudy config"),
         found.run("understudy version"),
-        *(found.run(each, "--print-config", about="--print-config") for each in with_settings),
     )
 
 
@@ -176,18 +196,6 @@ async def remains(found: Printed, directory: Path, copy: Path) -> None:
     await found.run("understudy status", where=copy)
 
 
-async def failures(found: Printed, nowhere: Path) -> None:
-    """Where there is no pod, a command prints the error and nothing else."""
-    asked = (
-        *("understudy status", "understudy events", "understudy drill --attach --yes"),
-        *("lockserver status", "lockserver events", "engine status", "engine drain"),
-        *("gms status", "gms inspect", "gms verify", "gms drop --yes"),
-    )
-    await asyncio.gather(
-        *(found.run(each, where=nowhere, codes=(UNREACHABLE,), about="Errors") for each in asked)
-    )
-
-
 def nobody_active(found: Printed, directory: Path) -> None:
     """A lock server alone answers for its engines."""
     address = f"127.0.0.1:{free_port()}"
@@ -223,6 +231,16 @@ def loading(directory: Path) -> Iterator[None]:
         yield
 
 
+async def seen_by_gms(port: int) -> None:
+    """Wait until the service knows of the one that waits: it asks its servers once a second."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            document = (await get(f"http://127.0.0.1:{port}/status")).json()
+            if document["devices"][0]["waiting"]:
+                return
+            await asyncio.sleep(POLL_S)
+
+
 @pytest.mark.parametrize("heading", TABLES)
 def test_every_key_that_is_printed_is_on_the_page_and_the_other_way_round(
     printed: Printed, heading: str
@@ -251,17 +269,28 @@ def test_every_command_with_json_has_a_section():
     """Goal: no command is forgotten. Method: those of every program that have a `--json` of their
     own, and a heading that names each."""
     named = {name for heading in TABLES for name in heading.split(", ")}
-    commands = {
-        f"{program} {name}"
+    found = {name for name, _ in with_json()}
+    assert len(found) >= 14
+    assert found - named == set()
+
+
+def every_command() -> list[tuple[str, click.Command]]:
+    return [
+        (f"{program} {name}", command)
         for program, group in PROGRAMS.items()
         for name, command in group.commands.items()
-        if any(has_own_json(option) for option in command.params)
-    }
-    assert len(commands) >= 14
-    assert commands - named == set()
+    ]
 
 
-def has_own_json(option: click.Parameter) -> bool:
-    """Whether it is `--json`, and not only that of `--print-config`."""
-    is_json = isinstance(option, click.Option) and "--json" in option.opts
-    return is_json and "--print-config" not in (option.help or "")
+def with_json() -> list[tuple[str, click.Command]]:
+    """The commands that have a `--json` of their own, and not only for `--print-config`."""
+    return [
+        (name, command)
+        for name, command in every_command()
+        for option in command.params
+        if "--json" in option.opts and "--print-config" not in (getattr(option, "help", "") or "")
+    ]
+
+
+def has_option(command: click.Command, name: str) -> bool:
+    return any(name in option.opts for option in command.params)
