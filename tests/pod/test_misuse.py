@@ -40,3 +40,20 @@ def test_engine_whose_state_file_cannot_be_read_is_out_of_reach(tmp_path: Path):
     result = CliRunner().invoke(engine.main, ["status", "--dir", str(tmp_path)])
     assert result.exit_code == 3
     assert "is the server running" in result.output
+
+
+def test_pod_of_a_manifest_is_pointed_to(tmp_path: Path):
+    """Goal: who looks where `up -f` was told to run finds the pod. Method: nothing there, then a
+    lock server's socket in a volume's directory, for each command that needs a pod."""
+    shared = tmp_path / "vol" / "shared" / "understudy"
+    shared.mkdir(parents=True)
+    commands = (["status"], ["events"], ["events", "-f"], ["drill", "--attach", "--yes"])
+    before, after = [], []
+    for said in (before, after):
+        for command in commands:
+            result = CliRunner().invoke(main, [*command, "--dir", str(tmp_path)])
+            assert result.exit_code == 3
+            said.append(result.output)
+        (shared / "lockserver.sock").touch()  # nobody listens, and nobody is asked
+    assert all("start one with `understudy up`" in each for each in before)
+    assert all(f"--dir {shared}" in each for each in after)

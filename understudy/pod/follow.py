@@ -17,7 +17,7 @@ from engine import messages as engine_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
 from understudy.errors import UnreachableError
-from understudy.pod.gather import LOCKSERVER_SOCKET, engine_sockets, gms_sockets
+from understudy.pod.gather import LOCKSERVER_SOCKET, engine_sockets, gms_sockets, way_out
 from understudy.pod.peers import Watch
 from understudy.service.clock import Clock, SystemClock, rfc3339
 from understudy.wire import observe
@@ -108,7 +108,7 @@ def sources(directory: Path) -> dict[str, Source]:
 def no_pod(directory: Path) -> UnreachableError:
     """Nobody to ask in `directory`."""
     return UnreachableError(
-        "pod.no_sockets", f"there is no pod in {directory}; start one with `understudy up`"
+        "pod.no_sockets", f"there is no pod in {directory}; {way_out(directory)}"
     )
 
 

@@ -38,6 +38,18 @@ def gms_sockets(directory: Path) -> dict[str, str]:
     return {path.stem.removeprefix("gms_").removesuffix(_WEIGHTS): str(path) for path in found}
 
 
+def way_out(directory: Path) -> str:
+    """What to do where no part of a pod answers in `directory`."""
+    from understudy.pod.manifest.place import VOLUMES  # parsers that no other look needs
+
+    # A manifest's parts meet in a volume of its pod, or in a directory therein.
+    sockets = [f"{VOLUMES}/{between}{LOCKSERVER_SOCKET}" for between in ("*/", "*/*/")]
+    found = sorted({path.parent for each in sockets for path in directory.glob(each)})
+    if not found:
+        return "start one with `understudy up`"
+    return f"the pod of an `understudy up -f` is in a volume: --dir {found[0]}"
+
+
 async def status_of(
     name: str, path: str, catalogue: Catalogue, question: Message, timeout_s: float = ASK_TIMEOUT_S
 ) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from understudy.pod.drill.records import (
     base_targets,
     targets_of,
 )
-from understudy.pod.gather import engine_sockets, engine_status, gather, pids_of
+from understudy.pod.gather import engine_sockets, engine_status, gather, pids_of, way_out
 from understudy.pod.http_get import get
 from understudy.pod.view import is_reachable
 from understudy.service.clock import SystemClock
@@ -99,7 +99,7 @@ class Drill:
         if not is_reachable(await gather(self._directory)):
             raise UnreachableError(
                 "pod.unreachable",
-                f"no part of a pod answers in {self._directory}; start one with `understudy up`",
+                f"no part of a pod answers in {self._directory}; {way_out(self._directory)}",
             )
         whole = await wait_whole(self._directory, self._say, FIRST_WHOLE_DEADLINE_S)
         backend = await self._backend(whole.engine)

@@ -18,7 +18,7 @@ import click
 
 from understudy.errors import DegradedError, UnreachableError, UsageError
 from understudy.pod.follow import Record, follow_events
-from understudy.pod.gather import gather
+from understudy.pod.gather import gather, way_out
 from understudy.pod.local_pod import Ports
 from understudy.pod.past_events import last_event, past_events
 from understudy.pod.people.last_words import last_lines, last_words
@@ -104,7 +104,7 @@ def _unreachable(view: dict[str, Any]) -> UnreachableError:
     reason = view["lockserver"].get("error", "nobody answers")
     return UnreachableError(
         "pod.unreachable",
-        f"no part of a pod answers in {view['dir']}: {reason}",
+        f"no part of a pod answers in {view['dir']} ({reason}); {way_out(Path(view['dir']))}",
         dir=view["dir"],
     )
 
