@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,23 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
             click.echo(f"{record.get('ts')}  {source:<11}  {kind:<20}  {record.get('message')}")
 
     if follow:
-        run_async(lambda: follow_events(directory, show), as_json=as_json)
+        run_async(lambda: _follow(directory, show), as_json=as_json)
     for record in run_async(lambda: past_events(directory), as_json=as_json):
         show(record)
+
+
+async def _follow(directory: Path, show: Callable[[Record], None]) -> None:
+    """Show what is heard, but not where it is heard: if nobody reads any more, that ends us."""
+    heard: asyncio.Queue[Record | None] = asyncio.Queue()
+    following = asyncio.create_task(follow_events(directory, heard.put_nowait))
+    following.add_done_callback(lambda _: heard.put_nowait(None))
+    try:
+        while (record := await heard.get()) is not None:
+            show(record)
+        await following  # which ends with what is wrong
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 @click.command()
