@@ -241,6 +241,7 @@ async def seen_by_gms(port: int) -> None:
             await asyncio.sleep(POLL_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heading", TABLES)
 def test_every_key_that_is_printed_is_on_the_page_and_the_other_way_round(
     printed: Printed, heading: str
