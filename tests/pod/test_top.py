@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from understudy.pod.top_view import HELP, KEYS, Page, Shown, page
+from understudy.pod.top_view import HELP, KEYS, Page, Shown, log_line, page
 from understudy.pod.view import pod_view
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
@@ -135,6 +135,23 @@ def test_pages_of_events_and_logs_end_with_the_newest_in_any_height():
     lines = texts(Page.LOGS, shown(height=10, logs=[f"gms | {n}" for n in range(100)]))
     assert lines[1:-2] == [f"gms | {n}" for n in range(93, 100)]
     assert texts(Page.HELP, shown())[1:-2] == list(HELP)
+    assert max(map(len, HELP)) <= 80  # the usual terminal; what is longer is cut off
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            '{"ts": "2030-01-01T12:00:00.123Z", "level": "info", "logger": "x", "msg": "so"}',
+            "12:00:00.123 INFO    so",
+        ),
+        ("12:00:00.123 INFO    so", "12:00:00.123 INFO    so"),
+        *((each, each) for each in ("", "[1]", '{"ts": 1}', '{"ts": "cut o', "3", "[" * 100_000)),
+    ],
+)
+def test_log_lines_of_json_are_read_to_people(line: str, told: str):
+    """Goal: what was said fits a terminal. Method: a line of each format, and of neither."""
+    assert log_line("gms", line) == f"gms | {told}"
 
 
 @pytest.mark.parametrize("height", [0, 1, 3, 5, 200])

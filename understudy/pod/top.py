@@ -22,7 +22,7 @@ from understudy.errors import UnreachableError
 from understudy.pod.follow import Record, follow_events
 from understudy.pod.gather import gather
 from understudy.pod.past_events import past_events
-from understudy.pod.top_view import Line, Page, Shown, page
+from understudy.pod.top_view import Line, Page, Shown, log_line, page
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -176,5 +176,5 @@ def _logs(log_dir: Path) -> list[str]:
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             continue
-        found += [f"{path.stem} | {line}" for line in lines[-LOG_LINES:]]
+        found += [log_line(path.stem, line) for line in lines[-LOG_LINES:]]
     return found

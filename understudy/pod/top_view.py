@@ -6,6 +6,7 @@ what is shown can be read in a test, and printed plainly where there is no termi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -33,8 +34,9 @@ HELP = (
     "?       this list",
     "",
     "Time in states is counted from the events that the engines remember.",
-    "Phases of a failover: fence, until nobody of the old engine lives; grant; wake, until a real",
-    "inference has passed; serve, until requests are taken. `understudy drill` measures detection.",
+    "Phases of a failover: fence, until nobody of the old engine lives; grant;",
+    "wake, until a real inference has passed; serve, until requests are taken.",
+    "`understudy drill` measures detection, too.",
 )
 
 
@@ -100,6 +102,16 @@ def _event(record: Mapping[str, Any]) -> Line:
     style = {"error": "red", "warning": "yellow", "debug": "dim"}.get(str(record.get("severity")))
     text = f"{record.get('ts')}  {record.get('source', ''):<11}  {record.get('message')}"
     return text, style or ""
+
+
+def log_line(part: str, line: str) -> str:
+    """A line of a part's log for people: of JSON what was said, and when."""
+    try:
+        record = json.loads(line)
+        told = f"{record['ts'][11:23]} {record['level'].upper():<7} {record['msg']}"
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        told = line  # text already, or what others write, or cut off
+    return f"{part} | {told}"
 
 
 def times_in_states(
