@@ -92,7 +92,7 @@ def render_in_full(document: dict[str, Any]) -> str:
             tensors = len(epoch["tensors"]) if epoch["has_manifest"] else "unknown"
             lines.append(
                 f"\n{device['device_uuid']} epoch {epoch['epoch']} {epoch['phase']}: "
-                f"{len(epoch['slab_sizes'])} slabs, {_size(total)}, tensors {tensors}"
+                f"slabs {len(epoch['slab_sizes'])}, {_size(total)}, tensors {tensors}"
             )
             for tensor in epoch["tensors"]:
                 shape = "x".join(str(n) for n in tensor["shape"]) or "scalar"
@@ -194,11 +194,11 @@ def _headline(device: dict[str, Any]) -> str:
     if not device["online"]:
         was = f"epoch {device['epoch'][:8]} was committed" if device["epoch"] else "was empty"
         return f"{name}  offline view: {was}; {device['reason']}"
-    committed = _size(device["committed_bytes"])
+    committed, sessions = _size(device["committed_bytes"]), len(device["sessions"])
     return (
         f"{name}  {device['state']}, {_memory(device)}, committed {committed}, "
         f"staging {_size(device['staging_bytes'])} of {_size(device['capacity_bytes'])}, "
-        f"{len(device['sessions'])} sessions, {len(device['waiting'])} waiting"
+        f"{sessions} session{'s' * (sessions != 1)}, {len(device['waiting'])} waiting"
         f"{_restarts(device)}"
     )
 

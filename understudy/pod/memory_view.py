@@ -72,7 +72,7 @@ def _line(device: Document, now: datetime) -> str:
     return (
         f"gms    {device.get('device_uuid')}   {device.get('state')}   "
         f"{device.get('tag', 'weights')} {size(device.get('committed_bytes'))}   "
-        f"{len(sessions)} sessions   {len(waiting)} waiting   "
+        f"{len(sessions)} session{'s' * (len(sessions) != 1)}   {len(waiting)} waiting   "
         f"{restarts}pid {device.get('pid', '-')}"
     )
 

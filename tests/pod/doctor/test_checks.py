@@ -295,3 +295,14 @@ def test_parts_of_the_pod_in_the_facts_are_the_pods():
     """The facts that the tables use agree with themselves."""
     assert {LOCKSERVER.pid, GMS.pid, ENGINE.pid} <= WELL.pids
     assert STRANGER.pid not in WELL.pids
+
+
+def test_flag_that_moves_two_ports_is_named_once():
+    """Goal: a mend that can be read. Method: strangers on both engines' ports, of a pod that is
+    down."""
+    taken = [
+        Port(number, f"probes of {part}", "--engine-port", part, True, STRANGER)
+        for number, part in ((9420, "engine-2"), (9421, "engine-3"))
+    ]
+    mend = ask("ports", spoilt(ports=tuple(taken))).mend
+    assert mend == "stop it, or choose another port with --engine-port"

@@ -166,13 +166,14 @@ def ports(facts: Facts) -> Finding:
         return failed("; ".join(problems), "stop who has the port; the lock server takes it then")
     strangers = [port for port in facts.ports if _is_strange(port, facts)]
     if strangers:
+        flags = dict.fromkeys(each.flag for each in strangers)  # two engines have one
         return failed(
             "; ".join(
                 f"port {each.number} ({each.what}) is in use by "
                 f"{each.owner or 'a process that is not visible from here'}"
                 for each in strangers
             ),
-            f"stop it, or choose another port with {', '.join(each.flag for each in strangers)}",
+            f"stop it, or choose another port with {', '.join(flags)}",
         )
     numbers = ", ".join(str(port.number) for port in facts.ports)
     return passed(f"{numbers} are free or the pod's own")
