@@ -23,9 +23,10 @@ help: ## this list
 setup: $(VENV)/.stamp ## make .venv and install the project into it
 
 $(VENV)/.stamp: pyproject.toml
-	python3 -c 'import sys; sys.exit("understudy needs Python 3.11 or newer, this is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
-	python3 -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@python3 -c 'import sys; sys.exit("understudy needs Python 3.11 or newer, this is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@python3 -m venv $(VENV)
+	@echo "installing into $(VENV): a minute" >&2
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 setup-vllm: $(VLLM_VENV)/.stamp ## make .venv-vllm: vLLM's CPU build, pinned, and the project
