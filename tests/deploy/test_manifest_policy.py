@@ -1,0 +1,187 @@
+"""Goal: what a careful administrator would ask of the manifests, and no schema does.
+
+Method: the rendered files as data. Each of these tests was written for a change to a rendered file
+that everything else had let through: a name that nothing has, a probe that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from engine import settings as engine_settings
+from tests.deploy.manifests import (
+    IN_MANY_CONTAINERS,
+    OVERLAYS,
+    WITH_CLAIM,
+    Document,
+    containers,
+    documents,
+    environment,
+    one,
+    pod_spec,
+    words,
+)
+
+SIDECAR_HANG_FOUND_S = 10.0  # nobody is served by them: engines go on without either
+SIDECAR_START_S = 60.0  # imports on a busy node; there is nothing to load
+ROLLOUT_MARGIN_S = 60.0
+
+
+def mounts(container: Document) -> dict[str, Document]:
+    """Where each volume is seen, by path."""
+    return {each["mountPath"]: each for each in container.get("volumeMounts", [])}
+
+
+def patience_s(probe: Document) -> float:
+    return float(probe["periodSeconds"]) * int(probe["failureThreshold"])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_objects_find_each_other(overlay: str):
+    """Goal: no name and no label that nothing has. Method: selectors against the pod's labels,
+    references against the objects of the same file."""
+    labels = one(overlay, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    for selector in (
+        one(overlay, "Deployment")["spec"]["selector"]["matchLabels"],
+        one(overlay, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+        one(overlay, "Service")["spec"]["selector"],
+    ):
+        assert selector
+        assert selector.items() <= labels.items()
+    found = {(each["kind"], each["metadata"]["name"]) for each in documents(overlay)}
+    for container in containers(overlay):
+        for source in container.get("envFrom", []):
+            assert ("ConfigMap", source["configMapRef"]["name"]) in found
+    for claim in pod_spec(overlay).get("resourceClaims", []):
+        assert ("ResourceClaimTemplate", claim["resourceClaimTemplateName"]) in found
+    annotations = one(overlay, "Deployment")["spec"]["template"]["metadata"]["annotations"]
+    default = annotations["kubectl.kubernetes.io/default-container"]
+    assert default in {each["name"] for each in containers(overlay)}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_volume_is_there_and_used(overlay: str):
+    """Goal: nothing is mounted that is not there. Method: the names on both sides."""
+    mounted = {each["name"] for c in containers(overlay) for each in mounts(c).values()}
+    assert mounted == {each["name"] for each in pod_spec(overlay)["volumes"]}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_all_containers_share_one_directory(overlay: str):
+    """Goal: the parts meet, and the kubelet and the Service reach them. Method: the directory of
+    each, the volume below it, the address at which probes are answered."""
+    seen = set()
+    for container in containers(overlay):
+        env = environment(overlay, container)
+        (volume,) = (
+            mount["name"]
+            for path, mount in mounts(container).items()
+            if env["UNDERSTUDY_DIR"].startswith(f"{path}/")
+        )
+        seen.add((env["UNDERSTUDY_DIR"], volume))
+        assert env["UNDERSTUDY_HTTP_HOST"] == "0.0.0.0"
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("overlay", IN_MANY_CONTAINERS)
+def test_lock_server_listens_where_the_service_sends(overlay: str):
+    """Goal: requests arrive. Method: the flag of the address against the port of that name."""
+    lockserver = containers(overlay)[0]
+    assert lockserver["args"] == ["--service=active=0.0.0.0:8000"]
+    ports = {port["name"]: port["containerPort"] for port in lockserver["ports"]}
+    assert ports["http"] == 8000
+    assert one(overlay, "Service")["spec"]["ports"][0]["port"] == 80
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_memory_is_what_the_overlay_says(overlay: str):
+    """Goal: never host memory in a GPU's place, or the other way round. Method: the flag, and
+    every word that the model and its size come from."""
+    flag = "--memory=host" if overlay == "cpu" else "--memory=cuda"
+    (found,) = (
+        words(overlay, each) for each in containers(overlay) if "--memory" in json.dumps(each)
+    )
+    assert flag in found
+    ranks = one(overlay, "ConfigMap")["data"]["TENSOR_PARALLEL"]
+    for container in containers(overlay):
+        line = words(overlay, container)
+        if container["command"][0] in ("engine", "understudy"):
+            assert [word for word in line if re.fullmatch(rf"--tensor-parallel.*={ranks}", word)]
+            assert [word for word in line if word.removeprefix("--model=") == "/model"]
+            is_sized = any(word.startswith("--kv-cache-memory-bytes=") for word in line)
+            assert is_sized == (overlay != "cpu")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_container_is_looked_after(overlay: str):
+    """Goal: whatever hangs is restarted, and nothing is restarted that still starts. Method: the
+    probes of all containers, a spare engine's too, and the grace of what does not heed SIGTERM."""
+    for container in containers(overlay):
+        startup, liveness = container["startupProbe"], container["livenessProbe"]
+        assert liveness["httpGet"]["path"] == "/live"
+        if container["command"][0] == "engine":
+            assert patience_s(startup) >= engine_settings.INIT_MS / 1000
+            # A supervisor that is busy for a moment is not one that hangs.
+            assert liveness["failureThreshold"] >= 2
+            assert liveness["timeoutSeconds"] >= 1
+        elif overlay != "no-dra":
+            assert patience_s(startup) >= SIDECAR_START_S
+            found_s = patience_s(liveness) + liveness["timeoutSeconds"]
+            assert found_s + liveness["terminationGracePeriodSeconds"] <= SIDECAR_HANG_FOUND_S
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_first_load_is_no_failed_rollout(overlay: str):
+    """Goal: `kubectl rollout status` waits as long as an engine may load. Method: the Deployment's
+    patience, ten minutes unless given, against the startup probes'."""
+    deadline_s = one(overlay, "Deployment")["spec"]["progressDeadlineSeconds"]
+    longest_s = max(patience_s(each["startupProbe"]) for each in containers(overlay))
+    assert deadline_s >= longest_s + ROLLOUT_MARGIN_S
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_services_are_not_told_of_in_our_variables(overlay: str):
+    """Goal: Kubernetes' variable for the port of a Service of our name, UNDERSTUDY_SERVICE_PORT,
+    is a setting of ours, and must not be set. Method: the field that leaves such variables out."""
+    assert pod_spec(overlay)["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_one_user_without_rights_has_what_it_must_write(overlay: str):
+    """Goal: a read-only root that works, for one user who is not root. Method: ids, and what is
+    mounted where an engine writes and reads."""
+    context = pod_spec(overlay)["securityContext"]
+    ids = {context[name] for name in ("runAsUser", "runAsGroup", "fsGroup")}
+    assert len(ids) == 1
+    assert min(ids) >= 10000
+    volumes = {each["name"]: each for each in pod_spec(overlay)["volumes"]}
+    for container in containers(overlay):
+        if container["command"][0] not in ("engine", "understudy"):
+            continue
+        mounted = mounts(container)
+        assert environment(overlay, container)["HOME"] == "/tmp"
+        assert "emptyDir" in volumes[mounted["/tmp"]["name"]]
+        assert volumes[mounted["/dev/shm"]["name"]]["emptyDir"]["medium"] == "Memory"
+        assert mounted["/model"]["readOnly"] is True
+        claim = volumes[mounted["/model"]["name"]]["persistentVolumeClaim"]
+        assert claim == {"claimName": "model", "readOnly": True}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_one_image_with_a_version(overlay: str):
+    (image,) = {each["image"] for each in containers(overlay)}
+    assert re.fullmatch(r"[\w./-]+:[\w.-]+", image)
+    assert not image.endswith(":latest")
+
+
+@pytest.mark.parametrize("overlay", [*WITH_CLAIM, "no-dra"])
+def test_pods_with_gpus_go_where_these_are(overlay: str):
+    """Goal: nodes that are kept for GPU work take it. Method: the toleration, and who is asked."""
+    toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert toleration in pod_spec(overlay)["tolerations"]
+    if overlay in WITH_CLAIM:
+        template = one(overlay, "ResourceClaimTemplate")["spec"]["spec"]["devices"]["requests"]
+        assert [each["exactly"]["deviceClassName"] for each in template] == ["gpu.nvidia.com"]
