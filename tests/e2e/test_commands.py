@@ -24,6 +24,9 @@ from understudy.service.procfs import children, descendants, rss_bytes
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
 REPORT_KEYS = {
+    "passed",
+    "problems",
+    "requests",
     "kills",
     "killed",
     "refused",
@@ -41,6 +44,9 @@ SPREAD_KEYS = {"p50", "p99", "max"}
 def check_report(report: dict, kills: int) -> None:
     """The document to the letter, and a drill that found nothing."""
     assert set(report) == REPORT_KEYS
+    assert report["passed"]
+    assert report["problems"] == []
+    assert report["requests"] > kills
     assert report["kills"] == kills
     assert report["killed"] == dict.fromkeys(TARGETS, kills // len(TARGETS))
     assert (report["refused"], report["wrong_tokens"], report["double_active"]) == (0, 0, 0)

@@ -153,6 +153,9 @@ def test_judge_a_clean_drill_passes_with_the_issues_keys():
     assert report.passed
     document = json.loads(json.dumps(report.to_dict("reference", {"cpus": 2})))
     assert document == {
+        "passed": True,
+        "problems": [],
+        "requests": len(good_records().exchanges),
         "kills": 1,
         "killed": {"backend-http": 1, "backend-model": 0, "supervisor": 0},
         "refused": 0,

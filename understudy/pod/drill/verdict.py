@@ -69,6 +69,9 @@ class Report:
     def to_dict(self, backend: str, machine: dict[str, Any]) -> dict[str, Any]:
         """The one JSON document of `understudy drill --json`; `gms` if its servers were killed."""
         document = {
+            "passed": self.passed,
+            "problems": self.problems,
+            "requests": self.requests,
             "kills": self.kills,
             "killed": self.killed,
             "refused": self.refused,
