@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from engine import cli as engine
+from tests.pod.test_top import WAIT_S, terminal
 from understudy.pod.bundle import collect
 from understudy.pod.cli import main
 
@@ -57,3 +62,16 @@ def test_pod_of_a_manifest_is_pointed_to(tmp_path: Path):
         (shared / "lockserver.sock").touch()  # nobody listens, and nobody is asked
     assert all("start one with `understudy up`" in each for each in before)
     assert all(f"--dir {shared}" in each for each in after)
+
+
+def test_second_thoughts_at_the_question_are_no_failed_drill(tmp_path: Path):
+    """Goal: a script tells Ctrl-C from a drill that did not pass, which exits with 1. Method:
+    SIGINT while a terminal is asked, by somebody who presses it again when nothing happens."""
+    with terminal("drill", "--attach", f"--dir={tmp_path}") as drill:
+        drill.sees("[y/N]: ")
+        end = time.monotonic() + WAIT_S
+        while drill.process.poll() is None and time.monotonic() < end:
+            drill.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it came before the read began
+                drill.process.wait(5.0)
+        assert drill.process.returncode == 130

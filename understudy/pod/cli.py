@@ -41,6 +41,7 @@ backend_arguments = click.argument(
 
 
 @click.group()
+@click.version_option(understudy.__version__, message="understudy %(version)s")
 def main() -> None:
     """Understudy: a parked engine takes over from a dead one, on weights loaded once."""
 
@@ -258,7 +259,12 @@ def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:
         )
     what = ", ".join(plan.targets) or "the active engine"
     question = f"Kill {what} of the pod in {directory} {plan.kills} times?"
-    if not click.confirm(question, err=True):
+    try:
+        is_meant = click.confirm(question, err=True)
+    except click.Abort:  # Ctrl-C; click's own exit code for it is that of a drill that failed
+        click.echo(err=True)
+        sys.exit(INTERRUPTED)
+    if not is_meant:
         raise UsageError("drill.declined", "nothing was killed")
 
 
