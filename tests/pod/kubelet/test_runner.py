@@ -124,6 +124,19 @@ def test_start_of_a_container_that_exits_fails_with_its_own_sentence(tmp_path):
     run(main())
 
 
+def test_start_of_a_container_that_says_nothing_says_so(tmp_path):
+    """Goal: our own note of its end is not taken for its word. Method: a process without one."""
+
+    async def main():
+        startup = quick_startup(f"http://127.0.0.1:{free_port()}/", 60)
+        runner = Runner([python("bad", "raise SystemExit(3)", startup=startup)], tmp_path / "log")
+        with pytest.raises(UnderstudyError, match="code 3 while starting: it wrote nothing"):
+            await runner.start()
+        await runner.stop()
+
+    run(main())
+
+
 def test_start_of_a_command_that_does_not_exist_fails_with_a_sentence(tmp_path):
     """Goal: no stack trace. Method: a path where there is no program."""
 

@@ -276,6 +276,35 @@ def test_container_in_a_namespace_is_pid_1_and_hears_sigterm(tmp_path: Path):
 
 
 @needs_namespaces
+def test_container_that_has_no_handler_yet_is_asked_again(tmp_path: Path):
+    """Goal: Ctrl-C while a pod starts does not wait for the grace period. Method: a pid 1 that gets
+    its handler only after the first SIGTERM, which the kernel dropped."""
+    code = """
+        import os, signal, sys
+        print("up")
+        while not os.path.exists(sys.argv[1]):
+            pass
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+        signal.pause()
+    """
+
+    async def main():
+        container = python("late", code, str(tmp_path / "go"), has_pid_namespace=True, grace_s=60)
+        runner = Runner([container], tmp_path / "log")
+        await runner.start()
+        log = tmp_path / "log" / "late.log"
+        await auntil(lambda: log.exists() and "up" in log.read_text(), "its first word")
+        stopping = asyncio.create_task(runner.stop())
+        for _ in range(10):  # turns of the loop: the first signal is sent in one of the first
+            await asyncio.sleep(0)
+        (tmp_path / "go").touch()
+        await asyncio.wait_for(stopping, 20)
+
+    run(main())
+    assert "SIGKILL" not in log_of(tmp_path, "late")
+
+
+@needs_namespaces
 def test_container_in_a_namespace_dies_with_its_runner(tmp_path: Path):
     """Goal: no orphans. Method: SIGKILL to a real runner, whose child could not ask for itself."""
     check_that_it_dies_with_its_runner(tmp_path, WAIT, "up", has_pid_namespace=True)

@@ -27,6 +27,8 @@ from understudy.pod.kubelet.log import ContainerLog
 from understudy.pod.kubelet.probes import Health, Question, is_yes
 from understudy.service.parent import environment
 
+ASK_AGAIN_S = 0.05  # an interpreter needs some tenths of a second until it has its handlers
+
 # How the names of our settings begin.
 OURS = ("UNDERSTUDY_", "ENGINE_", "LOCKSERVER_", "GMS_")
 
@@ -90,9 +92,11 @@ class Kept:
         if self._task is None:
             return
         self._stopping.set()
-        self._signal(signal.SIGTERM)
+        asking = asyncio.create_task(self._ask_to_end(), name=f"end of {self.container.name}")
         grace_s = grace_left_s(self.container.grace_s, stopping_for_s)
         done, _ = await asyncio.wait({self._task}, timeout=grace_s)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
         if not done:
             self.log.note(f"(runner) still there after {grace_s:.3g} s: SIGKILL")
             self._signal(signal.SIGKILL)
@@ -206,6 +210,16 @@ class Kept:
         await asyncio.sleep(grace_s)
         self._signal(signal.SIGKILL)
         await asyncio.Event().wait()
+
+    async def _ask_to_end(self) -> None:
+        """SIGTERM, and again for as long as it is dropped: whoever is pid 1 and has only just been
+        started has no handler yet, and would be waited for until the grace period is over."""
+        is_heeded = False
+        while not is_heeded:
+            pid = self.pid if self.container.has_pid_namespace else None
+            is_heeded = pid is None or namespaces.is_heeded(pid, signal.SIGTERM)
+            self._signal(signal.SIGTERM)
+            await asyncio.sleep(ASK_AGAIN_S)
 
     def _signal(self, number: int) -> None:
         process = self._process

@@ -54,8 +54,9 @@ class ContainerLog:
 
     def last_error(self) -> str:
         """The container's last word: the sentence of its last `error: …` line, else that line."""
-        errors = [line for line in self.tail if line.startswith("error: ")]
-        return (errors or list(self.tail) or ["it wrote nothing"])[-1].removeprefix("error: ")
+        own = [line for line in self.tail if not line.startswith("(runner) ")]
+        errors = [line for line in own if line.startswith("error: ")]
+        return (errors or own or ["it wrote nothing"])[-1].removeprefix("error: ")
 
     def _readable(self, reading: int) -> None:
         try:

@@ -72,6 +72,17 @@ def signal_first(waiting: int, number: int) -> None:
             os.close(pidfd)
 
 
+def is_heeded(pid: int, number: int) -> bool:
+    """Whether a signal to the first process of a namespace would reach it: the kernel drops what it
+    has neither a handler for nor blocked. One that is gone is to be told nothing more."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            masks = dict(line.split(":", 1) for line in file)
+    except OSError:
+        return True
+    return any(int(masks[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigBlk"))
+
+
 def reap_zombies(exclude: Collection[int | None]) -> None:
     """Reap the children of this process that have ended, but for those somebody waits for."""
     for pid in children(os.getpid()):
