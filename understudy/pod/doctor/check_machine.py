@@ -19,7 +19,7 @@ FDS_USED_SHARE_MAX = 0.8  # of its limit: the next attach brings up to 250 more
 # microsecond or more each time, and an engine reads the clock thousands of times a second.
 SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
 
-SHM_MIN_BYTES = 64 << 20  # what a container gets unless told otherwise
+SHM_MIN_BYTES = 65_536_000  # what podman gives a container unless told otherwise; docker 64 MiB
 SHM_VLLM_BYTES = 1 << 30  # ranks of vLLM pass their work through it
 
 START_METHOD = "VLLM_WORKER_MULTIPROCESSING_METHOD"
