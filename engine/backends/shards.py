@@ -89,7 +89,9 @@ def read_json(path: str) -> dict[str, Any]:
             raise ValueError("it holds no JSON object")
     except FileNotFoundError:
         raise UsageError(
-            "model.missing", f"{path} does not exist; download the checkpoint again."
+            "model.missing",
+            f"{path} does not exist; name the directory of a Hugging Face checkpoint, or download "
+            "this one again.",
         ) from None
     except OSError as error:
         raise UsageError(

@@ -147,7 +147,7 @@ async def drill_own_pod(
         if passed:
             shutil.rmtree(base, ignore_errors=True)
         else:
-            say(f"what the containers wrote is kept in {directory / 'log'}")
+            say(f"what its parts wrote is kept in {directory / 'log'}")
 
 
 async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillResult | None:
