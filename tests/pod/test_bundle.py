@@ -86,6 +86,39 @@ def test_bundle_is_never_written_over_what_is_there(directory: Path, tmp_path: P
     assert there.read_text() == "mine"
 
 
+def test_file_of_any_name_costs_nothing_but_itself(directory: Path, tmp_path: Path):
+    """Goal: a bundle in every case. Method: names that are no text, that end a line, that a
+    terminal would act on; a link, a pipe and a directory with the names of logs."""
+    log = directory / "log"
+    for name in (b"bad\xff.log", b"two\nlines.log", b"\x1b[2J.log"):
+        (log / os.fsdecode(name)).write_text("x\n")
+    (log / "link.log").symlink_to("/etc/passwd")
+    os.mkfifo(log / "pipe.log")
+    (log / "directory.log").mkdir()
+    texts, said = collected(directory, tmp_path / "b.tar.gz")
+    for name in ("bad?.log", "two?lines.log", "?[2J.log"):
+        assert texts[f"log/{name}"] == "x\n"
+    missing = {line.split(": ")[1] for line in said if line.startswith("missing: ")}
+    assert {"log/link.log", "log/pipe.log", "log/directory.log"} <= missing
+    assert all(line.isprintable() for line in said)
+
+
+def test_bundle_that_fails_leaves_no_file(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: nobody sends half a bundle, and the name is free for the next. Method: a collection
+    that is interrupted."""
+
+    async def interrupted(*_: object) -> Bundle:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(bundle_module, "_gather", interrupted)
+    output = tmp_path / "b.tar.gz"
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(collect(directory, directory / "log", output, print))
+    assert not output.exists()
+
+
 def test_half_a_line_is_not_kept(directory: Path, tmp_path: Path):
     """Goal: a log's end begins with a line whose beginning was combed, too. Method: a log that is
     too long by the name of what it has in its first line."""

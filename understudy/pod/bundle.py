@@ -72,7 +72,8 @@ class Bundle:
     def contents(self) -> list[str]:
         """What is in it and what is not, for people."""
         rows = [(name, size(len(raw))) for name, raw in sorted(self.entries.items())]
-        return [*table(rows), *(f"missing: {name}: {why}" for name, why in self.missing.items())]
+        missing = (f"missing: {name}: {why}" for name, why in self.missing.items())
+        return [printable(line) for line in (*table(rows), *missing)]
 
 
 async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say) -> Path:
@@ -83,11 +84,16 @@ async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say)
     """
     name = f"understudy-support-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     path = output or Path.cwd() / f"{name}.tar.gz"
-    with _create(path) as file:
-        bundle = await _gather(directory, log_dir)
-        contents = bundle.contents()
-        bundle.entries["contents.txt"] = "".join(f"{line}\n" for line in contents).encode()
-        _write(file, name, bundle.entries)
+    file = _create(path)
+    try:
+        with file:
+            bundle = await _gather(directory, log_dir)
+            contents = bundle.contents()
+            bundle.entries["contents.txt"] = "".join(f"{line}\n" for line in contents).encode()
+            _write(file, name, bundle.entries)
+    except BaseException:
+        path.unlink(missing_ok=True)  # half of one looks like a bundle
+        raise
     for line in contents:
         say(line)
     say(f"{path}  {size(path.stat().st_size)}; look into it before you pass it on")
@@ -169,10 +175,16 @@ def _add_files(bundle: Bundle, kind: str, folder: Path, pattern: str, bytes_max:
         bundle.missing[kind] = _why(error)
         return
     for name in names[:FILES_MAX]:
+        entry = f"{kind}/{printable(name)}"
         try:
-            bundle.add(f"{kind}/{name}", _tail(folder / name, bytes_max), bytes_max)
+            bundle.add(entry, _tail(folder / name, bytes_max), bytes_max)
         except OSError as error:
-            bundle.missing[f"{kind}/{name}"] = _why(error)
+            bundle.missing[entry] = _why(error)
+
+
+def printable(name: str) -> str:
+    """A file's name without what ends a line, moves a cursor or is no text at all."""
+    return "".join(each if each.isprintable() else "?" for each in name)
 
 
 def _tail(path: Path, bytes_max: int) -> str:
