@@ -13,7 +13,7 @@ from understudy.errors import UnderstudyError, UsageError
 from understudy.pod.local_pod import LocalPod, Ports, check_ports, free_pod_ports, program
 from understudy.pod.manifest.read import read_manifest
 from understudy.pod.manifest.spec import Spec
-from understudy.pod.ports import free_ports
+from understudy.pod.ports import check_port, free_ports
 
 
 def test_standard_pod_starts_what_engines_need_before_them():
@@ -135,6 +135,14 @@ def test_check_ports_names_the_one_that_is_taken():
         with pytest.raises(UnderstudyError, match=rf"port {port} .*--service-port") as caught:
             check_ports(Ports(service=port))
         assert caught.value.code == "pod.port_in_use"
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "::1"])
+def test_address_that_is_not_of_this_machine_is_no_taken_port(address: str):
+    """Goal: nobody looks for a second pod in vain. Method: an address of no machine (RFC 5737), and
+    one that is not IPv4."""
+    with pytest.raises(UnderstudyError, match="name an IPv4 address .* with --host"):
+        check_port(free_ports(1)[0], address, "--service-port")
 
 
 def test_program_that_is_not_installed_is_named():

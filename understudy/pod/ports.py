@@ -7,7 +7,7 @@ port was meant for still starts, or is dead for a moment.
 
 from __future__ import annotations
 
-import os
+import errno
 import random
 import socket
 
@@ -31,10 +31,18 @@ def check_port(port: int, address: str, flag: str) -> None:
         except OSError as error:
             raise UnderstudyError(
                 "pod.port_in_use",
-                f"port {port} on {address} cannot be used: {os.strerror(error.errno or 0)}; "
-                f"is another pod running? Stop it, or choose another port with {flag}",
+                f"port {port} on {address} cannot be used: {error.strerror}; "
+                f"{_way_out(error, flag)}",
                 port=port,
             ) from error
+
+
+def _way_out(error: OSError, flag: str) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return "name an IPv4 address of this machine with --host or --http-host"
+    if error.errno == errno.EACCES:
+        return f"choose a port from 1024 on with {flag}, or be root"
+    return f"is another pod running? Stop it, or choose another port with {flag}"
 
 
 def free_ports(count: int) -> range:
