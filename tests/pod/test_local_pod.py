@@ -141,7 +141,7 @@ def test_check_ports_names_the_one_that_is_taken():
 def test_address_that_is_not_of_this_machine_is_no_taken_port(address: str):
     """Goal: nobody looks for a second pod in vain. Method: an address of no machine (RFC 5737), and
     one that is not IPv4."""
-    with pytest.raises(UnderstudyError, match="name an IPv4 address .* with --host"):
+    with pytest.raises(UnderstudyError, match=r"IPv4 address .* with --host"):
         check_port(free_ports(1)[0], address, "--service-port")
 
 
