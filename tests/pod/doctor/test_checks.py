@@ -106,6 +106,7 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
             "here n",
         ),
         ("shared", spoilt(view=DEAF), FAIL, "engine-1 cannot reach the lock server, which answers"),
+        ("shared", spoilt(listens(UNSEEN), directory__owner_uid=0), SKIP, "somebody else's"),
         ("shared", NO_POD, SKIP, "no part of a pod"),
         ("shared", spoilt(NO_POD, directory__kind="missing"), SKIP, "no directory yet"),
         (
@@ -120,6 +121,7 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
         ("flock", WELL, PASS, "tmpfs"),
         ("flock", spoilt(directory__flock_problem="No locks available"), FAIL, "No locks"),
         ("flock", spoilt(directory__kind="missing"), SKIP, "no directory"),
+        ("flock", spoilt(directory__owner_uid=0), SKIP, "closed to us"),
         ("stale_sockets", WELL, PASS, "(3)"),
         ("stale_sockets", spoilt(sockets=(SocketFile("x.sock", False),)), WARN, "x.sock"),
         ("peer_pidfd", WELL, PASS, "6.18"),

@@ -16,6 +16,7 @@ ONE_VOLUME = (
     "mount one volume into every container and give each the same --dir inside it; on a host,"
     " start every part with the same --dir"
 )
+CLOSED = "the directory is somebody else's, and closed to us"
 
 
 def directory(facts: Facts) -> Finding:
@@ -35,7 +36,8 @@ def directory(facts: Facts) -> Finding:
     if found.owner_uid != found.our_uid:
         return failed(
             f"{found.path} belongs to uid {found.owner_uid}, this process is uid {found.our_uid}",
-            "run every part, and this command, as the one user whose directory it is",
+            "run every part, and this command, as the one user whose directory it is, or choose"
+            " another --dir",
         )
     if found.mode & 0o077:
         return failed(
@@ -61,6 +63,8 @@ def path_length(facts: Facts) -> Finding:
 
 def shared(facts: Facts) -> Finding:
     """Every part that has this path has this directory."""
+    if _is_closed(facts):
+        return skipped(CLOSED)
     astray = [each for each in facts.listeners if _is_elsewhere(each, facts)]
     if astray:
         return failed("; ".join(_elsewhere(each, facts) for each in astray), ONE_VOLUME)
@@ -102,6 +106,8 @@ def flock(facts: Facts) -> Finding:
     found = facts.directory
     if found.kind != "directory":
         return skipped("there is no directory yet")
+    if _is_closed(facts):
+        return skipped(CLOSED)
     kind = found.filesystem or "unknown"
     if found.flock_problem is not None:
         return failed(
@@ -121,6 +127,12 @@ def stale_sockets(facts: Facts) -> Finding:
             "start these parts again, or `understudy doctor --fix` to remove the files",
         )
     return passed(f"every socket here is answered ({len(facts.sockets)})")
+
+
+def _is_closed(facts: Facts) -> bool:
+    """Then it says nothing that nobody is reached in there."""
+    found = facts.directory
+    return found.kind == "directory" and found.our_uid not in (0, found.owner_uid)
 
 
 def _is_elsewhere(listener: Listener, facts: Facts) -> bool:
