@@ -34,7 +34,7 @@ from torch import nn
 
 from engine.backends.reference.random_model import write_random_model
 from engine.backends.vllm import weights
-from engine.backends.vllm.plugin import LOAD_FORMAT
+from engine.backends.vllm.words import LOAD_FORMAT
 from gms.client import Reader
 
 # The smallest that vLLM's attention on the CPU takes: heads of 32.

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from engine.backends.vllm import shim
-from engine.backends.vllm.plugin import LOAD_FORMAT, PLUGIN
+from engine.backends.vllm.words import LOAD_FORMAT, PLUGIN, PRIVATE, REFUSE
 from engine.messages import RANKS_MAX
 from understudy.errors import UsageError
 from understudy.service.config import size_bytes
 
 PROG = "engine run --backend vllm --"
-REFUSE, PRIVATE = "refuse", "private"
 
 _SOCKET = "requests come through the lock server's socket: `lockserver serve --service active=…`"
 _ONE = "one engine is one process of each kind, and the pod's other engines are its replicas"

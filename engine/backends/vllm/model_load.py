@@ -23,10 +23,10 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from engine.backends.vllm import binding, rehome, sharing
-from engine.backends.vllm.arguments import PRIVATE
 from engine.backends.vllm.pulse import Meter, Pulse
 from engine.backends.vllm.registries import Registries
 from engine.backends.vllm.rehome import About
+from engine.backends.vllm.words import PRIVATE
 from gms.client import Reader, Writer
 from understudy.errors import UnderstudyError, UsageError
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 
 from engine.backends.process import INCARNATION_ENV
-
-PLUGIN = "understudy"  # the name of the entry point (pyproject.toml)
-LOAD_FORMAT = "understudy"
+from engine.backends.vllm.words import LOAD_FORMAT
 
 
 def register() -> None:
