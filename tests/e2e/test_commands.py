@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -159,12 +160,15 @@ def running_pod(directory: Path, output: Path, flags: list[str]) -> Iterator[sub
 def test_up_killed_takes_all_along_and_the_next_one_stops_in_reverse_order(
     tmp_path_factory: pytest.TempPathFactory,
 ):
-    """Goal: a pod for people. Method: `up`, `status --check`, SIGKILL; `up` again on what that
-    left, SIGTERM: pidfds say who ended first, the exit code and the directory what was left."""
+    """Goal: a pod for people. Method: `up`, its page, `status --check`, SIGKILL; `up` again on what
+    that left, SIGTERM: pidfds say who ended first, exit code and directory what was left."""
     base = tmp_path_factory.mktemp("up")
     directory, output, flags = base / "pod", base / "up.txt", port_flags()
     with running_pod(directory, output, flags) as up:
         token = check_status(directory)
+        (page,) = re.findall(r"http://\S+/ui", output.read_text())
+        with urlopen(page) as shown:
+            assert b"<title>" in shown.read()
         with Processes([up.pid, *descendants(up.pid)]) as everybody:
             assert len(everybody.alive()) == 10
             up.kill()

@@ -14,18 +14,20 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from understudy.errors import UnderstudyError
 from understudy.pod.drill.clients import Target
 from understudy.pod.drill.killer import wait_whole
 from understudy.pod.drill.page.data import page_data
 from understudy.pod.drill.page.write import write_page
-from understudy.pod.drill.records import Records
+from understudy.pod.drill.records import LOCKSERVER, Records
 from understudy.pod.drill.report import Usage, machine, usage_of
 from understudy.pod.drill.run import Drill, DrillPlan
 from understudy.pod.drill.verdict import Report, judge
 from understudy.pod.gather import gather, pids_of
 from understudy.pod.http_get import get
+from understudy.pod.kubelet.containers import Container
 from understudy.pod.kubelet.runner import Runner, run_pod
 from understudy.pod.local_pod import LocalPod, check_ports, free_pod_ports, program, reachable
 from understudy.pod.random_model import with_random_model
@@ -75,18 +77,21 @@ async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
         state_file.unlink(missing_ok=True)
     if model is None:
         pod = await with_random_model(pod, pod.directory / "random-model")
-    await keep_up(Runner(pod.containers(), pod.directory / "log", say), pod.directory, say)
+    await keep_up(pod.containers(), pod.directory / "log", pod.directory, say)
 
 
-async def keep_up(runner: Runner, directory: Path | None, say: Say) -> None:
+async def keep_up(
+    containers: Sequence[Container], log_dir: Path, directory: Path | None, say: Say
+) -> None:
     """Run the containers until a signal. `directory` is what a pod's parts share; None: the
     containers are not ours, and nothing can be said of them."""
 
     async def body() -> None:
-        for line in await _welcome(directory) if directory is not None else ():
+        for line in await _welcome(directory, containers) if directory is not None else ():
             say(line)
         await asyncio.Event().wait()
 
+    runner = Runner(containers, log_dir, say)
     inbox = SignalInbox()
     try:
         await run_pod(runner, body, inbox.get, say)
@@ -209,7 +214,7 @@ async def _settled(runner: Runner, before: dict[str, Usage]) -> dict[str, Usage]
         await asyncio.sleep(SETTLE_POLL_S)
 
 
-async def _welcome(directory: Path) -> list[str]:
+async def _welcome(directory: Path, containers: Sequence[Container]) -> list[str]:
     """What to do with a pod that is up: one request to copy, and how to look at it."""
     whole = await wait_whole(directory)
     host, _, port = whole.service.rpartition(":")
@@ -225,6 +230,16 @@ async def _welcome(directory: Path) -> list[str]:
         f"  curl {service_url}/v1/completions -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'",
         f"  {command} status --dir {directory}",
+        *(f"  {address}" for address in _live_pages(containers)),
         f"  {command} drill --attach --dir {directory}     (Ctrl-C stops the pod)",
         "",
+    ]
+
+
+def _live_pages(containers: Sequence[Container]) -> list[str]:
+    """Where the lock server shows the pod: beside its probes."""
+    return [
+        f"http://{urlsplit(each.startup.url).netloc}/ui"
+        for each in containers
+        if each.name == LOCKSERVER and each.startup is not None
     ]

@@ -64,7 +64,7 @@ class Ready:
 async def stay_up(asked: Asked, directory: Path, say: Say) -> None:
     """Run the pod in `directory` until a signal."""
     ready = await _prepare(asked, directory, say)
-    await keep_up(Runner(ready.containers, directory / "log", say), ready.runtime, say)
+    await keep_up(ready.containers, directory / "log", ready.runtime, say)
 
 
 async def drill(asked: Asked, plan: DrillPlan, say: Say) -> DrillResult | None:
