@@ -133,7 +133,11 @@ def test_filters_by_type_glob_and_severity():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("query", ["since=x", "since=-1", "min_severity=loud", "since=%C2%B2"])
+@pytest.mark.parametrize(
+    "query",
+    ["since=x", "since=-1", "min_severity=loud", "since=%C2%B2", "since=" + "9" * 5000],
+    ids=["word", "negative", "severity", "superscript", "long"],
+)
 def test_query_that_is_not_understood_is_400_with_a_sentence(query):
     """Goal: bad input is answered; method: one wrong value each."""
 

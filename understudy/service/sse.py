@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 15.0  # below the 30–60 s after which proxies cut a silent connection
 QUEUE_MAX = 256  # events kept for a reader that does not read; about 80 KiB
+DIGITS_MAX = 19  # of an id; int() takes some thousand, and no more
 READERS_MAX = 32  # people with a page open, and a few programs
 
 
@@ -146,6 +147,6 @@ async def stream(
 def _position(text: str | None) -> int | None:
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit():
+    if not text.isascii() or not text.isdigit() or len(text) > DIGITS_MAX:
         raise UsageError("service.bad_since", f"since is {text!r}; it takes the id of an event")
     return int(text)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from understudy.errors import ProtocolError
-from understudy.pod.drill.sse import PENDING_MAX_BYTES, StreamedAnswer
+from understudy.pod.drill.sse import PENDING_MAX_BYTES, StreamedAnswer, whole_number
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Understudy-Token: 7\r\n"
@@ -103,3 +103,18 @@ def test_bytes_that_are_no_stream_are_refused_by_name(data, code):
     with pytest.raises(ProtocolError) as caught:
         StreamedAnswer().feed(data)
     assert caught.value.code == code
+
+
+def test_chunk_of_a_negative_size_is_refused():
+    """Goal: a server that says nonsense does not stop the drill. Method: a size that was read for
+    ever."""
+    with pytest.raises(ProtocolError) as refused:
+        StreamedAnswer().feed(HEAD + b"-5\r\nabc\r\n")
+    assert refused.value.code == "drill.bad_chunk"
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1_0", "\xb2", "9" * 5000])
+def test_header_that_is_no_number_is_none(text: str):
+    """Goal: `int` raises of some of what `isdigit` takes. Method: one of each kind."""
+    assert whole_number(text) is None
+    assert whole_number("17") == 17

@@ -17,7 +17,7 @@ from typing import cast
 
 from understudy.errors import ProtocolError
 from understudy.pod.drill.records import End, Exchange, Prompt
-from understudy.pod.drill.sse import StreamedAnswer
+from understudy.pod.drill.sse import StreamedAnswer, whole_number
 from understudy.service.clock import SystemClock
 
 # Longer than every hold and budget after which a sound pod says something (503 comes after 10 s).
@@ -94,8 +94,7 @@ class _Stream(asyncio.Protocol):
         headers, exchange = self._answer.headers, self._exchange
         exchange.status = self._answer.status
         exchange.engine = headers.get("x-understudy-engine")
-        token = headers.get("x-understudy-token", "")
-        exchange.token = int(token) if token.isdigit() else None
+        exchange.token = whole_number(headers.get("x-understudy-token", ""))
 
     def _note_text(self, text: str) -> None:
         exchange, turn = self._exchange, self._turns.current()

@@ -14,6 +14,13 @@ from dataclasses import dataclass, field
 from understudy.errors import ProtocolError
 
 PENDING_MAX_BYTES = 1024 * 1024  # a head or an event that grows past this is not one
+DIGITS_MAX = 19  # of a number with 64 bits
+
+
+def whole_number(text: str) -> int | None:
+    """The number in a header. `int` takes more than digits, and of these a few thousand only."""
+    is_one = text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX
+    return int(text) if is_one else None
 
 
 @dataclass(slots=True)
@@ -70,8 +77,7 @@ class StreamedAnswer:
             name, _, value = line.partition(":")
             self.headers[name.strip().lower()] = value.strip()
         self._is_chunked = "chunked" in self.headers.get("transfer-encoding", "").lower()
-        length = self.headers.get("content-length", "")
-        self._length_left = int(length) if length.isdigit() else None
+        self._length_left = whole_number(self.headers.get("content-length", ""))
         self._raw = rest
         return True
 
@@ -97,6 +103,8 @@ class StreamedAnswer:
                 break
             try:
                 size = int(line.split(b";")[0], 16)
+                if size < 0:
+                    raise ValueError(size)  # which would be read for ever
             except ValueError as error:
                 raise ProtocolError("drill.bad_chunk", f"a chunk of size {line[:20]!r}") from error
             self._raw = rest
