@@ -109,6 +109,8 @@ def test_memory_is_what_the_overlay_says(overlay: str):
     for container in containers(overlay):
         line = words(overlay, container)
         if container["command"][0] in ("engine", "understudy"):
+            backend = "reference" if overlay == "cpu" else "vllm"
+            assert f"--backend={backend}" in line
             assert [word for word in line if re.fullmatch(rf"--tensor-parallel.*={ranks}", word)]
             assert [word for word in line if word.removeprefix("--model=") == "/model"]
             is_sized = any(word.startswith("--kv-cache-memory-bytes=") for word in line)
