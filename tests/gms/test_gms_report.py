@@ -81,7 +81,7 @@ def test_inspect_does_not_count_tensors_that_it_cannot_know(gms: GmsProcess):
         gms.kill()
         gms.start()
         reader.rejoin(10)
-        assert "superseded: 1 slabs, 4.00 KiB, tensors unknown" in words(gms, in_full=True)
+        assert "superseded: slabs 1, 4.00 KiB, tensors unknown" in words(gms, in_full=True)
 
 
 @host_only
