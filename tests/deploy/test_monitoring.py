@@ -255,11 +255,16 @@ def test_failover_is_on_the_page_that_people_look_at(home: PodHome, tmp_path: Pa
             async def value(title: str) -> float | None:
                 return await prometheus.value(filled(title))
 
+            async def is_known(token: int) -> bool:
+                """Every part was scraped: a counter's increase is seen from then on."""
+                states = (await value("Active"), await value("Standby"))
+                return await value("Token") == token and states == (1, 1)
+
             async def is_granted() -> bool:
-                return await value("Token") == whole.token and await value("Active") == 1
+                return await is_known(whole.token)
 
             async def is_taken_over() -> bool:
-                return await value("Token") == after.token and await value("Standby") == 1
+                return await is_known(after.token)
 
             async def is_counted() -> bool:
                 return (await value("Failovers") or 0) > 0
