@@ -1,9 +1,9 @@
 """Asks glibc for huge pages in the processes of a backend, so that a killed one is gone sooner.
 
 The fence waits for the last process of the old engine, and what the kernel does all that time is
-to give back its memory, page by page: four processes of vLLM's with 430 MB each are gone after 120
-to 145 ms on two cores, and after 70 to 85 ms with huge pages under malloc (`make drill-vllm`). No
-memory is lost by it: 2 MB a process. Python's own arenas (the other half) would need
+to give back its memory, page by page: four processes that have imported vLLM, 430 MB
+each, are gone 120 to 145 ms after they are killed together on two cores, and after 70 to 85 ms with
+huge pages under malloc. That costs 2 MB a process. Python's own arenas (the other half) would need
 PYTHONMALLOC=malloc, which makes every start 15 % longer.
 """
 

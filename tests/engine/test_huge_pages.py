@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def huge_kib(environ: dict[str, str]) -> int:
 
 
 @pytest.mark.skipif(not is_allowed(), reason="this kernel gives no transparent huge pages")
-@pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="not the GNU C library")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not the GNU C library")
 def test_most_of_what_a_child_allocates_is_in_huge_pages():
     """Goal: the memory of a killed backend is given back in large pieces. Method: a child that
     takes 60 MB in pieces of 60 kB."""

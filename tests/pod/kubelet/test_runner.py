@@ -289,8 +289,9 @@ def check_that_it_dies_with_its_runner(tmp_path, child, said, has_pid_namespace)
             container = Container("child", command, has_pid_namespace={has_pid_namespace})
             runner = Runner([container], pathlib.Path(sys.argv[1]), print)
             await runner.start()
-            while not runner.pids():
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(30):
+                while not runner.pids():
+                    await asyncio.sleep(0.01)
             print(runner.pids()["child"])
             await asyncio.Event().wait()
         asyncio.run(main())

@@ -132,7 +132,9 @@ def test_init_containers_end_before_the_next_begins_and_main_ones_start_together
         import os, signal, sys, time
         mine, other = sys.argv[2], sys.argv[3]
         open(mine, "w")
+        end = time.monotonic() + 30
         while not os.path.exists(other):
+            assert time.monotonic() < end
             time.sleep(0.01)
         open(sys.argv[1], "a").write("together\\n")
         print("together")
