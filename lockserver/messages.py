@@ -20,6 +20,9 @@ from understudy.wire.observe import Watch as Watch
 TOKEN_CLAIMED_MAX = 2**62  # leaves room above any claim, so that a wild one cannot exhaust tokens
 SERVICES_MAX = 8  # listening sockets in one hand-back; the standard pod has one
 LOCKS_MAX = 8  # locks named in one `want`
+MEMBERS_MAX = 16  # nodes that one engine may span; all are filed in one slot of the state file
+REASON_CHARS_MAX = 512
+SWITCHOVER_MS_MAX = 24 * 3_600_000  # a long drain is a matter of hours at most
 
 Token = Annotated[int, Range(1, 2**63 - 1)]
 LockName = Annotated[str, Length(1, 32)]
@@ -45,6 +48,10 @@ class Want(Message):
     locks: Annotated[tuple[str, ...], Length(0, LOCKS_MAX)]
     tokens: dict[str, Annotated[int, Range(1, TOKEN_CLAIMED_MAX)]]
     services: Annotated[tuple[str, ...], Length(0, SERVICES_MAX)] = ()
+    # Over TCP only: which of the engine's nodes this is, and the heartbeat count it was sent at.
+    member: Annotated[int, Range(0, MEMBERS_MAX - 1)] = 0
+    members: Annotated[int, Range(1, MEMBERS_MAX)] = 1
+    progress: Annotated[int, Range(0, 2**63 - 1)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +83,75 @@ class Service(Message):
     address: str
 
 
-CATALOGUE = Catalogue(Want, Granted, Beat, Service, Status, StatusReply, Watch, EventRecord)
+@dataclass(frozen=True, slots=True)
+class Renewed(Message):
+    """Server → member, over TCP, for every `want` and `beat`: its lease runs anew from when the
+    message that carried `progress` was **sent**, which the member knows by its own clock.
+
+    `lease_ms` is what the server waits, with a margin, before it believes in the member's end.
+    """
+
+    TYPE: ClassVar[str] = "renewed"
+    progress: Annotated[int, Range(0, 2**63 - 1)]
+    lease_ms: Annotated[int, Range(1, 3_600_000)]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost(Message):
+    """Server → the other members, over TCP: one of the engine's nodes is gone, so `incarnation`
+    (the receiver's own) can serve no more: kill its tree, reap it, come back with a new one."""
+
+    TYPE: ClassVar[str] = "member_lost"
+    engine: EngineId
+    incarnation: IncarnationId
+    member: Annotated[int, Range(0, MEMBERS_MAX - 1)]
+    reason: Annotated[str, Length(0, REASON_CHARS_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchOver(Message):
+    """Operator → server: have the holder of `lock` hand it to `to` (None: to who waits first)."""
+
+    TYPE: ClassVar[str] = "switch_over"
+    lock: LockName
+    to: EngineId | None
+    timeout_ms: Annotated[int, Range(1, SWITCHOVER_MS_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchedOver(Message):
+    """Server → operator: `engine` holds the lock now; what refuses it is an error instead."""
+
+    TYPE: ClassVar[str] = "switched_over"
+    lock: LockName
+    source: EngineId
+    engine: EngineId
+    token: Token
+    took_ms: Annotated[int, Range(0, SWITCHOVER_MS_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver(Message):
+    """Server → holder: finish what is in flight, reap, give `lock` up, come back as a standby."""
+
+    TYPE: ClassVar[str] = "hand_over"
+    lock: LockName
+    incarnation: IncarnationId
+    to: EngineId
+
+
+CATALOGUE = Catalogue(
+    Want,
+    Granted,
+    Beat,
+    Service,
+    Renewed,
+    MemberLost,
+    HandOver,
+    SwitchOver,
+    SwitchedOver,
+    Status,
+    StatusReply,
+    Watch,
+    EventRecord,
+)
