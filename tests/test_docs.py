@@ -10,6 +10,7 @@ from engine.backends.vllm.arguments import OURS, OWNED, OWNED_VARIABLES
 
 ROOT = pathlib.Path(__file__).parent.parent
 VLLM = (ROOT / "docs/vllm.md").read_text()
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def test_every_invariant_names_tests_that_exist():
@@ -23,6 +24,23 @@ def test_every_invariant_names_tests_that_exist():
         named = re.findall(r"`(test_\w+)`", row)
         assert named, f"M{number} names no test"
         assert set(named) <= defined, f"M{number} names {set(named) - defined}"
+
+
+def test_every_promise_of_the_lock_names_tests_that_exist():
+    """docs/lock.md: the promises are numbered in order, each names a test; all that it names are
+    there."""
+    page = (ROOT / "docs/lock.md").read_text()
+    promises = page.partition("\n## Promises\n")[2].partition("\n## ")[0]
+    sections = re.split(r"^### (\d+)\. ", promises, flags=re.MULTILINE)[1:]
+    numbers, texts = sections[::2], sections[1::2]
+    assert [int(number) for number in numbers] == list(range(1, len(numbers) + 1))
+    assert len(numbers) >= 6
+    for number, text in zip(numbers, texts, strict=True):
+        assert NAMED_TEST.search(text), f"promise {number} names no test"
+    for path, name in set(NAMED_TEST.findall(page)):
+        source = (ROOT / path).read_text() if (ROOT / path).exists() else ""
+        pattern = rf"^\s*(?:async )?def {name}\(|^{name} = "
+        assert re.search(pattern, source, re.MULTILINE), f"docs/lock.md: {path}::{name} is gone"
 
 
 def test_every_flag_that_vllm_users_meet_is_in_its_page():
