@@ -51,7 +51,7 @@ def main() -> None:
 def serve(config: Resolved) -> None:
     """Run the lock server until SIGTERM."""
     from lockserver.daemon import run
-    from lockserver.server import Settings
+    from lockserver.settings import Settings
     from understudy.service.log import configure
     from understudy.service.parent import arm_from_environment
     from understudy.service.paths import runtime_dir

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lockserver.core.lock import LockState
-from lockserver.server import LockServer, Settings
+from lockserver.server import LockServer
+from lockserver.settings import Settings
 from understudy.service.http import HttpServer, Probe
 from understudy.service.page import Page
 from understudy.service.signals import wait_signals

@@ -257,7 +257,8 @@ def test_server_that_cannot_write_says_so_and_grants_once_it_can(pod_dir):
 
 
 async def _with_a_failing_disk(pod_dir: str) -> None:
-    from lockserver.server import LockServer, Settings
+    from lockserver.server import LockServer
+    from lockserver.settings import Settings
 
     server = LockServer(Settings(pod_dir))
     await server.start()
@@ -296,7 +297,8 @@ def test_server_closes_cleanly_and_unwatches_everything(pod_dir):
     """Goal: no descriptor survives a stop. Method: a server in this process, used and closed."""
 
     async def scenario() -> None:
-        from lockserver.server import LockServer, Settings
+        from lockserver.server import LockServer
+        from lockserver.settings import Settings
 
         server = LockServer(Settings(pod_dir))
         await server.start()
