@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.events import Event, Failed, Granted, OtherGranted
+from engine.core.events import Event, Failed, Granted, HandOver, OtherGranted
 from engine.launch import Launch
 from engine.settings import Settings
 from lockserver.client import LockClient
@@ -71,6 +71,7 @@ class LockSide:
             on_connected=self._connected,
             on_lost=self._lost,
             on_refused=self._refused,
+            on_hand_over=self._hand_over,
         )
 
     # ------------------------------------------------------------------ saying
@@ -128,6 +129,10 @@ class LockSide:
         elif lock == ACTIVE:
             self.other = Other(engine, token)
             self._post(OtherGranted(engine, token))
+
+    def _hand_over(self, lock: str, incarnation: str, to: str) -> None:
+        if lock == ACTIVE:
+            self._post(HandOver(incarnation, to))
 
     def _lent(self, lock: str, address: str, listener: OwnedFd) -> None:
         if lock != ACTIVE:

@@ -49,8 +49,8 @@ class Relauncher:
         self.plan: dict[str, Any] | None = None  # for status: what the next launch waits for
         self.verdict: str | None = None
 
-    def died(self, cause: str, *, reached_standby: bool, is_rehearsed: bool) -> None:
-        self._rule.died(Death(self._clock.now_ms(), cause, reached_standby, is_rehearsed))
+    def died(self, cause: str, *, reached_standby: bool, is_planned: bool) -> None:
+        self._rule.died(Death(self._clock.now_ms(), cause, reached_standby, is_planned))
         self.verdict = self._rule.verdict()
 
     def schedule(self) -> None:

@@ -170,7 +170,7 @@ class Runner:
         self._facts.cause = record.cause
         self._facts.is_healthy = record.cause != "unhealthy"
         self._memory.was_standby |= record.target is State.STANDBY
-        is_bad = record.target is State.DEAD and not now.is_leaving
+        is_bad = record.target is State.DEAD and not (now.is_leaving or now.is_handed_over)
         self.log.record(
             "engine.state",
             f"{record.source} → {record.target}: {record.message}",
@@ -251,7 +251,9 @@ class Runner:
         is_rehearsed = launch.rehearsed_ms is not None
         if not now.is_leaving:
             self.relauncher.died(
-                now.reason, reached_standby=now.reached_standby, is_rehearsed=is_rehearsed
+                now.reason,
+                reached_standby=now.reached_standby,
+                is_planned=is_rehearsed or now.is_handed_over,
             )
         if launch.rehearsed_ms is not None and self._facts.cause == "child_exit":
             self._takeovers.phase("detect", died_ms - launch.rehearsed_ms)

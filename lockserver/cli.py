@@ -1,4 +1,4 @@
-"""The `lockserver` command: `serve`, `status`, `events`. Owns words and exit codes only."""
+"""The `lockserver` command: `serve`, `status`, `events`, `switchover`. Words and exit codes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 
 import click
 
-from understudy.errors import UnreachableError
+from understudy.errors import RemoteError, UnreachableError, WaitTimeoutError
 from understudy.service.cli import INTERRUPTED, options, run_async
 from understudy.service.config import Option, Resolved
 
 DIR_DEFAULT = "/run/understudy"
 STATUS_TIMEOUT_S = 5.0
 WATCH_S = 1.0  # the pace of people
+SWITCHED, ALREADY_ACTIVE = "switched", "already_active"
 FOLLOW_TIMEOUT_S = 24 * 3600.0  # between two events; a pod may be quiet for a night
 
 DIR = Option("dir", str, DIR_DEFAULT, "The pod's shared directory.", env="UNDERSTUDY_DIR")
@@ -106,6 +107,80 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
                 click.echo(json.dumps(message.record) if as_json else _line(message.record))
 
 
+@main.command()
+@options((DIR,), command="lockserver")
+@click.option("--lock", default="active", show_default=True, help="What is to be handed over.")
+@click.option("--to", metavar="ENGINE", help="To whom; who waits first unless given.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0.001, 86_400),
+    default=120.0,
+    show_default=True,
+    help="Seconds to wait for the end of it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def switchover(config: Resolved, lock: str, to: str | None, timeout: float, as_json: bool) -> None:
+    """Have the active engine finish its requests and hand over to one that stands by.
+
+    Exit codes: 0 it is done (or ENGINE is active already), 1 refused, or it came otherwise, 5 not
+    within the timeout: what was asked for goes on.
+    """
+    try:
+        done = _switch_over(os.path.abspath(config["dir"]), lock, to, timeout)
+    except KeyboardInterrupt:
+        click.echo("what was asked for goes on: see `lockserver status`", err=True)
+        sys.exit(INTERRUPTED)
+    if as_json:
+        click.echo(json.dumps(done))
+    elif done["result"] == ALREADY_ACTIVE:
+        click.echo(f"{done['engine']} holds {lock} already, token {done['token']}")
+    else:
+        seconds = done["took_ms"] / 1000
+        click.echo(
+            f"{done['from']} has handed {lock} over to {done['engine']} in {seconds:.1f} s, token"
+            f" {done['token']}"
+        )
+
+
+def _switch_over(directory: str, lock: str, to: str | None, timeout_s: float) -> dict[str, Any]:
+    """Ask, and wait for the end of it.
+
+    Raises:
+        UnderstudyError: refused, or it came otherwise.
+        WaitTimeoutError: it has not come within `timeout_s`.
+        UnreachableError: no server, or it ended meanwhile.
+    """
+    from lockserver.messages import CATALOGUE, SwitchedOver, SwitchOver
+    from understudy.wire.blocking import BlockingClient
+
+    question = SwitchOver(lock, to, round(timeout_s * 1000))
+    with BlockingClient(_socket(directory), CATALOGUE) as client:
+        try:
+            wait_s = timeout_s + STATUS_TIMEOUT_S  # the server's own word comes first
+            answer = client.request(question, timeout_s=wait_s).message
+        except RemoteError as error:
+            if error.details.get("reason") == "timeout":
+                raise WaitTimeoutError(error.code, error.message, **error.details) from error
+            raise
+        except UnreachableError as error:
+            raise UnreachableError(
+                "lock.switchover_forgotten",
+                "the lock server ended while it was waited for, and a new one knows of no"
+                " switchover; the active engine may hand over all the same: see"
+                " `lockserver status`, and ask again",
+            ) from error
+    assert isinstance(answer, SwitchedOver)
+    return {
+        "schema": 1,
+        "result": SWITCHED if answer.engine != answer.source else ALREADY_ACTIVE,
+        "lock": answer.lock,
+        "from": answer.source,
+        "engine": answer.engine,
+        "token": answer.token,
+        "took_ms": answer.took_ms,
+    }
+
+
 def _watch(directory: str, *, as_json: bool) -> NoReturn:
     """One document after another, whether the server is there or not."""
     with _until_interrupted():
@@ -176,6 +251,7 @@ def _text(document: dict[str, Any]) -> str:
         who = f"{holder['engine']}  token {holder['token']}" if holder else "nobody"
         lines.append(f"{name:<8} {lock['state']:<11} {who}")
         lines += [f"{'':<8} waits       {w['engine']}{_mark(w)}" for w in lock["waiters"]]
+        lines += _switchover_lines(lock.get("switchover"))
         if lock["problem"]:
             lines.append(f"{'':<8} problem     {lock['problem']}")
         alive = lock["waiting_for"]
@@ -187,6 +263,16 @@ def _text(document: dict[str, Any]) -> str:
     if document.get("problem"):
         lines.append(f"problem  {document['problem']}")
     return "\n".join(lines)
+
+
+def _switchover_lines(under_way: dict[str, Any] | None) -> list[str]:
+    if under_way is None:
+        return []
+    wait = f"{under_way['left_ms'] / 1000:.0f} s left"
+    if under_way["overdue"]:
+        wait = "overdue: it finishes its requests first; ask again, or kill it"
+    who = f"{under_way['from']} hands over to {under_way['to']}"
+    return [f"{'':<8} switchover  {who}, asked at {under_way['since']}, {wait}"]
 
 
 def _mark(waiter: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockserver import messages, witness
-from lockserver.messages import CATALOGUE, Beat, Granted, Service, Want
+from lockserver.messages import CATALOGUE, Beat, Granted, HandOver, Service, Want
 from understudy.errors import RemoteError, UnderstudyError
 from understudy.wire.client import connect
 from understudy.wire.connection import Connection
@@ -58,6 +58,8 @@ class LockClient:
       connection that did not hand it back. Never `shutdown()` it: that ends it for everybody.
     - `on_refused(error)`: the server refuses this want (`lock.stale_claim`: the lock is lost, kill
       the tree; `lock.engine_id_taken`, …). The same want is tried again with back-off.
+    - `on_hand_over(lock, incarnation, to)`: `incarnation`, which holds `lock`, is to finish, reap
+      and give it up to engine `to`. May come again.
     - `on_connected()`, `on_lost(reason)`.
     """
 
@@ -72,6 +74,7 @@ class LockClient:
         on_connected: Callable[[], object] = _ignore,
         on_lost: Callable[[str], object] = _ignore,
         on_refused: Callable[[UnderstudyError], object] = _ignore,
+        on_hand_over: Callable[[str, str, str], object] = _ignore,
         heartbeat_ms: float = HEARTBEAT_MS,
     ) -> None:
         self.path = path
@@ -82,6 +85,7 @@ class LockClient:
         self._on_connected = on_connected
         self._on_lost = on_lost
         self._on_refused = on_refused
+        self._on_hand_over = on_hand_over
         self._heartbeat_ms = heartbeat_ms
         self._truth = _Truth()
         self._services: dict[str, OwnedFd] = {}
@@ -173,6 +177,8 @@ class LockClient:
             self._on_granted(message.lock, message.incarnation, message.token)
         elif isinstance(message, Service):
             self._borrow(message, fds[0])
+        elif isinstance(message, HandOver):
+            self._on_hand_over(message.lock, message.incarnation, message.to)
         elif isinstance(message, Fault):
             self._on_refused(RemoteError(message.code, message.message, **message.details))
 

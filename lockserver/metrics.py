@@ -11,6 +11,13 @@ from understudy.service.metrics import Metrics
 LOSS_REASONS = ("not_wanted", "process_gone", "connection_closed", "silent")
 GRANT_REASONS = ("first", "same_engine", "takeover")
 PHASES = ("fence", "grant")
+# An event that a switchover ends with, or that says it takes too long, and how it is counted.
+SWITCHOVER_RESULTS = {
+    "lock.switched_over": "done",
+    "lock.switchover_failed": "failed",
+    "lock.switchover_refused": "refused",
+    "lock.switchover_overdue": "overdue",
+}
 
 
 class LockMetrics:
@@ -51,6 +58,18 @@ class LockMetrics:
         self._wait = metrics.histogram(
             "lock_wait_duration_seconds", "From asking to the grant.", ("lock",), known
         )
+        self._switching = metrics.gauge(
+            "lock_switchover",
+            "1 while the lock's holder is asked to hand it over.",
+            ("lock",),
+            known,
+        )
+        self._switchovers = metrics.counter(
+            "lock_switchovers_total",
+            "Switchovers asked for, by how they ended; an overdue one ends later, too.",
+            ("lock", "result"),
+            {**known, "result": tuple(SWITCHOVER_RESULTS.values())},
+        )
         self._sync = metrics.histogram(
             "lock_state_sync_duration_seconds", "One write of the state file, with its sync."
         )
@@ -87,6 +106,8 @@ class LockMetrics:
             self._waiters.labels(lock=lock.name).set(len(lock.waiters))
             is_silent = supervisor is not None and supervisor.is_silent
             self._unresponsive.labels(lock=lock.name).set(is_silent)
+            is_switching = lock.name in machine.switchovers.under_way
+            self._switching.labels(lock=lock.name).set(is_switching)
         self._write_problem.set(machine.ledger.problem is not None)
 
     def count(self, event: Event) -> None:
@@ -94,6 +115,9 @@ class LockMetrics:
         data = event.data
         if event.type == "lock.releasing":
             self._losses.labels(lock=data["lock"], reason=data["cause"]).inc()
+        elif event.type in SWITCHOVER_RESULTS:
+            result = SWITCHOVER_RESULTS[event.type]
+            self._switchovers.labels(lock=data["lock"], result=result).inc()
         elif event.type == "lock.granted":
             reason = "takeover" if data["contended"] else "same_engine"
             reason = reason if data["previous"] else "first"

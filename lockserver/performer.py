@@ -15,12 +15,13 @@ from functools import singledispatchmethod
 from lockserver import status, witness
 from lockserver.core import events as ev
 from lockserver.core.machine import Machine
-from lockserver.messages import Granted
+from lockserver.messages import Granted, HandOver
 from lockserver.metrics import LockMetrics
 from lockserver.observers import Observers
 from lockserver.process_watch import ProcessWatch
 from lockserver.service_desk import ServiceDesk
 from lockserver.state_file import StateFile
+from lockserver.switchover_desk import SwitchoverDesk
 from understudy.errors import ProtocolError
 from understudy.service.events import EventLog
 from understudy.wire.connection import Connection
@@ -37,6 +38,7 @@ class Performer:
     desk: ServiceDesk
     observers: Observers
     processes: ProcessWatch
+    switchovers: SwitchoverDesk
     events: EventLog
     metrics: LockMetrics
     feed: Callable[[ev.Input], None]
@@ -103,6 +105,20 @@ class Performer:
     @_do.register
     def _forget(self, effect: ev.Forget) -> None:
         self.processes.forget(effect.supervisor)
+
+    @_do.register
+    def _send_hand_over(self, effect: ev.SendHandOver) -> None:
+        conn = self.conns.get(effect.conn)
+        if conn is not None:
+            conn.send(HandOver(effect.lock, effect.incarnation, effect.to))
+
+    @_do.register
+    def _report_switchover(self, effect: ev.ReportSwitchOver) -> None:
+        self.switchovers.report(effect)
+
+    @_do.register
+    def _refuse_switchover(self, effect: ev.RefuseSwitchOver) -> None:
+        self.switchovers.refuse(effect)
 
     @_do.register
     def _happened(self, effect: ev.Happened) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import Any
 
 from lockserver import status, witness
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from lockserver.core.machine import KINDS, Machine
-from lockserver.messages import CATALOGUE, Beat, Status, StatusReply, Want, Watch
+from lockserver.messages import CATALOGUE, Beat, Status, StatusReply, SwitchOver, Want, Watch
 from lockserver.metrics import LockMetrics
 from lockserver.observers import Observers
 from lockserver.performer import Performer
@@ -24,6 +25,7 @@ from lockserver.service_desk import ServiceDesk
 from lockserver.service_socket import AWAY
 from lockserver.settings import Settings
 from lockserver.state_file import StateFile
+from lockserver.switchover_desk import SwitchoverDesk, holds_witness
 from understudy.errors import ProtocolError, UsageError
 from understudy.service.clock import Clock, SystemClock, rfc3339
 from understudy.service.events import EventLog
@@ -81,6 +83,9 @@ class LockServer:
             )
             self._prober = Prober(self.settings.directory, self.machine, self.feed)
             self._desk.open(is_first_start=self._state.loaded.is_first)
+            self._switchovers = SwitchoverDesk(
+                self.machine, partial(holds_witness, self.settings.directory)
+            )
         except BaseException:
             await self._server.close()
             raise
@@ -92,6 +97,7 @@ class LockServer:
             desk=self._desk,
             observers=self._observers,
             processes=self._processes,
+            switchovers=self._switchovers,
             events=self.events,
             metrics=self.metrics,
             feed=self.feed,
@@ -133,6 +139,8 @@ class LockServer:
             self._want(conn, message, fds)
         elif isinstance(message, Beat):
             self.feed(ev.Beaten(conn.id, message.progress))
+        elif isinstance(message, SwitchOver):
+            self.feed(self._switchovers.asked(conn, message, request_id))
         elif isinstance(message, Status):
             conn.send(StatusReply(self.document()), request_id)
         elif isinstance(message, Watch):
@@ -147,6 +155,7 @@ class LockServer:
         self._conns.pop(conn.id, None)
         self._observers.leave(conn)
         self._desk.left(conn.id)
+        self._switchovers.left(conn)
         self.feed(ev.ConnectionClosed(conn.id))
 
     def _want(self, conn: Connection, want: Want, fds: list[OwnedFd]) -> None:

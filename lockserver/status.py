@@ -70,6 +70,7 @@ def _lock_document(lock: Lock, machine: Machine, clock: Clock, directory: str) -
         "problem": _lost_witness(lock, directory)
         or _problem(lock, machine, waiting_for, window_ms),
         "window": {"ms": machine.window_ms, "left_ms": round(window_ms)},
+        "switchover": _switchover_document(lock, machine, clock),
     }
     if holder is not None:
         process = supervisor.process if supervisor else "none"
@@ -86,6 +87,23 @@ def _lock_document(lock: Lock, machine: Machine, clock: Clock, directory: str) -
             "pidfd_source": process,
         }
     return document
+
+
+def _switchover_document(lock: Lock, machine: Machine, clock: Clock) -> dict[str, Any] | None:
+    """The switchover under way, if there is one."""
+    found = machine.switchovers.under_way.get(lock.name)
+    if found is None:
+        return None
+    return {
+        "from": found.source.engine,
+        "to": found.to,
+        "pid": found.pid,
+        "since": _wall(found.since_ms, clock),
+        "since_mono_ms": found.since_ms,
+        "deadline_mono_ms": found.deadline_ms,
+        "left_ms": max(0, round(found.deadline_ms - clock.now_ms())),
+        "overdue": found.is_overdue,
+    }
 
 
 def _is_overdue(lock: Lock, window_ms: float) -> bool:

@@ -103,6 +103,14 @@ class TerminateNow:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver:
+    """A switchover: finish, give the lock up to engine `to`, and come back as a standby."""
+
+    incarnation: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
 class Drained:
     """Nothing is in flight any more."""
 
@@ -126,6 +134,7 @@ Event = (
     | BudgetSpent
     | Terminate
     | TerminateNow
+    | HandOver
     | Drained
     | Reaped
 )
@@ -150,6 +159,7 @@ _CAUSES: Mapping[type[Event], str] = {
     Serving: "canary_passed",
     BudgetSpent: "budget_exceeded",
     TerminateNow: "second_signal",
+    HandOver: "hand_over",
     Drained: "drained",
 }
 
@@ -173,6 +183,8 @@ def describe(event: Event) -> str:
             return "told to end" if event.cause == "sigterm" else f"told to end ({event.cause})"
         case TerminateNow():
             return "told to end at once"
+        case HandOver():
+            return f"asked to hand over to {event.to}"
         case Prepared():
             return "prepared, waiting for the lock"
         case Drained():

@@ -1,14 +1,14 @@
 """The life of an engine, as one table: events in, effects out.
 
     dead ─Launch→ init ─Prepared→ standby ─Granted→ waking ─Serving→ active ─Terminate→ draining
-      ↑             │               │                  │                │                  │
+      ↑             │               │                  │                │    HandOver      │
       └─────────────┴───── any failure, at once, whatever was going on ─┴──────────────────┘
 
 Owns which state follows which. Must not know of sockets, clocks, processes or how long anything
 may take: budgets come in as `BudgetSpent`. An event that the table lacks raises
 `IllegalTransition` and changes nothing, so the table *is* the enforcer.
 
-Four things that a reader may not expect:
+Five things that a reader may not expect:
 
 - `dead` is also where an engine begins: no tree, and a launch is due. It lasts from the failure
   until the next launch; `Reaped` divides it into "the old tree may still act" and "nobody is left".
@@ -19,6 +19,9 @@ Four things that a reader may not expect:
   `serving` early.
 - A standby that is told to end asks for no lock *before* its tree is killed, and still names its
   incarnation: it may have been granted the lock a moment ago.
+- A hand-over drains like a departure, and ends in a relaunch instead of an exit. One that comes
+  while waking is remembered and begins once active: what has been accepted by then is answered.
+  SIGTERM still wins, at any point of it.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from engine.core.events import (
     Event,
     Failed,
     Granted,
+    HandOver,
     Launch,
     OtherGranted,
     Prepared,
@@ -102,6 +106,14 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], State] = {
     (State.DRAINING, TerminateNow): State.DEAD,
     (State.DEAD, TerminateNow): State.DEAD,
     (State.DRAINING, Drained): State.DEAD,
+    # A hand-over: only who holds the lock has something to hand over. One for an incarnation that
+    # is over, or that has just lost the lock, is old news.
+    (State.INIT, HandOver): State.INIT,
+    (State.STANDBY, HandOver): State.STANDBY,
+    (State.WAKING, HandOver): State.WAKING,
+    (State.ACTIVE, HandOver): State.DRAINING,
+    (State.DRAINING, HandOver): State.DRAINING,
+    (State.DEAD, HandOver): State.DEAD,
     # What a backend said before it died may be read after it did.
     (State.DEAD, Prepared): State.DEAD,
     (State.DEAD, Woken): State.DEAD,
@@ -141,6 +153,8 @@ class Situation:
     token: int = 0
     is_reaped: bool = True
     is_leaving: bool = False
+    hand_over: HandOver | None = None  # what this incarnation is, or will be, draining for
+    is_handed_over: bool = False  # it ended by that, and so by nobody's fault
     exit_code: int | None = None
     reason: str = "not launched yet"
     reached_standby: bool = False  # this incarnation
@@ -175,6 +189,11 @@ class Lifecycle:
         match event:
             case Granted():
                 return self._granted(event, target)
+            case HandOver() if event.incarnation != before.incarnation:
+                return []
+            case HandOver() if before.state is State.WAKING:
+                self.now = replace(before, hand_over=event)
+                return []
             case Launch():
                 return self._launch(event)
             case Reaped():
@@ -186,8 +205,14 @@ class Lifecycle:
             case Woken() | CanaryPassed() if step is not None:
                 self.now = replace(before, step=step)
                 return [Ask(step)]
-            case Terminate() if target is State.DRAINING and before.state is State.ACTIVE:
+            case Terminate() if before.state is State.DRAINING:
+                self.now = replace(before, is_leaving=True)  # whatever it drains for
+                return []
+            case Terminate() | HandOver() if before.state is State.ACTIVE:
                 effects: list[Effect] = [DrainBackend()]
+            case Serving() if target is State.ACTIVE and before.hand_over is not None:
+                moved = self._move(target, event, [], step=step)
+                return moved + self.handle(before.hand_over)
             case Prepared() if target is State.STANDBY:
                 effects = [TellLockServer(names_incarnation=True, wants_active=True)]
             case _ if target is State.DEAD and before.state is not State.DEAD:
@@ -209,6 +234,7 @@ class Lifecycle:
             step=step,
             reason=message,
             is_leaving=before.is_leaving or isinstance(event, Terminate | TerminateNow),
+            hand_over=event if isinstance(event, HandOver) else before.hand_over,
             reached_standby=before.reached_standby or target is State.STANDBY,
         )
         return [Record(before.state, target, cause_of(event), message), *effects]
@@ -251,8 +277,8 @@ class Lifecycle:
         moved = self._move(State.DEAD, event, effects, step=None)
         if isinstance(event, Failed) and event.exit_code is not None:
             self.now = replace(self.now, exit_code=event.exit_code)
-        if isinstance(event, Drained) or before.state is State.DRAINING:
-            self.now = replace(self.now, is_leaving=True)
+        if before.state is State.DRAINING and isinstance(event, Drained | BudgetSpent):
+            self.now = replace(self.now, is_handed_over=before.hand_over is not None)
         return moved
 
     def _reaped(self, event: Reaped) -> list[Effect]:

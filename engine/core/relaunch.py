@@ -1,8 +1,8 @@
 """When a dead engine may be launched again, and when it must not be.
 
 Owns back-off, the pause that leaves the machine to whoever takes over, and the verdict of a crash
-loop. Must not know why an incarnation died. The surprising thing: a rehearsed death (a drill)
-counts for nothing, neither for the verdict nor for back-off, however many there are.
+loop. Must not know why an incarnation died. The surprising thing: a planned death (a drill, a
+switchover) counts for nothing, neither for the verdict nor for back-off, however many there are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Death:
     at_ms: float
     cause: str
     reached_standby: bool
-    is_rehearsed: bool
+    is_planned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,11 @@ class Relaunch:
 
     def died(self, death: Death) -> None:
         self._died_ms, self._vacant_ms = death.at_ms, None
-        if death.is_rehearsed:
+        if death.reached_standby:
+            self.failures = 0  # what failed before has been overcome, however it ended now
+        if death.is_planned:
             return
-        self.failures = 0 if death.reached_standby else self.failures + 1
+        self.failures += not death.reached_standby
         self._counted.append(death)
 
     def verdict(self) -> str | None:

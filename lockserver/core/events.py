@@ -127,6 +127,21 @@ class Tick:
     """Time has passed; handed in several times per `silent_ms`."""
 
 
+@dataclass(frozen=True, slots=True)
+class SwitchOverAsked:
+    """Somebody asks for `lock` to be handed over to engine `to`, or to who waits first.
+
+    `whole` are the waiting incarnations of which everything was found alive just now.
+    """
+
+    ask: int
+    pid: int
+    lock: str
+    to: str | None
+    timeout_ms: float
+    whole: frozenset[str]
+
+
 Input = (
     Wanted
     | Beaten
@@ -137,6 +152,7 @@ Input = (
     | Persisted
     | PersistFailed
     | Tick
+    | SwitchOverAsked
 )
 
 
@@ -208,6 +224,37 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class SendHandOver:
+    """Ask the holder on this connection to hand `lock` over to engine `to`."""
+
+    conn: int
+    lock: str
+    incarnation: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSwitchOver:
+    """Answer who asked: `holder` has the lock that was `source`'s."""
+
+    ask: int
+    lock: str
+    source: str
+    holder: Holder
+    took_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseSwitchOver:
+    """Answer who asked: it was not begun, or it did not come to what was asked for."""
+
+    ask: int
+    code: str
+    message: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Happened:
     """One event for people; with `evidence`, the shell adds who has that witness open."""
 
@@ -228,5 +275,8 @@ Effect = (
     | Persist
     | Discard
     | Forget
+    | SendHandOver
+    | ReportSwitchOver
+    | RefuseSwitchOver
     | Happened
 )

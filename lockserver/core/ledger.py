@@ -82,7 +82,7 @@ class Ledger:
     def _choose(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> _Grant | None:
         silent = {s.id for s in supervisors.values() if s.is_silent}
         for lock in locks.values():
-            waiter = next_waiter(lock.waiters, silent)
+            waiter = next_waiter(lock.waiters, silent, lock.preferred)
             if lock.state is not LockState.FREE or waiter is None:
                 continue
             witness = supervisors[waiter.supervisor].witness

@@ -83,6 +83,7 @@ class Lock:
     fenced_ms: float | None = None
     is_reported: bool = False  # people have been told what this state waits for
     previous: Holder | None = None
+    preferred: str | None = None  # the engine that a switchover wants the next grant to go to
 
     @property
     def is_unknown(self) -> bool:

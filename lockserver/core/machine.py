@@ -37,6 +37,7 @@ from lockserver.core.events import (
     Record,
     Refuse,
     SendGrant,
+    SwitchOverAsked,
     Tick,
     Wanted,
     WitnessFree,
@@ -46,6 +47,7 @@ from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.queue import Waiter
 from lockserver.core.roster import check_identity, holds_any, twins_of
 from lockserver.core.supervisor import Supervisor
+from lockserver.core.switchover import Switchovers
 from lockserver.core.wants import check_want
 from lockserver.witness import Probe, WitnessFile
 from understudy.errors import InvariantError
@@ -74,6 +76,7 @@ class Machine:
         self.started_ms = self._ticked_ms = now_ms
         self.locks = {name: Lock(name, is_fenced) for name, is_fenced in kinds.items()}
         self.supervisors: dict[str, Supervisor] = {}
+        self.switchovers = Switchovers()
         for name, lock in self.locks.items():
             holder = record.holders.get(name)
             if holder is not None or name in record.unknown:
@@ -87,6 +90,7 @@ class Machine:
         if self.ledger.is_writing and not isinstance(event, Persisted | PersistFailed):
             raise InvariantError(f"{type(event).__name__} while a grant is being written")
         effects = list(self._on(event, now_ms))
+        effects += self.switchovers.observe(self.locks, now_ms)
         return effects + self.ledger.next_write(self.locks, self.supervisors, now_ms)
 
     def begin(self, leftovers: Iterable[WitnessFile] = ()) -> list[Effect]:
@@ -202,6 +206,7 @@ class Machine:
         yield SendGrant(conn, lock.name, holder)
         if not was_held:
             yield sentences.confirmed(lock, holder)
+            yield from self.switchovers.remind(lock, conn)
 
     def _accept_claim(
         self, lock: Lock, want: Wanted, token: int, now_ms: float
@@ -323,6 +328,10 @@ class Machine:
             if supervisor is None or supervisor.incarnation != holder.incarnation:
                 self.ledger.end(holder.witness)
         yield sentences.freed(lock, holder)
+
+    @_on.register
+    def _switch_over_asked(self, asked: SwitchOverAsked, now_ms: float) -> Iterable[Effect]:
+        return self.switchovers.begin(asked, self.locks, self.supervisors, now_ms)
 
     # ------------------------------------------------------------------ the disk, and time
 

@@ -16,11 +16,15 @@ class Waiter:
     since_ms: float
 
 
-def next_waiter(waiters: Sequence[Waiter], silent: Container[str]) -> Waiter | None:
+def next_waiter(
+    waiters: Sequence[Waiter], silent: Container[str], preferred: str | None = None
+) -> Waiter | None:
     """The first in line whose supervisor is not silent; a silent one is passed over, not dropped.
 
     Args:
         waiters: in order of arrival.
         silent: supervisors that have not been heard of lately.
+        preferred: the engine that goes before all others if it waits, because of a switchover.
     """
-    return next((waiter for waiter in waiters if waiter.supervisor not in silent), None)
+    heard = [waiter for waiter in waiters if waiter.supervisor not in silent]
+    return next((waiter for waiter in heard if waiter.engine == preferred), next(iter(heard), None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockserver.core.events import Happened, Holder, Refuse, Wanted
+from lockserver.core.events import Happened, Holder, Refuse, SwitchOverAsked, Wanted
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.queue import Waiter
 from lockserver.core.supervisor import Supervisor
@@ -174,3 +174,54 @@ def overdue(lock: Lock) -> Happened:
             " and has not been heard since, but its processes live: if it hangs, kill them"
         )
     return Happened(kind, message, "warning", facts(lock, holder), holder.witness)
+
+
+# ---------------------------------------------------------------------- switchovers
+
+
+def asker(pid: int) -> str:
+    return f"pid {pid}" if pid else "a process that is not visible from here"
+
+
+def switchover_begun(lock: Lock, source: Holder, to: str, pid: int, timeout_ms: float) -> Happened:
+    data = {
+        **facts(lock, source),
+        "from": source.engine,
+        "to": to,
+        "pid": pid,
+        "timeout_ms": round(timeout_ms),
+    }
+    message = f"{source.engine} is asked by {asker(pid)} to hand {lock.name} over to {to}"
+    return Happened("lock.switchover", message, data=data)
+
+
+def switchover_refused(asked: SwitchOverAsked, why: str) -> Happened:
+    data = {"lock": asked.lock, "to": asked.to, "pid": asked.pid}
+    message = f"the switchover that {asker(asked.pid)} asked for is refused: {why}"
+    return Happened("lock.switchover_refused", message, "warning", data)
+
+
+def switchover_overdue(lock: Lock, source: Holder, to: str, pid: int, waited_s: float) -> Happened:
+    message = (
+        f"{source.engine} has not handed {lock.name} over to {to} within {waited_s:.1f} s; what was"
+        f" asked for goes on: it finishes its requests within its drain budget, and {to} is next if"
+        " it still waits then"
+    )
+    data = {"lock": lock.name, "from": source.engine, "to": to, "pid": pid}
+    return Happened("lock.switchover_overdue", message, "warning", data)
+
+
+def switchover_ended(
+    lock: Lock, source: Holder, holder: Holder, took_ms: float, failure: str | None
+) -> Happened:
+    """`failure`: why this is not what was asked for."""
+    data = {
+        **facts(lock, holder),
+        "from": source.engine,
+        "to": holder.engine,
+        "took_ms": round(took_ms, 3),
+    }
+    if failure is not None:
+        return Happened("lock.switchover_failed", failure, "warning", data)
+    message = f"{source.engine} has handed {lock.name} over to {holder.engine}"
+    return Happened("lock.switched_over", f"{message} in {took_ms:.0f} ms", data=data)

@@ -105,6 +105,8 @@ def printed(home: PodHome, tmp_path_factory: pytest.TempPathFactory) -> Printed:
         flags = ("--attach", "--yes", "--kills=2", *targets)
         await found.run("understudy drill", *flags, where=directory)
         await pod.whole()
+        await found.run("lockserver switchover", where=directory)
+        await pod.whole()
         await commands(found, directory)
         await ports(found, pod)
         await remains(found, directory, tmp_path_factory.mktemp("off"))

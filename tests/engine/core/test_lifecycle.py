@@ -27,6 +27,7 @@ SAMPLES: dict[type[Event], Event] = {
     ev.BudgetSpent: ev.BudgetSpent(1000),
     ev.Terminate: ev.Terminate(),
     ev.TerminateNow: ev.TerminateNow(),
+    ev.HandOver: ev.HandOver(INC, "other"),
     ev.Drained: ev.Drained(),
     ev.Reaped: ev.Reaped(),
 }
@@ -188,6 +189,75 @@ def test_draining_can_be_cut_short(event):
     assert kinds(engine.handle(ev.Reaped())) == ["TellLockServer", "Exit"]
 
 
+def handing_over() -> Lifecycle:
+    engine = engine_in(State.ACTIVE)
+    assert kinds(engine.handle(SAMPLES[ev.HandOver])) == ["DrainBackend"]
+    assert engine.state is State.DRAINING
+    return engine
+
+
+@pytest.mark.parametrize("end", [ev.Drained(), ev.BudgetSpent(30_000)])
+def test_hand_over_drains_reaps_gives_up_and_comes_back(end):
+    """Goal: a switchover ends in a standby, and counts as nobody's fault. Method: asked twice, then
+    drained, or its budget spent: killed, reaped, the lock given up, a relaunch."""
+    engine = handing_over()
+    assert engine.handle(SAMPLES[ev.HandOver]) == []
+    assert kinds(engine.handle(end)) == ["KillTree"]
+    assert engine.now.is_handed_over
+    assert engine.handle(ev.Reaped()) == [ef.TellLockServer(False, False), ef.ScheduleRelaunch()]
+    engine.handle(ev.Launch("e-1111111111111111"))
+    assert not engine.now.is_handed_over
+    assert engine.now.hand_over is None
+
+
+@pytest.mark.parametrize("end", [SAMPLES[ev.Failed], ev.OtherGranted("other", 9)])
+def test_death_in_a_hand_over_is_an_ordinary_death(end):
+    """Goal: only a hand-over that was done is forgiven. Method: die of something else in it."""
+    engine = handing_over()
+    assert kinds(engine.handle(end)) == ["KillTree"]
+    assert not engine.now.is_handed_over
+    assert kinds(engine.handle(ev.Reaped())) == ["TellLockServer", "ScheduleRelaunch"]
+
+
+def test_sigterm_in_a_hand_over_leaves():
+    """Goal: who is told to end ends. Method: SIGTERM while draining for another; the drain goes on,
+    and there is no relaunch. The same where the hand-over comes while it drains for SIGTERM."""
+    engine = handing_over()
+    assert engine.handle(ev.Terminate()) == []
+    assert kinds(engine.handle(ev.Drained())) == ["KillTree"]
+    assert engine.handle(ev.Reaped())[-1] == ef.Exit(0, None)
+    engine = engine_in(State.DRAINING)
+    assert engine.handle(SAMPLES[ev.HandOver]) == []
+    engine.handle(ev.Drained())
+    assert engine.handle(ev.Reaped())[-1] == ef.Exit(0, None)
+
+
+def test_hand_over_while_waking_begins_once_active():
+    """Goal: nothing accepted is lost. Method: asked while waking; the first thing after active is
+    the drain, and both transitions are recorded."""
+    engine = engine_in(State.WAKING)
+    assert engine.handle(SAMPLES[ev.HandOver]) == []
+    for event in MAIN_LINE[3:5]:
+        engine.handle(event)
+    effects = engine.handle(ev.Serving())
+    targets = [effect.target for effect in effects if isinstance(effect, ef.Record)]
+    assert targets == [State.ACTIVE, State.DRAINING]
+    assert effects[-1] == ef.DrainBackend()
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_hand_over_of_another_incarnation_is_old_news(state):
+    """Goal: a late word cannot drain who was not meant. Method: another incarnation's, everywhere;
+    and this one's where it holds nothing."""
+    engine = engine_in(state)
+    before = engine.now
+    assert engine.handle(ev.HandOver("e-ffffffffffffffff", "other")) == []
+    assert engine.now == before
+    if state not in HOLDING:
+        assert engine.handle(SAMPLES[ev.HandOver]) == []
+        assert engine.now == before
+
+
 def test_permanent_fault_ends_the_engine_with_its_sentence():
     """A broken checkpoint: exit with the reason, whichever comes first, the words or the death."""
     fault = ev.Failed("backend_fault", "model.safetensors is cut short", exit_code=2)
@@ -233,7 +303,7 @@ def test_random_schedules_keep_the_invariants(order):
         event = SAMPLES[kind]
         if isinstance(event, ev.Launch):
             event = replace(event, incarnation=f"e-{launches:016x}")
-        if isinstance(event, ev.Granted) and engine.now.incarnation:
+        if isinstance(event, ev.Granted | ev.HandOver) and engine.now.incarnation:
             event = replace(event, incarnation=engine.now.incarnation)
         before = engine.now
         try:
@@ -258,3 +328,5 @@ def test_random_schedules_keep_the_invariants(order):
         assert (now.token > 0) <= (now.state in HOLDING or not now.is_reaped)
         assert (now.state in HOLDING) <= (now.token > 0)
         assert (now.step is not None) == (now.state is State.WAKING)
+        assert not (now.state is State.ACTIVE and now.hand_over), "it serves on"
+        assert not any(isinstance(e, ef.Exit) for e in effects) or now.is_leaving

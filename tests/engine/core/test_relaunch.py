@@ -74,8 +74,12 @@ def test_fifth_death_in_ten_minutes_is_a_crash_loop():
 
 
 def test_rehearsed_deaths_count_for_nothing():
-    """Twenty rehearsals in a row: no verdict, no back-off."""
+    """Twenty rehearsals or switchovers in a row: no verdict, no back-off, not even that of earlier
+    failures, once one of them was in standby."""
     rule = Relaunch()
+    for n in range(3):
+        die(rule, n)
+    assert rule.backoff_ms
     for n in range(20):
         die(rule, n * 1000, standby=n % 2 == 0, rehearsed=True)
     assert rule.verdict() is None

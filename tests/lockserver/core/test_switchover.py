@@ -1,0 +1,407 @@
+"""A switchover in the pure machine: what refuses it, whom it prefers, and how it may end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockserver.core import events as ev
+from lockserver.core.lock import LockState
+from lockserver.core.queue import Waiter, next_waiter
+from lockserver.core.switchover import Switchovers
+from lockserver.witness import Probe
+from tests.lockserver.core.test_machine import Shell, happened, refused, sent, want
+
+A = "engine-0-000000000000000a"
+A2 = "engine-0-00000000000000a2"
+B = "engine-1-000000000000000b"
+C = "engine-2-000000000000000c"
+ASKED = ev.SwitchOverAsked(
+    ask=1, pid=77, lock="active", to=None, timeout_ms=10_000, whole=frozenset({A, A2, B, C})
+)
+
+
+def pod(*waiting: str, **options: float) -> Shell:
+    """Engine 0 holds `active`, `waiting` wait in this order on connections 2, 3 …"""
+    shell = Shell(**options)
+    shell.feed(want(1, A, "active"))
+    for conn, incarnation in enumerate(waiting, 2):
+        shell.feed(want(conn, incarnation, "active"))
+    assert shell.active.holder.incarnation == A
+    return shell
+
+
+def ask(shell: Shell, **changes) -> list[ev.Effect]:
+    return shell.feed(replace(ASKED, **changes))
+
+
+def told(effects) -> list[str]:
+    return [f"{e.incarnation} to {e.to}" for e in effects if isinstance(e, ev.SendHandOver)]
+
+
+def answers(effects) -> list[tuple[int, str]]:
+    """Who was answered, and with what: an engine's id, or a code."""
+    return [
+        (e.ask, e.holder.engine if isinstance(e, ev.ReportSwitchOver) else e.code)
+        for e in effects
+        if isinstance(e, ev.ReportSwitchOver | ev.RefuseSwitchOver)
+    ]
+
+
+def give_up(shell: Shell, conn: int = 1, engine: str = "engine-0") -> list[ev.Effect]:
+    """The holder has drained and reaped: it names no incarnation, and its witness is free."""
+    incarnation = shell.active.holder.incarnation
+    effects = shell.feed(want(conn, None, engine=engine))
+    return effects + shell.feed(ev.WitnessFree("active", incarnation))
+
+
+# ---------------------------------------------------------------------- done
+
+
+def test_holder_is_asked_and_the_first_that_waits_is_granted():
+    """Goal: a switchover from beginning to end. Method: ask, drain, give up; the answer, the grant
+    and the events, and that nothing of it is left."""
+    shell = pod(B, C)
+    effects = ask(shell)
+    assert told(effects) == [f"{A} to engine-1"]
+    assert happened(effects) == ["lock.switchover"]
+    assert shell.machine.switchovers.under_way["active"].pid == 77
+    shell.now_ms = 2500.0
+    effects = give_up(shell)
+    assert sent(effects) == [(2, B, 2)]
+    assert answers(effects) == [(1, "engine-1")]
+    (report,) = [e for e in effects if isinstance(e, ev.ReportSwitchOver)]
+    assert (report.source, report.holder.token, report.took_ms) == ("engine-0", 2, 2500.0)
+    assert happened(effects)[-1] == "lock.switched_over"
+    assert not shell.machine.switchovers.under_way
+    assert shell.active.preferred is None
+
+
+def test_named_engine_goes_before_those_who_waited_longer():
+    """Goal: `--to`. Method: name the one that waits second; FIFO again after that."""
+    shell = pod(B, C)
+    assert told(ask(shell, to="engine-2")) == [f"{A} to engine-2"]
+    assert sent(give_up(shell)) == [(3, C, 2)]
+    assert sent(give_up(shell, 3, "engine-2")) == [(2, B, 3)]
+
+
+def test_standby_that_is_not_whole_is_left_out():
+    """Goal: nobody hands over to half an engine. Method: the first that waits is not whole; the
+    second is, and is preferred."""
+    shell = pod(B, C)
+    assert told(ask(shell, whole=frozenset({C}))) == [f"{A} to engine-2"]
+    assert sent(give_up(shell)) == [(3, C, 2)]
+
+
+def test_who_holds_it_already_is_no_error():
+    """Goal: asking twice is harmless. Method: name the holder: answered at once, nothing begins."""
+    shell = pod(B)
+    effects = ask(shell, to="engine-0")
+    assert answers(effects) == [(1, "engine-0")]
+    assert told(effects) == []
+    assert not shell.machine.switchovers.under_way
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def _silent(shell: Shell) -> None:
+    """The waiting engines fall silent, the holder is heard."""
+    for beat in range(1, 5):
+        shell.pass_ms(1000)
+        shell.feed(ev.Beaten(1, beat))
+
+
+@pytest.mark.parametrize(
+    ("waiting", "before", "changes", "code", "says"),
+    [
+        ((), None, {}, "lock.no_standby", "nobody waits for active"),
+        ((B,), _silent, {}, "lock.no_standby", "engine-1 waits, but has not been heard of"),
+        ((B,), None, {"whole": frozenset()}, "lock.no_standby", "but not all of it lives"),
+        ((B, C), None, {"whole": frozenset({B}), "to": "engine-2"}, "lock.no_standby", "engine-2"),
+        ((B,), None, {"to": "engine-7"}, "lock.unknown_engine", "there are engine-0, engine-1"),
+        ((B,), None, {"lock": "nonsense"}, "lock.unknown_lock", "active"),
+        ((B,), None, {"lock": "loader"}, "lock.unknown_lock", "active"),
+        ((B,), lambda s: s.feed(ev.ConnectionClosed(1)), {}, "lock.not_held", "releasing"),
+        ((B,), lambda s: s.pass_ms(4000), {}, "lock.not_held", "is silent"),
+        ((B,), ask, {}, "lock.switchover_busy", "as pid 77 asked"),
+        ((B,), lambda s: ask(s, pid=0), {}, "lock.switchover_busy", "not visible from here"),
+    ],
+)
+def test_refused_switchover_changes_nothing(waiting, before, changes, code, says):
+    """Goal: without a whole standby, nothing is touched. Method: each reason; one answer, one
+    event, no word to the holder, no preference other than was there."""
+    shell = pod(*waiting)
+    if before is not None:
+        before(shell)
+    was = (shell.active.state, shell.active.holder, shell.active.preferred)
+    effects = ask(shell, ask=9, **changes)
+    assert answers(effects) == [(9, code)]
+    assert says in next(e for e in effects if isinstance(e, ev.RefuseSwitchOver)).message
+    assert happened(effects) == ["lock.switchover_refused"]
+    assert told(effects) == []
+    assert (shell.active.state, shell.active.holder, shell.active.preferred) == was
+
+
+def test_engine_that_does_not_wait_is_named():
+    """Goal: a standby still loading is told from one that is not there. Method: engine-2 is
+    connected and wants nothing yet."""
+    shell = pod(B)
+    shell.feed(want(3, C))
+    effects = ask(shell, to="engine-2")
+    assert answers(effects) == [(1, "lock.no_standby")]
+    assert "engine-2 does not wait for active" in effects[0].message
+
+
+def test_free_lock_has_nobody_to_hand_it_over():
+    """Goal: no holder, no switchover. Method: a machine without anybody, and one after a restart
+    that has not heard its holder yet."""
+    assert answers(ask(Shell())) == [(1, "lock.not_held")]
+    shell = pod(B)
+    again = Shell(shell.disk)
+    again.feed(want(2, B, "active"))
+    effects = ask(again)
+    assert answers(effects) == [(1, "lock.not_held")]
+    assert "recovering, engine-0's" in effects[0].message
+
+
+# ---------------------------------------------------------------------- other ends
+
+
+@pytest.mark.parametrize("to", [None, "engine-1"])
+def test_holder_that_dies_is_an_ordinary_failover(to):
+    """Goal: a death while draining loses the lock as ever, and who asked is told. Method: its
+    process ends, its witness is free: the next is granted, the answer is an error."""
+    shell = pod(B)
+    ask(shell, to=to)
+    effects = shell.feed(ev.ProcessGone(f"{'engine-0':0>16}"))
+    assert sent(effects) == []
+    effects = shell.feed(ev.WitnessFree("active", A))
+    assert sent(effects) == [(2, B, 2)]
+    assert answers(effects) == [(1, "lock.switchover_failed")]
+    assert happened(effects)[-1] == "lock.switchover_failed"
+
+
+def test_target_that_dies_leaves_the_queue_as_it_is():
+    """Goal: FIFO where the preferred one is gone. Method: engine-2, named, dies; engine-1 is next,
+    and that is not what was asked for; unnamed, it is."""
+    for to, answer in (("engine-2", "lock.switchover_failed"), (None, "engine-1")):
+        shell = pod(*((B, C) if to else (C, B)))
+        ask(shell, to=to)
+        conn = 3 if to else 2
+        shell.feed(ev.ConnectionClosed(conn))
+        effects = give_up(shell)
+        assert [incarnation for _, incarnation, _ in sent(effects)] == [B]
+        assert answers(effects) == [(1, answer)]
+
+
+def test_silent_target_is_passed_over():
+    """Goal: the lock waits for nobody who does not speak. Method: the target falls silent while the
+    holder drains; who waits behind it is granted."""
+    shell = pod(B, C)
+    ask(shell, timeout_ms=60_000)
+    for beat in range(1, 5):
+        shell.pass_ms(1000)
+        shell.feed(ev.Beaten(1, beat))
+        shell.feed(ev.Beaten(3, beat))
+    assert sent(give_up(shell)) == [(3, C, 2)]
+
+
+def test_holder_that_comes_back_with_it_is_said():
+    """Goal: a switchover that came to nothing is no success. Method: the only standby dies, the old
+    holder is relaunched and is granted again."""
+    shell = pod(B)
+    ask(shell)
+    shell.feed(ev.ProcessGone(f"{'engine-1':0>16}"))
+    give_up(shell)
+    effects = shell.feed(want(1, A2, "active"))
+    assert sent(effects) == [(1, A2, 2)]
+    assert answers(effects) == [(1, "lock.switchover_failed")]
+    assert not shell.machine.switchovers.under_way
+
+
+def test_timeout_ends_the_wait_and_nothing_else():
+    """Goal: a holder that ignores it costs an answer. Method: let the deadline pass: answered once,
+    the holder holds, status still has it; a second request replaces it; the grant ends it."""
+    shell = pod(B, C)
+    ask(shell, to="engine-2")
+    effects: list[ev.Effect] = []
+    for beat in range(1, 30):
+        effects += shell.pass_ms(500)
+        for conn in (1, 2, 3):
+            effects += shell.feed(ev.Beaten(conn, beat))
+    assert answers(effects) == [(1, "lock.switchover_failed")]
+    assert happened(effects) == ["lock.switchover_overdue"]
+    assert shell.active.state is LockState.HELD
+    assert shell.machine.switchovers.under_way["active"].is_overdue
+    assert shell.active.preferred == "engine-2"
+    assert told(ask(shell, ask=2, to="engine-1")) == [f"{A} to engine-1"]
+    effects = give_up(shell)
+    assert sent(effects) == [(2, B, 2)]
+    assert answers(effects) == [(2, "engine-1")]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_overdue_switchover_ends_with_the_next_grant_and_answers_nobody(is_killed):
+    """Goal: late is not never. Method: past the deadline the holder gives up, or is killed."""
+    shell = pod(B)
+    ask(shell, timeout_ms=100)
+    shell.pass_ms(200)
+    if is_killed:
+        shell.feed(ev.ProcessGone(f"{'engine-0':0>16}"))
+        effects = shell.feed(ev.WitnessFree("active", A))
+    else:
+        effects = give_up(shell)
+    assert sent(effects) == [(2, B, 2)]
+    assert answers(effects) == []
+    assert not shell.machine.switchovers.under_way
+
+
+def test_holder_on_a_new_connection_is_told_again():
+    """Goal: the word is not lost with its connection. Method: cut the holder's connection; told
+    again once it is back, and not when it merely says its want again; not when overdue."""
+    shell = pod(B)
+    ask(shell)
+    assert told(shell.feed(want(1, A, "active", tokens={"active": 1}))) == []
+    shell.feed(ev.ConnectionClosed(1))
+    assert told(shell.feed(want(5, A, "active"))) == [f"{A} to engine-1"]
+    shell.pass_ms(11_000)
+    shell.feed(ev.ConnectionClosed(5))
+    assert told(shell.feed(want(6, A, "active"))) == []
+
+
+def test_restarted_server_has_forgotten_it():
+    """Goal: what is not on disk binds nobody. Method: restart from disk while the holder drains:
+    FIFO when it gives up, and no answer to anybody."""
+    shell = pod(B, C)
+    ask(shell, to="engine-2")
+    again = Shell(shell.disk)
+    again.feed(want(1, A, "active", tokens={"active": 1}))
+    again.feed(want(2, B, "active"))
+    again.feed(want(3, C, "active"))
+    effects = give_up(again)
+    assert sent(effects) == [(2, B, 2)]
+    assert answers(effects) == []
+
+
+def test_grant_that_cannot_be_written_goes_to_the_preferred_one_later():
+    """Goal: the disk's fault changes nobody's place. Method: it fails at the grant, then works."""
+    shell = pod(B, C)
+    ask(shell, to="engine-2", timeout_ms=60_000)
+    shell.disk_error = "No space left on device"
+    assert sent(give_up(shell)) == []
+    shell.disk_error = None
+    assert sent(shell.pass_ms(1100)) == [(3, C, 2)]
+
+
+# ---------------------------------------------------------------------- in general
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=6, unique=True),
+    st.sets(st.integers(0, 5)),
+    st.none() | st.integers(0, 5),
+)
+def test_preference_only_moves_one_to_the_front(order, silent, preferred):
+    """Goal: a switchover cannot grant the silent or the absent, and FIFO holds among the others.
+    Method: every queue, against the queue without whom may not be granted."""
+    waiters = [Waiter(f"s{n}", f"engine-{n}", f"engine-{n}-x", 0.0) for n in order]
+    name = None if preferred is None else f"engine-{preferred}"
+    found = next_waiter(waiters, {f"s{n}" for n in silent}, name)
+    heard = [n for n in order if n not in silent]
+    expected = preferred if preferred in heard else next(iter(heard), None)
+    assert (found and found.engine) == (None if expected is None else f"engine-{expected}")
+
+
+STEPS = st.sampled_from(
+    [
+        *("ask", "ask_b", "ask_c", "ask_nobody_whole"),
+        *("give_up", "free", "cut_holder", "kill_holder", "kill_b", "kill_c", "back"),
+        *("beat", "time", "disk"),
+    ]
+)
+
+
+@given(st.lists(STEPS, max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_switchovers_never_grant_early_and_answer_once(steps):
+    """Goal: whatever happens meanwhile, a switchover grants nobody over a living holder, and who
+    asked gets one answer. Method: random orders of everything; a grant comes only after the last
+    holder's witness was found free, tokens grow, no ask is answered twice, and in the end, once
+    time has passed, every ask has been answered."""
+    shell = pod(B, C)
+    asks: list[int] = []
+    seen: list[tuple[int, str]] = []
+    freed: set[str] = set()
+    token, number = 1, 1
+
+    def feed(event: ev.Input) -> None:
+        nonlocal token
+        holder = shell.active.holder
+        effects = shell.feed(event)
+        seen.extend(answers(effects))
+        for grant in (e for e in effects if isinstance(e, ev.SendGrant)):
+            if grant.holder.token > token:
+                token = grant.holder.token
+                last = holder or shell.active.previous
+                assert last is None or last.incarnation in freed
+
+    for conn, step in enumerate(steps, 10):
+        holder = shell.active.holder
+        if step.startswith("ask"):
+            asks.append(conn)
+            to = {"ask_b": "engine-1", "ask_c": "engine-2"}.get(step)
+            waiting = frozenset(w.incarnation for w in shell.active.waiters)
+            whole = frozenset() if step == "ask_nobody_whole" else waiting
+            feed(replace(ASKED, ask=conn, to=to, whole=whole, timeout_ms=2000))
+        elif step == "time":
+            for _ in range(4):
+                shell.now_ms += 250
+                feed(ev.Tick())
+        elif step == "beat":
+            for each in tuple(shell.machine.supervisors.values()):
+                if each.conn is not None:
+                    feed(ev.Beaten(each.conn, each.progress + 1))
+        elif step == "disk":
+            shell.disk_error = None if shell.disk_error else "Input/output error"
+        elif step == "back":
+            number += 1
+            for engine in ("engine-0", "engine-1", "engine-2"):
+                if not any(s.engine == engine for s in shell.machine.supervisors.values()):
+                    feed(want(conn, f"{engine}-{number:016x}", "active"))
+                    break
+        elif step in ("kill_b", "kill_c"):
+            feed(ev.ProcessGone(f"{'engine-1' if step == 'kill_b' else 'engine-2':0>16}"))
+        elif holder is not None:
+            supervisor = shell.machine.supervisors.get(holder.supervisor)
+            if step == "kill_holder":
+                feed(ev.ProcessGone(holder.supervisor))
+            elif step == "cut_holder" and supervisor and supervisor.conn is not None:
+                feed(ev.ConnectionClosed(supervisor.conn))
+            elif step == "give_up" and supervisor and supervisor.conn is not None:
+                feed(want(supervisor.conn, None, engine=holder.engine))
+            elif step == "free" and holder.incarnation in shell.due():
+                freed.add(holder.incarnation)
+                feed(ev.WitnessFree("active", holder.incarnation))
+        assert (shell.active.preferred is None) == (not shell.machine.switchovers.under_way)
+    for _ in range(12):
+        shell.now_ms += 250
+        feed(ev.Tick())
+    assert sorted(ask for ask, _ in seen) == asks
+
+
+def test_nothing_under_way_observes_nothing():
+    """Goal: machines without a switchover are as ever. Method: observe an idle one."""
+    assert list(Switchovers().observe({}, 0.0)) == []
+    assert list(Switchovers().remind(Shell().active, 1)) == []
+
+
+def test_unproven_standby_cannot_even_wait():
+    """Goal: what counts as waiting has shown its witness. Method: a want without proof is refused,
+    so that it is no standby for a switchover either."""
+    shell = pod()
+    assert refused(shell.feed(want(2, B, "active", witness_state=Probe.FREE)))
+    assert answers(ask(shell)) == [(1, "lock.no_standby")]
