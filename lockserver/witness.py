@@ -223,7 +223,7 @@ def _opened(path: str) -> Iterator[int | None]:
     try:
         # O_NONBLOCK: somebody else's fifo of that name must not stop the server.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a peer's name with a NUL in it
         yield None
         return
     try:

@@ -96,8 +96,9 @@ def misbehave(server: ServerProcess, frame: bytes) -> None:
     assert code_of(server, Granted("active", "e", incarnation, 1)) == "lock.unexpected_message"
     assert code_of(server, want(**claims)) == "lock.witness_unproven"
     assert code_of(server, want(**claims, tokens={"active": 4})) == "lock.stale_claim"
-    claims["witness"] = "../../etc/passwd"
-    assert code_of(server, want(**claims)) == "lock.bad_witness_name"
+    for stranger in ("../../etc/passwd", "a\0b", "..", "\n", "lockserver.json"):
+        claims["witness"] = stranger
+        assert code_of(server, want(**claims)) == "lock.bad_witness_name"
     assert code_of(server, want(engine="engine-0", supervisor="1" * 16)) == "lock.engine_id_taken"
     pipes = [OwnedFd(fd) for fd in os.pipe()]
     assert code_of(server, want(services=("active",)), pipes) == "lock.bad_service"
