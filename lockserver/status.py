@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from lockserver import state_file, witness
+from lockserver.core import evidence
 from lockserver.core.events import Holder
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import KINDS, Machine
@@ -67,7 +68,7 @@ def _lock_document(lock: Lock, machine: Machine, clock: Clock, directory: str) -
             for waiter in lock.waiters
         ],
         "waiting_for": waiting_for,
-        "problem": _lost_witness(lock, directory)
+        "problem": _unprovable(lock, machine, directory)
         or _problem(lock, machine, waiting_for, window_ms),
         "window": {"ms": machine.window_ms, "left_ms": round(window_ms)},
         "switchover": _switchover_document(lock, machine, clock),
@@ -110,14 +111,19 @@ def _is_overdue(lock: Lock, window_ms: float) -> bool:
     return lock.state is LockState.RECOVERING and window_ms <= 0
 
 
-def _lost_witness(lock: Lock, directory: str) -> str | None:
-    """Without its witness a holder's end cannot be proven, and only people can decide."""
+def _unprovable(lock: Lock, machine: Machine, directory: str) -> str | None:
+    """Without its witness, or a seal on it, a holder's end cannot be proven: people must act."""
     holder = lock.holder
     if holder is None or not lock.is_fenced:
         return None
-    found, _ = witness.identify(os.path.join(directory, holder.witness.name))
+    found, state = witness.identify(os.path.join(directory, holder.witness.name))
     if found == holder.witness:
-        return None
+        if state is not witness.Probe.FREE or not evidence.is_decisive(lock, machine.supervisors):
+            return None
+        return (
+            f"no process holds the witness {holder.witness.name}, but it cannot be sealed against"
+            f" late ones: make {directory} and the files in it writable; tried again all the time"
+        )
     return (
         f"the witness {holder.witness.name} was removed or replaced, so the end of {holder.engine}"
         " cannot be proven and nobody can be granted after it: once none of its processes lives,"
