@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -92,18 +93,18 @@ def read(directory: str, locks: Iterable[str]) -> Loaded | None:
 
 def _load(directory: str, locks: tuple[str, ...]) -> Loaded:
     try:
-        with open(os.path.join(directory, NAME), "rb") as stream:
-            raw = stream.read(FILE_BYTES + 1)
+        raw = _raw(os.path.join(directory, NAME))
     except FileNotFoundError:
         if not any(name.startswith(witness.PREFIX) for name in os.listdir(directory)):
             return Loaded(Record(), is_first=True)
         problem = "the state file is missing although engines were launched in this directory"
         return Loaded(_lost(0, locks), problem)
-    slots = _slots(raw)
+    texts = FORMAT.decode(raw)
+    slots = [None if text is None else _meaning(*text) for text in texts]
     known = [slot for slot in slots if slot is not None]
     if len(known) == len(slots):
         return Loaded(max(known, key=lambda slot: slot[0])[1])
-    token = max((record.token for _, record in known), default=0)
+    token = max((_token(text[1]) for text in texts if text is not None), default=0)
     problem = f"{len(slots) - len(known)} of its 2 slots cannot be read ({len(raw)} bytes)"
     return Loaded(_lost(token, locks), problem)
 
@@ -114,8 +115,21 @@ def _lost(token: int, locks: tuple[str, ...]) -> Record:
     return Record(token=token + 1, unknown=frozenset(locks))
 
 
-def _slots(raw: bytes) -> list[tuple[int, Record] | None]:
-    return [None if slot is None else _meaning(*slot) for slot in FORMAT.decode(raw)]
+def _raw(path: str) -> bytes:
+    # O_NONBLOCK: a fifo of that name must not stop the server; a link is refused, as by `SlotFile`.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return os.pread(fd, FILE_BYTES + 1, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    finally:
+        os.close(fd)
+
+
+def _token(text: bytes) -> int:
+    """A slot's token, also where the rest of it is a newer version's: tokens never go back."""
+    try:
+        return max(0, int(json.loads(text)["token"]))
+    except (KeyError, TypeError, ValueError):
+        return 0
 
 
 def _text(record: Record) -> bytes:
