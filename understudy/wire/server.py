@@ -31,6 +31,8 @@ from understudy.wire.messages import Catalogue, Hello, Message, Welcome
 # How many may wait to be accepted: everybody reconnects at once after a restart.
 _BACKLOG = CONNECTIONS_MAX
 
+GUARD_BYTES = 32  # `pid N` and spaces: written over what a dead server left, whatever its length
+
 
 class PathGuard:
     """An exclusive flock beside a path, with the holder's pid written into it."""
@@ -39,9 +41,18 @@ class PathGuard:
         """Take the guard of `guard_path`, or say who has it.
 
         Raises:
-            UnderstudyError: `wire.address_in_use`.
+            UnderstudyError: `wire.address_in_use`; `wire.no_guard`, the file cannot be had.
         """
-        self._fd = OwnedFd(os.open(guard_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = OwnedFd(os.open(guard_path, flags, 0o600))
+        except OSError as error:
+            raise UnderstudyError(
+                "wire.no_guard",
+                f"{what} cannot be guarded against a second one: {guard_path}: {error.strerror};"
+                " it must be a plain file in a directory that can be written to",
+                path=guard_path,
+            ) from error
         try:
             fcntl.flock(self._fd.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -54,8 +65,8 @@ class PathGuard:
                 holder=holder,
                 path=guard_path,
             ) from error
-        os.ftruncate(self._fd.fileno(), 0)
-        os.pwrite(self._fd.fileno(), f"pid {os.getpid()}".encode(), 0)
+        with contextlib.suppress(OSError):  # for people: a full disk must not stop a restart
+            os.pwrite(self._fd.fileno(), f"pid {os.getpid()}".ljust(GUARD_BYTES).encode(), 0)
 
     def close(self) -> None:
         self._fd.close()
