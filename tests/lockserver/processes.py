@@ -38,11 +38,15 @@ def settled_fds(pid: int) -> int:
 
 
 class ServerProcess:
-    """`lockserver serve` on `directory`; `start` again after a kill is a restart."""
+    """`lockserver serve` on `directory`; `start` again after a kill is a restart.
+
+    `command` is what runs `lockserver`; a test may put it under another program, or in a namespace.
+    """
 
     def __init__(self, directory: str, *flags: str) -> None:
         self.directory = directory
         self.flags = flags
+        self.command: tuple[str, ...] = (sys.executable, "-m", "lockserver.cli")
         self.http_port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.log_path = os.path.join(directory, "log.txt")
@@ -51,7 +55,7 @@ class ServerProcess:
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "lockserver.cli", "serve", "--dir", self.directory),
+                    *(*self.command, "serve", "--dir", self.directory),
                     *("--http-port", str(self.http_port), *self.flags),
                 ],
                 stderr=log,

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 
-import pytest
-
 from tests.helpers import auntil, open_fds
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess, free_port, settled_fds
@@ -229,74 +227,6 @@ def test_second_server_on_one_directory_is_refused_by_name(pod_dir, start_server
     assert f"pid {server.pid}" in second.stderr
     assert "[wire.address_in_use]" in second.stderr
     assert "Traceback" not in second.stderr
-
-
-@pytest.mark.parametrize("damage", ["truncate", "garbage", "newest_slot", "delete"])
-def test_broken_state_file_with_living_holder_same_token_and_a_higher_one_next(
-    pod_dir, start_server, damage
-):
-    """Goal: an unreadable file loses no lock. Method: damage it while the server is dead."""
-    server = start_server()
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
-            holder.launch()
-            holder.want("active")
-            token = await holder.granted()
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
-            server.kill()
-            _damage(os.path.join(pod_dir, "lockserver.json"), damage)
-            server.start()
-            await auntil(lambda: server.lock()["state"] == "held", "the claim to be believed")
-            assert server.lock()["holder"]["token"] == token
-            assert standby.token() == 0
-            kept = [name for name in os.listdir(pod_dir) if ".unreadable-" in name]
-            assert bool(kept) == (damage != "delete")
-            holder.reap()
-            holder.relent()
-            assert await standby.granted() >= token + 2
-
-    asyncio.run(scenario())
-
-
-def _damage(path: str, damage: str) -> None:
-    if damage == "delete":
-        os.unlink(path)
-    elif damage == "truncate":
-        os.truncate(path, 5000)
-    else:
-        with open(path, "r+b") as file:
-            # The first grant has sequence 2 and lies in the first slot.
-            file.seek(100 if damage == "newest_slot" else 0)
-            file.write(b"\xff" * (8 if damage == "newest_slot" else 8192))
-
-
-def test_broken_state_file_with_stopped_holder_nobody_is_granted(
-    pod_dir, start_server, start_engine
-):
-    """Goal: no claim is no proof. Method: stop the holder's tree, lose the file, restart: its
-    witness is held by a stranger, so the lock stays unknown until it is killed."""
-    server = start_server()
-    holder = start_engine("engine-0")
-    holder.granted()
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-1") as standby:
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
-            holder.signal(signal.SIGSTOP, tree=True)
-            server.kill()
-            os.unlink(os.path.join(pod_dir, "lockserver.json"))
-            server.start()
-            await auntil(lambda: server.lock()["waiters"], "the standby to queue again")
-            assert server.lock()["state"] == "recovering"
-            holder.signal(signal.SIGKILL, tree=True)
-            await standby.granted()
-
-    asyncio.run(scenario())
 
 
 def test_lock_server_memory_and_descriptors_after_many_failovers(pod_dir, start_server):

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -201,54 +200,6 @@ def test_server_loader_lock_goes_round_without_waiting_for_witnesses(pod_dir, st
             await other.granted("loader")
 
     asyncio.run(scenario())
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_server_full_disk_does_not_stop_a_grant(tmp_path):
-    """Goal: the state file never needs room. Method: a tmpfs of 64 KiB, filled to the last byte
-    after the start; grants, a takeover and a restart go on."""
-    directory = str(tmp_path / "small")
-    os.mkdir(directory, 0o700)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k,mode=0700", "tmpfs", directory],
-        capture_output=True,
-    )
-    if mounted.returncode:
-        pytest.skip("this container may not mount")
-    server = ServerProcess(directory)
-    server.log_path = str(tmp_path / "log.txt")
-    try:
-        server.start()
-        asyncio.run(_on_a_full_disk(directory, server))
-    finally:
-        server.close()
-        subprocess.run(["umount", directory], check=True)
-
-
-def fill(directory: str) -> None:
-    path = os.path.join(directory, "filler")
-    with open(path, "wb", buffering=0) as filler, contextlib.suppress(OSError):
-        while filler.write(b"x" * 512):
-            pass
-    assert shutil.disk_usage(directory).free == 0
-
-
-async def _on_a_full_disk(directory: str, server: ServerProcess) -> None:
-    async with Engine(directory, "engine-0") as holder, Engine(directory, "engine-1") as standby:
-        holder.launch()
-        standby.launch()
-        fill(directory)
-        holder.want("active")
-        assert await holder.granted() == 1
-        standby.want("active")
-        await auntil(lambda: standby.heard, "the news of who is active")
-        holder.reap()
-        holder.relent()
-        assert await standby.granted() == 2
-        server.kill()
-        server.start()
-        await auntil(lambda: server.lock()["state"] == "held", "the holder to be heard again")
-        assert server.lock()["holder"]["token"] == 2
 
 
 def test_server_that_cannot_write_says_so_and_grants_once_it_can(pod_dir):

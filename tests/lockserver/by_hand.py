@@ -1,0 +1,69 @@
+"""An engine played by hand: a witness that a process holds, and each connection as the test likes.
+
+What `LockClient` never does (hang up before the answer, two connections at once, an old token) is
+done with this. The supervisor is this very process, so its pidfd never becomes readable.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+from typing import Any
+
+from lockserver import witness
+from lockserver.messages import CATALOGUE, Beat, Granted, Want
+from tests.lockserver.engines import spawn_backend
+from understudy.wire.blocking import BlockingClient
+
+ANSWER_S = 30.0
+
+
+class Hand:
+    """One incarnation and its backend process. Use as `with`."""
+
+    def __init__(self, directory: str, engine: str, supervisor: str | None = None) -> None:
+        self.directory = directory
+        self.engine = engine
+        self.supervisor = supervisor or secrets.token_hex(8)
+        self.incarnation = witness.new_incarnation(engine)
+        self.path = witness.create(directory, self.incarnation)
+        self.backend: subprocess.Popen[bytes] = spawn_backend(self.path)
+
+    def connect(self) -> BlockingClient:
+        return BlockingClient(os.path.join(self.directory, "lockserver.sock"), CATALOGUE)
+
+    def want(self, *locks: str, **fields: Any) -> Want:
+        """Its whole truth: `active`, unless told otherwise."""
+        truth: dict[str, Any] = {
+            "supervisor": self.supervisor,
+            "engine": self.engine,
+            "incarnation": self.incarnation,
+            "witness": os.path.basename(self.path),
+            "locks": locks or ("active",),
+            "tokens": {},
+        }
+        return Want(**{**truth, **fields})
+
+    def granted(self, client: BlockingClient) -> int:
+        """The token of its own next grant; others' are skipped."""
+        while True:
+            message = client.receive(ANSWER_S).message
+            if isinstance(message, Granted) and message.incarnation == self.incarnation:
+                return message.token
+
+    def beat(self, client: BlockingClient, progress: int) -> None:
+        client.notify(Beat(progress))
+
+    def end(self) -> None:
+        """Kill and reap the backend; again is harmless."""
+        self.backend.kill()
+        self.backend.wait()
+        assert self.backend.stdout is not None
+        self.backend.stdout.close()
+
+    def __enter__(self) -> Hand:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()

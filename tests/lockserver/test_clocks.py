@@ -1,0 +1,119 @@
+"""No clock decides who holds the lock: an hour back or forth changes what is printed, at most."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from lockserver.messages import CATALOGUE, EventRecord, Watch
+from tests.helpers import auntil
+from tests.lockserver.engines import Engine
+from tests.lockserver.processes import ServerProcess
+from understudy.wire.blocking import BlockingClient
+
+HOUR = timedelta(hours=1)
+HOUR_S = int(HOUR.total_seconds())
+ANSWER_S = 30.0
+TIME_NAMESPACE = ("unshare", "--time", f"--monotonic={HOUR_S}", f"--boottime={HOUR_S}")
+
+
+def why_no_time_namespace() -> str | None:
+    if shutil.which("unshare") is None:
+        return "needs unshare (util-linux)"
+    tried = subprocess.run([*TIME_NAMESPACE, "true"], capture_output=True)
+    return None if tried.returncode == 0 else "this container may not make time namespaces"
+
+
+@pytest.mark.skipif(why_no_time_namespace() is not None, reason=str(why_no_time_namespace()))
+@pytest.mark.parametrize("is_later_first", [True, False], ids=["set_back", "set_forward"])
+def test_monotonic_clock_moved_by_an_hour_between_two_servers_changes_nothing(
+    pod_dir, start_engine, is_later_first
+):
+    """Goal: what is filed of a clock is for people. Method: a server whose monotonic clock (a time
+    namespace's) is an hour ahead, and one without, follow each other: the living holder keeps its
+    token at once, and a death is still followed by a grant at once."""
+    server = ServerProcess(pod_dir, "--window-ms", "3600000")
+    plain = server.command
+    ahead = (*TIME_NAMESPACE, *plain)
+    first, second = (ahead, plain) if is_later_first else (plain, ahead)
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.heard, "the news of who is active")
+            server.kill()
+            server.command = second
+            await asyncio.to_thread(server.start)
+            await auntil(lambda: server.lock()["state"] == "held", "the holder to be heard")
+            await auntil(lambda: server.lock()["waiters"], "the standby to wait again")
+            assert server.lock()["holder"]["token"] == 1
+            server.kill()
+            holder.signal(signal.SIGKILL, tree=True)
+            await asyncio.to_thread(server.start)
+            assert await standby.granted() == 2
+
+    with contextlib.closing(server):
+        server.command = first
+        server.start()
+        holder = start_engine("engine-0")
+        assert holder.granted() == 1
+        asyncio.run(scenario())
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler (cc)")
+def test_time_of_day_set_back_an_hour_while_held_only_shows_in_what_is_printed(
+    pod_dir, start_engine, tmp_path_factory
+):
+    """Goal: nothing is silent, gone or out of order because somebody set the clock. Method: a
+    server under a preloaded library that moves the time of day; moved while a lock is held."""
+    place = tmp_path_factory.mktemp("clock")
+    library, offset = place / "wall_clock.so", place / "offset"
+    source = Path(__file__).with_name("wall_clock.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    offset.write_text("0")
+    server = ServerProcess(pod_dir, "--silent-ms", "1000")
+    server.command = ("env", f"LD_PRELOAD={library}", f"WALL_OFFSET={offset}", *server.command)
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.heard, "the news of who is active")
+            offset.write_text(f"-{HOUR_S}")
+            holder.signal(signal.SIGKILL, tree=True)
+            assert await standby.granted() == 2
+            assert server.lock()["waiters"] == []
+
+    with contextlib.closing(server):
+        server.start()
+        holder = start_engine("engine-0")
+        assert holder.granted() == 1
+        asyncio.run(scenario())
+        seen = events(pod_dir)
+    granted = [each for each in seen if each["type"] == "lock.granted"]
+    moments = [datetime.fromisoformat(each["ts"]) for each in granted]
+    assert HOUR - (moments[0] - moments[1]) < HOUR / 2  # the clock was indeed set back
+    assert [each["id"] for each in seen] == sorted(each["id"] for each in seen)
+    assert granted[0]["mono_ms"] < granted[1]["mono_ms"]
+    assert not {"lock.silent", "lock.unresponsive"} & {each["type"] for each in seen}
+
+
+def events(directory: str) -> list[dict]:
+    """What the server remembers."""
+    with BlockingClient(os.path.join(directory, "lockserver.sock"), CATALOGUE) as client:
+        last = client.request(Watch(0)).message.document["as_of_event_id"]
+        seen: list[dict] = []
+        while not seen or seen[-1]["id"] < last:
+            message = client.receive(ANSWER_S).message
+            if isinstance(message, EventRecord):
+                seen.append(message.record)
+        return seen

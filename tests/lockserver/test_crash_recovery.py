@@ -1,0 +1,177 @@
+"""The lock server dies: at each step of a grant, again and again, with whoever holds or waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterable
+
+import pytest
+
+from tests.helpers import auntil
+from tests.lockserver.by_hand import Hand
+from tests.lockserver.doomed_server import MOMENTS
+from tests.lockserver.engines import Engine
+from tests.lockserver.processes import ServerProcess
+
+KILLS = 12
+
+
+def owners(engines: Iterable[Engine]) -> dict[int, set[str]]:
+    """By token, whom anybody heard it was granted to."""
+    found: dict[int, set[str]] = {}
+    for engine in engines:
+        for lock, incarnation, token in engine.heard:
+            assert lock == "active"
+            found.setdefault(token, set()).add(incarnation)
+    return found
+
+
+def served(engines: Iterable[Engine]) -> list[str]:
+    """The engines that were told that they hold it."""
+    return [engine.client.engine for engine in engines if engine.token()]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_server_killed_at_any_step_of_a_grant_one_is_granted_and_no_token_twice(
+    pod_dir, start_engine, moment
+):
+    """Goal: what is on disk is never behind what was sent, wherever the server ends. Method: a
+    server that is killed at one step of the second grant, while two engines wait; another follows.
+    Who was chosen is chosen again if it was on file; nobody ever hears one token of two."""
+    doomed = ServerProcess(pod_dir)
+    doomed.command = (sys.executable, "-m", "tests.lockserver.doomed_server", moment, "2")
+    server = ServerProcess(pod_dir)
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as one, Engine(pod_dir, "engine-2") as two:
+            for engine in (one, two):
+                engine.launch()
+                engine.want("active")
+                await auntil(lambda e=engine: e.heard, "the news of who is active")
+            assert doomed.process is not None
+            holder.signal(signal.SIGKILL, tree=True)
+            assert await asyncio.to_thread(doomed.process.wait) == -signal.SIGKILL
+            doomed.process = None
+            await asyncio.to_thread(server.start)
+            await auntil(lambda: one.token() or two.token(), "one of them to be granted")
+            await auntil(lambda: one.connects + two.connects == 4, "both to be back")
+            await auntil(lambda: server.lock()["waiters"], "the other one to wait")
+            assert len(served((one, two))) == 1
+            if moment in ("before_sync", "before_send", "after_send"):
+                assert served((one, two)) == ["engine-1"]  # it was on file
+                assert one.token() == 2
+            assert all(len(who) == 1 for who in owners((one, two)).values())
+
+    with contextlib.closing(doomed), contextlib.closing(server):
+        doomed.start()
+        holder = start_engine("engine-0")
+        assert holder.granted() == 1
+        asyncio.run(scenario())
+
+
+def test_server_killed_again_and_again_holder_keeps_its_token_and_waiters_get_in(
+    pod_dir, start_server
+):
+    """Goal: no number of restarts costs anybody the lock or the way to it. Method: a holder and
+    three waiters; the server is killed when none, one, … or all of them are back, again and again.
+    Then each gives up, and each of the others is granted once, with a larger token."""
+    server = start_server()
+
+    async def scenario() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            engines = [Engine(pod_dir, f"engine-{number}") for number in range(4)]
+            for engine in engines:
+                await stack.enter_async_context(engine)
+                engine.launch()
+                engine.want("active")
+                await auntil(lambda e=engine: e.heard, "a first word")
+            holder, *waiters = engines
+            token = await holder.granted()
+            for kill in range(KILLS):
+                before = sum(engine.connects for engine in engines)
+                server.kill()
+                await asyncio.to_thread(server.start)
+                await auntil(
+                    lambda b=before, k=kill: sum(e.connects for e in engines) >= b + k % 5,
+                    "as many as that to be back",
+                )
+            await auntil(lambda: len(server.lock()["waiters"]) == 3, "all of them to wait again")
+            assert server.lock()["holder"]["token"] == token == holder.token()
+            assert served(engines) == ["engine-0"]
+            await _all_in_turn(holder, waiters)
+            tokens = owners(engines)
+            assert len(tokens) == 4
+            assert all(len(who) == 1 for who in tokens.values())
+
+    asyncio.run(scenario())
+
+
+async def _all_in_turn(holder: Engine, waiters: list[Engine]) -> None:
+    while waiters:
+        last = holder.token()
+        holder.reap()
+        holder.relent()
+        holder = await auntil(
+            lambda: next((each for each in waiters if each.token()), None), "the next grant"
+        )
+        waiters.remove(holder)
+        assert holder.token() > last
+        assert served(waiters) == []
+
+
+def test_grant_lost_with_its_connection_is_given_again_and_to_nobody_else(pod_dir, start_server):
+    """Goal: a grant that was not heard is no lost lock. Method: ask and hang up at once, so that
+    the grant is sent to nobody; a second engine waits; the first asks again."""
+    server = start_server()
+
+    async def scenario() -> None:
+        with Hand(pod_dir, "engine-0") as hand:
+            with hand.connect() as client:
+                client.notify(hand.want())
+            await auntil(
+                lambda: server.lock()["cause"] == "connection_closed", "its end to be seen"
+            )
+            assert server.lock()["holder"]["token"] == 1
+            async with Engine(pod_dir, "engine-1") as standby:
+                standby.launch()
+                standby.want("active")
+                await auntil(lambda: server.lock()["waiters"], "the standby to wait")
+                with hand.connect() as client:
+                    client.notify(hand.want())
+                    assert hand.granted(client) == 1
+                    assert server.lock()["state"] == "held"
+                    assert standby.token() == 0
+                hand.end()
+                assert await standby.granted() == 2
+
+    asyncio.run(scenario())
+
+
+def test_server_stopped_for_longer_than_any_window_calls_nobody_dead(
+    pod_dir, start_server, start_engine
+):
+    """Goal: the server's own stall is not the engines'. Method: SIGSTOP it for many times the
+    window and the silence, with heartbeats queueing up, and let it go on: no event about them."""
+    server = start_server("--silent-ms", "100", "--window-ms", "100")
+    holder = start_engine("engine-0")
+    token = holder.granted()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.heard, "the news of who is active")
+            os.kill(server.pid, signal.SIGSTOP)
+            await asyncio.sleep(2)  # the stall itself: twice patience.STALL_MS
+            os.kill(server.pid, signal.SIGCONT)
+            lock = await asyncio.to_thread(server.lock)
+            assert (lock["state"], lock["holder"]["token"]) == ("held", token)
+            holder.signal(signal.SIGKILL, tree=True)
+            assert await standby.granted() == token + 1
+
+    asyncio.run(scenario())
+    assert "unresponsive" not in server.log()

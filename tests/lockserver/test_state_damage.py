@@ -1,0 +1,218 @@
+"""The lock's state file: damaged, from another version, not to be written, on a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+
+import pytest
+
+from lockserver.state_file import FORMAT, SLOT_BYTES
+from tests.helpers import auntil
+from tests.lockserver.by_hand import Hand
+from tests.lockserver.engines import Engine
+from tests.lockserver.processes import ServerProcess
+
+DAMAGES = ("truncate", "empty", "garbage", "newest_slot", "newer_version", "delete", "fifo")
+NO_ROOT = "needs root"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_broken_state_file_with_living_holder_same_token_and_a_higher_one_next(
+    pod_dir, start_server, damage
+):
+    """Goal: an unreadable file loses no lock. Method: damage it while the server is dead."""
+    server = start_server()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
+            holder.launch()
+            holder.want("active")
+            token = await holder.granted()
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.heard, "the news of who is active")
+            server.kill()
+            _damage(os.path.join(pod_dir, "lockserver.json"), damage)
+            server.start()
+            await auntil(lambda: server.lock()["state"] == "held", "the claim to be believed")
+            assert server.lock()["holder"]["token"] == token
+            assert standby.token() == 0
+            kept = [name for name in os.listdir(pod_dir) if ".unreadable-" in name]
+            assert bool(kept) == (damage != "delete")
+            holder.reap()
+            holder.relent()
+            assert await standby.granted() >= token + 2
+
+    asyncio.run(scenario())
+
+
+def _damage(path: str, damage: str) -> None:
+    if damage == "delete":
+        os.unlink(path)
+    elif damage == "fifo":
+        os.unlink(path)
+        os.mkfifo(path, 0o600)
+    elif damage in ("truncate", "empty"):
+        os.truncate(path, 5000 if damage == "truncate" else 0)
+    elif damage == "newer_version":
+        from_the_future(path)
+    else:
+        with open(path, "r+b") as file:
+            # The first grant has sequence 2 and lies in the first slot.
+            file.seek(100 if damage == "newest_slot" else 0)
+            file.write(b"\xff" * (8 if damage == "newest_slot" else 8192))
+
+
+def test_broken_state_file_with_stopped_holder_nobody_is_granted(
+    pod_dir, start_server, start_engine
+):
+    """Goal: no claim is no proof. Method: stop the holder's tree, lose the file, restart: its
+    witness is held by a stranger, so the lock stays unknown until it is killed."""
+    server = start_server()
+    holder = start_engine("engine-0")
+    holder.granted()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.heard, "the news of who is active")
+            holder.signal(signal.SIGSTOP, tree=True)
+            server.kill()
+            os.unlink(os.path.join(pod_dir, "lockserver.json"))
+            server.start()
+            await auntil(lambda: server.lock()["waiters"], "the standby to queue again")
+            assert server.lock()["state"] == "recovering"
+            holder.signal(signal.SIGKILL, tree=True)
+            await standby.granted()
+
+    asyncio.run(scenario())
+
+
+def from_the_future(path: str) -> None:
+    """Make every record one of a version to come: checksums fit, and the meaning is not known."""
+    with open(path, "r+b") as file:
+        for slot in FORMAT.decode(file.read()):
+            assert slot is not None
+            sequence, text = slot
+            body = json.loads(text)
+            body |= {"schema": 2, "holders": list(body["holders"].values())}
+            file.seek(sequence % 2 * SLOT_BYTES)
+            file.write(FORMAT.encode(sequence, json.dumps(body).encode()))
+
+
+def test_state_file_of_a_newer_version_its_tokens_still_count(pod_dir, start_server):
+    """Goal: going back to an older version takes no token back. Method: ten grants, a file of the
+    future, nobody alive who could claim; the next grant is above what was seen."""
+    server = start_server()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-0") as engine:
+            for token in range(1, 11):
+                engine.launch()
+                engine.want("active")
+                assert await engine.granted() == token
+                engine.reap()
+                engine.relent()
+        server.kill()
+        from_the_future(os.path.join(pod_dir, "lockserver.json"))
+        server.start()
+        async with Engine(pod_dir, "engine-1") as engine:
+            engine.launch()
+            engine.want("active")
+            assert await engine.granted() == 12
+
+    asyncio.run(scenario())
+
+
+def test_state_that_cannot_be_written_grants_nothing_says_so_and_goes_on_when_it_can(
+    pod_dir, start_server
+):
+    """Goal: nobody is told what is not on disk, and a witness that cannot be sealed frees nothing;
+    both are said, and both end by themselves. Method: take a running server's right to write
+    (RLIMIT_FSIZE, as EIO or a file system gone read-only would) before a death, and before a
+    grant; give it back."""
+    server = start_server()
+
+    async def scenario() -> None:
+        with Hand(pod_dir, "engine-0") as hand, hand.connect() as client:
+            client.notify(hand.want())
+            assert hand.granted(client) == 1
+            async with Engine(pod_dir, "engine-1") as standby:
+                standby.launch()
+                standby.want("active")
+                await auntil(lambda: standby.heard, "the news of who is active")
+                _may_write(server, 0)
+                hand.end()
+                client.notify(hand.want(incarnation=None, witness=None, locks=()))
+                problem = await auntil(lambda: server.lock()["problem"], "the reason to be shown")
+                assert "cannot be sealed" in problem
+                assert server.lock()["state"] == "releasing"
+                _may_write(server, 1)  # now sealing works, and the file does not
+                await auntil(lambda: server.status()["problem"], "the reason to be shown")
+                assert "grants cannot be written" in server.lock()["problem"]
+                assert server.lock()["state"] == "free"
+                assert standby.token() == 0
+                _may_write(server, resource.RLIM_INFINITY)
+                assert await standby.granted() == 2
+                assert server.status()["problem"] is None
+
+    asyncio.run(scenario())
+
+
+def _may_write(server: ServerProcess, size_bytes: int) -> None:
+    """How long the files may be that `server` writes."""
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+
+
+@contextlib.contextmanager
+def _made(directory: str, how: str):
+    """The directory or its state file made unusable in one way, and mended at the end."""
+    path = os.path.join(directory, "lockserver.json")
+    if how == "immutable":
+        if subprocess.run(["chattr", "+i", path], capture_output=True).returncode:
+            pytest.skip("this file system has no immutable files")
+        undo = ["chattr", "-i", path]
+    elif how == "read_only":
+        undo = ["umount", directory]
+        if subprocess.run(["mount", "--bind", directory, directory]).returncode:
+            pytest.skip("this container may not mount")
+        subprocess.run(["mount", "-o", "remount,bind,ro", directory], check=True)
+    else:
+        os.rename(path, f"{path}.real")
+        os.mkdir(path) if how == "directory" else os.symlink(f"{path}.real", path)
+        undo = ["rm", "-d", path]
+    try:
+        yield
+    finally:
+        subprocess.run(undo, check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason=NO_ROOT)
+@pytest.mark.parametrize("how", ["immutable", "read_only", "directory", "symlink"])
+def test_start_on_a_state_file_that_cannot_be_written_is_one_sentence(pod_dir, start_server, how):
+    """Goal: the environment's fault is said in words, and what is on file is left as it is. Method:
+    each, then start; mended, the server starts and knows the token."""
+    server = start_server()
+    with Hand(pod_dir, "engine-0") as hand, hand.connect() as client:
+        client.notify(hand.want())
+        assert hand.granted(client) == 1
+        server.kill()
+        with _made(pod_dir, how):
+            command = [*server.command, "serve", "--dir", pod_dir, "--http-port", "0"]
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert ran.returncode == 1
+            code = "wire.no_guard" if how == "read_only" else "lock.state_unwritable"
+            assert ran.stderr.strip().endswith(f"[{code}]")
+            assert "Traceback" not in ran.stderr
+        if how in ("directory", "symlink"):
+            path = os.path.join(pod_dir, "lockserver.json")
+            os.rename(f"{path}.real", path)
+        server.start()
+        assert server.lock()["holder"]["token"] == 1
