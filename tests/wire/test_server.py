@@ -22,7 +22,7 @@ from understudy.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from understudy.wire import connection, server
+from understudy.wire import connection, listener
 from understudy.wire.blocking import BlockingClient
 from understudy.wire.client import connect, from_socket
 from understudy.wire.frames import HEADER, MAGIC, VERSION, encode_frame
@@ -176,7 +176,7 @@ def test_bad_input_costs_its_sender_only(loop: str, data: bytes, code: str, tmp_
 def test_silence_and_half_a_frame_have_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Goal: who connects and says nothing, or half a frame, is told and dropped; who has spoken may
     be quiet for ever. Method: short deadlines."""
-    monkeypatch.setattr(server, "FIRST_FRAME_DEADLINE_S", 0.05)
+    monkeypatch.setattr(listener, "FIRST_FRAME_DEADLINE_S", 0.05)
     monkeypatch.setattr(connection, "FRAME_DEADLINE_S", 0.05)
     with (
         ServerThread(str(tmp_path / "echo.sock")) as thread,

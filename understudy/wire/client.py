@@ -10,6 +10,7 @@ from understudy.wire import sockets
 from understudy.wire.connection import Connection, Handler
 from understudy.wire.limits import RETRY_S
 from understudy.wire.messages import Catalogue
+from understudy.wire.unix_connection import UnixConnection
 
 CONNECT_DEADLINE_S = 5.0
 
@@ -46,4 +47,4 @@ async def connect(
 
 def from_socket(sock: socket.socket, catalogue: Catalogue, handler: Handler) -> Connection:
     """A connection over `sock`, which it owns from now on."""
-    return Connection(sock, catalogue, handler)
+    return UnixConnection(sock, catalogue, handler)

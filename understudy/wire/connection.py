@@ -1,23 +1,21 @@
-"""One connection on an event loop, either end of it, with descriptors.
+"""One connection on an event loop, either end of it, whatever carries it.
 
-asyncio's and uvloop's transports read the bytes and drop the descriptors, so the raw socket is
-owned here (`add_reader` and `recvmsg`; both loops). A connection is closed in exactly one place,
-`close`, and its handler hears of it exactly once, from the loop, never from inside its own call.
+Here is what Unix sockets and TCP have in common: frames, their deadlines and their turns, words
+that are queued, and the end. `unix_connection` and `tcp_connection` move the bytes. A connection is
+closed in exactly one place, `close`, and its handler hears of it exactly once, from the loop, never
+from inside its own call.
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
-import errno
 import itertools
-import socket
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from understudy.errors import ProtocolError, UnderstudyError
-from understudy.wire import sockets
 from understudy.wire.fds import OwnedFd, close_all
 from understudy.wire.frames import Frame, FrameDecoder, encode_frame
 from understudy.wire.limits import (
@@ -25,10 +23,9 @@ from understudy.wire.limits import (
     FRAME_DEADLINE_S,
     FRAMES_PER_TURN,
     QUEUED_BYTES_FRAMES,
-    RETRY_S,
 )
 from understudy.wire.messages import Catalogue, Message, fault_of
-from understudy.wire.peer import Peer, identify
+from understudy.wire.peer import Peer
 
 _ids = itertools.count(1)
 
@@ -50,60 +47,67 @@ class Handler(Protocol):
     def closed(self, conn: Connection, reason: str) -> None: ...
 
 
-@dataclass
-class _Outgoing:
-    data: memoryview
-    fds: Sequence[OwnedFd]
-
-
-class Connection:
+class Connection(abc.ABC):
     """A stream of messages. `state` belongs to the handler."""
 
-    def __init__(self, sock: socket.socket, catalogue: Catalogue, handler: Handler) -> None:
-        """Own `sock` and start reading; the handler's `opened` is called at once."""
+    def __init__(self, peer: Peer, catalogue: Catalogue, handler: Handler, fds_max: int) -> None:
+        """`fds_max`: descriptors that a frame may carry here."""
         self.id = next(_ids)
-        self.peer: Peer = identify(sock)
+        self.peer = peer
         self.state: Any = None
         self.is_closed = False
         self._loop = asyncio.get_running_loop()
-        self._sock = sock
         self._catalogue = catalogue
         self._handler = handler
-        self._decoder = FrameDecoder(catalogue.frame_bytes_max)
+        self._fds_max = fds_max
+        self._decoder = FrameDecoder(catalogue.frame_bytes_max, fds_max)
         self._arrived: deque[Frame] = deque()  # complete, not yet handled; reading pauses for them
         self._is_paused = False
-        self._queue: deque[_Outgoing] = deque()
-        self._queued_bytes = 0
         self._queued_bytes_max = max(2 * catalogue.frame_bytes_max, QUEUED_BYTES_FRAMES * 1024)
-        self._is_writing = False
-        self._is_peer_deaf = False
         self._last_words: str | None = None
         self._frame_deadline: asyncio.TimerHandle | None = None
         self._flush_deadline: asyncio.TimerHandle | None = None
-        sock.setblocking(False)
-        handler.opened(self)
-        if not self.is_closed:
-            self._loop.add_reader(sock.fileno(), self._readable)
+
+    # ------------------------------------------------------------------ what carries it
+
+    @abc.abstractmethod
+    def _write(self, data: bytes, fds: Sequence[OwnedFd]) -> None:
+        """Send or queue `data`; takes `fds`. Closes if too much is queued."""
+
+    @property
+    @abc.abstractmethod
+    def _is_deaf(self) -> bool:
+        """Whether the peer is known to read no more: what is said to it is dropped."""
+
+    @abc.abstractmethod
+    def _pause_reading(self) -> None: ...
+
+    @abc.abstractmethod
+    def _resume_reading(self) -> None: ...
+
+    @abc.abstractmethod
+    def _finish(self) -> bool:
+        """Nothing more will be said or heard: end by `close` when what is queued has been sent.
+        False: nothing is queued, end now."""
+
+    @abc.abstractmethod
+    def _abandon(self) -> None:
+        """Give up the socket and what is queued."""
 
     # ------------------------------------------------------------------ sending
 
     def send(self, message: Message, request_id: int = 0, fds: Sequence[OwnedFd] = ()) -> None:
         """Queue `message`; takes `fds`. Never blocks; a peer that does not read is dropped."""
-        if self.is_closed or self._is_peer_deaf or self._last_words is not None:
+        if self.is_closed or self._is_deaf or self._last_words is not None:
             close_all(fds)
             return
         try:
             payload = self._catalogue.encode(message, request_id)
-            data = encode_frame(payload, len(fds), self._catalogue.frame_bytes_max)
+            data = encode_frame(payload, len(fds), self._catalogue.frame_bytes_max, self._fds_max)
         except BaseException:
             close_all(fds)
             raise
-        self._queue.append(_Outgoing(memoryview(data), fds))
-        self._queued_bytes += len(data)
-        if self._queued_bytes > self._queued_bytes_max:
-            self.close(f"{self._queued_bytes} bytes wait for a peer that does not read")
-        elif not self._is_writing:
-            self._flush()
+        self._write(data, fds)
 
     def fault(self, error: UnderstudyError, request_id: int = 0, *, close: bool = True) -> None:
         """Send `error` as an error frame and, unless told otherwise, close once it is sent."""
@@ -115,68 +119,11 @@ class Connection:
         """Stop reading, and close when what is queued has been sent or the deadline comes."""
         if self.is_closed or self._last_words is not None:
             return
-        if not self._queue:
-            self.close(reason)
-            return
         self._last_words = reason
-        self._loop.remove_reader(self._sock.fileno())
-        self._flush_deadline = self._loop.call_later(FLUSH_DEADLINE_S, self.close, reason)
-
-    def _flush(self) -> None:
-        """Send until the socket is full, then let the loop call again."""
-        try:
-            while self._queue:
-                head = self._queue[0]
-                sent = sockets.send(self._sock, head.data, head.fds)
-                close_all(head.fds)  # they went with the first byte
-                head.fds = ()
-                head.data = head.data[sent:]
-                self._queued_bytes -= sent
-                if not head.data:
-                    self._queue.popleft()
-        except BlockingIOError as error:
-            self._wait_writable(is_kernel_busy=error.errno == errno.ETOOMANYREFS)
-            return
-        except OSError as error:
-            self._peer_stopped_reading(error)
-            return
-        self._stop_writing()
-        if self._last_words is not None:
-            self.close(self._last_words)
-
-    def _peer_stopped_reading(self, error: OSError) -> None:
-        """It may have said why before it went: its last words are read, then its end is."""
-        self._stop_writing()
-        if self._last_words is not None:  # we do not read any more either
-            self.close(f"the peer is gone: {error.strerror}")
-            return
-        self._is_peer_deaf = True
-        self._drop_queue()
-
-    def _drop_queue(self) -> None:
-        for outgoing in self._queue:
-            close_all(outgoing.fds)
-        self._queue.clear()
-        self._queued_bytes = 0
-
-    def _wait_writable(self, *, is_kernel_busy: bool) -> None:
-        if is_kernel_busy:  # the socket is writable, the kernel is not: look again later
-            self._stop_writing()
-            self._is_writing = True
-            self._loop.call_later(RETRY_S, self._retry)
-        elif not self._is_writing:
-            self._is_writing = True
-            self._loop.add_writer(self._sock.fileno(), self._flush)
-
-    def _retry(self) -> None:
-        if not self.is_closed:
-            self._is_writing = False
-            self._flush()
-
-    def _stop_writing(self) -> None:
-        if self._is_writing:
-            self._is_writing = False
-            self._loop.remove_writer(self._sock.fileno())
+        if self._finish():
+            self._flush_deadline = self._loop.call_later(FLUSH_DEADLINE_S, self.close, reason)
+        else:
+            self.close(reason)
 
     def limit_queue(self, queued_bytes_max: int) -> None:
         """Drop the peer at so much unsent from now on: one that is told things unasked may be slow
@@ -189,25 +136,17 @@ class Connection:
         """Take no larger frames than this from now on: what a peer may say depends on who it is."""
         self._decoder.frame_bytes_max = frame_bytes_max
 
-    def _readable(self) -> None:
-        """One `recvmsg` per wake-up, so that a talkative peer starves nobody."""
+    def _take(self, data: bytes, fds: list[OwnedFd]) -> None:
+        """Bytes that arrived, in order, with the descriptors that came with them."""
         try:
-            data, fds = sockets.receive(self._sock)
-            frames = self._decoder.receive(data, fds) if data or fds else None
-        except (BlockingIOError, InterruptedError):
-            return
+            frames = self._decoder.receive(data, fds)
         except ProtocolError as error:
             self.fault(error)
             return
-        except OSError as error:
-            self.close(f"the peer is gone: {error.strerror}")
-            return
-        if frames is None:
-            self.close("the peer closed the connection")
-            return
         self._arrived.extend(frames)
         self._watch_frame()
-        self._deliver()
+        if not self._is_paused:  # else the rest of them is due to be delivered anyway
+            self._deliver()
 
     def _deliver(self) -> None:
         """Hand over a few of the frames that arrived; the rest when others have had their turn."""
@@ -224,11 +163,11 @@ class Connection:
         elif self._arrived:
             if not self._is_paused:
                 self._is_paused = True
-                self._loop.remove_reader(self._sock.fileno())
+                self._pause_reading()
             self._loop.call_soon(self._deliver)
         elif self._is_paused:
             self._is_paused = False
-            self._loop.add_reader(self._sock.fileno(), self._readable)
+            self._resume_reading()
 
     def _drop_arrived(self) -> None:
         for frame in self._arrived:
@@ -280,12 +219,9 @@ class Connection:
         for timer in (self._frame_deadline, self._flush_deadline):
             if timer is not None:
                 timer.cancel()
-        self._loop.remove_reader(self._sock.fileno())
-        self._loop.remove_writer(self._sock.fileno())
-        self._sock.close()
+        self._abandon()
         self._decoder.close()
         self._drop_arrived()
-        self._drop_queue()
         self._loop.call_soon(self._closed, reason)
 
     def _closed(self, reason: str) -> None:
@@ -295,4 +231,4 @@ class Connection:
             self.peer.close()
 
     def __repr__(self) -> str:
-        return f"<connection {self.id} to pid {self.peer.pid}>"
+        return f"<connection {self.id} to {self.peer}>"

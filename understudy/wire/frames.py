@@ -36,18 +36,23 @@ class Frame:
     fds: list[OwnedFd] = field(default_factory=list)
 
 
-def encode_frame(payload: bytes, fd_count: int, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytes:
+def encode_frame(
+    payload: bytes,
+    fd_count: int,
+    frame_bytes_max: int = FRAME_BYTES_MAX,
+    fds_max: int = FDS_PER_FRAME_MAX,
+) -> bytes:
     """Header and payload. Refuses what the other side would refuse.
 
     Raises:
         ProtocolError: `wire.frame_too_large` or `wire.too_many_fds`.
     """
     _check_length(len(payload), frame_bytes_max)
-    if fd_count > FDS_PER_FRAME_MAX:
+    if fd_count > fds_max:
         raise ProtocolError(
             "wire.too_many_fds",
-            f"a frame carries at most {FDS_PER_FRAME_MAX} descriptors, not {fd_count}; send the"
-            " rest in further frames",
+            f"a frame carries at most {fds_max} descriptors here, not {fd_count}; send the rest in"
+            " further frames, and none over TCP",
         )
     return HEADER.pack(MAGIC, VERSION, fd_count, 0, len(payload)) + payload
 
@@ -55,8 +60,11 @@ def encode_frame(payload: bytes, fd_count: int, frame_bytes_max: int = FRAME_BYT
 class FrameDecoder:
     """Turns what `recvmsg` returns into frames. After an error it is good for nothing else."""
 
-    def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+    def __init__(
+        self, frame_bytes_max: int = FRAME_BYTES_MAX, fds_max: int = FDS_PER_FRAME_MAX
+    ) -> None:
         self.frame_bytes_max = frame_bytes_max
+        self._fds_max = fds_max
         self._buffer = bytearray()
         self._fds: deque[OwnedFd] = deque()
 
@@ -111,10 +119,11 @@ class FrameDecoder:
                 ours=VERSION,
             )
         _check_length(length, self.frame_bytes_max)
-        if fd_count > FDS_PER_FRAME_MAX:
+        if fd_count > self._fds_max:
             raise ProtocolError(
                 "wire.too_many_fds",
-                f"a frame announced {fd_count} descriptors; the limit is {FDS_PER_FRAME_MAX}",
+                f"a frame announced {fd_count} descriptors; the limit here is {self._fds_max}"
+                " (none travel over TCP)",
             )
         if len(self._fds) < fd_count:
             raise ProtocolError(

@@ -7,26 +7,20 @@ exists (umask, not chmod afterwards) in a directory that is its owner's alone.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import errno
 import fcntl
 import os
 import socket
 import stat
 
-from understudy import __version__
 from understudy.errors import ProtocolError, UnderstudyError, UsageError
 from understudy.wire import sockets
 from understudy.wire.connection import Connection, Handler
 from understudy.wire.fds import OwnedFd
-from understudy.wire.limits import (
-    CONNECTIONS_MAX,
-    CONNECTIONS_PER_PROCESS_MAX,
-    FIRST_FRAME_DEADLINE_S,
-    RETRY_S,
-)
-from understudy.wire.messages import Catalogue, Hello, Message, Welcome
+from understudy.wire.limits import CONNECTIONS_MAX, CONNECTIONS_PER_PROCESS_MAX
+from understudy.wire.listener import Listener
+from understudy.wire.messages import Catalogue
+from understudy.wire.unix_connection import UnixConnection
 
 # How many may wait to be accepted: everybody reconnects at once after a restart.
 _BACKLOG = CONNECTIONS_MAX
@@ -72,7 +66,7 @@ class PathGuard:
         self._fd.close()
 
 
-class Server:
+class Server(Listener):
     """Listens on `path`, answers `hello`, and hands every other message to `handler`."""
 
     def __init__(
@@ -86,17 +80,11 @@ class Server:
         connections_max: int = CONNECTIONS_MAX,
         per_process_max: int = CONNECTIONS_PER_PROCESS_MAX,
     ) -> None:
+        super().__init__(catalogue, handler, service, connections_max)
         self.path = path
-        self.connections: set[Connection] = set()
-        self._catalogue = catalogue
-        self._handler = handler
-        self._service = service
         self._guard_path = guard_path or f"{path.removesuffix('.sock')}.lock"
-        self._connections_max = connections_max
         self._per_process_max = per_process_max
         self._guard: PathGuard | None = None
-        self._sock: socket.socket | None = None
-        self._silent: dict[Connection, asyncio.TimerHandle] = {}
 
     async def start(self) -> None:
         """Bind and listen.
@@ -109,116 +97,45 @@ class Server:
         _check_directory(os.path.dirname(self.path) or ".")
         self._guard = PathGuard(self._guard_path, f"{self._service} on {self.path}")
         try:
-            self._sock = _bind(self.path)
+            self._listen(_bind(self.path))
         except BaseException:
             self._guard.close()
             raise
-        asyncio.get_running_loop().add_reader(self._sock.fileno(), self._acceptable)
 
     async def close(self) -> None:
         """Stop listening, close every connection and give the path up."""
         if self._sock is None or self._guard is None:
             return
-        asyncio.get_running_loop().remove_reader(self._sock.fileno())
-        self._sock.close()
+        self._stop_listening()
         os.unlink(self.path)
-        for conn in list(self.connections):
-            conn.close(f"{self._service} is stopping")
-        await asyncio.sleep(0)  # the handlers hear of it from the loop
+        await self._close_connections()
         self._guard.close()
-        self._sock = self._guard = None
+        self._guard = None
 
-    def _acceptable(self) -> None:
-        assert self._sock is not None
-        try:
-            sock, _ = self._sock.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+    def _accepted(self, sock: socket.socket, name: object) -> None:
+        conn = UnixConnection(sock, self._catalogue, self)
+        if conn.is_closed:
             return
-        except OSError as error:
-            self._pause(error)
-            return
-        try:
-            conn = Connection(sock, self._catalogue, self)
-        except OSError as error:  # its pidfd needed one descriptor more
-            sock.close()
-            self._pause(error)
-            return
-        if not conn.is_closed:
+        if conn.peer.uid in (os.geteuid(), 0):
             self._admit(conn)
-
-    def _pause(self, error: OSError) -> None:
-        """Out of descriptors: the newcomers wait in the backlog until somebody leaves."""
-        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-            raise error
-        loop = asyncio.get_running_loop()
-        assert self._sock is not None
-        loop.remove_reader(self._sock.fileno())
-
-        def resume() -> None:
-            if self._sock is not None:
-                loop.add_reader(self._sock.fileno(), self._acceptable)
-
-        loop.call_later(RETRY_S, resume)
-
-    def _admit(self, conn: Connection) -> None:
-        if conn.peer.uid not in (os.geteuid(), 0):
-            error = ProtocolError(
+            return
+        conn.fault(
+            ProtocolError(
                 "wire.forbidden",
                 f"uid {conn.peer.uid} may not speak to {self._service}, which runs as uid"
                 f" {os.geteuid()}; every part of a pod runs as one user",
             )
-        elif len(self.connections) > self._connections_max:
-            error = ProtocolError(
-                "wire.too_many_connections",
-                f"{self._service} has {self._connections_max} connections, which is its limit;"
-                " close some (idle observers?) and try again",
-            )
-        elif self._of_process(conn.peer.pid) > self._per_process_max:
-            error = ProtocolError(
-                "wire.too_many_connections",
-                f"pid {conn.peer.pid} has {self._per_process_max} connections to"
-                f" {self._service}, which is the limit for one process; close some",
-            )
-        else:
-            loop = asyncio.get_running_loop()
-            self._silent[conn] = loop.call_later(FIRST_FRAME_DEADLINE_S, self._silence, conn)
-            return
-        conn.fault(error)
-
-    def _of_process(self, pid: int) -> int:
-        return sum(conn.peer.pid == pid for conn in self.connections) if pid else 0
-
-    def _silence(self, conn: Connection) -> None:
-        conn.fault(
-            ProtocolError(
-                "wire.first_frame_deadline",
-                f"nothing was said within {FIRST_FRAME_DEADLINE_S:g} s of connecting",
-            )
         )
 
-    # ------------------------------------------------------------------ as the connections' handler
-
-    def opened(self, conn: Connection) -> None:
-        self.connections.add(conn)
-        self._handler.opened(conn)
-
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        timer = self._silent.pop(conn, None)
-        if timer is not None:
-            timer.cancel()
-        if isinstance(message, Hello):
-            conn.send(Welcome(self._service, os.getpid(), __version__), request_id)
-        else:
-            self._handler.received(conn, message, request_id, fds)
-
-    def closed(self, conn: Connection, reason: str) -> None:
-        timer = self._silent.pop(conn, None)
-        if timer is not None:
-            timer.cancel()
-        self.connections.discard(conn)
-        self._handler.closed(conn, reason)
+    def _crowd(self, conn: Connection) -> str | None:
+        """One process must not take every place; where its pid is hidden, only all are counted."""
+        pid = conn.peer.pid
+        if not pid or sum(c.peer.pid == pid for c in self.connections) <= self._per_process_max:
+            return None
+        return (
+            f"pid {pid} has {self._per_process_max} connections to {self._service}, which is the"
+            " limit for one process; close some"
+        )
 
 
 def _check_directory(directory: str) -> None:
