@@ -46,3 +46,18 @@ RETRY_S = 0.05
 
 # struct sockaddr_un: sun_path is 108 bytes with its terminator (man 7 unix).
 SOCKET_PATH_BYTES_MAX = 107
+
+# Over TCP: nobody can say which process connects, so connections are counted by remote address.
+# Three quarters again: behind address translation, one address may stand for a node's engines.
+CONNECTIONS_PER_ADDRESS_MAX = 96
+
+# A handshake is two round trips and a millisecond of arithmetic. Whoever has not proved itself yet
+# may be anybody: so many at once, and so many from one address; others are cut off unheard.
+HANDSHAKE_DEADLINE_S = 5.0
+HANDSHAKES_MAX = 128
+HANDSHAKES_PER_ADDRESS_MAX = 32
+
+# A peer whose host is gone acknowledges nothing, and without this the kernel tries for a quarter of
+# an hour. Twice the usual lease: nothing that is silent for longer holds anything.
+UNACKNOWLEDGED_MS_MAX = 10_000
+KEEPALIVE_IDLE_S = 5
