@@ -220,7 +220,7 @@ def _document(directory: str) -> dict[str, Any]:
     try:
         return _ask(directory)
     except UnreachableError as error:
-        from lockserver.status import offline
+        from lockserver.offline import offline
 
         found = offline(directory)
         if found is None:
@@ -243,40 +243,9 @@ def _ask(directory: str) -> dict[str, Any]:
 
 
 def _text(document: dict[str, Any]) -> str:
-    server = document["server"]
-    where = f"pid {server['pid']} since {server['since']}" if server["online"] else "offline view"
-    lines = [f"lockserver  {server['dir']}  {where}  token {document['token']}"]
-    for name, lock in document["locks"].items():
-        holder = lock["holder"]
-        who = f"{holder['engine']}  token {holder['token']}" if holder else "nobody"
-        lines.append(f"{name:<8} {lock['state']:<11} {who}")
-        lines += [f"{'':<8} waits       {w['engine']}{_mark(w)}" for w in lock["waiters"]]
-        lines += _switchover_lines(lock.get("switchover"))
-        if lock["problem"]:
-            lines.append(f"{'':<8} problem     {lock['problem']}")
-        alive = lock["waiting_for"]
-        lines += [f"{'':<8} still alive pid {each['pid']} ({each['name']})" for each in alive]
-    for name, service in document["service"].items():
-        lines.append(f"service  {name} on {service['address']}: {service['state']}")
-        if service["problem"]:
-            lines.append(f"{'':<8} problem     {service['problem']}")
-    if document.get("problem"):
-        lines.append(f"problem  {document['problem']}")
-    return "\n".join(lines)
+    from lockserver.status_text import text_of
 
-
-def _switchover_lines(under_way: dict[str, Any] | None) -> list[str]:
-    if under_way is None:
-        return []
-    wait = f"{under_way['left_ms'] / 1000:.0f} s left"
-    if under_way["overdue"]:
-        wait = "overdue: it finishes its requests first; ask again, or kill it"
-    who = f"{under_way['from']} hands over to {under_way['to']}"
-    return [f"{'':<8} switchover  {who}, asked at {under_way['since']}, {wait}"]
-
-
-def _mark(waiter: dict[str, Any]) -> str:
-    return "  (silent: passed over)" if waiter["silent"] else ""
+    return text_of(document)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import singledispatchmethod
 
-from lockserver import status, witness
+from lockserver import status, waits, witness
 from lockserver.core import events as ev
 from lockserver.core.machine import Machine
 from lockserver.messages import Granted, HandOver
@@ -126,7 +126,7 @@ class Performer:
         message = effect.message
         if effect.evidence is not None:
             data["pids"] = status.processes_of(effect.evidence)
-            message = f"{message}: {status.named(data['pids'])}"
+            message = f"{message}: {waits.named(data['pids'])}"
         self.events.record(effect.type, message, effect.severity, data)
 
     def lend_to_all(self, name: str, but: int | None = None) -> None:

@@ -234,7 +234,9 @@ class LockServer:
             },
             "token": self.machine.ledger.token,
             "problem": self.machine.ledger.problem,
-            "locks": status.lock_documents(self.machine, self.clock, self.settings.directory),
+            "locks": status.lock_documents(
+                self.machine, self.clock, self.settings.directory, self._desk.sockets
+            ),
             "supervisors": status.supervisor_documents(self.machine, self.clock),
             "service": self._desk.documents(),
             "last_grants": list(self._observers.last_grants),

@@ -46,7 +46,8 @@ class Ledger:
 
     def __init__(self, record: Record) -> None:
         self.token = record.token
-        self.problem: str | None = None  # why grants cannot be written
+        self.problem: str | None = None  # why grants cannot be written, and since when
+        self.problem_ms = 0.0
         self.is_writing = False
         self._grant: _Grant | None = None
         self._writes_due = 0  # of what is true already, for lack of it on disk
@@ -142,4 +143,5 @@ class Ledger:
         self.problem = f"grants cannot be written: {reason}; tried again every second"
         self._retry_ms = now_ms + RETRY_MS
         if is_new:
+            self.problem_ms = now_ms
             yield Happened("lock.write_failed", self.problem, "error")

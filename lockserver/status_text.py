@@ -1,0 +1,102 @@
+"""The status document for people, at the width of a terminal. Owns words and lines, no facts.
+
+Long lines are folded between words and never inside one: names and commands are there to be
+copied.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+Document = dict[str, Any]
+
+COLUMNS_MIN = 60  # narrower, nothing would be left beside the labels
+INDENT, LABEL = 9, 12
+TOGETHER = "\u00a0"  # a space at which no line is broken
+
+
+def text_of(document: Document, columns: int | None = None) -> str:
+    """`document` for people; `columns`: the terminal's unless given."""
+    width = max(COLUMNS_MIN, columns or shutil.get_terminal_size().columns)
+    lines = list(_lines(document))
+    return "\n".join(folded for label, text in lines for folded in _fold(label, text, width))
+
+
+def _lines(document: Document) -> Iterator[tuple[str, str]]:
+    server = document["server"]
+    where = f"pid {server['pid']}  since {server['since']}" if server["online"] else "offline view"
+    yield _head("lockserver", f"{where}  token {document['token']}  {server['dir']}")
+    for name, lock in document["locks"].items():
+        yield _head(name, f"{lock['state']:<{LABEL}}{_who(lock)}")
+        for waiter in lock["waiters"]:
+            mark = "  silent: passed over" if waiter["silent"] else ""
+            yield _line("in line", f"{waiter['engine']}  {_since(waiter)}{mark}")
+        for wait in lock["waits"]:
+            yield from _wait(wait)
+    for name, service in document["service"].items():
+        yield _head("service", f"{name} on {service['address']}: {service['state']}")
+    if document.get("problem"):
+        yield _head("problem", document["problem"])
+
+
+def _who(lock: Document) -> str:
+    holder = lock["holder"]
+    if holder is None:
+        return f"nobody  {_since(lock)}"
+    pid = f"pid {holder['pid']}  " if holder.get("pid") else ""
+    return f"{holder['engine']}  token {holder['token']}  {pid}{_since(lock)}"
+
+
+def _wait(wait: Document) -> Iterator[tuple[str, str]]:
+    yield _line("problem" if wait["is_fault"] else "waits", wait["message"])
+    token = f"token {wait['token']}" if wait["token"] else ""
+    pid = f"supervisor pid {wait['pid']}" if wait["pid"] else ""
+    who = [wait["engine"] or "nobody", wait["incarnation"] or "", token, pid]
+    yield _line("who", "  ".join(each for each in who if each))
+    yield _line("since", _since(wait).removeprefix(f"since{TOGETHER}"))
+    for evidence in wait["evidence"]:
+        yield _line("evidence", evidence)
+    yield _line("to do", wait["mend"])
+
+
+def _since(timed: Document) -> str:
+    return f"since {timed['since']} ({span(timed['for_ms'])})".replace(" ", TOGETHER)
+
+
+def span(ms: float) -> str:
+    """How long, in its two largest units: `840 ms`, `12 s`, `3 min 20 s`, `2 h 5 min`."""
+    if ms < 1000:
+        return f"{ms:.0f} ms"
+    seconds = int(ms // 1000)
+    for first, second, size, part in (
+        ("d", "h", 86_400, 3600),
+        ("h", "min", 3600, 60),
+        ("min", "s", 60, 1),
+    ):
+        if seconds >= size:
+            rest = seconds % size // part
+            return f"{seconds // size} {first}" + (f" {rest} {second}" if rest else "")
+    return f"{seconds} s"
+
+
+def _head(label: str, text: str) -> tuple[str, str]:
+    return f"{label:<{INDENT}}" if len(label) < INDENT else f"{label}  ", text
+
+
+def _line(label: str, text: str) -> tuple[str, str]:
+    return f"{'':<{INDENT}}{label:<{LABEL}}", text
+
+
+def _fold(label: str, text: str, width: int) -> list[str]:
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=label,
+        subsequent_indent=" " * (INDENT + LABEL),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(TOGETHER, " ") for line in lines]
