@@ -43,6 +43,7 @@ PLACES = {
     "safetensors": NUMERIC,
     "tokenizers": NUMERIC,
     "jinja2": NUMERIC,
+    "cryptography": ("understudy/wire/psk.py",),
 }
 
 # A core is told the time and tells what should happen; it opens, logs and waits for nothing.
@@ -51,10 +52,15 @@ NOT_IN_A_CORE = (
     *("threading", "multiprocessing", "logging", "time", "datetime", "click"),
     *("understudy.service", "understudy.wire.connection", "understudy.wire.server"),
     *("understudy.wire.client", "understudy.wire.blocking", "understudy.wire.fds"),
+    *("understudy.wire.listener", "understudy.wire.unix_connection", "understudy.wire.tcp"),
+    *("understudy.wire.tcp_connection", "understudy.wire.security", "ssl"),
 )
 
 # Loading these at start would cost the lock server and the supervisors their memory limits.
-NOT_LOADED_AT_START = ("numpy", "aiohttp", "rich", "psutil", "safetensors", "tokenizers", "jinja2")
+NOT_LOADED_AT_START = (
+    *("numpy", "aiohttp", "rich", "psutil", "safetensors", "tokenizers", "jinja2"),
+    "cryptography",
+)
 
 
 @dataclass(frozen=True)

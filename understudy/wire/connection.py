@@ -144,7 +144,7 @@ class Connection(abc.ABC):
             self.fault(error)
             return
         self._arrived.extend(frames)
-        self._watch_frame()
+        self._watch_frame(has_ended=bool(frames))
         if not self._is_paused:  # else the rest of them is due to be delivered anyway
             self._deliver()
 
@@ -188,14 +188,12 @@ class Connection(abc.ABC):
             close_all(frame.fds)
             self.fault(error, request_id)
 
-    def _watch_frame(self) -> None:
-        """A frame that has begun must end before its deadline."""
-        if self._frame_deadline is not None:
-            if self._decoder.is_mid_frame:
-                return
+    def _watch_frame(self, *, has_ended: bool) -> None:
+        """A frame that has begun must end before its deadline; with the next one it begins anew."""
+        if self._frame_deadline is not None and has_ended:
             self._frame_deadline.cancel()
             self._frame_deadline = None
-        elif self._decoder.is_mid_frame:
+        if self._frame_deadline is None and self._decoder.is_mid_frame:
             self._frame_deadline = self._loop.call_later(FRAME_DEADLINE_S, self._frame_late)
 
     def _frame_late(self) -> None:

@@ -33,6 +33,12 @@ from understudy.wire.tcp_connection import Link, TcpConnection, host_of, peer_of
 
 _BACKLOG = CONNECTIONS_MAX
 
+# No loop lets TLS say why it refuses a peer, so that one only sees the connection end.
+_CURE = (
+    "both sides need the same kind of security (certificates, a pre-shared key or none), and each"
+    " must trust the other's"
+)
+
 
 class TcpServer(Listener):
     """Listens on `address`, answers `hello`, and hands every other message to `handler`."""
@@ -121,7 +127,7 @@ class TcpServer(Listener):
         try:
             await loop.connect_accepted_socket(lambda: Link(connect), sock, **options)
         except OSError as error:  # TLS and its deadline are among them
-            self._refuse(who, reason_of(error))
+            self._refuse(who, _why(error, self._security))
 
     def _refuse(self, who: str, why: str) -> None:
         self.refused_count += 1
@@ -158,7 +164,7 @@ async def connect_tcp(
     if security is not None:
         options = _tls_options(security.client_context(), deadline_s)
         options["server_hostname"] = address.host
-    greeter = _Greeter(handler)
+    greeter = _Greeter(handler, address)
     made: list[TcpConnection] = []
 
     def connect(transport: asyncio.Transport) -> TcpConnection:
@@ -180,7 +186,7 @@ async def connect_tcp(
         _give_up(made)
         raise _unreachable(address, f"it did not answer within {deadline_s:g} s") from error
     except OSError as error:
-        raise _unreachable(address, reason_of(error)) from error
+        raise _unreachable(address, _why(error, security)) from error
     except BaseException:
         _give_up(made)
         raise
@@ -189,7 +195,8 @@ async def connect_tcp(
 class _Greeter:
     """Says hello; the handler hears of the connection once that was answered."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, address: TcpAddress) -> None:
+        self._address = address
         self.answered: asyncio.Future[UnreachableError | None]
         self.answered = asyncio.get_running_loop().create_future()
         self._handler = handler
@@ -217,7 +224,8 @@ class _Greeter:
         if self._is_welcome:
             self._handler.closed(conn, reason)
         else:
-            self._answer(UnreachableError("wire.unreachable", f"{conn.peer} refused us: {reason}"))
+            why = f"{reason} before it said welcome; {_CURE}"
+            self._answer(_unreachable(self._address, why))
 
     def _answer(self, refusal: UnreachableError | None) -> None:
         if not self.answered.done():
@@ -235,6 +243,15 @@ def _tls_options(context: ssl.SSLContext, handshake_deadline_s: float) -> dict[s
         "ssl_handshake_timeout": handshake_deadline_s,
         "ssl_shutdown_timeout": FLUSH_DEADLINE_S,
     }
+
+
+def _why(error: OSError, security: Security | None) -> str:
+    """Why no connection came about, which is more than the error knows."""
+    if isinstance(error, ssl.SSLCertVerificationError) and security and not security.names_peers:
+        return "it has another pre-shared key"
+    if isinstance(error, ssl.SSLError) or error.errno or str(error):
+        return reason_of(error)
+    return f"the peer went away during the handshake; {_CURE}"
 
 
 def _unreachable(address: TcpAddress, why: str) -> UnreachableError:

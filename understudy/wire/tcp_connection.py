@@ -66,11 +66,17 @@ class TcpConnection(Connection):
 
     def _finish(self) -> bool:
         """The peer hears the end after our last words, and then ends its side."""
-        self._resume_reading()
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
-        else:  # TLS says that it ends, and waits to hear the same
+        if self._transport.is_closing():
+            return False
+        if self._is_paused:
+            self._resume_reading()
+        if not self._transport.can_write_eof():  # TLS says that it ends, and waits for an answer
             self._transport.close()
+            return True
+        try:
+            self._transport.write_eof()
+        except OSError:  # reset in this very moment
+            return False
         return True
 
     def _abandon(self) -> None:
@@ -137,16 +143,6 @@ def shown(name: tuple[str, int]) -> str:
     return f"[{host}]:{name[1]}" if ":" in host else f"{host}:{name[1]}"
 
 
-# What the other side thinks of our certificate arrives as an alert, in OpenSSL's words.
-_ALERTS = {
-    "CERTIFICATE_REQUIRED": "it wants a certificate, and this side has none",
-    "UNKNOWN_CA": "it does not know the CA of this side's certificate, or has another key",
-    "CERTIFICATE_EXPIRED": "this side's certificate has expired",
-    "BAD_CERTIFICATE": "it refuses this side's certificate",
-    "DECRYPT_ERROR": "it refuses this side's certificate, or has another key",
-}
-
-
 def reason_of(error: BaseException | None) -> str:
     """Why a transport ended, in a sentence's words."""
     if error is None:
@@ -154,9 +150,5 @@ def reason_of(error: BaseException | None) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
-        reason = error.reason or str(error)
-        for alert, meaning in _ALERTS.items():
-            if reason.endswith(alert) and "ALERT" in reason:
-                return f"{meaning} ({reason})"
-        return f"TLS failed: {reason}"
+        return f"TLS failed: {(error.reason or str(error)).lower().replace('_', ' ')}"
     return f"the peer is gone: {getattr(error, 'strerror', None) or error}"
