@@ -19,6 +19,7 @@ from lockserver.messages import CATALOGUE, Beat, Status, StatusReply, SwitchOver
 from lockserver.metrics import LockMetrics
 from lockserver.observers import Observers
 from lockserver.performer import Performer
+from lockserver.place import Place
 from lockserver.prober import Prober
 from lockserver.process_watch import ProcessWatch
 from lockserver.service_desk import ServiceDesk
@@ -26,7 +27,7 @@ from lockserver.service_socket import AWAY
 from lockserver.settings import Settings
 from lockserver.state_file import StateFile
 from lockserver.switchover_desk import SwitchoverDesk, holds_witness
-from understudy.errors import ProtocolError, UsageError
+from understudy.errors import ProtocolError, UnderstudyError, UsageError
 from understudy.service.clock import Clock, SystemClock, rfc3339
 from understudy.service.events import EventLog
 from understudy.wire.connection import Connection
@@ -73,6 +74,7 @@ class LockServer:
         """
         self._loop = asyncio.get_running_loop()
         await self._server.start()  # first: it guards everything below against a second server
+        self._place = Place(self.settings.directory, self._server, self.events)
         try:
             self._state = StateFile(self.settings.directory, KINDS)
             self.machine = Machine(
@@ -189,6 +191,7 @@ class LockServer:
 
     def _tick(self) -> None:
         self._ticker = self._loop.call_later(TICK_S, self._tick)
+        self._look_after_the_place()
         self.feed(ev.Tick())
         now_ms = self.clock.now_ms()
         for name in self._desk.watch(self.machine.locks, now_ms):
@@ -198,6 +201,13 @@ class LockServer:
             is_away = service.state == AWAY
             if is_away and not self._may_come_back(now_ms) and not self.failed.done():
                 self.failed.set_exception(service.in_use())
+
+    def _look_after_the_place(self) -> None:
+        try:
+            self._place.look()
+        except UnderstudyError as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
 
     def _may_come_back(self, now_ms: float) -> bool:
         """Whether some engine may yet hand the service socket back."""
@@ -233,7 +243,7 @@ class LockServer:
                 "online": True,
             },
             "token": self.machine.ledger.token,
-            "problem": self.machine.ledger.problem,
+            "problem": self.machine.ledger.problem or self._place.problem,
             "locks": status.lock_documents(
                 self.machine, self.clock, self.settings.directory, self._desk.sockets
             ),

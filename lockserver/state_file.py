@@ -11,6 +11,7 @@ witness is free.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from lockserver import witness
 from lockserver.core.events import Holder, Record
+from lockserver.place import identity
 from understudy.errors import UnderstudyError
 from understudy.service.slots import FILE_BYTES, SLOT_BYTES, SlotFile, SlotFormat, put_aside
 
@@ -49,6 +51,7 @@ class StateFile:
                 `lock.state_in_use`.
         """
         self.path = os.path.join(directory, NAME)
+        self._directory, self._identity = directory, identity(directory)
         try:
             self.loaded = _load(directory, tuple(locks))
             self._file = self._open()
@@ -78,6 +81,8 @@ class StateFile:
         Raises:
             OSError: it may or may not be on disk; write again before anything depends on it.
         """
+        if identity(self._directory) != self._identity:  # not a place for what we know
+            raise OSError(errno.ESTALE, "the directory was removed or replaced")
         self._file.write(_text(record))
 
     def close(self) -> None:

@@ -138,6 +138,7 @@ class SlotFile:
 
     def _replace(self, text: bytes) -> None:
         if os.path.lexists(self.path):
+            os.close(_open_locked(self.path))  # BlockingIOError: somebody works with it
             put_aside(self.path)
         self._form.create(self.path, text)
         fd = _open_locked(self.path)

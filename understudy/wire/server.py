@@ -65,6 +65,11 @@ class PathGuard:
     def close(self) -> None:
         self._fd.close()
 
+    def is_at(self, guard_path: str) -> bool:
+        """Whether that is still the file that we hold."""
+        found = os.fstat(self._fd.fileno())
+        return _identity(guard_path) == (found.st_dev, found.st_ino)
+
 
 class Server(Listener):
     """Listens on `path`, answers `hello`, and hands every other message to `handler`."""
@@ -85,6 +90,7 @@ class Server(Listener):
         self._guard_path = guard_path or f"{path.removesuffix('.sock')}.lock"
         self._per_process_max = per_process_max
         self._guard: PathGuard | None = None
+        self._bound: tuple[int, int] | None = None  # which file at `path` is ours
 
     async def start(self) -> None:
         """Bind and listen.
@@ -97,17 +103,53 @@ class Server(Listener):
         _check_directory(os.path.dirname(self.path) or ".")
         self._guard = PathGuard(self._guard_path, f"{self._service} on {self.path}")
         try:
-            self._listen(_bind(self.path))
+            self._listen_at_path(_bind(self.path))
         except BaseException:
             self._guard.close()
             raise
+
+    def _listen_at_path(self, sock: socket.socket) -> None:
+        self._bound = _identity(self.path)
+        self._listen(sock)
+
+    def reclaim_guard(self) -> str | None:
+        """Make the guard anew if it was removed or replaced; its path if so.
+
+        To be called now and then, as `reclaim_socket`: nothing announces it, and whoever is
+        connected does not notice.
+
+        Raises:
+            UnderstudyError: `wire.address_in_use`, another server has it now; `wire.no_guard`.
+        """
+        assert self._guard is not None
+        if self._guard.is_at(self._guard_path):
+            return None
+        guard = PathGuard(self._guard_path, f"{self._service} on {self.path}")
+        self._guard.close()
+        self._guard = guard
+        return self._guard_path
+
+    def reclaim_socket(self) -> str | None:
+        """Listen at the path again if its socket was removed or replaced; the path if so.
+
+        Raises:
+            UnderstudyError: as `start`; whoever is in the old backlog still gets in.
+            OSError: no room, no permission.
+        """
+        if _identity(self.path) == self._bound:
+            return None
+        sock = _bind(self.path)
+        self._stop_listening()
+        self._listen_at_path(sock)
+        return self.path
 
     async def close(self) -> None:
         """Stop listening, close every connection and give the path up."""
         if self._sock is None or self._guard is None:
             return
         self._stop_listening()
-        os.unlink(self.path)
+        if _identity(self.path) == self._bound:  # it may be another's by now
+            os.unlink(self.path)
         await self._close_connections()
         self._guard.close()
         self._guard = None
@@ -136,6 +178,15 @@ class Server(Listener):
             f"pid {pid} has {self._per_process_max} connections to {self._service}, which is the"
             " limit for one process; close some"
         )
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Which file is at `path`, if any."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _check_directory(directory: str) -> None:

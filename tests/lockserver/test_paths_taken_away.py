@@ -1,0 +1,205 @@
+"""Files and directories removed or replaced under a lock server that runs, while a lock is held."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+
+import pytest
+
+from tests.helpers import auntil
+from tests.lockserver.engines import Engine, EngineProcess
+from tests.lockserver.processes import ServerProcess
+
+SOCKET, GUARD, STATE = "lockserver.sock", "lockserver.lock", "lockserver.json"
+
+
+def take_away(path: str, how: str) -> None:
+    os.unlink(path)
+    if how == "a stale socket":
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.bind(path)
+    elif how == "a file":
+        with open(path, "wb"):
+            pass
+
+
+@contextlib.contextmanager
+def put_there(path: str, stranger: str):
+    """Something else at `path`, in one step."""
+    with contextlib.ExitStack() as stack:
+        if stranger == "a listener":
+            other = stack.enter_context(socket.socket(socket.AF_UNIX))
+            other.bind(f"{path}.other")
+            other.listen()
+        else:
+            stack.enter_context(open(f"{path}.other", "wb"))
+        os.rename(f"{path}.other", path)
+        yield
+
+
+async def hold(engine: Engine) -> int:
+    engine.launch()
+    engine.want("active")
+    return await engine.granted()
+
+
+async def wait(engine: Engine) -> None:
+    engine.launch()
+    engine.want("active")
+    await auntil(lambda: engine.heard, "the news of who is active")
+
+
+@pytest.mark.parametrize("how", ["nothing", "a stale socket"])
+def test_socket_path_deleted_or_replaced_while_held_is_taken_back(pod_dir, start_server, how):
+    """Goal: whoever was not connected can still come, and whoever was notices nothing. Method:
+    remove the socket's path while a lock is held; a newcomer waits and is granted in its turn."""
+    server = start_server()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as newcomer:
+            token = await hold(holder)
+            take_away(os.path.join(pod_dir, SOCKET), how)
+            newcomer.launch()
+            newcomer.want("active")
+            await auntil(lambda: newcomer.heard, "the newcomer to get in")
+            lock = server.lock()
+            assert (lock["state"], lock["holder"]["token"]) == ("held", token)
+            assert holder.connects == 1
+            holder.reap()
+            holder.relent()
+            assert await newcomer.granted() == token + 1
+
+    asyncio.run(scenario())
+    assert f"{pod_dir}/{SOCKET} was removed or replaced" in server.log()
+
+
+@pytest.mark.parametrize("stranger", ["a file", "a listener"])
+def test_socket_path_that_is_a_strangers_is_said_and_taken_back_when_it_goes(
+    pod_dir, start_server, start_engine, stranger
+):
+    """Goal: no silent deafness. Method: put something else at the path; status over HTTP says so
+    while a takeover of those who are connected works; remove it."""
+    server = start_server()
+    path = os.path.join(pod_dir, SOCKET)
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            await wait(standby)
+            with put_there(path, stranger):
+                await auntil(lambda: "lock.path_lost" in server.log(), "people to be told")
+                assert "nobody new can connect" in server.log()
+                holder.signal(signal.SIGKILL, tree=True)
+                assert await standby.granted() == 2
+            os.unlink(path)
+            await auntil(lambda: "lock.path_back" in server.log(), "the path to be taken back")
+            assert server.status()["problem"] is None
+
+    holder = start_engine("engine-0")
+    assert holder.granted() == 1
+    asyncio.run(scenario())
+
+
+def test_guard_and_socket_removed_a_second_server_cannot_take_over_and_the_first_goes_on(
+    pod_dir, start_server
+):
+    """Goal: one server per directory, whatever is removed. Method: remove both, start a second one
+    at once: it ends, the first takes its files back and still grants."""
+    server = start_server()
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
+            token = await hold(holder)
+            await wait(standby)
+            os.unlink(os.path.join(pod_dir, GUARD))
+            os.unlink(os.path.join(pod_dir, SOCKET))
+            command = [*server.command, "serve", "--dir", pod_dir, "--http-port", "0"]
+            ran = await asyncio.to_thread(
+                subprocess.run, command, capture_output=True, text=True, timeout=60
+            )
+            assert ran.returncode == 1
+            assert "Traceback" not in ran.stderr
+            await auntil(lambda: os.path.exists(os.path.join(pod_dir, SOCKET)), "the socket")
+            assert server.lock()["holder"]["token"] == token
+            holder.reap()
+            holder.relent()
+            assert await standby.granted() == token + 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["holder_lives", "holder_dies"])
+def test_second_server_in_an_emptied_directory_the_first_ends_and_grants_nothing(
+    pod_dir, start_server, start_engine, is_killed
+):
+    """Goal: of two servers over one directory, the one that lost its files yields. Method: stop it,
+    remove its guard, socket and state, start a second one, let the first go on: it writes nothing
+    into the other's file and ends; the holder shows the second its token, or the next is let in."""
+    first = start_server()
+    holder = start_engine("engine-0")
+    assert holder.granted() == 1
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            await wait(standby)
+            assert first.process is not None
+            os.kill(first.pid, signal.SIGSTOP)
+            for name in (GUARD, SOCKET, STATE):
+                os.unlink(os.path.join(pod_dir, name))
+            second = await asyncio.to_thread(start_server)
+            assert second.lock()["state"] == "recovering"
+            if is_killed:
+                holder.signal(signal.SIGKILL, tree=True)
+            os.kill(first.pid, signal.SIGCONT)
+            assert await asyncio.to_thread(first.process.wait) == 1
+            first.process = None
+            if is_killed:
+                assert await standby.granted() > 1
+            else:
+                await auntil(lambda: second.lock()["waiters"], "the standby to wait there")
+                await auntil(lambda: second.lock()["state"] == "held", "the claim")
+                assert second.lock()["holder"]["token"] == 1
+                assert standby.token() == 0
+            assert "unreadable" not in " ".join(os.listdir(pod_dir))
+
+    asyncio.run(scenario())
+    assert "[wire.address_in_use]" in first.log()
+
+
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_directory_replaced_while_held_the_server_ends_and_grants_to_nobody(pod_dir, how):
+    """Goal: what is known of one directory is not written into another. Method: move the directory
+    away (or remove all of it) and make a new one while a holder dies: the server ends with a
+    sentence, nothing was granted, and the new directory is empty."""
+    place = os.path.join(pod_dir, "pod")
+    os.mkdir(place, 0o700)
+    server = ServerProcess(place)
+    server.log_path = os.path.join(pod_dir, "log.txt")
+
+    async def scenario() -> None:
+        async with Engine(place, "engine-1") as standby:
+            await wait(standby)
+            if how == "moved":
+                os.rename(place, f"{place}.old")
+            else:
+                shutil.rmtree(place)
+            os.mkdir(place, 0o700)
+            holder.signal(signal.SIGKILL, tree=True)
+            assert server.process is not None
+            assert await asyncio.to_thread(server.process.wait) == 1
+            server.process = None
+            assert standby.token() == 0
+            assert os.listdir(place) == []
+
+    with contextlib.closing(server):
+        server.start()
+        with contextlib.closing(EngineProcess(place, "engine-0")) as holder:
+            assert holder.granted() == 1
+            asyncio.run(scenario())
+    assert "[lock.directory_replaced]" in server.log()
+    assert "Traceback" not in server.log()
