@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ async def run(settings: Settings, http_host: str, http_port: int) -> None:
         await http.start()
         message = f"lock server on {settings.directory}, probes on {http.host}:{http.port}"
         server.events.record("lockserver.started", message, data={"http_port": http.port})
+        gc.freeze()  # what is here now stays: no later collection walks it while a grant waits
         await _until_ended(server)
     finally:
         await http.stop()

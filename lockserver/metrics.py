@@ -21,7 +21,7 @@ SWITCHOVER_RESULTS = {
 
 
 class LockMetrics:
-    """`metrics` is what is scraped; `update` is cheap and called after every change."""
+    """`metrics` is what is scraped; `update` is called before each scrape."""
 
     def __init__(self, locks: tuple[str, ...]) -> None:
         self.metrics = metrics = Metrics()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import singledispatchmethod
 
-from lockserver import status, waits, witness
+from lockserver import witness
 from lockserver.core import events as ev
 from lockserver.core.machine import Machine
 from lockserver.messages import Granted, HandOver
@@ -22,8 +22,8 @@ from lockserver.process_watch import ProcessWatch
 from lockserver.service_desk import ServiceDesk
 from lockserver.state_file import StateFile
 from lockserver.switchover_desk import SwitchoverDesk
+from lockserver.teller import Teller
 from understudy.errors import ProtocolError
-from understudy.service.events import EventLog
 from understudy.wire.connection import Connection
 
 
@@ -39,7 +39,7 @@ class Performer:
     observers: Observers
     processes: ProcessWatch
     switchovers: SwitchoverDesk
-    events: EventLog
+    teller: Teller
     metrics: LockMetrics
     feed: Callable[[ev.Input], None]
 
@@ -122,12 +122,7 @@ class Performer:
 
     @_do.register
     def _happened(self, effect: ev.Happened) -> None:
-        data = dict(effect.data)
-        message = effect.message
-        if effect.evidence is not None:
-            data["pids"] = status.processes_of(effect.evidence)
-            message = f"{message}: {waits.named(data['pids'])}"
-        self.events.record(effect.type, message, effect.severity, data)
+        self.teller.happened(effect)
 
     def lend_to_all(self, name: str, but: int | None = None) -> None:
         """A service socket has become ours: every connected supervisor gets a copy."""

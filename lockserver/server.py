@@ -27,6 +27,7 @@ from lockserver.service_socket import AWAY
 from lockserver.settings import Settings
 from lockserver.state_file import StateFile
 from lockserver.switchover_desk import SwitchoverDesk, holds_witness
+from lockserver.teller import Teller
 from understudy.errors import ProtocolError, UnderstudyError, UsageError
 from understudy.service.clock import Clock, SystemClock, rfc3339
 from understudy.service.events import EventLog
@@ -84,6 +85,7 @@ class LockServer:
                 window_ms=self.settings.window_ms,
             )
             self._prober = Prober(self.settings.directory, self.machine, self.feed)
+            self._teller = Teller(self.events, self.clock)
             self._desk.open(is_first_start=self._state.loaded.is_first)
             self._switchovers = SwitchoverDesk(
                 self.machine, partial(holds_witness, self.settings.directory)
@@ -100,13 +102,15 @@ class LockServer:
             observers=self._observers,
             processes=self._processes,
             switchovers=self._switchovers,
-            events=self.events,
+            teller=self._teller,
             metrics=self.metrics,
             feed=self.feed,
         )
         self.events.subscribe(self.metrics.count)
         self._report_start()
         self._performer.perform(self.machine.begin(witness.sealed(self.settings.directory)))
+        self._teller.catch_up()
+        self.metrics.metrics.refresh = self._refresh_metrics
         self._tick()
 
     async def close(self) -> None:
@@ -114,6 +118,7 @@ class LockServer:
         if self._ticker is not None:
             self._ticker.cancel()
         self._prober.close()
+        self._teller.catch_up()
         await self._server.close()
         self._processes.close()
         self._desk.close()
@@ -122,7 +127,6 @@ class LockServer:
     def feed(self, event: ev.Input) -> None:
         """One event into the machine, its effects out, then look at what is worth looking at."""
         self._performer.perform(self.machine.handle(event, self.clock.now_ms()))
-        self.metrics.update(self.machine)
         self._prober.kick()
 
     @property
@@ -163,7 +167,7 @@ class LockServer:
     def _want(self, conn: Connection, want: Want, fds: list[OwnedFd]) -> None:
         for name in self._desk.take(conn.id, want.services, fds):
             message = f"{want.engine} handed the service socket of {name} back"
-            self.events.record("lock.service_back", message, data={"lock": name})
+            self._teller.happened(ev.Happened("lock.service_back", message, data={"lock": name}))
             self._performer.lend_to_all(name, but=conn.id)
         file, state = None, witness.Probe.UNPROVEN
         if want.witness is not None and want.incarnation is not None and "/" not in want.witness:
@@ -216,6 +220,10 @@ class LockServer:
         is_on_file = any(lock.state is not LockState.FREE for lock in self.machine.locks.values())
         return is_on_file or bool(self.machine.supervisors)
 
+    def _refresh_metrics(self) -> None:
+        self._teller.catch_up()
+        self.metrics.update(self.machine)
+
     def _report_start(self) -> None:
         loaded = self._state.loaded
         if loaded.problem is not None:
@@ -233,6 +241,7 @@ class LockServer:
 
     def document(self) -> dict[str, Any]:
         """The status document, the same for the CLI, `/status` and observers."""
+        self._teller.catch_up()
         return {
             "schema": status.SCHEMA,
             "as_of_event_id": self.events.last_id,

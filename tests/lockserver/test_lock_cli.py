@@ -34,8 +34,10 @@ def run(*words: str, directory: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def running(*words: str, directory: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The command until the block ends."""
-    process = subprocess.Popen(command(*words, directory=directory), stdout=subprocess.PIPE)
+    """The command until the block ends. Unbuffered: what is read ahead, `select` cannot see."""
+    process = subprocess.Popen(
+        command(*words, directory=directory), stdout=subprocess.PIPE, bufsize=0
+    )
     try:
         yield process
     finally:

@@ -76,14 +76,19 @@ class EventLog:
         message: str,
         severity: str = "info",
         data: Mapping[str, Any] | None = None,
+        at: tuple[datetime, float] | None = None,
     ) -> Event:
-        """Append one event, log it as one line, then call every subscriber with it."""
+        """Append one event, log it as one line, then call every subscriber with it.
+
+        `at`: the time of day and the clock's `now_ms` when it happened, if that was not just now.
+        """
         level = SEVERITIES[severity]
+        ts, mono_ms = at or (self._clock.wall(), self._clock.now_ms())
         self.last_id += 1
         event = Event(
             id=self.last_id,
-            ts=self._clock.wall(),
-            mono_ms=self._clock.now_ms(),
+            ts=ts,
+            mono_ms=mono_ms,
             type=type,
             severity=severity,
             source=self.source,

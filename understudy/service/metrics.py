@@ -9,7 +9,7 @@ Enum repeats the metric's name as the label).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -67,6 +67,7 @@ class Metrics:
     """
 
     def __init__(self, limits: Sequence[str] = ()) -> None:
+        self.refresh: Callable[[], None] = lambda: None  # called before each scrape is answered
         self.registry = CollectorRegistry()
         ProcessCollector(namespace=PREFIX, registry=self.registry)
         self._build = self.gauge(
@@ -139,6 +140,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The page that Prometheus scrapes, of type `CONTENT_TYPE`."""
+        self.refresh()
         return generate_latest(self.registry)
 
 
