@@ -20,7 +20,7 @@ import argparse
 import json
 
 from hack.bench_gms import SESSIONS, measure
-from hack.bench_lock import kill_to_grant
+from hack.bench_lock_trees import kill_to_grant
 from hack.machine import machine
 
 DIRTY_MIB = 256  # enough for the death of a process to take visibly longer than the grant

@@ -28,7 +28,7 @@ from typing import Any
 
 from gms.client import Reader, Writer
 from gms.core.suballocator import ALIGNMENT_BYTES
-from hack.bench_lock import spread
+from hack.bench_lock_trees import spread
 from hack.bench_shapes import waste
 from hack.machine import machine
 from tests.gms.bench import IDENTITY, MIB, GmsProcess

@@ -1,0 +1,147 @@
+"""One process that waits for a lock, holds it, and is killed: the same for every contender.
+
+    python hack/bench_lock_party.py CONTENDER ADDRESS NAME
+
+Writes lines of JSON: `{"waiting": …}` once it is in line, `{"granted_ns": …}` with CLOCK_MONOTONIC
+as read when it knew that it holds the lock. Every contender's process imports the same few modules
+at first, so that what is killed weighs the same; what one needs besides is imported where it is
+used.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: the repository is where its neighbours are
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hack.bench_lock_clients import (
+    ETCD_TTL_S,
+    REDIS_PX_MS,
+    REDIS_RETRY_S,
+    Etcd,
+    LockServerClient,
+    Redis,
+)
+from understudy.service.parent import arm_from_environment
+
+POLL_S = 0.1  # NVIDIA Dynamo's flock, polled every 100 ms
+
+
+def tell(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def granted() -> None:
+    tell(granted_ns=time.monotonic_ns())
+
+
+def small(address: str, name: str) -> None:
+    """One process that is supervisor and backend: it holds its witness itself, on descriptor 0."""
+    client = LockServerClient(address, name)
+    os.dup2(client.launch(), 0)
+    client.want("active")
+    while True:
+        heard = client.hear()
+        if heard["type"] == "granted" and heard["incarnation"] == client.incarnation:
+            granted()
+            client.want("active", active=heard["token"])
+        elif heard["type"] == "granted":
+            tell(waiting=True)
+
+
+def supervisor(address: str, name: str) -> None:
+    from hack import bench_lock_supervisor
+
+    bench_lock_supervisor.alone(address, name, tell)
+
+
+def tree(address: str, name: str) -> None:
+    from hack import bench_lock_supervisor
+
+    bench_lock_supervisor.tree(address, name, tell)
+
+
+def handback(address: str, name: str) -> None:
+    from hack import bench_lock_supervisor
+
+    bench_lock_supervisor.handback(address, name, tell)
+
+
+def flock(address: str, name: str) -> None:
+    fd = os.open(address, os.O_RDWR | os.O_CREAT, 0o600)
+    tell(waiting=True)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    granted()
+    signal.pause()
+
+
+def flock_poll(address: str, name: str) -> None:
+    fd = os.open(address, os.O_RDWR | os.O_CREAT, 0o600)
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            tell(waiting=True)
+            time.sleep(POLL_S)
+    granted()
+    signal.pause()
+
+
+def redis(address: str, name: str) -> None:
+    port, _, key = address.partition("/")
+    client, owner = Redis(int(port)), os.urandom(16).hex()
+    while not client.try_acquire(key, owner):
+        tell(waiting=True)
+        time.sleep(REDIS_RETRY_S)
+    granted()
+    while True:
+        time.sleep(REDIS_PX_MS / 3 / 1000)
+        client.renew(key, owner)
+
+
+def etcd(address: str, name: str) -> None:
+    import threading
+
+    port, _, key = address.partition("/")
+    client = Etcd(int(port))
+    lease = client.lease()
+
+    def keep_alive() -> None:
+        keeper = Etcd(int(port))
+        while True:
+            time.sleep(ETCD_TTL_S / 3)
+            keeper.keep_alive(lease)
+
+    threading.Thread(target=keep_alive, daemon=True).start()
+    tell(waiting=True)
+    client.acquire(key, lease)
+    granted()
+    signal.pause()
+
+
+PARTIES: dict[str, Callable[[str, str], None]] = {
+    "unix": small,
+    "unix_disk": small,
+    "unix_supervisor": supervisor,
+    "unix_tree": tree,
+    "unix_handback": handback,
+    "flock": flock,
+    "flock_poll_100ms": flock_poll,
+    "redis": redis,
+    "etcd": etcd,
+}
+
+if __name__ == "__main__":
+    arm_from_environment()
+    PARTIES[sys.argv[1]](sys.argv[2], sys.argv[3])

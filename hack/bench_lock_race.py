@@ -1,0 +1,136 @@
+"""SIGKILL of the holder → the next waiter runs, for one contender after another.
+
+A lane is one lock with its holder and one waiter; the waiter becomes the next round's holder. The
+waiter stamps the clock when it knows that it holds the lock, the killer stamps it just before the
+kill: both are CLOCK_MONOTONIC of one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from understudy.service.parent import environment
+
+PARTY = str(Path(__file__).with_name("bench_lock_party.py"))
+SETTLE_S = 0.05  # who says that it waits is about to block, and may not have done it yet
+PHASE_S = 0.1  # kills fall evenly over the longest polling interval of any contender
+READY_S = 60.0
+GRANT_S = 120.0
+
+
+class Party:
+    """A process of `bench_lock_party`, and what it says."""
+
+    def __init__(self, contender: str, address: str, name: str) -> None:
+        self.name, self._rest = name, b""
+        self.backends: list[int] = []
+        self.process = subprocess.Popen(
+            [sys.executable, PARTY, contender, address, name],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **environment()},
+        )
+
+    def hear(self, key: str, deadline_s: float) -> Any:
+        """The value of the next line that has `key`."""
+        end = time.monotonic() + deadline_s
+        while True:
+            while b"\n" in self._rest:
+                line, _, self._rest = self._rest.partition(b"\n")
+                said = json.loads(line)
+                self.backends = said.get("backends", self.backends)
+                if key in said:
+                    return said[key]
+            self._read(end, key)
+
+    def _read(self, end: float, key: str) -> None:
+        assert self.process.stdout is not None
+        fd = self.process.stdout.fileno()
+        ready, _, _ = select.select([fd], [], [], max(0.0, end - time.monotonic()))
+        data = os.read(fd, 4096) if ready else b""
+        if not data:
+            what = "ended before it said" if ready else "did not say in time"
+            raise RuntimeError(f"{self.process.args!r} {what}: {key}")
+        self._rest += data
+
+    def kill(self, pids: Sequence[int]) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Lane:
+    """One lock of one contender, with whoever holds it and whoever waits."""
+
+    def __init__(self, contender: str, address: str, number: int = 0) -> None:
+        self.contender, self.address, self.number = contender, address, number
+        self.took_ms: list[float] = []
+        self._count = 0
+        self._random = random.Random(number)
+        self._parties: list[Party] = []
+
+    def launch(self) -> None:
+        """Start one more; `in_line` says when it waits."""
+        self._count += 1
+        name = f"{self.contender.replace('_', '-')}-{self.number}-{self._count}"
+        self._parties.append(Party(self.contender, self.address, name))
+
+    def hold(self) -> None:
+        """The first one must hold it."""
+        self._parties[0].hear("granted_ns", READY_S)
+
+    def in_line(self) -> None:
+        self._parties[-1].hear("waiting", READY_S)
+
+    def kill(self) -> float:
+        """Kill the holder; how long until the waiter knew (ms)."""
+        time.sleep(SETTLE_S + self._random.uniform(0, PHASE_S))
+        holder, waiter = self._parties
+        killed = [holder.process.pid, *holder.backends]
+        if self.contender.endswith("_handback"):
+            killed = holder.backends
+        began_ns = time.monotonic_ns()
+        holder.kill(killed)
+        took_ms: float = (waiter.hear("granted_ns", GRANT_S) - began_ns) / 1e6
+        self.took_ms.append(took_ms)
+        self._parties.pop(0).close()
+        return took_ms
+
+    def close(self) -> None:
+        for party in self._parties:
+            party.close()
+        self._parties.clear()
+
+
+def race(lanes: Sequence[Lane], rounds: int) -> None:
+    """All lanes side by side: in each round every contender's holder is killed once, and who is
+    first changes from round to round, so that what disturbs the machine hits all alike."""
+    for lane in lanes:
+        lane.launch()
+    for lane in lanes:
+        lane.hold()
+    for number in range(rounds):
+        for lane in lanes:
+            lane.launch()
+        for lane in lanes:
+            lane.in_line()
+        first = number % len(lanes)
+        for lane in [*lanes[first:], *lanes[:first]]:
+            lane.kill()

@@ -1,0 +1,87 @@
+"""Supervisors as `engine run` has them, the same client on the same loop: alone, or with a tree."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import subprocess
+import time
+from collections.abc import Callable
+
+import uvloop
+
+from lockserver import witness
+from lockserver.client import LockClient
+from understudy.service.parent import die_with_parent
+
+Tell = Callable[..., None]
+
+
+class Supervisor:
+    """Wants `active` for one incarnation, and says when it is in line and when it is granted."""
+
+    def __init__(self, directory: str, name: str, tell: Tell) -> None:
+        self._tell = tell
+        path = os.path.join(directory, "lockserver.sock")
+        self.client = LockClient(path, engine=name, on_granted=self._heard)
+        self.incarnation = witness.new_incarnation(name)
+        self.witness = witness.create(directory, self.incarnation)
+
+    def _heard(self, lock: str, incarnation: str, token: int) -> None:
+        if lock == "active" and incarnation == self.incarnation:
+            self._tell(granted_ns=time.monotonic_ns())
+            self.client.set_want(incarnation, self.witness, ("active",), {lock: token})
+        elif lock == "active":
+            self._tell(waiting=True)
+
+    async def run(self) -> None:
+        self.client.set_want(self.incarnation, self.witness, ("active",))
+        await self.client.run()
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """A backend process with the witness on descriptor 0, as small as they come."""
+        fd = os.open(self.witness, os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        parent = os.getpid()
+        try:
+            return subprocess.Popen(
+                ["sleep", "infinity"], stdin=fd, preexec_fn=lambda: die_with_parent(parent)
+            )
+        finally:
+            os.close(fd)
+
+
+def alone(directory: str, name: str, tell: Tell) -> None:
+    """It is its own backend."""
+    supervisor = Supervisor(directory, name, tell)
+    witness.join(supervisor.witness)
+    uvloop.run(supervisor.run())
+
+
+def tree(directory: str, name: str, tell: Tell) -> None:
+    """With two backend processes."""
+    supervisor = Supervisor(directory, name, tell)
+    tell(backends=[supervisor.launch().pid for _ in range(2)])
+    uvloop.run(supervisor.run())
+
+
+def handback(directory: str, name: str, tell: Tell) -> None:
+    """With one backend process, which it reaps when that dies; then it gives the lock up."""
+    supervisor = Supervisor(directory, name, tell)
+    backend = supervisor.launch()
+    tell(backends=[backend.pid])
+
+    async def main() -> None:
+        pidfd = os.pidfd_open(backend.pid)
+        loop = asyncio.get_running_loop()
+
+        def reap() -> None:
+            loop.remove_reader(pidfd)
+            backend.wait()
+            supervisor.client.set_want(None, None)
+
+        loop.add_reader(pidfd, reap)
+        await supervisor.run()
+
+    uvloop.run(main())
