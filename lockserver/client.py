@@ -5,32 +5,51 @@ a restart of the server. Must not know why something is wanted; `set_want` is to
 
 The surprising things: the current want is the first message on every connection, and it is all
 that is ever said; a lost grant, a cut connection and a restarted server are mended by saying it
-again. A lost connection is no lost lock: the witness protects its holder, so `on_lost` asks for
-patience, not for anybody's death. While a supervisor reaps its tree it must not call `set_want`.
+again. A lost connection is no lost lock: on one host the witness protects its holder, over TCP its
+lease does, so `on_lost` asks for patience, not for anybody's death; `on_lease_lost` does ask for
+it. While a supervisor reaps its tree it must not call `set_want`: over TCP, too, another
+incarnation or none says that the last one is gone, and ends the watch over it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from lockserver import messages, witness
-from lockserver.messages import CATALOGUE, Beat, Granted, HandOver, Service, Want
+from lockserver.lease_watch import Ender, LeaseWatch
+from lockserver.messages import (
+    CATALOGUE,
+    Beat,
+    Granted,
+    HandOver,
+    MemberLost,
+    Renewed,
+    Service,
+    Want,
+)
 from understudy.errors import RemoteError, UnderstudyError
+from understudy.wire.address import SCHEME, TcpAddress
 from understudy.wire.client import connect
 from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd, close_all
 from understudy.wire.messages import Fault, Message
 
+if TYPE_CHECKING:
+    from understudy.wire.security import Security
+
 __all__ = ["HEARTBEAT_MS", "LockClient", "messages", "witness"]
 
 HEARTBEAT_MS = 500  # six of them fit into the server's silent_ms of 3 s
 CONNECT_DEADLINE_S = 5.0
+# Over TCP a lost packet may make one attempt hang: there must be time for another within a lease.
+TCP_CONNECT_DEADLINE_S = 1.5
 RETRY_MS_MIN = 10.0  # a restarted server is found again within a few of these
 RETRY_MS_MAX = 500.0
+FENCED = frozenset({"active"})  # the locks that nobody may act on once their lease has run out
 
 
 def _ignore(*_: object) -> None:
@@ -61,24 +80,42 @@ class LockClient:
     - `on_hand_over(lock, incarnation, to)`: `incarnation`, which holds `lock`, is to finish, reap
       and give it up to engine `to`. May come again.
     - `on_connected()`, `on_lost(reason)`.
+
+    Over TCP alone, each at most once per incarnation; its tree must be killed and reaped at once:
+
+    - `on_lease_lost(reason)`: the server could not be heard for too long while `active` was held.
+    - `on_member_lost(reason)`: another of the nodes that this engine spans is gone.
     """
 
     def __init__(
         self,
-        path: str,
+        address: str,
         *,
         engine: str,
         supervisor: str | None = None,
+        security: Security | None = None,
+        member: int = 0,
+        members: int = 1,
         on_granted: Callable[[str, str, int], object] = _ignore,
         on_service: Callable[[str, str, OwnedFd], object] | None = None,
         on_connected: Callable[[], object] = _ignore,
         on_lost: Callable[[str], object] = _ignore,
         on_refused: Callable[[UnderstudyError], object] = _ignore,
         on_hand_over: Callable[[str, str, str], object] = _ignore,
+        on_lease_lost: Callable[[str], object] = _ignore,
+        on_member_lost: Callable[[str], object] = _ignore,
         heartbeat_ms: float = HEARTBEAT_MS,
+        ender: Ender | None = None,
     ) -> None:
-        self.path = path
+        """`address` is the path of a Unix socket, or tcp://HOST:PORT with its `security`. `ender`
+        stands in for the kernel's timer in tests.
+
+        Raises:
+            UnderstudyError: `lock.no_dead_man`: over TCP, and this process cannot have a timer.
+        """
+        self.address = address
         self.engine = engine
+        self.unreachable: str | None = None  # why the last attempt to connect failed
         self.supervisor = supervisor or secrets.token_hex(8)
         self._on_granted = on_granted
         self._on_service = on_service
@@ -86,6 +123,14 @@ class LockClient:
         self._on_lost = on_lost
         self._on_refused = on_refused
         self._on_hand_over = on_hand_over
+        self._on_member_lost = on_member_lost
+        self._security = security
+        self._member = member
+        self._members = members
+        self._lease: LeaseWatch | None = None
+        if address.startswith(SCHEME):
+            self._lease = LeaseWatch(on_lease_lost, ender)
+        self._must_repeat = False  # a grant came that could not be acted on
         self._heartbeat_ms = heartbeat_ms
         self._truth = _Truth()
         self._services: dict[str, OwnedFd] = {}
@@ -96,6 +141,11 @@ class LockClient:
     @property
     def is_connected(self) -> bool:
         return self._conn is not None
+
+    @property
+    def lease(self) -> dict[str, Any] | None:
+        """For status, over TCP: how long the lease is good for, when the server was heard."""
+        return None if self._lease is None else self._lease.document()
 
     def set_want(
         self,
@@ -115,6 +165,8 @@ class LockClient:
         truth = _Truth(incarnation, name, tuple(locks), dict(tokens or {}))
         if truth == self._truth:
             return  # a holder that answers each grant with its token must not go round for ever
+        if self._lease is not None and incarnation != self._truth.incarnation:
+            self._lease.begin()
         self._truth = truth
         if self._conn is not None:
             self._conn.send(self._want())
@@ -127,8 +179,11 @@ class LockClient:
                 tasks.create_task(self._beat())
                 while True:
                     self._ended.clear()
-                    with contextlib.suppress(UnderstudyError):  # unreachable: tried again below
-                        await connect(self.path, CATALOGUE, self, CONNECT_DEADLINE_S)
+                    try:
+                        await self._connect()
+                    except UnderstudyError as error:  # unreachable: tried again below
+                        self.unreachable = error.message
+                    else:
                         loop = asyncio.get_running_loop()
                         begun = loop.time()
                         await self._ended.wait()
@@ -140,18 +195,43 @@ class LockClient:
             if self._conn is not None:
                 self._conn.close("the supervisor is ending")
                 self._conn = None
+            if self._lease is not None:
+                self._lease.close()
             close_all(self._services.values())
             self._services.clear()
 
+    async def _connect(self) -> None:
+        if not self.address.startswith(SCHEME):
+            await connect(self.address, CATALOGUE, self, CONNECT_DEADLINE_S)
+            return
+        from understudy.wire.tcp import connect_tcp  # who uses the Unix socket needs no TLS
+
+        where = TcpAddress.parse(self.address)
+        await connect_tcp(where, CATALOGUE, self, self._security, TCP_CONNECT_DEADLINE_S)
+
     async def _beat(self) -> None:
+        lease = self._lease
         while True:
-            await asyncio.sleep(self._heartbeat_ms / 1000)
-            self._progress += 1
-            if self._conn is not None:
-                self._conn.send(Beat(self._progress))
+            usual_ms = self._heartbeat_ms
+            await asyncio.sleep((lease.beat_ms(usual_ms) if lease else usual_ms) / 1000)
+            if self._conn is None:
+                continue
+            if lease is not None and lease.is_silent():
+                self._conn.close("the lock server answers nothing; connecting anew")
+            elif self._must_repeat:
+                self._conn.send(self._want())
+            else:
+                self._conn.send(Beat(self._next_progress()))
+
+    def _next_progress(self) -> int:
+        """The number of the message that is about to be sent, from when its answer counts."""
+        self._progress += 1
+        if self._lease is not None and self._truth.incarnation is not None:
+            self._lease.sent(self._progress)
+        return self._progress
 
     def _want(self, services: tuple[str, ...] = ()) -> Want:
-        truth = self._truth
+        truth, self._must_repeat = self._truth, False
         return Want(
             supervisor=self.supervisor,
             engine=self.engine,
@@ -160,12 +240,17 @@ class LockClient:
             locks=truth.locks,
             tokens=dict(truth.tokens),
             services=services,
+            member=self._member,
+            members=self._members,
+            progress=self._next_progress(),
         )
 
     # ------------------------------------------------------------------ as the wire's handler
 
     def opened(self, conn: Connection) -> None:
-        self._conn = conn
+        self._conn, self.unreachable = conn, None
+        if self._lease is not None:
+            self._lease.opened()
         copies = [fd.duplicate() for fd in self._services.values()]
         conn.send(self._want(tuple(self._services)), fds=copies)
         self._on_connected()
@@ -173,8 +258,16 @@ class LockClient:
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
+        if self._lease is not None:
+            self._lease.heard()
         if isinstance(message, Granted):
-            self._on_granted(message.lock, message.incarnation, message.token)
+            self._granted(message)
+        elif isinstance(message, Renewed) and self._lease is not None:
+            self._lease.renewed(message)
+        elif isinstance(message, MemberLost):
+            if message.incarnation == self._truth.incarnation:
+                text = f"member {message.member} of this engine is gone: {message.reason}"
+                self._on_member_lost(text)
         elif isinstance(message, Service):
             self._borrow(message, fds[0])
         elif isinstance(message, HandOver):
@@ -185,8 +278,20 @@ class LockClient:
     def closed(self, conn: Connection, reason: str) -> None:
         if self._conn is conn:
             self._conn = None
+            if self._lease is not None:
+                self._lease.cut()
             self._on_lost(reason)
         self._ended.set()
+
+    def _granted(self, message: Granted) -> None:
+        """Anybody's grant is news; our own is acted on only under a lease that runs."""
+        if self._lease is not None and message.incarnation == self._truth.incarnation:
+            if not self._lease.may_act():
+                self._must_repeat = True
+                return
+            if message.lock in FENCED:
+                self._lease.hold()
+        self._on_granted(message.lock, message.incarnation, message.token)
 
     def _borrow(self, message: Service, fd: OwnedFd) -> None:
         """Keep one copy to hand back after a restart of the server; give the engine another."""

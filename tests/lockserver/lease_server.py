@@ -1,0 +1,79 @@
+"""A lock server over TCP that does what a test says: renews or not, grants, tells who is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lockserver.messages import CATALOGUE, Beat, Granted, MemberLost, Renewed, Want
+from understudy.wire.address import TcpAddress
+from understudy.wire.connection import Connection
+from understudy.wire.fds import OwnedFd
+from understudy.wire.messages import Message
+from understudy.wire.tcp import TcpServer
+
+
+@dataclass
+class LeaseServer:
+    """`auto` grants these locks when they are wanted; `is_deaf` answers nothing and forgets."""
+
+    lease_ms: int = 1000
+    auto: tuple[str, ...] = ()
+    renews: bool = True
+    is_deaf: bool = False
+    token: int = 0
+    wants: list[Want] = field(default_factory=list)
+    beats: int = 0
+    conns: list[Connection] = field(default_factory=list)
+    granted: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    async def start(self, port: int = 0) -> None:
+        where = TcpAddress("127.0.0.1", port)
+        self.server = TcpServer(where, CATALOGUE, self, service="stub", security=None)
+        await self.server.start()
+
+    async def stop(self) -> None:
+        await self.server.close()
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.server.port}"
+
+    @property
+    def want(self) -> Want | None:
+        return self.wants[-1] if self.wants else None
+
+    def opened(self, conn: Connection) -> None:
+        self.conns.append(conn)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self.conns.remove(conn)
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        if self.is_deaf:
+            return
+        assert isinstance(message, Want | Beat)
+        if self.renews:
+            conn.send(Renewed(message.progress, self.lease_ms))
+        if isinstance(message, Beat):
+            self.beats += 1
+            return
+        self.wants.append(message)
+        for lock in message.locks:
+            if lock in self.auto and message.incarnation is not None:
+                self.grant(lock, message.engine, message.incarnation)
+
+    def grant(self, lock: str, engine: str, incarnation: str) -> int:
+        """Tell everybody; the same incarnation gets the same token again."""
+        if (lock, incarnation) not in self.granted:
+            self.token += 1
+            self.granted[lock, incarnation] = self.token
+        token = self.granted[lock, incarnation]
+        for conn in self.conns:
+            conn.send(Granted(lock, engine, incarnation, token))
+        return token
+
+    def lose(self, engine: str, incarnation: str, member: int) -> None:
+        for conn in self.conns:
+            conn.send(MemberLost(engine, incarnation, member, "its lease ran out"))

@@ -1,0 +1,201 @@
+"""The kernel ends a process at the time that it was armed for: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import until
+from understudy.service import procfs
+
+NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+may_unshare = pytest.mark.skipif(
+    subprocess.run([*NAMESPACE, "true"], check=False, capture_output=True).returncode != 0,
+    reason="this machine does not let us make a PID namespace",
+)
+
+PROGRAM = """
+import os, signal, subprocess, sys, threading
+from lockserver.dead_man import DeadMan, now_ms
+{body}
+"""
+
+
+class Program:
+    """A Python program that prints lines; its text gets `DeadMan` and `now_ms`."""
+
+    def __init__(self, body: str, *wrapper: str) -> None:
+        self.process = subprocess.Popen(
+            [*wrapper, sys.executable, "-c", PROGRAM.format(body=body)], stdout=subprocess.PIPE
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().decode().strip()
+
+    def ended(self) -> int:
+        until(lambda: self.process.poll() is not None, "the program to be ended")
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def start():
+    """`start(body, *wrapper)`: a `Program`, killed after the test."""
+    programs: list[Program] = []
+
+    def make(body: str, *wrapper: str) -> Program:
+        programs.append(Program(body, *wrapper))
+        return programs[-1]
+
+    yield make
+    for program in programs:
+        program.close()
+
+
+def test_a_process_that_does_nothing_is_killed(start):
+    """Goal: the timer ends the process by itself.
+    Method: arm, then wait for a signal that never comes."""
+    program = start("DeadMan().arm(now_ms() + 50); signal.pause()")
+    assert program.ended() == -signal.SIGKILL
+
+
+def test_a_stopped_process_is_killed(start):
+    """Goal: SIGSTOP does not keep a process from being ended.
+    Method: armed far enough ahead to stop it before; it is seen stopped, then dead."""
+    program = start("DeadMan().arm(now_ms() + 500); print('armed', flush=True); signal.pause()")
+    assert program.line() == "armed"
+    program.process.send_signal(signal.SIGSTOP)
+    assert program.ended() == -signal.SIGKILL
+
+
+def test_a_process_that_holds_the_interpreter_is_killed(start):
+    """Goal: it needs no loop and no Python. Method: C code that does not return and holds the
+    interpreter's lock."""
+    program = start("import ctypes; DeadMan().arm(now_ms() + 50); ctypes.PyDLL(None).pause()")
+    assert program.ended() == -signal.SIGKILL
+
+
+def test_armed_anew_or_disarmed_it_does_nothing_at_the_old_time(start):
+    """Goal: only the last word counts. Method: three timers that are due at once, in order; the
+    one that stays is the last, and the process says what it has outlived."""
+    program = start(
+        "later, off, last = DeadMan(), DeadMan(), DeadMan()\n"
+        "begun = now_ms()\n"
+        "for each in (later, off): each.arm(begun + 100)\n"
+        "last.arm(begun + 200)\n"
+        "later.arm(begun + 3_600_000); off.disarm()\n"
+        "while now_ms() < begun + 150: pass\n"
+        "print('outlived', flush=True)\n"
+        "signal.pause()"
+    )
+    assert program.line() == "outlived"
+    assert program.ended() == -signal.SIGKILL
+
+
+def test_a_time_that_is_past_is_now(start):
+    """Goal: a lease that has run out while the timer was being set ends the process all the same.
+    Method: arm for a moment ago, and for before the machine came up."""
+    for at in ("now_ms() - 1000", "-5"):
+        program = start(f"DeadMan().arm({at}); signal.pause()")
+        assert program.ended() == -signal.SIGKILL
+
+
+def test_children_have_no_timer_by_fork_or_exec(start):
+    """Goal: what a supervisor starts is not ended by its timer (it dies in another way, or is
+    somebody else's). Method: one child by fork, one by exec; both live when the parent is dead."""
+    program = start(
+        "DeadMan().arm(now_ms() + 1000)\n"
+        "forked = os.fork()\n"
+        "if not forked: signal.pause()\n"
+        "other = subprocess.Popen(['sleep', '60'])\n"
+        "print(forked, other.pid, flush=True)\n"
+        "signal.pause()"
+    )
+    pids = [int(word) for word in program.line().split()]
+    try:
+        assert program.ended() == -signal.SIGKILL
+        assert [procfs.is_alive(pid) for pid in pids] == [True, True]
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_the_timer_outlives_the_thread_that_made_it(start):
+    """Goal: it is the process's. Method: make and arm it in a thread that has ended by then."""
+    program = start(
+        "thread = threading.Thread(target=lambda: DeadMan().arm(now_ms() + 200))\n"
+        "thread.start(); thread.join(); signal.pause()"
+    )
+    assert program.ended() == -signal.SIGKILL
+
+
+@may_unshare
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_pid_1_of_a_container_is_ended_too(start, is_stopped):
+    """Goal: PID 1 of a namespace, deaf to SIGKILL from a timer, ends as well, stopped or not, and
+    with it all that runs in the namespace. Method: a namespace whose PID 1 is armed, with a child;
+    stopped from outside."""
+    program = start(
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "DeadMan().arm(now_ms() + 700)\n"
+        "print(os.getpid(), flush=True)\n"
+        "signal.pause()",
+        *NAMESPACE,
+    )
+    assert program.line() == "1"
+    inside = procfs.descendants(program.process.pid)
+    assert len(inside) == 2
+    if is_stopped:
+        os.kill(min(inside), signal.SIGSTOP)
+    program.ended()
+    until(lambda: not any(procfs.is_alive(pid) for pid in inside), "the namespace to be empty")
+
+
+@may_unshare
+def test_disarmed_pid_1_lives_on(start):
+    """Goal: both of its timers are disarmed. Method: arm, disarm, outlive the time."""
+    program = start(
+        "timer = DeadMan(); begun = now_ms(); timer.arm(begun + 100); timer.disarm()\n"
+        "while now_ms() < begun + 150: pass\n"
+        "print('outlived', flush=True)",
+        *NAMESPACE,
+    )
+    assert program.line() == "outlived"
+    assert program.ended() == 0
+
+
+def test_without_a_timer_there_is_a_clear_error(start):
+    """Goal: who cannot be ended in time is told so. Method: no signal may be queued in that
+    process, so the kernel refuses a timer."""
+    program = start(
+        "import resource\n"
+        "from understudy.errors import UnderstudyError\n"
+        f"resource.setrlimit({resource.RLIMIT_SIGPENDING}, (0, 0))\n"
+        "try: DeadMan()\n"
+        "except UnderstudyError as error: print(error, flush=True)"
+    )
+    assert re.search(r"RLIMIT_SIGPENDING.*\[lock\.no_dead_man\]", program.line())
+
+
+def test_closed_it_does_nothing_more(start):
+    """Goal: a client that is closed leaves no timer. Method: close an armed one, outlive it."""
+    program = start(
+        "timer = DeadMan(); begun = now_ms(); timer.arm(begun + 100); timer.close()\n"
+        "while now_ms() < begun + 150: pass\n"
+        "print('outlived', flush=True)"
+    )
+    assert program.line() == "outlived"
+    assert program.ended() == 0

@@ -1,0 +1,300 @@
+"""The client over TCP: what it counts, what it acts on, what it arms. A server of the real
+messages on a real socket does what each test says; the kernel's timer is only written down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from lockserver import witness
+from lockserver.client import LockClient
+from lockserver.dead_man import now_ms
+from tests.helpers import auntil
+from tests.lockserver.lease_server import LeaseServer
+from understudy.errors import UnderstudyError
+
+LEASE_MS = 1000
+
+
+class Ledger:
+    """Stands in for the kernel's timer: when it would have struck."""
+
+    def __init__(self) -> None:
+        self.at_ms: float | None = None
+        self.armed = 0
+
+    def arm(self, at_ms: float) -> None:
+        self.at_ms = at_ms
+        self.armed += 1
+
+    def disarm(self) -> None:
+        self.at_ms = None
+
+
+class Member:
+    """One client with all that it was told."""
+
+    def __init__(self, address: str, engine: str = "engine-0", **more: int) -> None:
+        self.told: list[tuple[str, object]] = []
+        self.ender = Ledger()
+        self.client = LockClient(
+            address,
+            engine=engine,
+            on_granted=lambda lock, who, token: self.told.append((lock, (who, token))),
+            on_lost=lambda reason: self.told.append(("lost", reason)),
+            on_lease_lost=lambda reason: self.told.append(("lease_lost", reason)),
+            on_member_lost=lambda reason: self.told.append(("member_lost", reason)),
+            ender=self.ender,
+            heartbeat_ms=50,
+            **more,
+        )
+        self.incarnation = witness.new_incarnation(engine)
+
+    def want(self, *locks: str) -> None:
+        self.client.set_want(self.incarnation, None, locks)
+
+    def heard(self, what: str) -> list[object]:
+        return [value for key, value in self.told if key == what]
+
+
+@contextlib.asynccontextmanager
+async def running(member: Member) -> AsyncIterator[Member]:
+    task = asyncio.create_task(member.client.run())
+    try:
+        yield member
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def with_server(test: Callable[[LeaseServer], Awaitable[None]]) -> Callable[[], None]:
+    """Run `test` on a loop of its own, with a server."""
+
+    def run() -> None:
+        async def whole() -> None:
+            server = LeaseServer(LEASE_MS)
+            await server.start()
+            try:
+                await test(server)
+            finally:
+                await server.stop()
+
+        asyncio.run(whole())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+async def beats(server: LeaseServer, count: int = 3) -> None:
+    target = server.beats + count
+    await auntil(lambda: server.beats >= target, f"{count} more heartbeats")
+
+
+@with_server
+async def test_want_says_which_member_it_is(server):
+    """Goal: the first message on each connection names the member; each message has a number of
+    its own. Method: two connections, the second after a cut."""
+    async with running(Member(server.address, member=1, members=2)) as member:
+        member.want("active")
+        await auntil(lambda: server.want and server.want.incarnation, "the want")
+        await beats(server)
+        server.conns[0].close("cut")
+        count = len(server.wants)
+        await auntil(lambda: len(server.wants) > count, "the want after the cut")
+    assert {(want.member, want.members) for want in server.wants} == {(1, 2)}
+    numbers = [want.progress for want in server.wants]
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] > len(numbers), "heartbeats count, too"
+
+
+@with_server
+async def test_a_holder_is_armed_from_its_grant_until_it_is_reaped(server):
+    """Goal: the kernel watches exactly while `active` is held. Method: waiting, granted, renewed,
+    reaped; what would have struck is 80 % of the lease after something that was sent."""
+    server.auto = ("active", "loader")
+    async with running(Member(server.address)) as member:
+        member.want("loader")
+        await auntil(lambda: member.heard("loader"), "the loader's grant")
+        assert member.ender.at_ms is None, "loader is no fenced lock"
+        begun = now_ms()
+        member.want("active")
+        await auntil(lambda: member.heard("active"), "the grant")
+        assert member.ender.at_ms is not None
+        assert 0.8 * LEASE_MS - 100 <= member.ender.at_ms - begun <= 0.8 * LEASE_MS + 1000
+        first = member.ender.at_ms
+        await auntil(lambda: member.ender.at_ms > first, "to be armed anew by a renewal")
+        member.client.set_want(None, None)
+        assert member.ender.at_ms is None
+        await beats(server)
+        assert member.ender.at_ms is None
+
+
+@with_server
+async def test_a_server_that_falls_silent_costs_a_holder_its_lease_once(server):
+    """Goal: lost at 60 % of the lease, before the kernel's 80 %, once, also when the server is
+    heard again; the next incarnation begins afresh. Method: a deaf server, then one that hears."""
+    server.auto = ("active",)
+    async with running(Member(server.address)) as member:
+        member.want("active")
+        await auntil(lambda: member.heard("active"), "the grant")
+        server.is_deaf = True
+        await auntil(lambda: member.heard("lease_lost"), "the lease to be lost")
+        assert member.ender.at_ms is not None
+        assert now_ms() < member.ender.at_ms
+        assert member.client.lease["is_lost"]
+        assert member.client.lease["valid_for_ms"] == 0
+        server.is_deaf = False
+        await beats(server)
+        assert len(member.heard("lease_lost")) == 1
+        first, member.incarnation = member.incarnation, witness.new_incarnation("engine-0")
+        member.want("active")
+        await auntil(lambda: len(member.heard("active")) >= 2, "another grant")
+        assert member.heard("active")[-1] == (member.incarnation, server.token)
+        assert first != member.incarnation
+        assert member.client.lease["valid_for_ms"] > 0
+        assert len(member.heard("lease_lost")) == 1
+
+
+@with_server
+async def test_a_waiter_loses_nothing(server):
+    """Goal: who holds nothing has nothing to stop. Method: the server is deaf for longer than a
+    lease, then grants."""
+    async with running(Member(server.address)) as member:
+        member.want("active")
+        await beats(server)
+        server.is_deaf = True
+        await auntil(lambda: member.client.lease["valid_for_ms"] == 0, "the lease to run out")
+        server.is_deaf, server.auto = False, ("active",)
+        for conn in tuple(server.conns):
+            conn.close("what was said to the deaf is said again")
+        await auntil(lambda: member.heard("active"), "the grant")
+        assert member.heard("lease_lost") == []
+
+
+@with_server
+async def test_a_grant_without_a_valid_lease_is_asked_for_again(server):
+    """Goal: no grant is acted on without a lease that runs; it is not kept, but asked for anew.
+    Method: a server that grants and renews nothing, then renews."""
+    server.renews, server.auto = False, ("active",)
+    async with running(Member(server.address)) as member:
+        member.want("active")
+        await auntil(lambda: len(server.wants) >= 5, "the want to be repeated")
+        assert member.heard("active") == []
+        assert member.ender.armed == 0
+        server.renews = True
+        await auntil(lambda: member.heard("active"), "the grant")
+        count = len(server.wants)
+        await beats(server)
+        assert len(server.wants) <= count + 1, "repeated only as long as it must be"
+
+
+@with_server
+async def test_of_another_s_grant_one_hears_without_a_lease(server):
+    """Goal: that somebody else was granted is news at any time. Method: no renewals."""
+    server.renews = False
+    async with running(Member(server.address)) as member:
+        member.want("active")
+        await auntil(lambda: server.conns and server.wants, "the connection")
+        other = witness.new_incarnation("engine-1")
+        server.grant("active", "engine-1", other)
+        await auntil(lambda: member.heard("active") == [(other, 1)], "the news")
+
+
+@with_server
+async def test_a_cut_is_no_loss_within_the_lease(server):
+    """Goal: connections come and go, the lease stays. Method: cut again and again for longer than
+    a lease while the server answers."""
+    server.auto = ("active",)
+    async with running(Member(server.address)) as member:
+        member.want("active")
+        await auntil(lambda: member.heard("active"), "the grant")
+        end = now_ms() + 2 * LEASE_MS
+        while now_ms() < end:
+            await beats(server, 1)
+            for conn in tuple(server.conns):
+                conn.close("cut")
+        assert len(member.heard("lost")) > 3
+        assert member.heard("lease_lost") == []
+
+
+@with_server
+async def test_a_server_that_restarts_within_the_lease_costs_nothing(server):
+    """Goal: nobody loses by a restart. Method: stop the server, start it on the same port."""
+    server.auto = ("active",)
+    async with running(Member(server.address)) as member:
+        member.want("active")
+        await auntil(lambda: member.heard("active"), "the grant")
+        port = server.server.port
+        await server.stop()
+        await auntil(lambda: not member.client.is_connected, "the connection to end")
+        await auntil(lambda: member.client.unreachable, "an attempt to fail")
+        await server.start(port)
+        await auntil(lambda: len(member.heard("active")) >= 2, "the same grant again")
+        assert len(set(member.heard("active"))) == 1
+        assert member.client.unreachable is None
+        assert member.heard("lease_lost") == []
+
+
+@with_server
+async def test_a_connection_that_says_nothing_is_made_anew(server):
+    """Goal: half-open connections are found. Method: a server that stays connected and silent; the
+    client comes back on a new connection by itself."""
+    async with running(Member(server.address)) as member:
+        member.want()
+        await beats(server)
+        first = server.conns[0]
+        server.is_deaf = True
+        await auntil(lambda: first not in server.conns, "the silent connection to be closed")
+        server.is_deaf = False
+        await beats(server)
+
+
+@with_server
+async def test_a_lost_member_is_told_for_this_incarnation_only(server):
+    """Goal: `member_lost` of an incarnation that is over changes nothing.
+    Method: one for another incarnation, then one for ours."""
+    async with running(Member(server.address, members=2)) as member:
+        member.want("active")
+        await beats(server)
+        server.lose("engine-0", witness.new_incarnation("engine-0"), 1)
+        await beats(server)
+        assert member.heard("member_lost") == []
+        server.lose("engine-0", member.incarnation, 1)
+        await auntil(lambda: member.heard("member_lost"), "the news")
+        assert member.heard("member_lost") == ["member 1 of this engine is gone: its lease ran out"]
+
+
+@with_server
+async def test_heartbeats_are_as_frequent_as_the_lease_asks(server):
+    """Goal: a short lease is renewed often enough. Method: a usual heartbeat longer than the
+    lease; the holder keeps it for several leases."""
+    server.auto = ("active",)
+    member = Member(server.address)
+    member.client._heartbeat_ms = 400  # the first one comes so late, then a tenth of the lease
+    async with running(member):
+        member.want("active")
+        await auntil(lambda: member.heard("active"), "the grant")
+        await beats(server, 20)
+        assert member.heard("lease_lost") == []
+        assert member.client.lease["server_heard_ms_ago"] is not None
+
+
+def test_on_a_unix_socket_there_is_no_lease(tmp_path):
+    """Goal: on one host nothing changes. Method: a client of a path has no timer and no lease."""
+    client = LockClient(str(tmp_path / "lockserver.sock"), engine="engine-0")
+    assert client.lease is None
+
+
+def test_over_tcp_no_timer_no_client(monkeypatch):
+    """Goal: a process that the kernel could not end is refused. Method: a kernel without timers."""
+
+    def refuse() -> None:
+        raise UnderstudyError("lock.no_dead_man", "no timer")
+
+    monkeypatch.setattr("lockserver.lease_watch.dead_man.DeadMan", refuse)
+    with pytest.raises(UnderstudyError, match="no_dead_man"):
+        LockClient("tcp://127.0.0.1:1", engine="engine-0")
