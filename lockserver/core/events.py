@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockserver.core.terms import LeaseTerms
 from lockserver.witness import Probe, WitnessFile
 
 
@@ -24,8 +25,10 @@ class Holder:
     witness: WitnessFile
     token: int
     since_mono_ms: float
+    lease: LeaseTerms | None = None  # over TCP: what stands in place of the witness
 
     def to_dict(self) -> dict[str, Any]:
+        terms = {} if self.lease is None else {"lease": self.lease.to_dict()}
         return {
             "engine": self.engine,
             "incarnation": self.incarnation,
@@ -35,11 +38,13 @@ class Holder:
             "ino": self.witness.ino,
             "token": self.token,
             "since_mono_ms": self.since_mono_ms,
+            **terms,
         }
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Holder:
         """The holder that `to_dict` wrote; KeyError, TypeError or ValueError if it is another."""
+        terms = raw.get("lease")
         return cls(
             engine=str(raw["engine"]),
             incarnation=str(raw["incarnation"]),
@@ -47,6 +52,7 @@ class Holder:
             witness=WitnessFile(str(raw["witness"]), int(raw["dev"]), int(raw["ino"])),
             token=int(raw["token"]),
             since_mono_ms=float(raw["since_mono_ms"]),
+            lease=None if terms is None else LeaseTerms.from_dict(terms, str(raw["engine"])),
         )
 
 
@@ -76,7 +82,8 @@ class Wanted:
     witness_file: WitnessFile | None = None
     witness_state: Probe = Probe.UNPROVEN
     pid: int = 0
-    process: str = "none"  # where the pidfd came from, "none": there is none
+    process: str = "none"  # where the pidfd came from; "lease": over TCP; "none": there is none
+    lease: LeaseTerms | None = None  # over TCP: the evidence, in place of a witness file
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,8 @@ class Ledger:
             waiter = next_waiter(lock.waiters, silent, lock.preferred)
             if lock.state is not LockState.FREE or waiter is None:
                 continue
-            witness = supervisors[waiter.supervisor].witness
+            supervisor = supervisors[waiter.supervisor]
+            witness = supervisor.witness
             assert witness is not None  # nobody queues without one
             token = self.token + 1
             holder = Holder(
@@ -96,6 +97,7 @@ class Ledger:
                 witness=witness,
                 token=token,
                 since_mono_ms=now_ms,
+                lease=supervisor.lease,
             )
             return _Grant(lock, holder, waiter)
         return None

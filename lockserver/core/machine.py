@@ -221,6 +221,7 @@ class Machine:
             witness=want.witness_file,
             token=token,
             since_mono_ms=now_ms,
+            lease=want.lease,
         )
         lock.fire(Signal.CLAIMED, now_ms, holder)
         self.ledger.claim(token)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lockserver.core.events import Wanted
+from lockserver.core.terms import LeaseTerms
 from lockserver.witness import WitnessFile
 
 
@@ -19,10 +20,13 @@ class Supervisor:
     heard_ms: float
     conn: int | None = None
     pid: int = 0
-    process: str = "none"  # where its pidfd came from; "none": its connection stands for it
+    process: str = (
+        "none"  # where its pidfd came from; "lease", or "none": its connection stands for it
+    )
     incarnation: str | None = None
     witness: WitnessFile | None = None
     witness_name: str | None = None
+    lease: LeaseTerms | None = None
     locks: tuple[str, ...] = ()
     tokens: Mapping[str, int] = field(default_factory=dict)
     progress: int = -1
@@ -36,4 +40,5 @@ class Supervisor:
         """Be what `want` says, all of it."""
         self.conn, self.pid, self.process = want.conn, want.pid, want.process
         self.incarnation, self.witness_name = want.incarnation, want.witness
+        self.lease = want.lease
         self.witness, self.locks, self.tokens = want.witness_file, want.locks, dict(want.tokens)
