@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -16,13 +16,26 @@ from understudy.errors import RemoteError, UnreachableError, WaitTimeoutError
 from understudy.service.cli import INTERRUPTED, options, run_async
 from understudy.service.config import Option, Resolved
 
+if TYPE_CHECKING:
+    from understudy.wire.address import TcpAddress
+    from understudy.wire.security import Security
+
 DIR_DEFAULT = "/run/understudy"
 STATUS_TIMEOUT_S = 5.0
 WATCH_S = 1.0  # the pace of people
 SWITCHED, ALREADY_ACTIVE = "switched", "already_active"
 FOLLOW_TIMEOUT_S = 24 * 3600.0  # between two events; a pod may be quiet for a night
 
+# Below, a heartbeat that comes late by a busy moment would cost the holder its lock.
+LEASE_MS_MIN = 200
+
 DIR = Option("dir", str, DIR_DEFAULT, "The pod's shared directory.", env="UNDERSTUDY_DIR")
+
+
+def _tcp(text: str) -> TcpAddress:
+    from understudy.wire.address import TcpAddress
+
+    return TcpAddress.parse(text)
 
 
 def _service(text: str) -> tuple[str, str]:
@@ -39,6 +52,27 @@ SERVE = (
     Option("window_ms", float, 10_000.0, "After a restart: when a silent holder is reported."),
     Option("hold_ms", float, 10_000.0, "Without an active engine: when requests get a 503."),
     Option("silent_ms", float, 3_000.0, "Without a heartbeat: when an engine counts as silent."),
+    Option("listen", _tcp, None, "tcp://HOST:PORT: also for engines on other hosts."),
+    Option(
+        "lease_ms",
+        int,
+        5_000,
+        "Over TCP: what a member may count on without an answer.",
+        minimum=LEASE_MS_MIN,
+        maximum=3_600_000,
+    ),
+    Option(
+        "lease_margin_ms",
+        int,
+        1_000,
+        "Over TCP: what is waited for on top of a lease.",
+        minimum=0,
+        maximum=3_600_000,
+    ),
+    Option("tls_cert", str, None, "Over TCP: this server's certificate, PEM."),
+    Option("tls_key", str, None, "Its private key."),
+    Option("tls_ca", str, None, "The certificate of the CA that members' are from."),
+    Option("psk_file", str, None, "Or: a file with 32 bytes or more that all members have."),
 )
 
 
@@ -59,14 +93,35 @@ def serve(config: Resolved) -> None:
 
     configure("lockserver")
     arm_from_environment()
+    listen = config["listen"]
     settings = Settings(
         directory=runtime_dir(config["dir"]),
+        listen=listen,
+        security=_security(config) if listen is not None else None,
+        lease_ms=config["lease_ms"],
+        lease_margin_ms=config["lease_margin_ms"],
         services=dict(config["service"]),
         window_ms=config["window_ms"],
         hold_ms=config["hold_ms"],
         silent_ms=config["silent_ms"],
     )
     run_async(lambda: run(settings, config["http_host"], config["http_port"]))
+
+
+def _security(config: Resolved) -> Security | None:
+    """How members prove who they are; what cannot be is a `UsageError`."""
+    from understudy.errors import UsageError
+    from understudy.wire.security import settle
+
+    if config["service"]:
+        raise UsageError(
+            "lock.service_over_tcp",
+            "--service lends a listening socket to engines on this host, and --listen is for"
+            " engines on others, to which no socket can be lent; give the engines"
+            " --service-address instead",
+        )
+    files = (config[name] for name in ("tls_cert", "tls_key", "tls_ca", "psk_file"))
+    return settle(config["listen"], *files)
 
 
 @main.command()

@@ -15,10 +15,12 @@ from functools import singledispatchmethod
 from lockserver import witness
 from lockserver.core import events as ev
 from lockserver.core.machine import Machine
+from lockserver.core.members import is_virtual
 from lockserver.messages import Granted, HandOver
 from lockserver.metrics import LockMetrics
 from lockserver.observers import Observers
 from lockserver.process_watch import ProcessWatch
+from lockserver.remote import Remote
 from lockserver.service_desk import ServiceDesk
 from lockserver.state_file import StateFile
 from lockserver.switchover_desk import SwitchoverDesk
@@ -40,12 +42,16 @@ class Performer:
     processes: ProcessWatch
     switchovers: SwitchoverDesk
     teller: Teller
+    remote: Remote
     metrics: LockMetrics
     feed: Callable[[ev.Input], None]
 
     def perform(self, effects: list[ev.Effect]) -> None:
         for effect in effects:
-            self._do(effect)
+            if is_virtual(getattr(effect, "conn", 0)):
+                self.remote.perform(effect)
+            else:
+                self._do(effect)
 
     @singledispatchmethod
     def _do(self, effect: ev.Effect) -> None:
@@ -64,6 +70,7 @@ class Performer:
             conn = self.conns.get(supervisor.conn) if supervisor.conn is not None else None
             if conn is not None and supervisor.id != effect.holder.supervisor:
                 conn.send(message)
+        self.remote.announce(message)
         self.observers.tell(message)
 
     @_do.register

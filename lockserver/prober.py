@@ -1,8 +1,9 @@
-"""When to try the witnesses: nothing announces that one is free, so it is tried often.
+"""When to try the evidence: nothing announces that a witness is free, so it is tried often.
 
 At once, then every 0.2 ms for 20 ms, which is how long small processes take to die, every
 millisecond for the first second, then every 10 ms. A try takes microseconds, so it is done on the
-loop. Must not decide what a free witness means.
+loop. Where a holder's evidence is a lease, `leases` is asked in place of the file. Must not decide
+what a free witness means.
 
 The surprising thing: the first 20 ms are slept on the loop, in steps, because uvloop's timers
 count whole milliseconds; between two steps the loop serves whoever has something to say.
@@ -17,7 +18,8 @@ from collections.abc import Callable
 
 from lockserver import witness
 from lockserver.core import evidence
-from lockserver.core.events import DirectoryScanned, Input, WitnessFree
+from lockserver.core.events import DirectoryScanned, Holder, Input, WitnessFree
+from lockserver.core.leases import Leases
 from lockserver.core.machine import Machine
 
 DENSE_S = 0.0002
@@ -30,9 +32,12 @@ FAST_FOR_S = 1.0
 class Prober:
     """Tries what the machine finds worth trying and hands the outcome to `feed`."""
 
-    def __init__(self, directory: str, machine: Machine, feed: Callable[[Input], None]) -> None:
+    def __init__(
+        self, directory: str, machine: Machine, leases: Leases, feed: Callable[[Input], None]
+    ) -> None:
         self._directory = directory
         self._machine = machine
+        self._leases = leases
         self._feed = feed
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
@@ -78,14 +83,25 @@ class Prober:
 
     def _try_holders(self) -> None:
         for lock, holder in evidence.probes_due(self._machine.locks, self._machine.supervisors):
-            file = holder.witness
-            path = os.path.join(self._directory, file.name)
-            if witness.probe(path, file.dev, file.ino) is witness.Probe.FREE:
+            if self._is_free(holder):
                 self._feed(WitnessFree(lock, holder.incarnation))
+
+    def _is_free(self, holder: Holder) -> bool:
+        """Whether nothing of this holder can live any more; from then on nothing may."""
+        if holder.lease is not None:
+            is_free = self._leases.is_free(holder.lease)
+            if is_free:
+                self._leases.seal(holder.lease)
+            return is_free
+        file = holder.witness
+        path = os.path.join(self._directory, file.name)
+        return witness.probe(path, file.dev, file.ino) is witness.Probe.FREE
 
     def _try_directory(self) -> None:
         """Look first and seal only if that settles it: newcomers may be just about to lock."""
         machine = self._machine
+        if not self._leases.may_free_unknown(machine.locks):
+            return
         held = witness.scan(self._directory)
         if evidence.scan_frees(machine.locks, machine.supervisors, held):
             kept = evidence.kept_witnesses(machine.supervisors)

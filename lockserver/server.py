@@ -22,11 +22,12 @@ from lockserver.performer import Performer
 from lockserver.place import Place
 from lockserver.prober import Prober
 from lockserver.process_watch import ProcessWatch
+from lockserver.remote import Remote
 from lockserver.service_desk import ServiceDesk
 from lockserver.service_socket import AWAY
 from lockserver.settings import Settings
 from lockserver.state_file import StateFile
-from lockserver.switchover_desk import SwitchoverDesk, holds_witness
+from lockserver.switchover_desk import SwitchoverDesk, lives
 from lockserver.teller import Teller
 from understudy.errors import ProtocolError, UnderstudyError, UsageError
 from understudy.service.clock import Clock, SystemClock, rfc3339
@@ -84,12 +85,12 @@ class LockServer:
                 silent_ms=self.settings.silent_ms,
                 window_ms=self.settings.window_ms,
             )
-            self._prober = Prober(self.settings.directory, self.machine, self.feed)
             self._teller = Teller(self.events, self.clock)
+            self.remote = Remote(self.settings, self.machine, self.clock, self.feed, self._teller)
+            leases, directory = self.remote.leases, self.settings.directory
+            self._prober = Prober(directory, self.machine, leases, self.feed)
             self._desk.open(is_first_start=self._state.loaded.is_first)
-            self._switchovers = SwitchoverDesk(
-                self.machine, partial(holds_witness, self.settings.directory)
-            )
+            self._switchovers = SwitchoverDesk(self.machine, partial(lives, directory, leases))
         except BaseException:
             await self._server.close()
             raise
@@ -103,6 +104,7 @@ class LockServer:
             processes=self._processes,
             switchovers=self._switchovers,
             teller=self._teller,
+            remote=self.remote,
             metrics=self.metrics,
             feed=self.feed,
         )
@@ -112,14 +114,20 @@ class LockServer:
         self._teller.catch_up()
         self.metrics.metrics.refresh = self._refresh_metrics
         self._tick()
+        try:
+            await self.remote.start()
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Stop. Nothing is released: who holds a lock keeps it until a server is back."""
         if self._ticker is not None:
             self._ticker.cancel()
         self._prober.close()
-        self._teller.catch_up()
         await self._server.close()
+        await self.remote.close()
+        self._teller.catch_up()
         self._processes.close()
         self._desk.close()
         self._state.close()
@@ -196,6 +204,7 @@ class LockServer:
     def _tick(self) -> None:
         self._ticker = self._loop.call_later(TICK_S, self._tick)
         self._look_after_the_place()
+        self.remote.tick()
         self.feed(ev.Tick())
         now_ms = self.clock.now_ms()
         for name in self._desk.watch(self.machine.locks, now_ms):

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lockserver.core.leases import LEASE_MS, MARGIN_MS
 from lockserver.core.machine import SILENT_MS, WINDOW_MS
+from understudy.wire.address import TcpAddress
+from understudy.wire.security import Security
 
 HOLD_MS = 10_000.0
 
@@ -19,3 +22,7 @@ class Settings:
     window_ms: float = WINDOW_MS
     hold_ms: float = HOLD_MS
     silent_ms: float = SILENT_MS
+    listen: TcpAddress | None = None  # for engines that span nodes; None: this host's alone
+    security: Security | None = None  # of `listen`; None is for loopback only
+    lease_ms: float = LEASE_MS
+    lease_margin_ms: float = MARGIN_MS

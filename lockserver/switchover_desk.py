@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from lockserver import witness
 from lockserver.core.events import RefuseSwitchOver, ReportSwitchOver, SwitchOverAsked
+from lockserver.core.leases import Leases
 from lockserver.core.machine import Machine
 from lockserver.core.supervisor import Supervisor
 from lockserver.messages import SWITCHOVER_MS_MAX, SwitchedOver, SwitchOver
@@ -70,8 +71,11 @@ class SwitchoverDesk:
             conn.fault(error, request_id, close=False)
 
 
-def holds_witness(directory: str, supervisor: Supervisor) -> bool:
-    """Whether processes of this supervisor's backend hold the witness that it has named."""
+def lives(directory: str, leases: Leases, supervisor: Supervisor) -> bool:
+    """Whether processes of this supervisor's backend hold the witness that it has named; over TCP,
+    whether the leases of all members live."""
+    if supervisor.lease is not None:
+        return leases.is_whole(supervisor.lease)
     if supervisor.witness is None:
         return False
     found, state = witness.identify(os.path.join(directory, supervisor.witness.name))

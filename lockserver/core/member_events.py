@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockserver.core.events import Close, Happened, Input, Refuse, Tick
+from lockserver.core.events import Close, Happened, Input, Refuse, SendHandOver, Tick
+
+
+@dataclass(frozen=True, slots=True)
+class MemberOpened:
+    """A connection that has not said yet whose it is."""
+
+    conn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class MemberClosed:
     conn: int
 
 
-MemberInput = MemberWanted | MemberBeaten | MemberClosed | Tick
+MemberInput = MemberOpened | MemberWanted | MemberBeaten | MemberClosed | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +82,6 @@ class SendGranted:
     token: int
 
 
-MemberOutput = Feed | SendRenewed | SendMemberLost | SendGranted | Refuse | Close | Happened
+MemberOutput = (
+    Feed | SendRenewed | SendMemberLost | SendGranted | SendHandOver | Refuse | Close | Happened
+)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import singledispatchmethod
 
 from lockserver.core import member_sentences as sentences
@@ -39,6 +40,7 @@ from lockserver.core.events import (
     ProcessGone,
     Refuse,
     SendGrant,
+    SendHandOver,
     Tick,
 )
 from lockserver.core.evidence import Locks
@@ -49,6 +51,7 @@ from lockserver.core.member_events import (
     MemberBeaten,
     MemberClosed,
     MemberInput,
+    MemberOpened,
     MemberOutput,
     MemberWanted,
     SendGranted,
@@ -78,6 +81,7 @@ class Members:
         self._locks = locks
         self._kinds: Mapping[str, bool] = {lock.name: lock.is_fenced for lock in locks.values()}
         self._by_conn: dict[int, Member] = {}
+        self._nameless: dict[int, float] = {}  # connections without a want: since when
         self._virtual = itertools.count(-1, -1)
         self._ticked_ms = now_ms
         for lock in locks.values():
@@ -97,11 +101,17 @@ class Members:
     # ------------------------------------------------------------------ a member speaks
 
     @_on.register
+    def _opened(self, event: MemberOpened, now_ms: float) -> Iterable[MemberOutput]:
+        self._nameless[event.conn] = now_ms
+        return ()
+
+    @_on.register
     def _wanted(self, want: MemberWanted, now_ms: float) -> Iterable[MemberOutput]:
         refusal = check_member(want, self.known, self.leases, self._locks, now_ms)
         if refusal is not None:
             yield refusal
             return
+        self._nameless.pop(want.conn, None)
         member = self._enrol(want, now_ms)
         if member.conn not in (None, want.conn):
             assert member.conn is not None
@@ -263,6 +273,7 @@ class Members:
 
     @_on.register
     def _closed(self, event: MemberClosed, now_ms: float) -> Iterable[MemberOutput]:
+        self._nameless.pop(event.conn, None)
         member = self._by_conn.get(event.conn)
         if member is not None:
             self._detach(member)
@@ -284,10 +295,17 @@ class Members:
             elif now_ms - member.heard_ms > self.silent_ms:
                 yield sentences.silent(member)
                 yield from self._hang_up(member, "nothing was heard of this member for too long")
+        yield from self._end_nameless(now_ms)
         yield from self._end_claims()
         for engine in {*self.groups, *(engine for engine, _ in self.known)}:
             yield from self._settle(engine)
         self._forget()
+
+    def _end_nameless(self, now_ms: float) -> Iterable[MemberOutput]:
+        late = [c for c, since in self._nameless.items() if now_ms - since > self.silent_ms]
+        for conn in late:
+            del self._nameless[conn]
+            yield Close(conn, "no want was said for too long")
 
     def _run_out(self, lease: Lease) -> Iterable[MemberOutput]:
         yield sentences.lease_expired(lease)
@@ -334,40 +352,28 @@ class Members:
     def fan_out(self, effect: Effect) -> list[MemberOutput]:
         """An effect on a virtual connection, as what each member is told."""
         if isinstance(effect, SendGrant):
-            return [
-                SendGranted(
-                    conn,
-                    effect.lock,
-                    effect.holder.engine,
-                    own if effect.holder.incarnation == group.incarnation
-                    else effect.holder.incarnation,
-                    effect.holder.token,
-                )
-                for group, conn, own in self._lines(effect.conn)
-            ]  # fmt: skip
-        if isinstance(effect, Refuse):
-            return [
-                Refuse(conn, effect.code, effect.message, effect.details)
-                for _, conn, _ in self._lines(effect.conn)
-            ]
-        if isinstance(effect, Close):
-            return [Close(conn, effect.reason) for _, conn, _ in self._lines(effect.conn)]
+            return [self._grant(effect, member) for member in self._line(effect.conn)]
+        if isinstance(effect, SendHandOver):  # member 0 drains; it has the requests
+            lines = self._line(effect.conn)[:1]
+            return [replace(effect, conn=member.conn) for member in lines if member.conn]
+        if isinstance(effect, Refuse | Close):
+            lines = self._line(effect.conn)
+            return [replace(effect, conn=member.conn) for member in lines if member.conn]
         return []  # nothing can be lent over TCP
 
-    def _lines(self, virtual: int) -> list[tuple[Group, int, str]]:
-        """The group of a virtual connection: each member's own connection and incarnation."""
+    def _grant(self, effect: SendGrant, member: Member) -> SendGranted:
+        assert member.conn is not None
+        holder = effect.holder
+        own = holder.lease is not None and member.id in holder.lease.members
+        incarnation = member.incarnation if own else holder.incarnation
+        assert incarnation is not None
+        return SendGranted(member.conn, effect.lock, holder.engine, incarnation, holder.token)
+
+    def _line(self, virtual: int) -> list[Member]:
+        """The connected members behind a virtual connection, in order."""
         group = next((g for g in self.groups.values() if g.conn == virtual), None)
         members = [] if group is None else self._members_of(group)
-        return [
-            (group, member.conn, member.incarnation)
-            for member in members
-            if group is not None and member.conn is not None and member.incarnation is not None
-        ]
-
-    def first_conn(self, virtual: int) -> int | None:
-        """Member 0's connection: the one that drains."""
-        lines = self._lines(virtual)
-        return lines[0][1] if lines else None
+        return [member for member in members if member.conn is not None]
 
     def audience(self, engine: str) -> list[int]:
         """Connections that hear that `engine` was granted something: all but its own."""
