@@ -1,0 +1,225 @@
+"""Stand-ins for members over TCP: what a supervisor says, by hand, and nothing that a client adds.
+
+As a program, `python -m tests.lockserver.members ADDRESS PSK ENGINE MEMBER MEMBERS`: a member in a
+process of its own that beats until it is stopped or killed, wants `active`, claims what it is
+granted, and writes what it hears to stdout as lines of JSON. It is told to reap on stdin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from lockserver.messages import CATALOGUE, Beat, Granted, MemberLost, Renewed, Want
+from lockserver.witness import name_of, new_incarnation
+from tests.helpers import auntil
+from understudy.wire.address import TcpAddress
+from understudy.wire.connection import Connection
+from understudy.wire.fds import OwnedFd
+from understudy.wire.messages import Fault, Message
+from understudy.wire.security import Security
+from understudy.wire.tcp import connect_tcp
+
+BEAT_S = 0.05
+
+
+class Member:
+    """One member's connection; a new one after `connect` again. Beats while `beats` is true."""
+
+    def __init__(
+        self, address: str, psk: str | None, engine: str, member: int = 0, members: int = 1
+    ) -> None:
+        self.address, self.psk = TcpAddress.parse(address), psk
+        self.engine, self.member, self.members = engine, member, members
+        self.supervisor = secrets.token_hex(8)
+        self.incarnation: str | None = None
+        self.locks: tuple[str, ...] = ()
+        self.tokens: dict[str, int] = {}
+        self.heard: list[Message] = []
+        self.ended: str | None = None
+        self.beats = True
+        self.progress = 0
+        self.conn: Connection | None = None
+        self._beating: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ what it says
+
+    async def connect(self) -> None:
+        security = Security(psk=self.psk) if self.psk else None
+        self.ended = None
+        self.conn = await connect_tcp(self.address, CATALOGUE, self, security, 10.0)
+        if self._beating is None:
+            self._beating = asyncio.create_task(self._beat())
+
+    def launch(self, *locks: str) -> str:
+        """A new incarnation, said at once: the last one is reaped."""
+        self.incarnation, self.locks, self.tokens = new_incarnation(self.engine), locks, {}
+        self.want()
+        return self.incarnation
+
+    def reap(self) -> None:
+        self.incarnation, self.locks, self.tokens = None, (), {}
+        self.want()
+
+    def want(self) -> None:
+        assert self.conn is not None
+        self.progress += 1
+        witness = name_of(self.incarnation) if self.incarnation else None
+        self.conn.send(
+            Want(
+                supervisor=self.supervisor,
+                engine=self.engine,
+                incarnation=self.incarnation,
+                witness=witness,
+                locks=self.locks,
+                tokens=self.tokens,
+                member=self.member,
+                members=self.members,
+                progress=self.progress,
+            )
+        )
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self.beats and self.conn is not None and not self.conn.is_closed:
+                self.progress += 1
+                self.conn.send(Beat(self.progress))
+
+    async def close(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+        if self.conn is not None:
+            self.conn.close("the test is over")
+            await auntil(lambda: self.ended, "the connection to end")
+
+    # ------------------------------------------------------------------ what it hears
+
+    def opened(self, conn: Connection) -> None:
+        pass
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        if isinstance(message, Granted) and message.incarnation == self.incarnation:
+            self.tokens = {message.lock: message.token}
+        self.heard.append(message)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if conn is self.conn:
+            self.ended = reason
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def token(self) -> int:
+        """Of the last grant of `active` to this incarnation; 0 without one."""
+        own = [m.token for m in self.of(Granted) if m.incarnation == self.incarnation]
+        return own[-1] if own else 0
+
+    async def granted(self) -> int:
+        return await auntil(self.token, f"member {self.member} of {self.engine} to be granted")
+
+    async def lost(self) -> MemberLost:
+        def found() -> MemberLost | None:
+            own = [m for m in self.of(MemberLost) if m.incarnation == self.incarnation]
+            return own[-1] if own else None
+
+        return await auntil(found, f"member {self.member} of {self.engine} to hear of a loss")
+
+    async def refused(self) -> str:
+        fault = await auntil(lambda: self.of(Fault), f"{self.engine} to be refused")
+        return str(fault[-1].code)
+
+    async def renewed(self) -> Renewed:
+        found = await auntil(lambda: self.of(Renewed), "an answer")
+        return found[-1]
+
+
+class MemberProcess:
+    """A `Member` in a process of its own."""
+
+    def __init__(self, address: str, psk: str, engine: str, member: int, members: int) -> None:
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", __name__, address, psk, engine),
+                *(str(member), str(members)),
+            ],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+        )
+        self.incarnation: str = self.hear("launched")["incarnation"]
+
+    def hear(self, kind: str) -> dict[str, Any]:
+        """The next line of this kind; blocks until then."""
+        assert self.process.stdout is not None
+        while True:
+            line = self.process.stdout.readline()
+            assert line, f"the member has ended without {kind}"
+            document: dict[str, Any] = json.loads(line)
+            if document["kind"] == kind:
+                return document
+
+    def granted(self) -> int:
+        while True:
+            heard = self.hear("granted")
+            if heard["incarnation"] == self.incarnation:
+                return int(heard["token"])
+
+    def reap(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"reap\n")
+        self.process.stdin.flush()
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+        for stream in (self.process.stdout, self.process.stdin):
+            assert stream is not None
+            stream.close()
+
+
+class _Telling(Member):
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        super().received(conn, message, request_id, fds)
+        if isinstance(message, Granted):
+            tell("granted", incarnation=message.incarnation, token=message.token)
+        elif isinstance(message, MemberLost):
+            tell("member_lost", incarnation=message.incarnation, member=message.member)
+        elif isinstance(message, Fault):
+            tell("refused", code=message.code)
+
+
+def tell(kind: str, **data: Any) -> None:
+    print(json.dumps({"kind": kind, **data}), flush=True)
+
+
+async def _main(address: str, psk: str, engine: str, member: int, members: int) -> None:
+    me = _Telling(address, psk, engine, member, members)
+    await me.connect()
+    tell("launched", incarnation=me.launch("active"))
+    loop = asyncio.get_running_loop()
+    loop.add_reader(0, lambda: (os.read(0, 100), me.reap()))
+    while True:
+        await auntil(lambda: me.ended, "the connection to end", 3600.0)
+        me.ended = None
+        with contextlib.suppress(Exception):
+            await me.connect()
+            me.want()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])))
