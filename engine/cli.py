@@ -130,6 +130,10 @@ def _human(document: dict[str, Any]) -> str:
         f"backend  {backend['name']}, launch {engine['number']}; processes: {pids}",
         f"load     {document['inflight']} requests in flight",
     ]
+    if lock.get("lease"):
+        lines.insert(3, f"lease    {_lease(lock['lease'])}")
+    if engine.get("members", 1) > 1:
+        lines.insert(1, f"member   {engine['member']} of {engine['members']} (0 serves)")
     if document["relaunch"]:
         lines.append(f"next     launch in at most {document['relaunch']['in_ms'] / 1000:g} s")
     if document["deaths"]:
@@ -137,3 +141,18 @@ def _human(document: dict[str, Any]) -> str:
         lines.append(f"death    {last['at']}  {last['message']}")
     lines += [f"problem  {problem}" for problem in document["problems"]]
     return "\n".join(lines)
+
+
+def _lease(lease: dict[str, Any]) -> str:
+    """`valid for 2600 ms of 5000 ms, held; the lock server was heard 120 ms ago`."""
+    if lease["is_lost"]:
+        text = "lost: what was held under it is being ended"
+    elif lease["lease_ms"] is None:
+        text = "none yet"
+    else:
+        held = ", held" if lease["is_held"] else ""
+        text = f"valid for {lease['valid_for_ms']:.0f} ms of {lease['lease_ms']} ms{held}"
+    heard_ms = lease["server_heard_ms_ago"]
+    if heard_ms is None:
+        return f"{text}; the lock server has not been heard"
+    return f"{text}; the lock server was heard {heard_ms:.0f} ms ago"

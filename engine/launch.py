@@ -117,6 +117,8 @@ class Launch:
             process.ENGINE_SOCKET_ENV: settings.control_path,
             "GMS_SOCKET_DIR": settings.gms_socket_dir,
             "UNDERSTUDY_DIR": settings.directory,
+            "UNDERSTUDY_MEMBER": str(settings.member),
+            "UNDERSTUDY_MEMBERS": str(settings.members),
         }
 
     def tick(self) -> None:
@@ -153,6 +155,8 @@ class Launch:
         if self.tree.is_gone and self.channel.is_closed and not self._is_over:
             self._is_over = True
             self._leftovers.reaped()
+            if self._settings.is_remote and self.witness_path is not None:
+                witness.discard(self.witness_path, *self._witness_id)  # no server here will
             self._on_gone()
 
     # ------------------------------------------------------------------ what the backend says

@@ -1,6 +1,7 @@
 """The supervisor's side of the lock: what is wanted, what was granted, the listening socket.
 
-Owns composing the one truth that `want` says, and one copy of the lent socket. Must not know what a
+Owns composing the one truth that `want` says, and the listening socket: one copy of what the lock
+server lends, or over TCP, where nothing can be lent, a socket of our own. Must not know what a
 grant leads to. The surprising thing: between a failure and the reaping nothing is said, so whoever
 calls `tell` in that time has a bug; a reconnect repeats the old truth, which still protects the
 dying tree.
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from engine.core.events import Event, Failed, Granted, HandOver, OtherGranted
 from engine.launch import Launch
+from engine.own_listener import OwnListener
 from engine.settings import Settings
 from lockserver.client import LockClient
 from understudy.errors import UnderstudyError
@@ -51,8 +53,9 @@ class LockSide:
         on_listener: Callable[[], None],
     ) -> None:
         self.other: Other | None = None
-        self.problem: str | None = None
-        self.address: str | None = None
+        self.own = OwnListener(settings.service_address) if settings.is_remote else None
+        self.address = self.own.name if self.own is not None else None
+        self._refusal: str | None = None
         self._engine = settings.engine
         self._events = events
         self._post = post
@@ -66,19 +69,31 @@ class LockSide:
         self.client = LockClient(
             settings.lockserver_socket,
             engine=settings.engine,
+            security=settings.lockserver_security,
+            member=settings.member,
+            members=settings.members,
             on_granted=self._granted,
             on_service=self._lent,
             on_connected=self._connected,
             on_lost=self._lost,
             on_refused=self._refused,
             on_hand_over=self._hand_over,
+            on_lease_lost=lambda reason: self._end("lease_lost", reason),
+            on_member_lost=lambda reason: self._end("member_lost", reason),
         )
+
+    @property
+    def problem(self) -> str | None:
+        """What keeps this engine from the lock, or from serving under it."""
+        return self._refusal or self.client.unreachable or (self.own.problem if self.own else None)
 
     # ------------------------------------------------------------------ saying
 
     def tell(self, launch: Launch | None, *, wants_active: bool) -> None:
         """`launch` is what runs now, None once it is reaped."""
         self._launch, self._wants_active, self._token = launch, wants_active, 0
+        if launch is None and self.own is not None:
+            self.own.close()
         self.repeat()
 
     def hold(self, token: int) -> None:
@@ -110,10 +125,18 @@ class LockSide:
     # ------------------------------------------------------------------ the socket
 
     def borrow_listener(self) -> OwnedFd | None:
-        """A copy of the lent listening socket, the caller's own; None if none is lent yet."""
+        """A copy of the listening socket, the caller's own; None if none is lent yet, or ours
+        cannot be bound yet."""
+        if self.own is not None:
+            return self.own.copy()
         return self._listener.duplicate() if self._listener is not None else None
 
     def close(self) -> None:
+        if self.own is not None:
+            self.own.close()
+        self._return_listener()
+
+    def _return_listener(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -138,26 +161,35 @@ class LockSide:
         if lock != ACTIVE:
             listener.close()
             return
-        self.close()
+        self._return_listener()
         self._listener, self.address = listener, address
         self._on_listener()
 
     def _connected(self) -> None:
-        self.problem = None
+        self._refusal = None
         self._events.record("engine.lock", "connected to the lock server", data={"connected": True})
 
     def _lost(self, reason: str) -> None:
+        lease = self.client.lease
+        how_long = "going on"
+        if lease is not None and lease["is_held"]:
+            how_long = f"going on for {lease['valid_for_ms']:.0f} ms, as the lease allows,"
         self._events.record(
             "engine.lock",
-            f"the lock server is gone ({reason}); going on and reconnecting",
+            f"the lock server is gone ({reason}); {how_long} and reconnecting",
             "warning",
             {"connected": False},
         )
 
     def _refused(self, error: UnderstudyError) -> None:
-        self.problem = error.message
+        self._refusal = error.message
         data = {"error_code": error.code}
         self._events.record("engine.lock", f"refused: {error.message}", "error", data)
         cause = FATAL_REFUSALS.get(error.code)
-        if cause is not None and self._launch is not None and self._wants_active:
-            self._post(Failed(cause, error.message))
+        if cause is not None and self._wants_active:
+            self._end(cause, error.message)
+
+    def _end(self, cause: str, reason: str) -> None:
+        """This incarnation has no business left, if there is one."""
+        if self._launch is not None:
+            self._post(Failed(cause, reason))

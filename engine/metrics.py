@@ -6,6 +6,9 @@ the two figures that are no transition: requests in flight and requests refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from engine.core.events import State
 from engine.core.lifecycle import TRANSITIONS
 from engine.core.loading import Role
@@ -14,6 +17,7 @@ from understudy.service.events import Event
 from understudy.service.metrics import Metrics
 
 PHASES = ("detect", "fence", "grant", "wake", "serve")
+LOST = ("lock_lost", "lease_lost", "member_lost")
 STATE_BUCKETS_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -65,6 +69,13 @@ class EngineMetrics:
             ("engine_id",),
         ).labels(**self._id)
         self._successes.inc(memory.failover_successes)
+        self._lost = page.counter(
+            "engine_lock_lost_total",
+            "Times that this engine had to end because the lock, its lease or one of its other"
+            " members was lost.",
+            ("reason",),
+            {"reason": LOST},
+        )
         self._phases = page.histogram(
             "failover_phase_duration_seconds",
             "Parts of a failover as this process sees them: wake and serve, and of a rehearsed"
@@ -89,6 +100,18 @@ class EngineMetrics:
         )
         self._rejected_known = 0
 
+    def watch_lease(self, lease: Callable[[], dict[str, Any] | None]) -> None:
+        """Over TCP: how long the lease is good for, as it is when asked."""
+
+        def seconds() -> float:
+            return float((lease() or {}).get("valid_for_ms", 0.0)) / 1000
+
+        self.page.gauge(
+            "engine_lease_valid_seconds",
+            "How long this engine may yet count on its lease, unless it is renewed; only where the"
+            " lock server is reached over TCP.",
+        ).set_function(seconds)
+
     def observe(self, event: Event) -> None:
         """Count what `event` says."""
         data = event.data
@@ -99,6 +122,8 @@ class EngineMetrics:
                 self._entered.labels(**self._id).set(event.ts.timestamp())
                 self._transitions.labels(from_state=source, to_state=target, **self._id).inc()
                 self._durations.labels(state=source).observe(data["lasted_ms"] / 1000)
+                if target == State.DEAD and data["cause"] in LOST:
+                    self._lost.labels(reason=data["cause"]).inc()
                 if target != State.ACTIVE:
                     self._in_flight.set(0)
                 if target == State.INIT:

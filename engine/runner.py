@@ -15,7 +15,7 @@ import os
 from collections import deque
 from typing import Any
 
-from engine import state_file, status
+from engine import predecessors, state_file, status
 from engine.core import effects, events, probes
 from engine.core.events import Event, Failed, State, Step
 from engine.core.lifecycle import IllegalTransition, Lifecycle
@@ -41,6 +41,9 @@ from understudy.service.http import Probe
 
 # How often processes that have come since are looked for, and orphans buried.
 TICK_MS = 1_000.0
+
+# How soon to try again to bind the service address, which the engine before may have for a moment.
+BIND_RETRY_MS = 50.0
 
 # What a backend may say at the wrong moment: its fault, not ours.
 BACKEND_EVENTS = (
@@ -76,6 +79,7 @@ class Runner:
         self._facts = Facts(since=rfc3339(clock.wall()))
         self._budget = Budget(clock.now_ms(), None)
         self._watch: HealthWatch | None = None
+        self._predecessors: str | None = None  # who is in the way of the first launch
         self._inbox: deque[Event] = deque()
         self._is_handling = False
         self._takeovers = Takeovers(self.log, self._memory, clock)
@@ -86,6 +90,8 @@ class Runner:
             on_loader=self._loader_granted,
             on_listener=self._wake,
         )
+        if settings.is_remote:
+            self.metrics.watch_lease(lambda: self.lock.client.lease)
         self.relauncher = Relauncher(
             settings, self.lock, timers, self.log, clock, self._launch_anew
         )
@@ -96,7 +102,18 @@ class Runner:
             text = f"starting without memory: {self._memory_problem}"
             self.log.record("engine.state_file", text, "warning")
         self._tick()
-        self._launch_anew()
+        self._launch_first()
+
+    def _launch_first(self) -> None:
+        before = self._predecessors
+        if self._settings.is_remote:
+            self._predecessors = predecessors.clear(self._settings.directory, self._settings.engine)
+        if self._predecessors is None:
+            self._launch_anew()
+            return
+        if before is None:
+            self.log.record("engine.relaunch", self._predecessors, "warning")
+        self.timers.after("predecessors", predecessors.POLL_MS, self._launch_first)
 
     def close(self) -> None:
         """End timers; a tree that still lives (only after a bug of ours) is killed."""
@@ -153,6 +170,7 @@ class Runner:
                 self.relauncher.schedule()
             case effects.Exit():
                 self.relauncher.cancel()
+                self.timers.cancel("predecessors")
                 if not self.exit.done():
                     self.exit.set_result(effect)
 
@@ -253,7 +271,9 @@ class Runner:
             self.relauncher.died(
                 now.reason,
                 reached_standby=now.reached_standby,
-                is_planned=is_rehearsed or now.is_handed_over,
+                is_planned=is_rehearsed
+                or now.is_handed_over
+                or self._facts.cause in events.FROM_OUTSIDE,
             )
         if launch.rehearsed_ms is not None and self._facts.cause == "child_exit":
             self._takeovers.phase("detect", died_ms - launch.rehearsed_ms)
@@ -291,6 +311,8 @@ class Runner:
             listener = self.lock.borrow_listener()
             if listener is not None:
                 launch.wake(now.token, listener)
+            elif self.lock.own is not None:
+                self.timers.after("bind", BIND_RETRY_MS, self._wake)
 
     def _loader_granted(self, incarnation: str, token: int) -> None:
         if self.launch is not None and self.launch.incarnation == incarnation:
@@ -304,7 +326,12 @@ class Runner:
 
     def status(self) -> dict[str, Any]:
         """The status document."""
-        problems = [self.state_file.problem, self.lock.problem, self._layout.note]
+        problems = [
+            self.state_file.problem,
+            self._predecessors,
+            self.lock.problem,
+            self._layout.note,
+        ]
         if self.launch is not None and self.launch.prepared is not None:
             problems += self.launch.prepared.warnings
         return status.document(

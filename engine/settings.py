@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.core import health, relaunch
 from engine.core.events import State
 from engine.core.loading import Role
+from lockserver.client import messages as lock
+from understudy.errors import UsageError
 from understudy.service.config import Option, Resolved
+from understudy.wire.address import SCHEME, TcpAddress
+from understudy.wire.security import Security
+from understudy.wire.security import settle as settle_security
 
+MEMBERS_MAX = lock.MEMBERS_MAX
 PORT_FIRST = 9410  # engine n serves its probes on 9410 + n
 TERMINATION_LOG = "/dev/termination-log"  # where Kubernetes reads why a container ended
 TERMINATION_LOG_BYTES_MAX = 4096  # what the kubelet keeps of it
@@ -23,6 +30,16 @@ INIT_MS = 7_200_000  # the first load of a large model from a slow disk, behind 
 WAKING_MS = 60_000  # the old holder's memory may take half a minute to be freed
 DRAIN_MS = 30_000
 REAP_MS = 10_000  # SIGKILL to gone; 243 GB of pinned memory took 26 s, such machines raise this
+
+SECURITY = (
+    "lockserver_tls_cert",
+    "lockserver_tls_key",
+    "lockserver_tls_ca",
+    "lockserver_psk_file",
+)
+# vLLM can span nodes, but then its processes find one another by means of their own, and what we
+# have it share and park is arranged for ranks on one node.
+ONE_NODE_BACKENDS = frozenset({"vllm"})
 
 
 def duration(name: str, default_ms: int, text: str) -> Option:
@@ -45,8 +62,35 @@ OPTIONS = (
         "lockserver_socket",
         str,
         None,
-        "The lock server's socket, lockserver.sock in --dir unless given.",
+        "The lock server: tcp://HOST:PORT, or its socket; lockserver.sock in --dir unless given.",
         env="LOCKSERVER_SOCKET",
+    ),
+    Option("lockserver_tls_cert", str, None, "Over TCP: this engine's certificate."),
+    Option("lockserver_tls_key", str, None, "Over TCP: its private key."),
+    Option("lockserver_tls_ca", str, None, "Over TCP: whose certificate the server's is from."),
+    Option(
+        "lockserver_psk_file",
+        str,
+        None,
+        "Over TCP, instead of certificates: a file with the key that the lock server has, too.",
+    ),
+    Option(
+        "members",
+        int,
+        1,
+        "So many nodes this engine spans, each with a supervisor; needs the lock over TCP.",
+        minimum=1,
+        maximum=MEMBERS_MAX,
+    ),
+    Option(
+        "member", int, 0, "Which of them this is; 0 serves.", minimum=0, maximum=MEMBERS_MAX - 1
+    ),
+    Option(
+        "service_address",
+        str,
+        None,
+        "HOST:PORT to serve on when active. Only where the lock is reached over TCP, and then"
+        " required of member 0; a lock server on a Unix socket lends the socket itself.",
     ),
     Option(
         "gms_socket_dir",
@@ -102,9 +146,18 @@ class Settings:
     engine: str
     role: Role
     lockserver_socket: str
+    lockserver_security: Security | None
+    member: int
+    members: int
+    service_address: TcpAddress | None  # None: the lock server lends a socket, or nothing is served
     gms_socket_dir: str
     http_port: int
     budgets_ms: Mapping[State, int]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the lock server is reached over TCP, so that a lease stands for the witness."""
+        return self.lockserver_socket.startswith(SCHEME)
 
     @property
     def control_path(self) -> str:
@@ -116,8 +169,15 @@ def control_path(directory: str, engine: str) -> str:
 
 
 def settle(config: Resolved, command: list[str], directory: str) -> Settings:
-    """Fill in what depends on other settings. `directory` is the checked shared directory."""
+    """Fill in what depends on other settings. `directory` is the checked shared directory.
+
+    Raises:
+        UsageError: settings that do not go together; also security files that cannot be used.
+    """
     engine = config["engine_id"]
+    address = config["lockserver_socket"] or os.path.join(directory, "lockserver.sock")
+    is_remote = address.startswith(SCHEME)
+    _check_members(config, is_remote=is_remote)
     port = config["http_port"]
     return Settings(
         config=config,
@@ -126,7 +186,11 @@ def settle(config: Resolved, command: list[str], directory: str) -> Settings:
         directory=directory,
         engine=engine,
         role=Role(config["role"]),
-        lockserver_socket=config["lockserver_socket"] or os.path.join(directory, "lockserver.sock"),
+        lockserver_socket=address,
+        lockserver_security=_security(config, address) if is_remote else None,
+        member=config["member"],
+        members=config["members"],
+        service_address=_service_address(config["service_address"]),
         gms_socket_dir=config["gms_socket_dir"] or directory,
         http_port=port if port is not None else PORT_FIRST + number_of(engine),
         budgets_ms={
@@ -136,6 +200,70 @@ def settle(config: Resolved, command: list[str], directory: str) -> Settings:
             State.DEAD: config["reap_ms"],
         },
     )
+
+
+def _check_members(config: Resolved, *, is_remote: bool) -> None:
+    """What goes with the lock over TCP, and only there."""
+    member, members = config["member"], config["members"]
+    if member >= members:
+        raise UsageError(
+            "engine.bad_member",
+            f"--member {member} is none of {members}: they count from 0 to --members less 1",
+        )
+    if members > 1 and config["backend"] in ONE_NODE_BACKENDS:
+        raise UsageError(
+            "engine.cannot_span",
+            f"--members {members}: the {config['backend']} backend keeps all ranks of an engine on"
+            " one node, so there would be nothing for the others to do; leave --members out",
+        )
+    if is_remote:
+        if member == 0 and config["service_address"] is None:
+            raise UsageError(
+                "engine.no_service_address",
+                "a lock server over TCP has no socket to lend: say with --service-address"
+                " HOST:PORT where this engine is to serve when it is active",
+            )
+        return
+    for name in (*SECURITY, "service_address"):
+        if config[name] is not None:
+            raise UsageError(
+                "engine.only_over_tcp",
+                f"--{name.replace('_', '-')} is for a lock server over TCP, and this one is a"
+                " socket of this host; give --lockserver-socket tcp://HOST:PORT, or leave it out",
+            )
+    if members > 1:
+        raise UsageError(
+            "engine.only_over_tcp",
+            f"an engine of {members} members needs a lock server that each can reach: give"
+            " --lockserver-socket tcp://HOST:PORT",
+        )
+
+
+def _security(config: Resolved, address: str) -> Security | None:
+    security = settle_security(TcpAddress.parse(address), *(config[name] for name in SECURITY))
+    if security is not None:
+        security.client_context()  # files that cannot be used are better refused now than later
+    return security
+
+
+def _service_address(text: str | None) -> TcpAddress | None:
+    """With a numeric host, so that nothing is looked up when the engine is to serve."""
+    if text is None:
+        return None
+    try:
+        address = TcpAddress.parse(f"{SCHEME}{text}")
+        if not address.port:
+            raise ValueError("a port of 0 is known to nobody")
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (UsageError, ValueError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "an IPv6 address in brackets"
+        raise UsageError(
+            "engine.bad_service_address",
+            f"--service-address is {text!r}: it takes HOST:PORT of this host ({reason})",
+        ) from error
+    return TcpAddress(str(found[0][4][0]), address.port)
 
 
 def number_of(engine: str) -> int:

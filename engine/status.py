@@ -75,7 +75,10 @@ def reason_of(now: Situation, launch: Launch | None, lock: LockSide) -> str:
 
 
 def _unless_connected(lock: LockSide) -> str:
-    return "" if lock.client.is_connected else " (the lock server cannot be reached)"
+    if lock.client.is_connected:
+        return ""
+    why = lock.client.unreachable
+    return " (the lock server cannot be reached" + (f": {why})" if why else ")")
 
 
 def document(
@@ -111,14 +114,18 @@ def document(
             "pid": pid,
             "is_healthy": facts.is_healthy,
             "was_standby": memory.was_standby,
+            "member": settings.member,
+            "members": settings.members,
         },
         "lock": {
+            "server": settings.lockserver_socket,
             "connected": lock.client.is_connected,
             "token": now.token,
             "waiting_since": takeovers.wanted_since if now.state is State.STANDBY else None,
             "other": {"engine": other.engine, "token": other.token} if other else None,
             "address": lock.address,
             "problem": lock.problem,
+            "lease": lock.client.lease,
         },
         "backend": _backend(settings, launch, facts),
         "inflight": facts.in_flight,

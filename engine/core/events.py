@@ -83,6 +83,11 @@ class Failed:
     exit_code: int | None = None
 
 
+# Failures that are none of the incarnation's own: it may have been in the best of health. They say
+# nothing about whether a launch will do, and explain no death that has another cause.
+FROM_OUTSIDE = frozenset({"lease_lost", "member_lost"})
+
+
 @dataclass(frozen=True, slots=True)
 class BudgetSpent:
     """The state has lasted longer than it may."""

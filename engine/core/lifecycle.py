@@ -41,6 +41,7 @@ from engine.core.effects import (
     TellLockServer,
 )
 from engine.core.events import (
+    FROM_OUTSIDE,
     BudgetSpent,
     CanaryPassed,
     Drained,
@@ -301,6 +302,8 @@ class Lifecycle:
         before = self.now
         if before.is_reaped:
             raise IllegalTransition(before.state, event)
+        if event.cause in FROM_OUTSIDE:
+            return []
         self.now = replace(before, reason=event.message)
         if event.exit_code is not None:
             self.now = replace(self.now, exit_code=event.exit_code)

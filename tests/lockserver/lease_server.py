@@ -74,6 +74,11 @@ class LeaseServer:
             conn.send(Granted(lock, engine, incarnation, token))
         return token
 
+    def hang_up(self) -> None:
+        """Close every connection, so that each client says its want anew."""
+        for conn in tuple(self.conns):
+            conn.close("the test hangs up")
+
     def lose(self, engine: str, incarnation: str, member: int) -> None:
         for conn in self.conns:
             conn.send(MemberLost(engine, incarnation, member, "its lease ran out"))

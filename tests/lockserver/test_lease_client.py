@@ -102,7 +102,7 @@ async def test_want_says_which_member_it_is(server):
         member.want("active")
         await auntil(lambda: server.want and server.want.incarnation, "the want")
         await beats(server)
-        server.conns[0].close("cut")
+        server.hang_up()
         count = len(server.wants)
         await auntil(lambda: len(server.wants) > count, "the want after the cut")
     assert {(want.member, want.members) for want in server.wants} == {(1, 2)}
@@ -169,8 +169,7 @@ async def test_a_waiter_loses_nothing(server):
         server.is_deaf = True
         await auntil(lambda: member.client.lease["valid_for_ms"] == 0, "the lease to run out")
         server.is_deaf, server.auto = False, ("active",)
-        for conn in tuple(server.conns):
-            conn.close("what was said to the deaf is said again")
+        server.hang_up()  # what was said to the deaf is said again
         await auntil(lambda: member.heard("active"), "the grant")
         assert member.heard("lease_lost") == []
 
@@ -215,8 +214,7 @@ async def test_a_cut_is_no_loss_within_the_lease(server):
         end = now_ms() + 2 * LEASE_MS
         while now_ms() < end:
             await beats(server, 1)
-            for conn in tuple(server.conns):
-                conn.close("cut")
+            server.hang_up()
         assert len(member.heard("lost")) > 3
         assert member.heard("lease_lost") == []
 

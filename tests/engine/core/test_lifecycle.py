@@ -330,3 +330,17 @@ def test_random_schedules_keep_the_invariants(order):
         assert (now.step is not None) == (now.state is State.WAKING)
         assert not (now.state is State.ACTIVE and now.hand_over), "it serves on"
         assert not any(isinstance(e, ef.Exit) for e in effects) or now.is_leaving
+
+
+@pytest.mark.parametrize("cause", sorted(ev.FROM_OUTSIDE))
+def test_what_comes_from_outside_ends_an_engine_and_explains_no_other_death(cause):
+    """Goal: a lost lease or member is fatal in every state, and no better explanation of a death
+    that has happened already. Method: in each state, then a second time, then another cause."""
+    for state in set(State) - {State.DEAD}:
+        engine = engine_in(state)
+        assert kinds(engine.handle(ev.Failed(cause, "from outside"))) == ["KillTree"]
+        assert engine.state is State.DEAD
+        assert engine.now.reason == "from outside"
+        engine.handle(ev.Failed("child_exit", "its last words"))
+        engine.handle(ev.Failed(cause, "again"))
+        assert engine.now.reason == "its last words"

@@ -1,0 +1,269 @@
+"""An engine whose lock is over TCP: it serves on an address of its own, and never longer than its
+lease allows. A server of the real messages does what each test says."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockserver import witness
+from tests.engine.pod import Engine, LoopThread, Pod
+from tests.helpers import until
+from tests.lockserver.lease_server import LeaseServer
+from understudy.service import procfs
+
+LEASE_MS = 2000
+NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+may_unshare = pytest.mark.skipif(
+    subprocess.run([*NAMESPACE, "true"], check=False, capture_output=True).returncode != 0,
+    reason="this machine does not let us make a PID namespace",
+)
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
+@pytest.fixture
+def server(loop) -> Iterator[LeaseServer]:
+    """Grants `active` and `loader` to whoever wants them."""
+    made = LeaseServer(LEASE_MS, auto=("active", "loader"))
+    loop.run(made.start())
+    yield made
+    loop.run(made.stop())
+
+
+def over_tcp(server: LeaseServer, pod: Pod) -> tuple[str, ...]:
+    host, port = pod.address
+    return ("--lockserver-socket", server.address, "--service-address", f"{host}:{port}")
+
+
+def accepts(pod: Pod) -> bool:
+    try:
+        socket.create_connection(pod.address).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.fixture
+def engine(pod, server) -> Engine:
+    """engine-0, active, with two processes."""
+    made = pod.engine("engine-0", "--grandchild", "joined", flags=over_tcp(server, pod))
+    made.until("active")
+    return made
+
+
+def test_serves_on_its_own_address_only_while_it_is_active(pod, server, loop):
+    """Goal: without a lent socket an engine binds its address itself, when it is to wake, and
+    closes it once it is reaped. Method: look before, while and after it is active."""
+    server.auto = ()
+    engine = pod.engine("engine-0", flags=over_tcp(server, pod))
+    status = engine.until("standby")
+    assert not accepts(pod)
+    assert status["lock"]["address"] == "{}:{}".format(*pod.address)
+    assert status["lock"]["lease"]["valid_for_ms"] > 0
+    assert not status["lock"]["lease"]["is_held"]
+    server.auto = ("active",)
+    loop.call(server.hang_up)
+    status = engine.until("active")
+    assert pod.ask() == ("engine-0", status["lock"]["token"])
+    assert status["lock"]["lease"]["is_held"]
+    assert "understudy_engine_lease_valid_seconds" in engine.get("/metrics")[1]
+    server.auto = ()
+    engine.kill("backend-http")
+    again = engine.until("standby", number=2)
+    assert not accepts(pod)
+    witnesses = [path.name for path in pod.directory.glob("witness_*")]
+    assert witnesses == [witness.name_of(again["engine"]["incarnation"])], "its own, and no other"
+
+
+def test_without_answers_it_stops_before_its_lease_has_run_out(pod, server, loop, engine):
+    """Goal: an engine that cannot hear the server does not serve on. Method: a server that answers
+    nothing; the death's cause, the tree and the address afterwards; then it comes back."""
+    old = procfs.descendants(engine.process.pid)
+    assert len(old) == 2
+    server.is_deaf = True
+    dead = engine.until("dead")
+    until(lambda: not any(procfs.is_alive(pid) for pid in old), "the tree to be gone")
+    until(lambda: not accepts(pod), "the address to be closed")
+    server.is_deaf = False
+    loop.call(server.hang_up)  # what was said to the deaf is said again
+    back = engine.until("active", number=2)
+    assert engine.process.poll() is None, "stopped by itself, not by the kernel"
+    death = back["deaths"][0]
+    assert death["cause"] == "lease_lost"
+    assert "has answered nothing" in death["message"]
+    assert back["lock"]["token"] > dead["lock"]["token"]
+    page = engine.get("/metrics")[1]
+    assert 'understudy_engine_lock_lost_total{reason="lease_lost"} 1.0' in page
+
+
+def test_leases_lost_again_and_again_are_no_crash_loop(pod, server, loop):
+    """Goal: the network's faults do not end a container. Method: as many losses as deaths would be
+    a crash loop, and one more."""
+    flags = (*over_tcp(server, pod), "--deaths-max", "2", "--yield-ms", "1")
+    engine = pod.engine("engine-0", flags=flags)
+    for number in range(1, 4):
+        engine.until("active", number=number)
+        server.is_deaf = True
+        engine.until("standby", number=number + 1)
+        server.is_deaf = False
+        loop.call(server.hang_up)  # what was said to the deaf is said again
+    assert [death["cause"] for death in engine.status()["deaths"]] == ["lease_lost"] * 3
+
+
+@pytest.mark.parametrize("wrapper", [(), pytest.param(NAMESPACE, marks=may_unshare)])
+def test_a_stopped_supervisor_is_ended_by_the_kernel_with_its_backend(pod, server, wrapper):
+    """Goal: a supervisor that does nothing any more cannot outlive its lease, nor can its tree,
+    neither on a host nor as PID 1 of a container. Method: SIGSTOP, sent from outside."""
+    flags = over_tcp(server, pod)
+    engine = pod.engine("engine-0", "--grandchild", "joined", flags=flags, wrapper=wrapper)
+    engine.until("active")
+    inside = procfs.descendants(engine.process.pid)
+    supervisor = min(inside) if wrapper else engine.process.pid
+    tree = [*procfs.descendants(supervisor), supervisor]
+    assert len(tree) == 3
+    os.kill(supervisor, signal.SIGSTOP)
+    code = engine.wait()
+    assert wrapper or code == -signal.SIGKILL
+    until(lambda: not any(procfs.is_alive(pid) for pid in tree), "the whole tree to be gone")
+    assert not accepts(pod)
+
+
+def test_a_stopped_standby_is_left_alone(pod, server):
+    """Goal: only who holds is watched by the kernel. Method: a standby is stopped for longer than
+    a lease, and goes on."""
+    server.auto = ("loader",)
+    engine = pod.engine("engine-0", flags=over_tcp(server, pod))
+    engine.until("standby")
+    count = server.beats
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    try:
+        until(lambda: not server.conns or silent_for(server, 2 * LEASE_MS), "the silence")
+    finally:
+        os.kill(engine.process.pid, signal.SIGCONT)
+    until(lambda: server.beats > count, "the next heartbeat")
+    assert engine.until("standby")["engine"]["number"] == 1
+
+
+def silent_for(server: LeaseServer, ms: float) -> bool:
+    before = server.beats
+    try:
+        until(lambda: server.beats > before, "a heartbeat", ms / 1000)
+    except AssertionError:
+        return True
+    return False
+
+
+def test_a_restart_of_the_server_costs_nothing(pod, server, loop, engine):
+    """Goal: nobody loses by a restart within the lease. Method: stop and start the server."""
+    before = pod.ask()
+    port = server.server.port
+    loop.run(server.stop())
+    until(lambda: not engine.status()["lock"]["connected"], "the engine to notice")
+    until(lambda: engine.status()["lock"]["problem"], "the reason to be said")
+    loop.run(server.start(port))
+    status = until(
+        lambda: engine.status() if engine.status()["lock"]["connected"] else None, "the reconnect"
+    )
+    assert pod.ask() == before
+    assert status["engine"]["number"] == 1
+
+
+def test_an_address_in_use_is_waited_for_and_said(pod, server):
+    """Goal: a service address that somebody has is no crash, and no silent wait. Method: a listener
+    of the test's own, closed once status names it."""
+    with socket.create_server(pod.address):
+        engine = pod.engine("engine-0", flags=over_tcp(server, pod))
+        engine.until("waking")
+        problem = until(lambda: engine.status()["lock"]["problem"], "the problem to be said")
+        assert f"pid {os.getpid()}" in problem
+        assert problem in engine.status()["problems"]
+    assert engine.until("active")["lock"]["problem"] is None
+    assert pod.ask() == ("engine-0", 1)
+
+
+def test_two_members_wake_stop_and_come_back_together(pod, server, loop, tmp_path):
+    """Goal: an engine of two members: both wake, the first serves; when one is lost, the other ends
+    its tree and both come back with new incarnations. Method: two supervisors in two directories,
+    each granted its own incarnation, as the server does for a group."""
+    server.auto = ("loader",)
+    second = Pod(tmp_path)
+    flags = ("--lockserver-socket", server.address, "--members", "2")
+    first_flags = (*flags, "--service-address", "{}:{}".format(*pod.address))
+    try:
+        members = (
+            pod.engine("engine-0", flags=first_flags),
+            second.engine("engine-0", flags=(*flags, "--member", "1")),
+        )
+        for number in (1, 2):
+            ready = [member.until("standby", number=number) for member in members]
+            incarnations = [each["engine"]["incarnation"] for each in ready]
+            for incarnation in incarnations:
+                loop.call(server.grant, "active", "engine-0", incarnation)
+            documents = [member.until("active", number=number) for member in members]
+            assert [each["engine"]["member"] for each in documents] == [0, 1]
+            assert [bool(each["lock"]["address"]) for each in documents] == [True, False]
+            assert pod.ask()[0] == "engine-0"
+            if number == 1:
+                trees = [procfs.descendants(member.process.pid) for member in members]
+                for member, incarnation in enumerate(incarnations):
+                    loop.call(server.lose, "engine-0", incarnation, 1 - member)
+        assert not any(procfs.is_alive(pid) for tree in trees for pid in tree)
+        for document in documents:
+            assert document["deaths"][0]["cause"] == "member_lost"
+            assert "its lease ran out" in document["deaths"][0]["message"]
+    finally:
+        second.close()
+
+
+def test_what_an_earlier_supervisor_left_is_waited_for(pod, server, tmp_path):
+    """Goal: over TCP no lock server sees the witnesses here, so a supervisor that comes back looks
+    itself. Method: a stray process holds the witness of an earlier launch; another's are not its
+    business, and a free one is removed."""
+    stray = witness.new_incarnation("engine-0")
+    path = witness.create(str(pod.directory), stray)
+    free = witness.create(str(pod.directory), witness.new_incarnation("engine-0"))
+    others = witness.create(str(pod.directory), witness.new_incarnation("engine-0_1"))
+    held = (
+        "import sys; from lockserver.witness import join; join(sys.argv[1]);"
+        "print(flush=True); import signal; signal.pause()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", held, path], stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        engine = pod.engine("engine-0", flags=over_tcp(server, pod))
+        problem = until(lambda: (engine.status() or {}).get("problems"), "the stray to be named")
+        assert f"pid {process.pid}" in problem[0]
+        assert engine.state == "dead"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    engine.until("active")
+    assert not Path(path).exists()
+    assert not Path(free).exists()
+    assert Path(others).exists()
+
+
+def test_leaving_while_it_waits_for_what_was_left(pod, server):
+    """Goal: SIGTERM is heeded then, too. Method: as above, and told to end."""
+    path = witness.create(str(pod.directory), witness.new_incarnation("engine-0"))
+    with open(path) as stream:
+        fcntl.flock(stream, fcntl.LOCK_SH)
+        engine = pod.engine("engine-0", flags=over_tcp(server, pod))
+        until(lambda: (engine.status() or {}).get("problems"), "the stray to be named")
+        engine.terminate()
+        assert engine.wait() == 0

@@ -1,0 +1,65 @@
+"""Which settings of `engine run` go together, for a lock on this host and for one over TCP."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.settings import OPTIONS, settle
+from understudy.errors import UsageError
+from understudy.service.config import resolve
+from understudy.wire.address import TcpAddress
+
+TCP = {"lockserver_socket": "tcp://127.0.0.1:9500"}
+SERVES = {**TCP, "service_address": "127.0.0.1:8000"}
+
+
+def settled(**flags):
+    return settle(resolve(OPTIONS, flags, {}), ["backend"], "/run/understudy")
+
+
+def test_on_one_host_nothing_is_remote():
+    """Goal: the default is the socket in the directory. Method: no flags."""
+    settings = settled()
+    assert settings.lockserver_socket == "/run/understudy/lockserver.sock"
+    assert not settings.is_remote
+    assert (settings.member, settings.members, settings.service_address) == (0, 1, None)
+    assert settings.lockserver_security is None
+
+
+def test_over_tcp_a_member_serves_or_does_not():
+    """Goal: member 0 has an address, with a numeric host; others need none.
+    Method: both, and names that this host knows."""
+    settings = settled(**SERVES)
+    assert settings.is_remote
+    assert settings.service_address == TcpAddress("127.0.0.1", 8000)
+    assert settled(**TCP, members=2, member=1).service_address is None
+    named = settled(**TCP, service_address="localhost:8000").service_address
+    assert named in (TcpAddress("127.0.0.1", 8000), TcpAddress("::1", 8000))
+    assert settled(**TCP, service_address="[::]:8000").service_address == TcpAddress("::", 8000)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (TCP, "engine.no_service_address"),
+        ({"service_address": "127.0.0.1:8000"}, "engine.only_over_tcp"),
+        ({"lockserver_psk_file": "/key"}, "engine.only_over_tcp"),
+        ({"members": 2}, "engine.only_over_tcp"),
+        ({**SERVES, "members": 2, "member": 2}, "engine.bad_member"),
+        ({**SERVES, "members": 2, "backend": "vllm"}, "engine.cannot_span"),
+        ({**SERVES, "service_address": "8000"}, "engine.bad_service_address"),
+        ({**SERVES, "service_address": "127.0.0.1:0"}, "engine.bad_service_address"),
+        ({**SERVES, "service_address": "no.such.host.invalid:80"}, "engine.bad_service_address"),
+        ({**SERVES, "lockserver_socket": "tcp://nowhere"}, "wire.bad_address"),
+        ({**SERVES, "lockserver_socket": "tcp://192.0.2.1:9500"}, "wire.insecure_address"),
+        ({**SERVES, "lockserver_tls_key": "/key"}, "wire.incomplete_security"),
+        ({**SERVES, "lockserver_psk_file": "/no/such/key"}, "wire."),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags, code):
+    """Goal: a wrong combination is found at the start, and the sentence names the way out.
+    Method: one at a time."""
+    with pytest.raises(UsageError) as refused:
+        settled(**flags)
+    assert refused.value.code.startswith(code)
+    assert len(refused.value.message) > 40
