@@ -78,7 +78,9 @@ class LockServer:
         await self._server.start()  # first: it guards everything below against a second server
         self._place = Place(self.settings.directory, self._server, self.events)
         try:
-            self._state = StateFile(self.settings.directory, KINDS)
+            self._state = StateFile(
+                self.settings.directory, KINDS, may_be_elsewhere=self.settings.listen is not None
+            )
             self.machine = Machine(
                 self._state.loaded.record,
                 self.clock.now_ms(),

@@ -43,8 +43,13 @@ class Loaded:
 class StateFile:
     """The open file. `write` is durable when it returns."""
 
-    def __init__(self, directory: str, locks: Iterable[str]) -> None:
+    def __init__(
+        self, directory: str, locks: Iterable[str], *, may_be_elsewhere: bool = False
+    ) -> None:
         """Open it, or put an unreadable one aside and make a new one.
+
+        `may_be_elsewhere`: holders on other hosts leave no witness here, so an empty directory may
+        be a new one, or one whose state was lost while they live: then all locks are unknown.
 
         Raises:
             UnderstudyError: `lock.state_unwritable` (a full disk, a directory of that name, …),
@@ -53,7 +58,7 @@ class StateFile:
         self.path = os.path.join(directory, NAME)
         self._directory, self._identity = directory, identity(directory)
         try:
-            self.loaded = _load(directory, tuple(locks))
+            self.loaded = _load(directory, tuple(locks), may_be_elsewhere=may_be_elsewhere)
             self._file = self._open()
         except BlockingIOError as error:
             raise UnderstudyError(
@@ -96,12 +101,13 @@ def read(directory: str, locks: Iterable[str]) -> Loaded | None:
     return _load(directory, tuple(locks))
 
 
-def _load(directory: str, locks: tuple[str, ...]) -> Loaded:
+def _load(directory: str, locks: tuple[str, ...], *, may_be_elsewhere: bool = False) -> Loaded:
     try:
         raw = _raw(os.path.join(directory, NAME))
     except FileNotFoundError:
         if not any(name.startswith(witness.PREFIX) for name in os.listdir(directory)):
-            return Loaded(Record(), is_first=True)
+            unknown = frozenset(locks) if may_be_elsewhere else frozenset[str]()
+            return Loaded(Record(unknown=unknown), is_first=True)
         problem = "the state file is missing although engines were launched in this directory"
         return Loaded(_lost(0, locks), problem)
     texts = FORMAT.decode(raw)

@@ -1,0 +1,102 @@
+"""A lock server over TCP that lost its state knows of no holder, and must not think there is none.
+
+On one host a witness in the directory says that engines were launched. Holders on other hosts leave
+nothing there, so that an empty directory may be a new one, or one whose state was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.helpers import auntil
+from tests.lockserver.members import Member
+from tests.lockserver.processes import ServerProcess, free_port
+
+LEASE_MS, MARGIN_MS = 600, 300
+CLOCK_MS = 20  # between the start of the lease's count and the record of it
+
+
+@pytest.fixture
+def server(start_server) -> ServerProcess:
+    lease = ("--lease-ms", str(LEASE_MS), "--lease-margin-ms", str(MARGIN_MS))
+    return start_server("--listen", f"tcp://127.0.0.1:{free_port()}", *lease)
+
+
+def member(server: ServerProcess, engine: str) -> Member:
+    return Member(server.flags[1], None, engine)
+
+
+async def restart_without_state(server: ServerProcess) -> None:
+    server.kill()
+    os.unlink(os.path.join(server.directory, "lockserver.json"))
+    assert not [name for name in os.listdir(server.directory) if name.startswith("witness_")]
+    await asyncio.to_thread(server.start)
+
+
+async def event(server: ServerProcess, kind: str) -> dict[str, Any]:
+    """What the server says of the lock `active`, the first of this kind since its start."""
+    command = (sys.executable, "-m", "lockserver.cli", "events", "--json", "--dir")
+    process = await asyncio.create_subprocess_exec(
+        *command, server.directory, stdout=subprocess.PIPE
+    )
+    said, _ = await process.communicate()
+    records = [json.loads(line) for line in said.splitlines()]
+    return next(r for r in records if r["type"] == kind and r["data"]["lock"] == "active")
+
+
+def test_state_lost_and_the_holder_silent_nobody_is_granted_before_its_lease_can_have_run_out(
+    server,
+):
+    """Goal: no second holder while the first may live. Method: grant one, lose the state, start
+    anew; the other one asks at once and is granted, but not before a lease and the margin."""
+
+    async def scenario() -> None:
+        holder, other = member(server, "engine-0"), member(server, "engine-1")
+        await holder.connect()
+        holder.launch("active")
+        await holder.granted()
+        holder.beats = False
+        await restart_without_state(server)
+        await other.connect()
+        other.launch("active")
+        await other.granted()
+        begun = await event(server, "lock.recovering")
+        granted = await event(server, "lock.granted")
+        assert granted["data"]["engine"] == "engine-1"
+        assert granted["mono_ms"] - begun["mono_ms"] >= LEASE_MS + MARGIN_MS - CLOCK_MS
+        await holder.close()
+        await other.close()
+
+    asyncio.run(scenario())
+
+
+def test_state_lost_and_the_holder_heard_it_keeps_its_grant(server):
+    """Goal: who lives and knows its token is believed. Method: as above, and the holder connects
+    again; the other one is not granted, also after the lease."""
+
+    async def scenario() -> None:
+        holder, other = member(server, "engine-0"), member(server, "engine-1")
+        await holder.connect()
+        holder.launch("active")
+        token = await holder.granted()
+        await restart_without_state(server)
+        await other.connect()
+        other.launch("active")
+        await holder.connect()
+        holder.want()
+        await auntil(lambda: server.lock()["state"] == "held", "the claim to be believed")
+        lock = server.lock()
+        assert (lock["holder"]["engine"], lock["holder"]["token"]) == ("engine-0", token)
+        holder.reap()
+        assert await other.granted() > token
+        await holder.close()
+        await other.close()
+
+    asyncio.run(scenario())
