@@ -62,18 +62,17 @@ def test_socket_path_deleted_or_replaced_while_held_is_taken_back(pod_dir, start
     server = start_server()
 
     async def scenario() -> None:
-        async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as newcomer:
+        async with Engine(pod_dir, "engine-0") as holder:
             token = await hold(holder)
             take_away(os.path.join(pod_dir, SOCKET), how)
-            newcomer.launch()
-            newcomer.want("active")
-            await auntil(lambda: newcomer.heard, "the newcomer to get in")
-            lock = server.lock()
-            assert (lock["state"], lock["holder"]["token"]) == ("held", token)
-            assert holder.connects == 1
-            holder.reap()
-            holder.relent()
-            assert await newcomer.granted() == token + 1
+            async with Engine(pod_dir, "engine-1") as newcomer:
+                await wait(newcomer)
+                lock = server.lock()
+                assert (lock["state"], lock["holder"]["token"]) == ("held", token)
+                assert holder.connects == 1
+                holder.reap()
+                holder.relent()
+                assert await newcomer.granted() == token + 1
 
     asyncio.run(scenario())
     assert f"{pod_dir}/{SOCKET} was removed or replaced" in server.log()
