@@ -108,7 +108,7 @@ def test_guard_and_socket_removed_a_second_server_cannot_take_over_and_the_first
     pod_dir, start_server
 ):
     """Goal: one server per directory, whatever is removed. Method: remove both, start a second one
-    at once: it ends, the first takes its files back and still grants."""
+    once the first has them back: it ends, and the first still grants."""
     server = start_server()
 
     async def scenario() -> None:
@@ -117,13 +117,13 @@ def test_guard_and_socket_removed_a_second_server_cannot_take_over_and_the_first
             await wait(standby)
             os.unlink(os.path.join(pod_dir, GUARD))
             os.unlink(os.path.join(pod_dir, SOCKET))
+            await auntil(lambda: server.log().count("is made anew") == 2, "both to be taken back")
             command = [*server.command, "serve", "--dir", pod_dir, "--http-port", "0"]
             ran = await asyncio.to_thread(
                 subprocess.run, command, capture_output=True, text=True, timeout=60
             )
             assert ran.returncode == 1
             assert "Traceback" not in ran.stderr
-            await auntil(lambda: os.path.exists(os.path.join(pod_dir, SOCKET)), "the socket")
             assert server.lock()["holder"]["token"] == token
             holder.reap()
             holder.relent()
