@@ -76,8 +76,9 @@ def _make_base(place: Path, mirror: str) -> None:
 
 def _fetch_packages(folder: Path) -> None:
     """Everything that the image gets from an index, and what its wheel is built with."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"], "wheel"]
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, build = document["project"], document["build-system"]["requires"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["psk"], *build, "wheel"]
     _run(
         sys.executable, "-m", "pip", "download", "--quiet", f"--dest={folder}",
         "--only-binary=:all:", f"--python-version={BASE_PYTHON}", *wanted,

@@ -12,45 +12,81 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
 RENDERED = DEPLOY / "rendered"
 OVERLAYS = tuple(sorted(path.name for path in (DEPLOY / "overlays").iterdir()))
+NODES = "multi-node-lock"  # the one whose engines span pods, and whose lock server has its own
+IN_ONE_POD = tuple(name for name in OVERLAYS if name != NODES)
 WITH_CLAIM = ("single-gpu", "tp2", "tp8", "two-shadows")
+ON_HOST_MEMORY = ("cpu", NODES)
 IN_MANY_CONTAINERS = tuple(name for name in OVERLAYS if name != "no-dra")
+LOCK_POD = f"{NODES}:understudy-lockserver"
+PODS = (*OVERLAYS, LOCK_POD)  # each pod that is made; an overlay's own is that of the engines
+POD_INDEX = "apps.kubernetes.io/pod-index"
 
 Document = dict[str, Any]
 
 
-def documents(overlay: str) -> list[Document]:
-    """Every object of `overlay`."""
-    text = (RENDERED / f"{overlay}.yaml").read_text()
+def documents(pod: str) -> list[Document]:
+    """Every object of the overlay that `pod` is of."""
+    text = (RENDERED / f"{pod.partition(':')[0]}.yaml").read_text()
     return [document for document in yaml.safe_load_all(text) if document]
 
 
-def one(overlay: str, kind: str) -> Document:
-    (found,) = (each for each in documents(overlay) if each["kind"] == kind)
+def one(pod: str, kind: str, name: str | None = None) -> Document:
+    """The object of this kind, and of this name where there are several."""
+    found = [each for each in documents(pod) if each["kind"] == kind]
+    if name is not None:
+        found = [each for each in found if each["metadata"]["name"] == name]
+    (document,) = found
+    return document
+
+
+def workloads(pod: str) -> list[Document]:
+    """What makes pods in the overlay that `pod` is of."""
+    return [each for each in documents(pod) if each["kind"] in ("Deployment", "StatefulSet")]
+
+
+def workload(pod: str) -> Document:
+    """What makes the pods of `pod`: an overlay, or OVERLAY:NAME."""
+    name = pod.partition(":")[2] or "understudy"
+    (found,) = (each for each in workloads(pod) if each["metadata"]["name"] == name)
     return found
 
 
-def pod_spec(overlay: str) -> Document:
-    spec: Document = one(overlay, "Deployment")["spec"]["template"]["spec"]
+def labels(made: Document) -> list[dict[str, str]]:
+    """Those of every pod that a workload makes."""
+    own: dict[str, str] = made["spec"]["template"]["metadata"]["labels"]
+    if made["kind"] != "StatefulSet":
+        return [own]
+    return [own | {POD_INDEX: str(number)} for number in range(made["spec"]["replicas"])]
+
+
+def pod_spec(pod: str) -> Document:
+    spec: Document = workload(pod)["spec"]["template"]["spec"]
     return spec
 
 
-def containers(overlay: str) -> list[Document]:
+def containers(pod: str) -> list[Document]:
     """Sidecars and main containers, in the order in which they start."""
-    spec = pod_spec(overlay)
+    spec = pod_spec(pod)
     return [*spec.get("initContainers", []), *spec["containers"]]
 
 
-def environment(overlay: str, container: Mapping[str, Any]) -> dict[str, str]:
-    """What the container finds in its environment of what the manifest says."""
+def environment(pod: str, container: Mapping[str, Any], index: int = 0) -> dict[str, str]:
+    """What the container finds in its environment of what the manifest says; `index`: its pod's."""
     found: dict[str, str] = {}
     if container.get("envFrom"):
-        found |= one(overlay, "ConfigMap")["data"]
-    return found | {each["name"]: each["value"] for each in container.get("env", [])}
+        found |= one(pod, "ConfigMap")["data"]
+    for each in container.get("env", []):
+        if "valueFrom" in each:
+            assert each["valueFrom"] == {
+                "fieldRef": {"fieldPath": f"metadata.labels['{POD_INDEX}']"}
+            }
+        found[each["name"]] = each.get("value", str(index))
+    return found
 
 
-def words(overlay: str, container: Mapping[str, Any]) -> list[str]:
+def words(pod: str, container: Mapping[str, Any]) -> list[str]:
     """The command line, with $(NAME) filled in as the kubelet does."""
     line = [*container["command"], *container.get("args", [])]
-    for name, value in environment(overlay, container).items():
+    for name, value in environment(pod, container).items():
         line = [word.replace(f"$({name})", value) for word in line]
     return line

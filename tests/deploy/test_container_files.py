@@ -12,12 +12,12 @@ import tomllib
 
 import pytest
 
-from tests.deploy.manifests import DEPLOY, OVERLAYS, ROOT, pod_spec
+from tests.deploy.manifests import DEPLOY, PODS, ROOT, pod_spec
 
 CONTAINERFILES = {
     path.name: path.read_text() for path in sorted((DEPLOY / "container").glob("Containerfile.*"))
 }
-EXTRAS = {"Containerfile.cpu": (), "Containerfile.cuda": ("cuda", "vllm")}
+EXTRAS = {"Containerfile.cpu": ("psk",), "Containerfile.cuda": ("psk", "cuda", "vllm")}
 
 
 def test_there_is_one_file_for_each_kind_of_memory():
@@ -40,7 +40,7 @@ def test_base_is_pinned_and_every_stage_is_made_from_it(text: str):
 def test_image_has_no_entry_point_and_is_the_pods_user(text: str):
     """The manifests say `command`, and which user all containers of a pod are."""
     assert not re.search(r"^(ENTRYPOINT|VOLUME|EXPOSE)", text, re.MULTILINE)
-    for overlay in OVERLAYS:
+    for overlay in PODS:
         security = pod_spec(overlay)["securityContext"]
         assert f"USER {security['runAsUser']}:{security['runAsGroup']}\n" in text
         assert f"--uid {security['runAsUser']} " in text
@@ -77,5 +77,5 @@ def test_what_is_built_here_is_most_of_what_is_not():
         "ARG BASE",
         "FROM ${BASE}",
         "FROM ${BASE} AS build",
-        'print(*project["dependencies"], sep',
+        'print(*project["dependencies"], *extras["psk"], sep',
     ]

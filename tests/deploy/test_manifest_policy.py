@@ -13,16 +13,21 @@ import pytest
 
 from engine import settings as engine_settings
 from tests.deploy.manifests import (
-    IN_MANY_CONTAINERS,
+    IN_ONE_POD,
+    ON_HOST_MEMORY,
     OVERLAYS,
+    PODS,
     WITH_CLAIM,
     Document,
     containers,
     documents,
     environment,
+    labels,
     one,
     pod_spec,
     words,
+    workload,
+    workloads,
 )
 
 SIDECAR_HANG_FOUND_S = 10.0  # nobody is served by them: engines go on without either
@@ -39,37 +44,51 @@ def patience_s(probe: Document) -> float:
     return float(probe["periodSeconds"]) * int(probe["failureThreshold"])
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", PODS)
 def test_objects_find_each_other(overlay: str):
     """Goal: no name and no label that nothing has. Method: selectors against the pod's labels,
     references against the objects of the same file."""
-    labels = one(overlay, "Deployment")["spec"]["template"]["metadata"]["labels"]
-    for selector in (
-        one(overlay, "Deployment")["spec"]["selector"]["matchLabels"],
-        one(overlay, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
-        one(overlay, "Service")["spec"]["selector"],
-    ):
-        assert selector
-        assert selector.items() <= labels.items()
+    made = [each for workload in workloads(overlay) for each in labels(workload)]
+    for document in documents(overlay):
+        for selector in selectors(document):
+            assert selector
+            assert [each for each in made if selector.items() <= each.items()], document["kind"]
     found = {(each["kind"], each["metadata"]["name"]) for each in documents(overlay)}
     for container in containers(overlay):
         for source in container.get("envFrom", []):
             assert ("ConfigMap", source["configMapRef"]["name"]) in found
     for claim in pod_spec(overlay).get("resourceClaims", []):
         assert ("ResourceClaimTemplate", claim["resourceClaimTemplateName"]) in found
-    annotations = one(overlay, "Deployment")["spec"]["template"]["metadata"]["annotations"]
-    default = annotations["kubectl.kubernetes.io/default-container"]
-    assert default in {each["name"] for each in containers(overlay)}
+    for volume in pod_spec(overlay)["volumes"]:
+        if "secret" in volume:
+            assert ("Secret", volume["secret"]["secretName"]) in found
+        if volume.get("persistentVolumeClaim", {}).get("claimName", "model") != "model":
+            name = volume["persistentVolumeClaim"]["claimName"]
+            assert ("PersistentVolumeClaim", name) in found
+    annotations = workload(overlay)["spec"]["template"]["metadata"].get("annotations", {})
+    default = annotations.get("kubectl.kubernetes.io/default-container")
+    assert default in {each["name"] for each in containers(overlay)} | (
+        {None} if len(containers(overlay)) == 1 else set()
+    )
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+def selectors(document: Document) -> list[dict[str, str]]:
+    """What a document says of the pods that it means."""
+    spec = document.get("spec", {})
+    found = [spec[name] for name in ("selector", "podSelector") if name in spec]
+    rules = [each for rule in spec.get("ingress", []) for each in rule.get("from", [])]
+    found += [each["podSelector"] for each in rules]
+    return [each.get("matchLabels", each) for each in found]
+
+
+@pytest.mark.parametrize("overlay", PODS)
 def test_every_volume_is_there_and_used(overlay: str):
     """Goal: nothing is mounted that is not there. Method: the names on both sides."""
     mounted = {each["name"] for c in containers(overlay) for each in mounts(c).values()}
     assert mounted == {each["name"] for each in pod_spec(overlay)["volumes"]}
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", PODS)
 def test_all_containers_share_one_directory(overlay: str):
     """Goal: the parts meet, and the kubelet and the Service reach them. Method: the directory of
     each, the volume below it, the address at which probes are answered."""
@@ -86,7 +105,7 @@ def test_all_containers_share_one_directory(overlay: str):
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("overlay", IN_MANY_CONTAINERS)
+@pytest.mark.parametrize("overlay", [each for each in IN_ONE_POD if each != "no-dra"])
 def test_lock_server_listens_where_the_service_sends(overlay: str):
     """Goal: requests arrive. Method: the flag of the address against the port of that name."""
     lockserver = containers(overlay)[0]
@@ -100,7 +119,8 @@ def test_lock_server_listens_where_the_service_sends(overlay: str):
 def test_memory_is_what_the_overlay_says(overlay: str):
     """Goal: never host memory in a GPU's place, or the other way round. Method: the flag, and
     every word that the model and its size come from."""
-    flag = "--memory=host" if overlay == "cpu" else "--memory=cuda"
+    is_cpu = overlay in ON_HOST_MEMORY
+    flag = "--memory=host" if is_cpu else "--memory=cuda"
     (found,) = (
         words(overlay, each) for each in containers(overlay) if "--memory" in json.dumps(each)
     )
@@ -109,15 +129,15 @@ def test_memory_is_what_the_overlay_says(overlay: str):
     for container in containers(overlay):
         line = words(overlay, container)
         if container["command"][0] in ("engine", "understudy"):
-            backend = "reference" if overlay == "cpu" else "vllm"
+            backend = "reference" if is_cpu else "vllm"
             assert f"--backend={backend}" in line
             assert [word for word in line if re.fullmatch(rf"--tensor-parallel.*={ranks}", word)]
             assert [word for word in line if word.removeprefix("--model=") == "/model"]
             is_sized = any(word.startswith("--kv-cache-memory-bytes=") for word in line)
-            assert is_sized == (overlay != "cpu")
+            assert is_sized != is_cpu
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", PODS)
 def test_every_container_is_looked_after(overlay: str):
     """Goal: whatever hangs is restarted, and nothing is restarted that still starts. Method: the
     probes of all containers, a spare engine's too, and the grace of what does not heed SIGTERM."""
@@ -135,23 +155,23 @@ def test_every_container_is_looked_after(overlay: str):
             assert found_s + liveness["terminationGracePeriodSeconds"] <= SIDECAR_HANG_FOUND_S
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", IN_ONE_POD)
 def test_a_first_load_is_no_failed_rollout(overlay: str):
     """Goal: `kubectl rollout status` waits as long as an engine may load. Method: the Deployment's
     patience, ten minutes unless given, against the startup probes'."""
-    deadline_s = one(overlay, "Deployment")["spec"]["progressDeadlineSeconds"]
+    deadline_s = workload(overlay)["spec"]["progressDeadlineSeconds"]
     longest_s = max(patience_s(each["startupProbe"]) for each in containers(overlay))
     assert deadline_s >= longest_s + ROLLOUT_MARGIN_S
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", PODS)
 def test_services_are_not_told_of_in_our_variables(overlay: str):
     """Goal: Kubernetes' variable for the port of a Service of our name, UNDERSTUDY_SERVICE_PORT,
     is a setting of ours, and must not be set. Method: the field that leaves such variables out."""
     assert pod_spec(overlay)["enableServiceLinks"] is False
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", PODS)
 def test_one_user_without_rights_has_what_it_must_write(overlay: str):
     """Goal: a read-only root that works, for one user who is not root. Method: ids, and what is
     mounted where an engine writes and reads."""
@@ -172,7 +192,7 @@ def test_one_user_without_rights_has_what_it_must_write(overlay: str):
         assert claim == {"claimName": "model", "readOnly": True}
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", PODS)
 def test_one_image_with_a_version(overlay: str):
     (image,) = {each["image"] for each in containers(overlay)}
     assert re.fullmatch(r"[\w./-]+:[\w.-]+", image)

@@ -26,7 +26,11 @@ from engine.core.events import State
 from tests.deploy.manifests import (
     DEPLOY,
     IN_MANY_CONTAINERS,
+    IN_ONE_POD,
+    NODES,
+    ON_HOST_MEMORY,
     OVERLAYS,
+    PODS,
     RENDERED,
     WITH_CLAIM,
     Document,
@@ -36,6 +40,7 @@ from tests.deploy.manifests import (
     one,
     pod_spec,
     words,
+    workload,
 )
 from understudy.errors import UsageError
 from understudy.service.config import resolve
@@ -52,7 +57,7 @@ PROBES = {
     "gms": {"startup", "live", "ready"},
     "engine": set(probes.TABLE),
 }
-PORTS = {8000: "http", 9400: "lockserver", 9401: "gms"}
+PORTS = {8000: "http", 9400: "lockserver", 9401: "gms", 9402: "lock"}
 HANG_FOUND_S = 5.0
 HOLD_S = 10.0
 # Of Kubernetes' and of the system, not ours.
@@ -106,13 +111,14 @@ def test_every_object_is_valid(overlay: str, version: str):
 
 
 def test_overlays_are_those_that_are_promised():
-    assert set(OVERLAYS) == {"single-gpu", "tp2", "tp8", "two-shadows", "no-dra", "cpu"}
+    one_pod = {"single-gpu", "tp2", "tp8", "two-shadows", "no-dra", "cpu"}
+    assert set(OVERLAYS) == one_pod | {"multi-node-lock"}
 
 
 # ------------------------------------------------------------------ our code knows what they say
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", PODS)
 def test_every_flag_is_taken_by_its_command(overlay: str):
     for container in containers(overlay):
         program, verb, *rest = words(overlay, container)
@@ -122,7 +128,7 @@ def test_every_flag_is_taken_by_its_command(overlay: str):
         command.make_context(verb, [*ours], resilient_parsing=False)
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", PODS)
 def test_every_variable_is_read_by_somebody(overlay: str):
     """By the command itself, or by the container's own flags."""
     for container in containers(overlay):
@@ -143,26 +149,23 @@ def test_every_variable_is_read_by_somebody(overlay: str):
 def test_every_value_of_the_config_map_is_used(overlay: str):
     text = json.dumps([each.get("args", []) for each in containers(overlay)])
     for name in one(overlay, "ConfigMap")["data"]:
-        if (overlay, name) != (
-            "cpu",
-            "KV_CACHE_BYTES",
-        ):  # not the reference backend's
+        if overlay not in ON_HOST_MEMORY or name != "KV_CACHE_BYTES":  # not the reference backend's
             assert f"$({name})" in text
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", PODS)
 def test_every_probe_is_answered_by_the_code(overlay: str):
     for container in containers(overlay):
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
-            if kind in container:
+            if "httpGet" in container.get(kind, {}):
                 asked = container[kind]["httpGet"]
                 owner = "engine" if asked["port"].startswith("engine-") else asked["port"]
                 assert asked["path"].removeprefix("/") in PROBES[owner]
                 assert asked["port"] in ports
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", PODS)
 def test_ports_are_those_of_the_code(overlay: str):
     seen: list[int] = []
     for container in containers(overlay):
@@ -174,7 +177,7 @@ def test_ports_are_those_of_the_code(overlay: str):
             else:
                 assert PORTS[number] == name
     assert len(seen) == len(set(seen))
-    assert one(overlay, "Service")["spec"]["ports"][0]["targetPort"] == "http"
+    assert one(overlay, "Service", "understudy")["spec"]["ports"][0]["targetPort"] == "http"
 
 
 @pytest.mark.parametrize("overlay", IN_MANY_CONTAINERS)
@@ -183,7 +186,7 @@ def test_each_engine_has_its_own_name_port_and_files(overlay: str):
     for number, container in enumerate(engines):
         name = f"engine-{number}"
         assert container["name"] == environment(overlay, container)["ENGINE_ID"] == name
-        assert container["ports"] == [{"name": name, "containerPort": 9410 + number}]
+        assert container["ports"][0] == {"name": name, "containerPort": 9410 + number}
         assert container["startupProbe"]["httpGet"]["port"] == name
         assert container["livenessProbe"]["httpGet"]["port"] == name
         mounted = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
@@ -207,7 +210,7 @@ def test_whoever_opens_a_device_is_in_the_claim(overlay: str):
     assert one(overlay, "ConfigMap")["data"]["TENSOR_PARALLEL"] == str(count)
 
 
-@pytest.mark.parametrize("overlay", ["no-dra", "cpu"])
+@pytest.mark.parametrize("overlay", ["no-dra", *ON_HOST_MEMORY])
 def test_without_a_claim_nobody_asks_for_one(overlay: str):
     assert "claim" not in json.dumps(pod_spec(overlay)).replace(
         "persistentVolumeClaim", ""
@@ -215,7 +218,7 @@ def test_without_a_claim_nobody_asks_for_one(overlay: str):
     assert not [each for each in documents(overlay) if each["kind"] == "ResourceClaimTemplate"]
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", IN_ONE_POD)
 def test_nothing_takes_a_serving_pod_out_of_its_service(overlay: str):
     """Readiness is the lock server's word alone, and it is patient for as long as requests wait."""
     with_readiness = [each for each in containers(overlay) if "readinessProbe" in each]
@@ -278,24 +281,25 @@ def test_order_of_the_pod(overlay: str):
     """Sidecars start before the engines and stop after them."""
     sidecars = pod_spec(overlay).get("initContainers", [])
     names = [each["name"] for each in sidecars]
-    assert names == ([] if overlay == "no-dra" else ["lockserver", "gms"])
+    assert names == {"no-dra": [], NODES: ["gms"]}.get(overlay, ["lockserver", "gms"])
     for container in sidecars:
         assert container["restartPolicy"] == "Always"
         assert "startupProbe" in container
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", IN_ONE_POD)
 def test_new_pod_waits_for_the_old_ones_devices(overlay: str):
-    spec = one(overlay, "Deployment")["spec"]
+    spec = workload(overlay)["spec"]
     assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
     assert one(overlay, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", PODS)
 def test_containers_may_do_little(overlay: str):
     spec = pod_spec(overlay)
     assert spec["automountServiceAccountToken"] is False
-    assert spec["shareProcessNamespace"] is False
+    # Of a pod with one container there is nothing to share.
+    assert spec.get("shareProcessNamespace", len(containers(overlay)) > 1) is False
     context = spec["securityContext"]
     assert context["runAsNonRoot"] is True
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from tests.deploy.manifests import DEPLOY, ROOT
+from tests.deploy.manifests import DEPLOY, PODS, ROOT, labels, workload
 from tests.e2e.pods import Pod, PodHome, make_model
 from tests.helpers import POLL_S
 from understudy.pod.http_get import get
@@ -74,6 +74,14 @@ def test_every_port_of_the_pod_is_scraped():
     monitor = yaml.safe_load((MONITORING / "podmonitor.yaml").read_text())
     ports = {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]}
     assert ports == {"http", "lockserver", "gms", "engine-0", "engine-1", "engine-2"}
+
+
+@pytest.mark.parametrize("pod", PODS)
+def test_every_pod_is_scraped(pod: str):
+    """Goal: no pod of ours is overlooked. Method: the selector against the labels of each."""
+    monitor = yaml.safe_load((MONITORING / "podmonitor.yaml").read_text())
+    selector = monitor["spec"]["selector"]["matchLabels"]
+    assert all(selector.items() <= each.items() for each in labels(workload(pod)))
 
 
 def test_names_of_metrics_are_those_of_a_pod(home: PodHome):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.manifests import OVERLAYS, documents
+from tests.deploy.manifests import IN_ONE_POD, NODES, documents
 from understudy.errors import UsageError
 from understudy.pod.kubelet.containers import Kind, Restart
 from understudy.pod.manifest.read import read_manifest
@@ -251,7 +251,16 @@ def test_manifest_of_no_pod_or_of_two_is_refused(text: str):
     assert caught.value.code == "manifest.no_pod"
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_engines_that_span_pods_are_refused_with_what_to_do():
+    """Goal: nobody drills half an engine. Method: our own overlay of that kind."""
+    with pytest.raises(UsageError) as caught:
+        read_manifest(documents(NODES))
+    assert caught.value.code == "manifest.no_pod"
+    assert "Deployment understudy-lockserver, StatefulSet understudy" in caught.value.message
+    assert "engines that span pods" in caught.value.message
+
+
+@pytest.mark.parametrize("overlay", IN_ONE_POD)
 def test_our_own_overlays_are_understood(overlay: str):
     """Goal: every manifest that is shipped. Method: order, probes and ports against the file."""
     manifest = read_manifest(documents(overlay))

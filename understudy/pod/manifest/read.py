@@ -43,7 +43,8 @@ def read_manifest(documents: Sequence[Document]) -> Manifest:
         raise UsageError(
             "manifest.no_pod",
             f"a manifest is to describe one pod, alone or in a {', '.join(WORKLOADS)}; this one "
-            f"has {found}",
+            f"has {found}"
+            + ("; name a file with one: engines that span pods need a cluster" if pods else ""),
         )
     config_maps = {
         str(_metadata(each).get("name")): _settings(reading.fields(each, _title(each)))

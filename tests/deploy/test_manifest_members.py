@@ -1,0 +1,355 @@
+"""Goal: the overlay whose engines span nodes says what lock server and members need of each other.
+
+Method: the rendered file as data, against our own programs: their option parser, the files that the
+key and the certificates are, a lock server for the probe.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from engine.settings import OPTIONS, settle
+from tests.deploy.manifests import (
+    DEPLOY,
+    LOCK_POD,
+    NODES,
+    OVERLAYS,
+    POD_INDEX,
+    PODS,
+    Document,
+    containers,
+    documents,
+    environment,
+    labels,
+    one,
+    pod_spec,
+    words,
+    workload,
+)
+from tests.deploy.test_manifests import PROGRAMS, kubectl
+from tests.helpers import until
+from tests.lockserver.engines import EngineProcess
+from tests.lockserver.processes import ServerProcess
+from understudy.errors import UsageError
+from understudy.service.config import resolve
+from understudy.wire.address import TcpAddress
+from understudy.wire.security import Security
+
+needs_kubectl = pytest.mark.skipif(kubectl() is None, reason="needs kubectl 1.28 or newer")
+HOLD_S = 10.0
+START_AGAIN_S = 5.0  # of a lock server's container that died: its start, on a busy node
+
+
+def engines() -> list[Document]:
+    return [each for each in containers(NODES) if each["command"][0] == "engine"]
+
+
+def settings(pod: str, container: Document, index: int = 0) -> dict[str, Any]:
+    """What the container's program makes of its flags and its environment, by setting."""
+    program, verb, *rest = words(pod, container)
+    rest = rest[: rest.index("--")] if "--" in rest else rest
+    command, env = PROGRAMS[program].commands[verb], environment(pod, container, index)
+    said = CliRunner(env=env).invoke(command, [*rest, "--print-config", "--json"])
+    assert said.exit_code == 0, f"{container['name']}: {said.output}"
+    return {each["name"]: each["value"] for each in json.loads(said.stdout)["config"]}
+
+
+@pytest.mark.parametrize("pod", PODS)
+def test_every_container_is_understood_by_its_program(pod: str):
+    """Goal: no flag and no variable that is refused, by its name or by its value. Method: each
+    container's command line and environment, through the program's own parser."""
+    for container in containers(pod):
+        found = settings(pod, container)
+        assert found["http_host"] == "0.0.0.0"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_every_member_would_start(index: int, tmp_path: Path):
+    """Goal: what the overlay says goes together, and with a key of one's own is not refused.
+    Method: what the supervisor and the lock server settle before they start, with a key here."""
+    key = tmp_path / "psk"
+    key.touch(0o600)
+    key.write_text(secrets.token_hex(32))
+    for container in engines():
+        env = environment(NODES, container, index) | {"UNDERSTUDY_LOCKSERVER_PSK_FILE": str(key)}
+        backend = next(w for w in container["command"] if w.startswith("--backend="))
+        flags = {"backend": backend.partition("=")[2]}
+        settled = settle(resolve(OPTIONS, flags, env), [], str(tmp_path))
+        assert (settled.is_remote, settled.member, settled.members) == (True, index, 2)
+        assert settled.lockserver_security is not None
+
+
+def test_each_pod_is_one_member_of_every_engine():
+    """Goal: members are 0 to n-1 of n, and the same engine has the same name in each pod. Method:
+    the numbers of the pods against the settings of what runs in them."""
+    spec = workload(NODES)["spec"]
+    numbers = [int(each[POD_INDEX]) for each in labels(workload(NODES))]
+    for number in numbers:
+        for container in engines():
+            found = settings(NODES, container, number)
+            assert (found["member"], found["members"]) == (number, len(numbers))
+            assert found["engine_id"] == container["name"]
+    assert len(numbers) == 2
+    assert spec["podManagementPolicy"] == "Parallel"  # one alone never starts
+    assert spec["serviceName"] == "understudy-members"
+    rules = pod_spec(NODES)["affinity"]["podAntiAffinity"]
+    (rule,) = rules["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert rule["topologyKey"] == "kubernetes.io/hostname"
+    selected = rule["labelSelector"]["matchLabels"]
+    assert selected.items() <= spec["template"]["metadata"]["labels"].items()
+
+
+def test_engines_reach_the_lock_server_by_its_service():
+    """Goal: the address that engines have is one that somebody listens at. Method: name and port of
+    their setting, through the Service, to the flag of the server."""
+    (lockserver,) = containers(LOCK_POD)
+    served = settings(LOCK_POD, lockserver)
+    ports = {each["name"]: each["containerPort"] for each in lockserver["ports"]}
+    for container in engines():
+        address = TcpAddress.parse(settings(NODES, container)["lockserver_socket"])
+        service = one(NODES, "Service", address.host)["spec"]
+        (port,) = (each for each in service["ports"] if each["port"] == address.port)
+        listens = TcpAddress.parse(str(served["listen"]))
+        assert ports[port["targetPort"]] == listens.port
+        assert service["selector"].items() <= labels(workload(LOCK_POD))[0].items()
+
+
+def test_requests_go_to_the_first_member_where_it_listens():
+    """Goal: the Service has the pod that has the HTTP server, and no other. Method: its selector
+    against the labels of both pods, its port against the setting."""
+    selector = one(NODES, "Service", "understudy")["spec"]["selector"]
+    chosen = [selector.items() <= each.items() for each in labels(workload(NODES))]
+    assert chosen == [True, False]
+    named = {p["name"]: p["containerPort"] for each in engines() for p in each["ports"]}
+    for container in engines():
+        assert settings(NODES, container)["service_address"] == f"0.0.0.0:{named['http']}"
+
+
+def test_only_one_lock_server_and_its_state_outlives_its_pod():
+    """Goal: never two at once, and no token twice. Method: the strategy, the volume's mode, and
+    that the directory is on it."""
+    spec = workload(LOCK_POD)["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    volumes = {each["name"]: each for each in spec["template"]["spec"]["volumes"]}
+    (container,) = containers(LOCK_POD)
+    directory = settings(LOCK_POD, container)["dir"]
+    (name,) = (m["name"] for m in container["volumeMounts"] if directory.startswith(m["mountPath"]))
+    claim = one(NODES, "PersistentVolumeClaim", volumes[name]["persistentVolumeClaim"]["claimName"])
+    assert claim["spec"]["accessModes"] == ["ReadWriteOncePod"]
+    # Engines could not reach it if it were to be Ready only when one of them is active.
+    assert container["readinessProbe"]["httpGet"]["path"] == "/live"
+
+
+def test_lease_outlasts_a_lock_server_that_starts_again():
+    """Goal: its death alone stops nobody. Method: what engines bear of a lease, 60 %, against the
+    time in which a hang is found and the container is there again."""
+    (container,) = containers(LOCK_POD)
+    probe = container["livenessProbe"]
+    found_s = probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"]
+    away_s = found_s + probe["terminationGracePeriodSeconds"]
+    lease_s = settings(LOCK_POD, container)["lease_ms"] / 1000
+    assert 0.6 * lease_s > away_s + START_AGAIN_S
+
+
+def test_only_engines_reach_the_port_of_the_lock():
+    """Goal: strangers are kept out twice. Method: the policy's rules, and the port that each is
+    about."""
+    policy = one(NODES, "NetworkPolicy")["spec"]
+    lock_pod = labels(workload(LOCK_POD))[0]
+    assert policy["podSelector"]["matchLabels"].items() <= lock_pod.items()
+    assert policy["policyTypes"] == ["Ingress"]
+    about_lock = [
+        rule
+        for rule in policy["ingress"]
+        if {"port": "lock"} in rule.get("ports", [{"port": "lock"}])
+    ]
+    (rule,) = about_lock
+    assert [port["port"] for port in rule["ports"]] == ["lock"]
+    (source,) = rule["from"]
+    allowed = source["podSelector"]["matchLabels"]
+    assert set(source) == {"podSelector"}
+    assert all(allowed.items() <= each.items() for each in labels(workload(NODES)))
+    assert not allowed.items() <= lock_pod.items()
+    (open_to_all,) = (rule for rule in policy["ingress"] if "from" not in rule)
+    assert [port["port"] for port in open_to_all["ports"]] == ["lockserver"]
+
+
+@needs_kubectl
+def test_on_gpus_each_pod_has_a_claim_of_its_own(tmp_path: Path):
+    """Goal: the other base that kustomization.yaml names works, but for the backend. Method: put it
+    there in a copy; the claim's template, who uses it, and that there is nothing of host memory."""
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    place = tmp_path / "deploy" / "overlays" / NODES
+    text = (place / "kustomization.yaml").read_text()
+    assert "- ../cpu\n" in text
+    found = render(place, text.replace("- ../cpu\n", "- ../../base\n"))
+    kinds = {each["kind"]: each for each in found}
+    spec = kinds["StatefulSet"]["spec"]["template"]["spec"]
+    (claim,) = spec["resourceClaims"]
+    assert claim["resourceClaimTemplateName"] == kinds["ResourceClaimTemplate"]["metadata"]["name"]
+    for container in [*spec["initContainers"], *spec["containers"]]:
+        assert container["resources"]["claims"] == [{"name": claim["name"]}]
+    assert "--memory=host" not in json.dumps(found)
+
+
+def key_files(pod: str) -> list[tuple[Document, Document]]:
+    """Of each container that has a key: where its volume comes from, and how it is mounted."""
+    volumes = {each["name"]: each for each in pod_spec(pod)["volumes"]}
+    return [
+        (volumes[mount["name"]]["secret"], mount)
+        for container in containers(pod)
+        for mount in container["volumeMounts"]
+        if "secret" in volumes[mount["name"]]
+    ]
+
+
+@pytest.mark.parametrize("pod", [NODES, LOCK_POD])
+def test_the_key_is_where_the_program_looks_and_nobody_else_can_read_it(pod: str):
+    """Goal: one key at both ends. Method: the setting, the mount, the Secret's name and mode."""
+    having = engines() if pod == NODES else containers(pod)
+    name = "lockserver_psk_file" if pod == NODES else "psk_file"
+    secrets = key_files(pod)
+    assert len(secrets) == len(having)
+    for container, (secret, mount) in zip(having, secrets, strict=True):
+        assert secret == {"secretName": "understudy-lock", "defaultMode": 0o400}
+        assert mount["readOnly"] is True
+        path = settings(pod, container)[name]
+        assert path == f"{mount['mountPath']}/psk"
+        assert list(one(NODES, "Secret")["data"]) == ["psk"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_usable_key_is_in_the_repository(overlay: str, tmp_path: Path):
+    """Goal: who forgets to make a key has a lock server that does not start, not one whose key is
+    public. Method: what the rendered file has, as a key, to the code that reads keys."""
+    secrets = [each for each in documents(overlay) if each["kind"] == "Secret"]
+    assert len(secrets) == (1 if overlay == NODES else 0)
+    for secret in secrets:
+        (value,) = secret["data"].values()
+        path = tmp_path / "psk"
+        path.touch(0o600)
+        path.write_bytes(base64.b64decode(value))
+        with pytest.raises(UsageError) as refused:
+            Security(psk=str(path)).server_context()
+        assert refused.value.code == "wire.psk_too_short"
+        assert "openssl rand" in refused.value.message
+
+
+def test_readiness_asks_the_lock_server_whether_an_engine_is_active(tmp_path: Path):
+    """Goal: a pod is Ready while an engine is active, and only then. Method: the probe's own
+    program, with the address of a lock server here; then an engine, then no server."""
+    (gms,) = (each for each in containers(NODES) if "readinessProbe" in each)
+    probe = gms["readinessProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= HOLD_S
+    interpreter, flag, program = probe["exec"]["command"]
+    assert (interpreter, flag) == ("python3", "-c")
+    (url,) = re.findall(r"http://[^/\"]+", program)
+    assert url == "http://understudy-lockserver:9400"
+    tmp_path.chmod(0o700)
+    server = ServerProcess(str(tmp_path))
+    here = program.replace(url, f"http://127.0.0.1:{server.http_port}")
+
+    def is_ready() -> bool:
+        done = subprocess.run([sys.executable, "-c", here], capture_output=True, check=False)
+        return done.returncode == 0
+
+    assert not is_ready()
+    server.start()
+    try:
+        assert not is_ready()
+        engine = EngineProcess(str(tmp_path), "engine-0")
+        try:
+            until(is_ready, "the pod to be ready")
+        finally:
+            engine.close()
+    finally:
+        server.close()
+
+
+# ------------------------------------------------------------------ what people make of it
+
+
+def render(place: Path, kustomization: str) -> list[Document]:
+    """What an overlay of somebody's own renders to."""
+    path = kubectl()
+    assert path is not None
+    (place / "kustomization.yaml").write_text(kustomization)
+    said = subprocess.run(
+        [path, "kustomize", "--load-restrictor=LoadRestrictionsNone", str(place)],
+        capture_output=True,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr.decode()
+    return list(yaml.safe_load_all(said.stdout))
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A directory with ours beside it, as an overlay of somebody's own has: paths are relative."""
+    (tmp_path / "deploy").symlink_to(DEPLOY)
+    place = tmp_path / "own"
+    place.mkdir()
+    return place
+
+
+def block(page: str, word: str) -> str:
+    """The code block of a page that has `word`."""
+    text = (DEPLOY.parent / "docs" / page).read_text()
+    (found,) = (each for each in re.findall(r"```\n(.*?)```", text, re.DOTALL) if word in each)
+    return found
+
+
+@needs_kubectl
+def test_key_of_ones_own_replaces_ours_as_the_page_says(own: Path):
+    """Goal: the way that docs/kubernetes.md shows works. Method: its overlay, with a key."""
+    key = "0123456789abcdef" * 4
+    (own / "lock.psk").write_text(key)
+    text = block("kubernetes.md", "behavior: replace").replace("../", "../deploy/overlays/")
+    (secret,) = (each for each in render(own, text) if each["kind"] == "Secret")
+    assert secret["metadata"]["name"] == "understudy-lock"
+    assert {name: base64.b64decode(data) for name, data in secret["data"].items()} == {
+        "psk": key.encode()
+    }
+
+
+@needs_kubectl
+def test_certificates_in_place_of_the_key(own: Path):
+    """Goal: the component leaves nothing of the key, and what is in its place fits. Method: render
+    it with ours; the flags to the parsers, the certificates' names to the addresses."""
+    text = "resources: [../deploy/overlays/multi-node-lock]\n"
+    found = render(own, f"{text}components: [../deploy/components/lock-tls]\n")
+    assert not [each for each in found if each["kind"] == "Secret"]
+    assert "psk" not in yaml.safe_dump_all(found).lower()
+    issued = {
+        each["spec"]["secretName"]: each["spec"] for each in found if each["kind"] == "Certificate"
+    }
+    for name, kind, prefix, usage in (
+        ("understudy-lockserver", "Deployment", "", "server auth"),
+        ("understudy", "StatefulSet", "lockserver_", "client auth"),
+    ):
+        (made,) = (e for e in found if (e["kind"], e["metadata"]["name"]) == (kind, name))
+        spec = made["spec"]["template"]["spec"]
+        (volume,) = (each["secret"] for each in spec["volumes"] if "secret" in each)
+        certificate = issued[volume["secretName"]]
+        assert certificate["usages"] == [usage]
+        assert volume["defaultMode"] == 0o400
+        for container in spec["containers"]:
+            config = settings(NODES, container)
+            paths = [config[f"{prefix}{word}"] for word in ("tls_cert", "tls_key", "tls_ca")]
+            folder = "/etc/understudy/lock"
+            assert paths == [f"{folder}/tls.crt", f"{folder}/tls.key", f"{folder}/ca.crt"]
+            if kind == "StatefulSet":
+                address = TcpAddress.parse(config["lockserver_socket"])
+                assert address.host in issued["understudy-lock-server"]["dnsNames"]
