@@ -1,0 +1,95 @@
+"""Random schedules of engines over several nodes; the seed is in the failure's message."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockserver.core.leases import Leases
+from tests.sim.lease_world import LeaseWorld
+from tests.sim.seeds import replayable, seeds
+
+SCHEDULES = 60
+STEPS = 800
+FAULT_RATE = 0.02
+
+
+@pytest.mark.parametrize("members", [1, 2, 3])
+def test_lease_simulation_random_faults_never_two_grants_served_and_somebody_serves_again(members):
+    """Goal: over TCP, too, one owner, and no schedule that ends for ever. Method: clocks, network,
+    kernels, server and disk misbehave in a seeded order; who is cut off for good is replaced."""
+    granted = woken = 0
+    for seed in seeds(SCHEDULES):
+        world = LeaseWorld(seed, members=members)
+        with replayable(seed, lambda w=world: w.trace):
+            for _ in range(STEPS):
+                world.step(FAULT_RATE)
+            assert world.settle(), "nobody serves although every fault has ended"
+        granted += len(world.granted)
+        woken += world.woken
+    assert granted > 2 * len(seeds(SCHEDULES))  # the schedules did something
+    assert woken > len(seeds(SCHEDULES))
+
+
+class LateKills(LeaseWorld):
+    """The kernel kills when the lease is over instead of before, and the server adds no margin."""
+
+    kill_fraction = 1.0
+    margin_ms = 0
+
+
+class CountsFromReceipt(LeaseWorld):
+    """Members count a lease from when the answer came instead of when they asked."""
+
+    counts_from_receipt = True
+
+
+class ForgetsAtRestart(LeaseWorld):
+    """A restarted server believes that who is on file is gone."""
+
+    forgets_at_restart = True
+
+
+class FirstGoneFrees(LeaseWorld):
+    """A group is taken for dead when its first member is."""
+
+    class leases_type(Leases):
+        def is_free(self, terms):
+            return not self.is_whole(terms)
+
+
+class LostStateIsFree(LeaseWorld):
+    """With the state lost, nobody waits for members that have not been heard of yet."""
+
+    class leases_type(Leases):
+        def may_free_unknown(self, locks):
+            return True
+
+
+class AnybodyVouches(LeaseWorld):
+    """Any supervisor of a member may say that an earlier one's processes are reaped."""
+
+    class leases_type(Leases):
+        def of(self, engine, member):
+            for lease in super().of(engine, member):
+                self.end(lease.id.incarnation)
+            return []
+
+
+BROKEN = [
+    *(LateKills, CountsFromReceipt, ForgetsAtRestart),
+    *(FirstGoneFrees, LostStateIsFree, AnybodyVouches),
+]
+
+
+def run(world: type[LeaseWorld]) -> None:
+    for seed in range(10 * SCHEDULES):
+        broken = world(seed)
+        for _ in range(STEPS):
+            broken.step(FAULT_RATE)
+
+
+@pytest.mark.parametrize("world", BROKEN)
+def test_lease_simulation_planted_bugs_are_caught(world):
+    """Goal: the simulation can see two owners over TCP. Method: plant one bug in each world."""
+    with pytest.raises(AssertionError, match=r"granted to|two grants"):
+        run(world)
