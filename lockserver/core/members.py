@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import singledispatchmethod
 
 from lockserver.core import member_sentences as sentences
@@ -39,11 +38,10 @@ from lockserver.core.events import (
     Effect,
     ProcessGone,
     Refuse,
-    SendGrant,
-    SendHandOver,
     Tick,
 )
 from lockserver.core.evidence import Locks
+from lockserver.core.fan_out import fan_out
 from lockserver.core.group import Group, Member
 from lockserver.core.leases import Lease, Leases
 from lockserver.core.member_events import (
@@ -54,12 +52,12 @@ from lockserver.core.member_events import (
     MemberOpened,
     MemberOutput,
     MemberWanted,
-    SendGranted,
     SendMemberLost,
     SendRenewed,
 )
 from lockserver.core.member_wants import check_member
 from lockserver.core.patience import STALL_MS
+from lockserver.core.roll import Roll
 from lockserver.core.terms import LeaseTerms
 from understudy.errors import InvariantError
 
@@ -76,12 +74,10 @@ class Members:
         """Start from the holders on file: each of their members may live until its lease is out."""
         self.leases = leases
         self.silent_ms = silent_ms
-        self.known: dict[tuple[str, int], Member] = {}
+        self.roll = Roll()
         self.groups: dict[str, Group] = {}  # by engine
         self._locks = locks
         self._kinds: Mapping[str, bool] = {lock.name: lock.is_fenced for lock in locks.values()}
-        self._by_conn: dict[int, Member] = {}
-        self._nameless: dict[int, float] = {}  # connections without a want: since when
         self._virtual = itertools.count(-1, -1)
         self._ticked_ms = now_ms
         for lock in locks.values():
@@ -102,37 +98,24 @@ class Members:
 
     @_on.register
     def _opened(self, event: MemberOpened, now_ms: float) -> Iterable[MemberOutput]:
-        self._nameless[event.conn] = now_ms
+        self.roll.opened(event.conn, now_ms)
         return ()
 
     @_on.register
     def _wanted(self, want: MemberWanted, now_ms: float) -> Iterable[MemberOutput]:
-        refusal = check_member(want, self.known, self.leases, self._locks, now_ms)
+        refusal = check_member(want, self.roll.known, self.leases, self._locks, now_ms)
         if refusal is not None:
             yield refusal
             return
-        self._nameless.pop(want.conn, None)
-        member = self._enrol(want, now_ms)
-        if member.conn not in (None, want.conn):
-            assert member.conn is not None
-            del self._by_conn[member.conn]
-            yield Close(member.conn, "a newer connection replaces this one")
-        member.adopt(want, now_ms)
-        self._by_conn[want.conn] = member
+        member, replaced = self.roll.enter(want, now_ms)
+        if replaced is not None:
+            yield Close(replaced, "a newer connection replaces this one")
         for lease in self.leases.of(member.engine, member.index):
             if lease.id != member.id:  # its own supervisor no longer names it: it is reaped
                 self.leases.end(lease.id.incarnation)
         yield self._renew(member, now_ms)
         yield from self._judge(member)
         yield from self._settle(member.engine, is_spoken=True)
-
-    def _enrol(self, want: MemberWanted, now_ms: float) -> Member:
-        key = want.engine, want.member
-        member = self.known.get(key)
-        if member is None or member.supervisor != want.supervisor:
-            member = Member(*key, want.members, want.supervisor, heard_ms=now_ms)
-            self.known[key] = member
-        return member
 
     def _renew(self, member: Member, now_ms: float) -> SendRenewed:
         """Answer: from here the server's side of the lease runs anew."""
@@ -147,7 +130,7 @@ class Members:
 
     @_on.register
     def _beaten(self, beat: MemberBeaten, now_ms: float) -> Iterable[MemberOutput]:
-        member = self._by_conn.get(beat.conn)
+        member = self.roll.by_conn(beat.conn)
         if member is None:
             yield Refuse(beat.conn, "lock.want_first", "a member says `want` before it beats")
             return
@@ -160,7 +143,7 @@ class Members:
             yield from self._beat_as_one(group, group.conn)
 
     def _beat_as_one(self, group: Group, conn: int) -> Iterable[MemberOutput]:
-        members = self._members_of(group)
+        members = self.roll.of(group)
         if all(member.has_beaten for member in members):
             for member in members:
                 member.has_beaten = False
@@ -211,7 +194,7 @@ class Members:
             self.leases.spend(who.incarnation, lost, reason)
         yield sentences.member_lost(group, lost, reason)
         yield from self._cut(group)
-        for member in self._members_of(group):
+        for member in self.roll.of(group):
             if member.conn is not None and member.index != lost and group.has(member):
                 own = group.terms.members[member.index].incarnation
                 yield SendMemberLost(member.conn, group.engine, own, lost, reason)
@@ -233,7 +216,7 @@ class Members:
             return
         if present is None:
             if group.conn is not None:
-                absent = [m.index for m in self._members_of(group) if m.conn is None]
+                absent = [m.index for m in self.roll.of(group) if m.conn is None]
                 yield from self._cut(group)
                 yield sentences.missing(group, absent)
             return
@@ -245,12 +228,11 @@ class Members:
 
     def _present(self, engine: str) -> list[Member] | None:
         """The engine's members, if all are connected, with incarnations that may serve."""
-        first = self.known.get((engine, 0))
-        if first is None:
-            return None
-        members = [self.known.get((engine, index)) for index in range(first.count)]
-        found = [m for m in members if m is not None and m.conn is not None and self._serves(m)]
-        return found if len(found) == first.count else None
+        first = self.roll.at(engine, 1)
+        count = first[0].count if first else 0
+        members = self.roll.at(engine, count)
+        found = [m for m in members if m.conn is not None and self._serves(m)]
+        return found if found and len(found) == count else None
 
     def _serves(self, member: Member) -> bool:
         incarnation = member.incarnation
@@ -265,51 +247,36 @@ class Members:
         if conn is not None:
             yield Feed(ConnectionClosed(conn))
 
-    def _members_of(self, group: Group) -> list[Member]:
-        found = (self.known.get((group.engine, k)) for k in range(len(group.terms.members)))
-        return [member for member in found if member is not None]
-
     # ------------------------------------------------------------------ what is lost, and time
 
     @_on.register
     def _closed(self, event: MemberClosed, now_ms: float) -> Iterable[MemberOutput]:
-        self._nameless.pop(event.conn, None)
-        member = self._by_conn.get(event.conn)
+        member = self.roll.leave(event.conn)
         if member is not None:
-            self._detach(member)
             yield from self._settle(member.engine)
-
-    def _detach(self, member: Member) -> None:
-        assert member.conn is not None
-        del self._by_conn[member.conn]
-        member.conn = None
 
     @_on.register
     def _tick(self, event: Tick, now_ms: float) -> Iterable[MemberOutput]:
         gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
         for lease in self.leases.tick(now_ms):
             yield from self._run_out(lease)
-        for member in tuple(self._by_conn.values()):
+        for member in self.roll.connected():
             if gap_ms > STALL_MS:  # it was us who were stopped
                 member.heard_ms = now_ms
             elif now_ms - member.heard_ms > self.silent_ms:
                 yield sentences.silent(member)
                 yield from self._hang_up(member, "nothing was heard of this member for too long")
-        yield from self._end_nameless(now_ms)
-        yield from self._end_claims()
-        for engine in {*self.groups, *(engine for engine, _ in self.known)}:
-            yield from self._settle(engine)
-        self._forget()
-
-    def _end_nameless(self, now_ms: float) -> Iterable[MemberOutput]:
-        late = [c for c, since in self._nameless.items() if now_ms - since > self.silent_ms]
-        for conn in late:
-            del self._nameless[conn]
+        for conn in self.roll.late(now_ms - self.silent_ms):
+            self.roll.leave(conn)
             yield Close(conn, "no want was said for too long")
+        yield from self._end_claims()
+        for engine in sorted({*self.groups, *self.roll.engines()}):
+            yield from self._settle(engine)
+        self.roll.forget(self.leases, self.groups)
 
     def _run_out(self, lease: Lease) -> Iterable[MemberOutput]:
         yield sentences.lease_expired(lease)
-        member = self.known.get((lease.engine, lease.member))
+        member = self.roll.known.get((lease.engine, lease.member))
         if member is not None and member.id == lease.id and member.conn is not None:
             yield from self._hang_up(member, "its lease has run out")
         group = self.groups.get(lease.engine)
@@ -320,7 +287,7 @@ class Members:
     def _hang_up(self, member: Member, why: str) -> Iterable[MemberOutput]:
         conn = member.conn
         assert conn is not None
-        self._detach(member)
+        self.roll.leave(conn)
         yield Close(conn, why)
 
     def _holds(self, group: Group) -> bool:
@@ -332,7 +299,7 @@ class Members:
         if self.leases.may_have_strangers:
             return
         unknown = {lock.name for lock in self._locks.values() if lock.is_unknown}
-        for member in self.known.values():
+        for member in self.roll.known.values():
             incarnation = member.incarnation
             if not unknown & set(member.tokens) or incarnation not in self.leases.alive:
                 continue
@@ -340,41 +307,14 @@ class Members:
                 yield from self._end_member(member, "not all members of its engine came back")
                 yield from self._judge(member)
 
-    def _forget(self) -> None:
-        """Members that are gone and belong to nothing."""
-        for key, member in tuple(self.known.items()):
-            is_here = member.conn is not None or self.leases.of(*key)
-            if not is_here and member.engine not in self.groups:
-                del self.known[key]
-
     # ------------------------------------------------------------------ what the machine says
 
     def fan_out(self, effect: Effect) -> list[MemberOutput]:
         """An effect on a virtual connection, as what each member is told."""
-        if isinstance(effect, SendGrant):
-            return [self._grant(effect, member) for member in self._line(effect.conn)]
-        if isinstance(effect, SendHandOver):  # member 0 drains; it has the requests
-            lines = self._line(effect.conn)[:1]
-            return [replace(effect, conn=member.conn) for member in lines if member.conn]
-        if isinstance(effect, Refuse | Close):
-            lines = self._line(effect.conn)
-            return [replace(effect, conn=member.conn) for member in lines if member.conn]
-        return []  # nothing can be lent over TCP
-
-    def _grant(self, effect: SendGrant, member: Member) -> SendGranted:
-        assert member.conn is not None
-        holder = effect.holder
-        own = holder.lease is not None and member.id in holder.lease.members
-        incarnation = member.incarnation if own else holder.incarnation
-        assert incarnation is not None
-        return SendGranted(member.conn, effect.lock, holder.engine, incarnation, holder.token)
-
-    def _line(self, virtual: int) -> list[Member]:
-        """The connected members behind a virtual connection, in order."""
-        group = next((g for g in self.groups.values() if g.conn == virtual), None)
-        members = [] if group is None else self._members_of(group)
-        return [member for member in members if member.conn is not None]
+        conn = getattr(effect, "conn", 0)
+        return fan_out(effect, self.roll.line(self.groups.values(), conn))
 
     def audience(self, engine: str) -> list[int]:
         """Connections that hear that `engine` was granted something: all but its own."""
-        return [conn for conn, member in self._by_conn.items() if member.engine != engine]
+        others = (member for member in self.roll.connected() if member.engine != engine)
+        return [member.conn for member in others if member.conn is not None]

@@ -367,13 +367,13 @@ def test_member_that_cannot_be_who_it_says_is_refused(code, fields):
     """Goal: what is wrong costs its connection, nobody else's. Method: each way to be wrong."""
     shell = held()
     shell.want(11, S1, A1, 1)
-    before = (shell.group.conn, shell.active.state, dict(shell.members.known))
+    before = (shell.group.conn, shell.active.state, dict(shell.members.roll.known))
     fields = dict(fields)
     conn = fields.pop("conn", 40)
     who = fields.pop("supervisor", S1), fields.pop("incarnation", A1)
     shell.want(conn, *who, **{"member": 1, **fields})
     assert shell.refused(conn) == [code]
-    assert (shell.group.conn, shell.active.state, dict(shell.members.known)) == before
+    assert (shell.group.conn, shell.active.state, dict(shell.members.roll.known)) == before
 
 
 def test_another_supervisor_waits_until_the_lease_has_run_out_then_takes_the_place():
@@ -389,6 +389,17 @@ def test_another_supervisor_waits_until_the_lease_has_run_out_then_takes_the_pla
     shell.want(42, S1, None, 1)
     assert shell.refused(42) == ["lock.engine_id_taken"]
     assert "left_ms" not in shell.heard(42, ev.Refuse)[0].details
+
+
+def test_member_whose_lease_runs_out_is_not_connected_any_more():
+    """Goal: a lease that is over has to be begun anew by a want. Method: a server for which silence
+    lasts longer than a lease."""
+    shell = held()
+    shell.members.silent_ms = 60_000.0
+    shell.pass_ms(LEASE_MS + MARGIN_MS, beating=(20,))
+    assert shell.closed(10)
+    assert shell.closed(11)
+    assert not shell.closed(20)
 
 
 def test_beat_before_want_and_want_that_never_comes_cost_the_connection():
@@ -414,7 +425,7 @@ def test_members_known_are_bounded_and_those_that_are_gone_forgotten():
     for number in range(MEMBERS_KNOWN_MAX):
         shell.hear(me.MemberClosed(100 + number))
     shell.pass_ms(100)
-    assert not shell.members.known
+    assert not shell.members.roll.known
 
 
 def test_unknown_event_is_our_own_fault():
@@ -511,8 +522,10 @@ def test_lost_state_waits_for_members_and_ends_those_that_are_not_completed():
     shell.pass_ms(LEASE_MS + MARGIN_MS - 100, beating=(20, 30))
     assert not shell.lost(30)
     shell.pass_ms(100, beating=(20, 30))
-    assert shell.lost(30)[0] == (A0, 0)
+    assert shell.lost(30) == [(A0, 0)]
+    shell.pass_ms(5000, beating=(20, 30))  # it is reaping: it lives and beats
     assert shell.active.state is LockState.RECOVERING
+    assert shell.lost(30) == [(A0, 0)]
     shell.want(30, S0, None, 0)
     assert shell.granted(20) == [(B, 10)]
 

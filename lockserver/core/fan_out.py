@@ -1,0 +1,31 @@
+"""What the lock machine says to a group, as each of its members is told it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lockserver.core.events import Close, Effect, Refuse, SendGrant, SendHandOver
+from lockserver.core.group import Member
+from lockserver.core.member_events import MemberOutput, SendGranted
+
+
+def fan_out(effect: Effect, members: Sequence[Member]) -> list[MemberOutput]:
+    """An effect on a virtual connection, for the connected members behind it."""
+    if isinstance(effect, SendGrant):
+        return [_grant(effect, member) for member in members]
+    if isinstance(effect, SendHandOver):  # member 0 drains: the requests come to it
+        return [replace(effect, conn=member.conn) for member in members[:1] if member.conn]
+    if isinstance(effect, Refuse | Close):
+        return [replace(effect, conn=member.conn) for member in members if member.conn]
+    return []  # nothing can be lent over TCP
+
+
+def _grant(effect: SendGrant, member: Member) -> SendGranted:
+    """In the member's own name, if it is its group's; else as the news that it is."""
+    assert member.conn is not None
+    holder = effect.holder
+    is_own = holder.lease is not None and member.id in holder.lease.members
+    incarnation = member.incarnation if is_own else holder.incarnation
+    assert incarnation is not None
+    return SendGranted(member.conn, effect.lock, holder.engine, incarnation, holder.token)
