@@ -266,8 +266,9 @@ class LockClient:
             self._lease.renewed(message)
         elif isinstance(message, MemberLost):
             if message.incarnation == self._truth.incarnation:
-                text = f"member {message.member} of this engine is gone: {message.reason}"
-                self._on_member_lost(text)
+                is_own = message.member == self._member
+                who = "this supervisor" if is_own else f"member {message.member} of this engine"
+                self._on_member_lost(f"the lock server has lost {who}: {message.reason}")
         elif isinstance(message, Service):
             self._borrow(message, fds[0])
         elif isinstance(message, HandOver):

@@ -51,17 +51,20 @@ class Engine:
         switches: tuple[str, ...],
         flags: tuple[str, ...],
         wrapper: tuple[str, ...] = (),
+        backend: tuple[str, ...] | None = None,
     ):
+        """`backend`: its name and its own arguments, instead of the fake one's `switches`."""
         self.directory = directory
         self.name = name
         self.port = free_port()
         self.errors = directory / f"{name}.stderr"
+        kind, *arguments = backend or ("command", sys.executable, FAKE, *switches)
         command = [
             *wrapper,
             *program("engine"),
-            *("run", "--backend", "command"),
+            *("run", "--backend", kind),
             *("--dir", str(directory), "--http-port", str(self.port), *flags),
-            *("--", sys.executable, FAKE, *switches),
+            *("--", *arguments),
         ]
         with open(self.errors, "ab") as stderr:
             self.process = subprocess.Popen(
@@ -151,9 +154,10 @@ class Pod:
         *switches: str,
         flags: tuple[str, ...] = (),
         wrapper: tuple[str, ...] = (),
+        backend: tuple[str, ...] | None = None,
     ) -> Engine:
         flags = ("--yield-ms", "300", *flags)
-        engine = Engine(self.directory, name, switches, flags, wrapper)
+        engine = Engine(self.directory, name, switches, flags, wrapper, backend)
         self.engines.append(engine)
         return engine
 

@@ -263,7 +263,9 @@ async def test_a_lost_member_is_told_for_this_incarnation_only(server):
         assert member.heard("member_lost") == []
         server.lose("engine-0", member.incarnation, 1)
         await auntil(lambda: member.heard("member_lost"), "the news")
-        assert member.heard("member_lost") == ["member 1 of this engine is gone: its lease ran out"]
+        assert member.heard("member_lost") == [
+            "the lock server has lost member 1 of this engine: its lease ran out"
+        ]
 
 
 @with_server

@@ -1,0 +1,294 @@
+"""Engines and a lock server over TCP, all real: who is lost is replaced, and only once it is over.
+
+All processes are on one machine with one clock, so what happened first can be read from the
+events of both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import messages as m
+from engine.backends.reference.random_model import write_random_model
+from lockserver.messages import CATALOGUE
+from lockserver.messages import EventRecord as LockEvent
+from lockserver.messages import Watch as LockWatch
+from tests.engine.pod import Engine, Pod, environment, free_port, program
+from tests.engine.wire_cut import Proxy
+from tests.helpers import until
+from tests.lockserver.processes import ServerProcess
+from understudy.errors import WaitTimeoutError
+from understudy.service import procfs
+from understudy.wire.blocking import BlockingClient
+
+LEASE_MS = 2000
+MARGIN_MS = 400
+PROMPT = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 8}
+
+Record = dict[str, Any]
+
+
+def events_of(client: BlockingClient, watch: Any, record: type) -> list[Record]:
+    """Every event that the other side remembers."""
+    with client:
+        known = client.request(watch).message.document["as_of_event_id"]
+        found: list[Record] = []
+        while not found or found[-1]["id"] < known:
+            try:
+                message = client.receive(timeout_s=5).message
+            except WaitTimeoutError:
+                break
+            if isinstance(message, record):
+                found.append(message.record)
+        return found
+
+
+class Host:
+    """A lock server over TCP with a pre-shared key, a directory for engines and their memory."""
+
+    def __init__(self, lock_dir: Path, pod: Pod) -> None:
+        self.pod = pod
+        self.key = lock_dir / "key"
+        self.key.write_bytes(secrets.token_bytes(32))
+        self.key.chmod(0o600)
+        lock_dir.chmod(0o700)
+        self.port = free_port()
+        self.server = ServerProcess(
+            str(lock_dir),
+            *("--listen", f"tcp://127.0.0.1:{self.port}", "--psk-file", str(self.key)),
+            *("--lease-ms", str(LEASE_MS), "--lease-margin-ms", str(MARGIN_MS)),
+        )
+        self.server.start()
+        self.gms: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    def flags(self, *, address: str | None = None) -> tuple[str, ...]:
+        host, port = self.pod.address
+        return (
+            *("--lockserver-socket", address or self.address),
+            *("--lockserver-psk-file", str(self.key)),
+            *("--service-address", f"{host}:{port}"),
+        )
+
+    def start_gms(self) -> None:
+        command = [
+            *program("gms"),
+            *("serve", "--dir", str(self.pod.directory), "--memory", "host", "--devices", "1"),
+            *("--http-port", str(free_port())),
+        ]
+        with open(self.pod.directory / "gms.stderr", "ab") as stderr:
+            self.gms = subprocess.Popen(command, env=environment(), stderr=stderr)
+
+    def events(self, kind: str) -> list[Record]:
+        path = os.path.join(self.server.directory, "lockserver.sock")
+        found = events_of(BlockingClient(path, CATALOGUE), LockWatch(0), LockEvent)
+        return [each for each in found if each["type"] == kind]
+
+    def grant_of(self, engine: str) -> Record:
+        """The first grant of `active` to `engine`; waits for it."""
+
+        def granted() -> list[Record]:
+            found = [(each["data"]["lock"], each) for each in self.events("lock.granted")]
+            return [e for lock, e in found if (lock, e["data"]["engine"]) == ("active", engine)]
+
+        return until(granted, f"{engine} to be granted")[0]
+
+    def close(self) -> None:
+        self.pod.close()
+        if self.gms is not None:
+            self.gms.terminate()
+            self.gms.wait()
+        self.server.close()
+
+
+def reaped_ms(engine: Engine) -> float:
+    """When the last process of the engine's last tree was gone."""
+    found = events_of(engine.client(), m.Watch(0), m.EventRecord)
+    return [each["mono_ms"] for each in found if each["type"] == "engine.reaped"][-1]
+
+
+def say(host: Host) -> tuple[str, str]:
+    """Who answers at the service's address, and what."""
+    address, port = host.pod.address
+    request = urllib.request.Request(
+        f"http://{address}:{port}/v1/completions",
+        json.dumps(PROMPT).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        text = json.load(response)["choices"][0]["text"]
+        return response.headers["X-Understudy-Engine"], text
+
+
+@pytest.fixture
+def host(tmp_path: Path, pod: Pod) -> Iterator[Host]:
+    made = Host(tmp_path, pod)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def pair(host: Host, tmp_path: Path) -> tuple[Host, Engine, Engine]:
+    """engine-0 active, engine-1 standby, with the reference backend on host memory."""
+    model = tmp_path / "tiny"
+    write_random_model(str(model))
+    host.start_gms()
+    backend = ("reference", "--model", str(model))
+    first = host.pod.engine("engine-0", flags=host.flags(), backend=backend)
+    first.until("active")
+    second = host.pod.engine("engine-1", flags=host.flags(), backend=backend)
+    second.until("standby")
+    return host, first, second
+
+
+def test_a_dead_supervisor_is_replaced_when_its_lease_has_run_out(pair):
+    """Goal: nobody but time can say that a holder on another host is dead; then the next one serves
+    the same answers. Method: SIGKILL; the lease's end comes before the grant in the server's own
+    events, every process of the old tree is gone by then, and both engines say the same."""
+    host, first, second = pair
+    before = say(host)
+    assert before[0] == "engine-0"
+    old = procfs.descendants(first.process.pid)
+    assert len(old) >= 2
+    for engine in (first, second):
+        resident = procfs.rss_bytes(engine.process.pid)
+        assert resident is not None
+        assert resident <= 64 * 2**20
+    first.kill("supervisor")
+    granted = host.grant_of("engine-1")
+    assert not any(procfs.is_alive(pid) for pid in old)
+    (expired,) = host.events("lock.lease_expired")
+    assert expired["data"]["engine"] == "engine-0"
+    assert expired["id"] < granted["id"]
+    second.until("active")
+    assert say(host) == ("engine-1", before[1])
+
+
+def test_a_dead_backend_is_replaced_at_once(pair):
+    """Goal: a supervisor that has reaped says so, and no lease is waited out. Method: kill the
+    backend; the grant comes after the reaping, and no lease has run out."""
+    host, first, second = pair
+    first.kill("backend-model")
+    granted = host.grant_of("engine-1")
+    assert reaped_ms(first) < granted["mono_ms"]
+    assert host.events("lock.lease_expired") == []
+    second.until("active")
+    assert say(host)[0] == "engine-1"
+    first.until("standby", number=2)
+
+
+def test_the_server_s_death_costs_nobody_anything(pair):
+    """Goal: a restart of the lock server within a lease is no failover. Method: SIGKILL and start;
+    the same holder under the same token, in the same launch, and it has answered all along."""
+    host, first, second = pair
+    token = host.server.lock()["holder"]["token"]
+    host.server.kill()
+    assert say(host)[0] == "engine-0"
+    host.server.start()
+    for engine in (first, second):
+        until(lambda engine=engine: engine.status()["lock"]["connected"], "the reconnect")
+    until(lambda: host.server.lock()["state"] == "held", "the holder to be heard")
+    assert host.server.lock()["holder"]["token"] == token
+    assert [each.status()["engine"]["number"] for each in (first, second)] == [1, 1]
+    assert say(host)[0] == "engine-0"
+    first.kill("backend-http")
+    second.until("active")
+
+
+@pytest.fixture
+def proxy(host: Host) -> Iterator[Proxy]:
+    made = Proxy(("127.0.0.1", host.port))
+    yield made
+    made.close()
+
+
+def test_a_partitioned_holder_has_stopped_before_another_is_granted(host, proxy):
+    """Goal: one owner, whoever can hear whom. Method: the holder's packets are lost; by the one
+    clock of this machine its last process is gone before the next grant, its death is a lost lease;
+    mended, it comes back as a standby."""
+    first = host.pod.engine(
+        "engine-0", "--grandchild", "joined", flags=host.flags(address=proxy.address)
+    )
+    first.until("active")
+    second = host.pod.engine("engine-1", flags=host.flags())
+    second.until("standby")
+    assert host.pod.ask()[0] == "engine-0"
+    proxy.cut()
+    granted = host.grant_of("engine-1")
+    assert reaped_ms(first) < granted["mono_ms"]
+    second.until("active")
+    assert host.pod.ask()[0] == "engine-1"
+    death = first.status()["deaths"][-1]
+    assert death["cause"] == "lease_lost"
+    assert first.process.poll() is None
+    proxy.mend()
+    first.until("standby", number=2)
+    second.kill("backend-http")
+    first.until("active")
+
+
+def test_a_stopped_holder_is_dead_before_another_is_granted(host):
+    """Goal: the same of a supervisor that cannot do anything by itself. Method: SIGSTOP; at the
+    first sight of the next grant neither it nor its backend is there."""
+    first = host.pod.engine("engine-0", "--grandchild", "joined", flags=host.flags())
+    first.until("active")
+    second = host.pod.engine("engine-1", flags=host.flags())
+    second.until("standby")
+    tree = [first.process.pid, *procfs.descendants(first.process.pid)]
+    os.kill(first.process.pid, signal.SIGSTOP)
+    host.grant_of("engine-1")
+    assert not any(procfs.is_alive(pid) for pid in tree)
+    assert first.wait() == -signal.SIGKILL
+    second.until("active")
+
+
+@pytest.fixture
+def other_node() -> Iterator[Pod]:
+    """A directory that no engine of `host` shares."""
+    with tempfile.TemporaryDirectory(prefix="us") as path:
+        made = Pod(Path(path))
+        yield made
+        made.close()
+
+
+def test_a_lost_member_takes_its_engine_with_it_and_another_engine_serves(host, other_node):
+    """Goal: an engine of two members is one engine: with one supervisor gone, the other stops, and
+    only when both are over is the next engine granted; then it is whole again as a standby.
+    Method: three supervisors in directories of their own; SIGKILL that of member 1."""
+    two = ("--members", "2")
+    zero = host.pod.engine("engine-0", flags=(*host.flags(), *two))
+    flags = tuple(host.flags()[:4])
+    one = other_node.engine("engine-0", flags=(*flags, *two, "--member", "1"))
+    for member in (zero, one):
+        member.until("active")
+    second = host.pod.engine("engine-1", flags=host.flags())
+    second.until("standby")
+    assert host.pod.ask()[0] == "engine-0"
+    one.kill("supervisor")
+    granted = host.grant_of("engine-1")
+    assert reaped_ms(zero) < granted["mono_ms"]
+    assert zero.status()["deaths"][-1]["cause"] == "member_lost"
+    second.until("active")
+    again = other_node.engine("engine-0", flags=(*flags, *two, "--member", "1"))
+    for member in (zero, again):
+        member.until("standby")
+    second.kill("backend-http")
+    for member in (zero, again):
+        member.until("active")
+    assert host.pod.ask()[0] == "engine-0"
