@@ -11,7 +11,7 @@ from understudy.errors import UsageError
 SCHEME = "tcp://"
 _PORT_MAX = 65535
 _NAME_CHARS_MAX = 253  # RFC 1035 §2.3.4, as text
-_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?\.?")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _WHOLE = re.compile(r"tcp://(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^\[\]:/@?#]+)):(?P<port>[0-9]{1,5})")
 
 
@@ -59,7 +59,7 @@ def _is_ip(host: str, version: int) -> bool:
 
 
 def _is_name(host: str) -> bool:
-    """A name, and not a number that was meant to be an address (`10.0.0.256`, `127.1`)."""
+    """A name that can be looked up, and not numbers meant as an address (`10.0.0.256`, `127.1`)."""
     is_number = host.rstrip(".").rpartition(".")[2].isdigit()
     return len(host) <= _NAME_CHARS_MAX and not is_number and _NAME.fullmatch(host) is not None
 

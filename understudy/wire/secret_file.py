@@ -6,6 +6,7 @@ import os
 import stat
 
 from understudy.errors import UsageError
+from understudy.wire.fds import OwnedFd
 
 # A key is a few hundred bytes, a bundle of certificates a few hundred kilobytes.
 FILE_BYTES_MAX = 1024 * 1024
@@ -24,23 +25,21 @@ def read(path: str, what: str, *, is_secret: bool) -> bytes:
     """
     try:
         # Non-blocking: a path that names a pipe must not hang whoever reads it.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with OwnedFd(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+            found = os.fstat(fd.fileno())
+            if is_secret:
+                _check_secret(path, what, found)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > FILE_BYTES_MAX:
+                raise UsageError(
+                    "wire.file",
+                    f"{what}, {path}, is not a file of at most {FILE_BYTES_MAX} bytes",
+                    path=path,
+                )
+            return os.read(fd.fileno(), FILE_BYTES_MAX)
     except OSError as error:
         raise UsageError(
             "wire.file", f"cannot read {what}, {path}: {error.strerror}", path=path
         ) from error
-    with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise UsageError("wire.file", f"{what}, {path}, is not a file", path=path)
-        if is_secret:
-            _check_secret(path, what, found)
-        data = file.read(FILE_BYTES_MAX + 1)
-    if len(data) > FILE_BYTES_MAX:
-        raise UsageError(
-            "wire.file", f"{what}, {path}, is larger than {FILE_BYTES_MAX} bytes", path=path
-        )
-    return data
 
 
 def _check_secret(path: str, what: str, found: os.stat_result) -> None:
