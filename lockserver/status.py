@@ -153,7 +153,7 @@ def _strangers(lock: Lock, machine: Machine, directory: str) -> dict[str, list[d
     strangers = {}
     for name in sorted(witness.scan(directory) - known)[: waits.PEOPLE_NAMED_MAX + 1]:
         file, _ = witness.identify(os.path.join(directory, name))
-        strangers[name] = processes_of(file) if file is not None else []
+        strangers[witness.shown(name)] = processes_of(file) if file is not None else []
     return strangers
 
 

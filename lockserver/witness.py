@@ -77,6 +77,13 @@ def name_of(incarnation: str) -> str:
     return f"{PREFIX}{match['engine']}_{match['random']}"
 
 
+def shown(name: str) -> str:
+    """A file's name as messages and people can take it: any bytes may be one, a newline too."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in name
+    )
+
+
 def create(directory: str, incarnation: str) -> str:
     """Make the witness of a new incarnation, mode 0600, and return its path.
 

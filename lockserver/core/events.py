@@ -72,7 +72,7 @@ class Record:
 class Wanted:
     """A supervisor's whole truth, with what the shell saw of its witness and its process."""
 
-    conn: int
+    conn: int  # further from 0 with every connection that is opened; negative: a virtual one
     supervisor: str
     engine: str
     incarnation: str | None

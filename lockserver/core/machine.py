@@ -11,8 +11,9 @@ is none, until its connection closes). That is what makes a second supervisor of
 visible, and its absence is what makes a dead holder's witness decisive.
 
 Rules that are here because leaving them out broke an invariant in the model: the newest connection
-of a supervisor replaces the older ones; an incarnation that is no longer named has been reaped; a
-claim with a token is believed only where the state file could not be read.
+of a supervisor replaces the older ones, in whatever order they are read; an incarnation that is no
+longer named has been reaped; a claim with a token is believed only where the state file could not
+be read.
 """
 
 from __future__ import annotations
@@ -112,8 +113,11 @@ class Machine:
         if refusal is not None:
             yield refusal
             return
-        yield from self._evict_twins(want)
         known = self.supervisors.get(want.supervisor)
+        if known is not None and abs(want.conn) < abs(known.newest):
+            yield Close(want.conn, "a newer connection has replaced this one")
+            return  # what it says was true before what the newer one said
+        yield from self._evict_twins(want)
         is_first = known is None or known.conn != want.conn
         if known is not None and known.conn is not None and is_first:
             yield Close(known.conn, "a newer connection replaces this one")

@@ -24,8 +24,7 @@ def twins_of(want: Wanted, supervisors: Mapping[str, Supervisor]) -> list[Superv
 
 def holds_any(supervisor_id: str, locks: Mapping[str, Lock]) -> bool:
     """Whether a holder, in whatever state, belongs to this supervisor."""
-    holders = [lock.holder for lock in locks.values()]
-    return any(holder is not None and holder.supervisor == supervisor_id for holder in holders)
+    return standing(supervisor_id, locks) > 0
 
 
 def check_identity(
@@ -47,6 +46,16 @@ def check_identity(
         why = f"{SUPERVISORS_MAX} supervisors are known here, which is the limit"
         return Refuse(want.conn, "lock.too_many_waiters", why)
     twins = twins_of(want, supervisors)
-    if twins and not holds_any(want.supervisor, locks):  # a holder on file is in the right
+    mine = standing(want.supervisor, locks)
+    if twins and mine <= max(standing(twin.id, locks) for twin in twins):
         return sentences.engine_id_taken(want.conn, want.engine, twins[0].pid)
     return None
+
+
+def standing(supervisor_id: str, locks: Mapping[str, Lock]) -> int:
+    """Which of two supervisors of one engine is in the right: who holds more; else who is here.
+
+    Were it enough to hold anything, two that hold different locks would evict each other for ever.
+    """
+    held = [k for k in locks.values() if k.holder and k.holder.supervisor == supervisor_id]
+    return max((1 + lock.is_fenced for lock in held), default=0)

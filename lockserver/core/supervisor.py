@@ -19,6 +19,7 @@ class Supervisor:
     since_ms: float
     heard_ms: float
     conn: int | None = None
+    newest: int = -1  # of its connections, the last that was opened and heard
     pid: int = 0
     process: str = (
         "none"  # where its pidfd came from; "lease", or "none": its connection stands for it
@@ -39,6 +40,7 @@ class Supervisor:
     def adopt(self, want: Wanted) -> None:
         """Be what `want` says, all of it."""
         self.conn, self.pid, self.process = want.conn, want.pid, want.process
+        self.newest = want.conn
         self.incarnation, self.witness_name = want.incarnation, want.witness
         self.lease = want.lease
         self.witness, self.locks, self.tokens = want.witness_file, want.locks, dict(want.tokens)

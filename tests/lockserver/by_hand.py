@@ -22,13 +22,19 @@ ANSWER_S = 30.0
 class Hand:
     """One incarnation and its backend process. Use as `with`."""
 
-    def __init__(self, directory: str, engine: str, supervisor: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: str,
+        engine: str,
+        supervisor: str | None = None,
+        fate: str = "dies_with_parent",
+    ) -> None:
         self.directory = directory
         self.engine = engine
         self.supervisor = supervisor or secrets.token_hex(8)
         self.incarnation = witness.new_incarnation(engine)
         self.path = witness.create(directory, self.incarnation)
-        self.backend: subprocess.Popen[bytes] = spawn_backend(self.path)
+        self.backend: subprocess.Popen[bytes] = spawn_backend(self.path, fate=fate)
 
     def connect(self) -> BlockingClient:
         return BlockingClient(os.path.join(self.directory, "lockserver.sock"), CATALOGUE)

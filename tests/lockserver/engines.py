@@ -15,11 +15,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from lockserver import witness
 from lockserver.client import LockClient
 from tests.helpers import auntil
+from understudy.service import procfs
 from understudy.wire.fds import OwnedFd
 
 BACKEND = """
@@ -139,15 +141,24 @@ class EngineProcess:
     """An `Engine` in a process of its own, with the pids and pidfds of its whole tree."""
 
     def __init__(
-        self, directory: str, engine: str, dirty_mib: int = 0, fate: str = "dies_with_parent"
+        self,
+        directory: str,
+        engine: str,
+        dirty_mib: int = 0,
+        fate: str = "dies_with_parent",
+        under: Sequence[str] = (),
     ) -> None:
+        """`under` is a command that runs the supervisor, in a PID namespace of its own say; pids
+        are what they are called here."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, directory, engine, str(dirty_mib), fate],
+            [*under, sys.executable, "-m", __name__, directory, engine, str(dirty_mib), fate],
             stdout=subprocess.PIPE,
         )
         started = self.line()
         self.incarnation: str = started["incarnation"]
-        self.pids: list[int] = [self.process.pid, *started["backends"]]
+        supervisor = self.process.pid if not under else procfs.children(self.process.pid)[0]
+        self.pids: list[int] = [supervisor, *procfs.children(supervisor)]
+        assert len(self.pids) == 1 + len(started["backends"])
         self.pidfds = [OwnedFd(os.pidfd_open(pid)) for pid in self.pids]
 
     def line(self) -> dict[str, Any]:

@@ -6,12 +6,9 @@ frames, so that the same object also serves alone.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
-
 from aiohttp import web
 
+from engine.backends.drain import until_done
 from engine.backends.phases import Phases
 from engine.backends.reference.link import Ready
 from engine.backends.reference.listener import Listener
@@ -19,12 +16,9 @@ from engine.backends.reference.routes import Service, make_app
 from engine.messages import Canary, Healthy
 from understudy.wire.fds import OwnedFd
 
-# Connections that were accepted a moment before a drain have a request on its way: this long, it
-# is answered (503, try again) instead of being cut.
-DRAIN_SETTLE_S = 0.05
 KEEPALIVE_S = 75.0
-# For what is written but not sent when the last request ends. Not 0: aiohttp takes that for "no
-# limit"; and not the rest of the budget: its `shutdown` waits that long for idle connections too.
+# For what is cut because the budget is spent. Not 0: aiohttp takes that for "no limit"; and not
+# more: its `shutdown` waits that long for idle connections too.
 FLUSH_S = 0.1
 
 
@@ -82,21 +76,25 @@ class Backend:
         )
 
     async def drain(self, budget_s: float) -> None:
-        """Accept no more, refuse what still comes, finish what runs, cut what outlasts the budget.
+        """Accept no more, serve what comes on open connections, cut what outlasts the budget.
 
         What waits in the backlog stays there for the next engine.
         """
-        end = time.monotonic() + budget_s
         self.phases.step("drain")
         self._service.is_draining = True
         if self._listener is not None:
             self._listener.stop()
-        await asyncio.sleep(min(DRAIN_SETTLE_S, budget_s))
         server = self._runner.server
         assert server is not None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, end - time.monotonic())):
-                await self._service.idle.wait()
-        server.pre_shutdown()  # kept connections were answered until now, and end here
+        await until_done(
+            lambda: [connection.transport for connection in server.connections],
+            self._is_idle,
+            budget_s,
+        )
+        server.pre_shutdown()
         await server.shutdown(FLUSH_S)
         await self._runner.cleanup()
+
+    def _is_idle(self) -> bool:
+        is_arriving = self._listener is not None and self._listener.is_arriving
+        return not is_arriving and self._service.idle.is_set()

@@ -55,6 +55,11 @@ class Listener:
         self._retry: asyncio.TimerHandle | None = None
         self.is_accepting = False
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether a connection has been accepted that its protocol does not have yet."""
+        return bool(self._arrivals)
+
     def start(self) -> None:
         self.is_accepting = True
         self._loop.add_reader(self._sock.fileno(), self._accept)

@@ -122,6 +122,7 @@ class _Routes:
         response.headers["X-Understudy-Engine"] = self._service.engine
         response.headers["X-Understudy-Token"] = str(self._service.token)
         if self._service.is_draining:
+            response.headers["Connection"] = "close"  # the next request is for the next engine
             response.force_close()
 
     @web.middleware
@@ -178,10 +179,6 @@ class _Routes:
         return await self._generate(request, parse_chat(await self._body(request)))
 
     async def _body(self, request: web.Request) -> dict[str, object]:
-        if self._service.is_draining:
-            raise errors.unavailable(
-                "engine_draining", "This engine is handing over and takes no new requests."
-            )
         try:
             async with asyncio.timeout(BODY_DEADLINE_S):
                 body = await request.read()

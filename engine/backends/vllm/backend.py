@@ -121,7 +121,7 @@ class Backend:
         )
 
     async def drain(self, budget_s: float) -> None:
-        """Accept no more, refuse what still comes, finish what runs within the budget."""
+        """Accept no more, serve what comes on open connections, within the budget."""
         self.phases.step("drain")
         if self._listening is not None:
             self._listening.close()

@@ -1,5 +1,6 @@
 """Around vLLM's whole application: every response says which engine gave it, a draining engine
-takes nothing new, and no request is larger than can be read without stopping everything else.
+closes what it has answered, and no request is larger than can be read without stopping everything
+else.
 
 Owns the count of requests under way and the few facts that a response carries. Pure ASGI; imports
 neither vLLM nor torch. It is put around what uvicorn calls, not into vLLM's `--middleware`: an
@@ -21,7 +22,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # The supervisor ends a process whose engine is dead within milliseconds.
 DEAD_WAIT_S = 5.0
-RETRY_AFTER_S = 1  # a drain ends with another engine's grant
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of WebSocket close codes
 
 # A body is parsed in one go, and meanwhile no other request moves and no question is answered: 40
@@ -92,9 +92,10 @@ class Gate:
             await self._app(scope, receive, send)
             return
         answer = _Answer(send, self._desk)
-        if self._desk.is_draining:
+        if self._desk.is_draining and scope["type"] == "websocket":
+            # It has no end of its own to wait for, so it would only be cut.
             self._desk.rejected += 1
-            await _refuse_draining(scope, answer)
+            await answer.send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
             return
         self._desk.came()
         try:
@@ -138,6 +139,8 @@ class _Answer:
         if message["type"] in ("http.response.start", "websocket.accept"):
             self.has_begun = True
             message["headers"] = [*message.get("headers", ()), *self._desk.headers()]
+            if self._desk.is_draining and message["type"] == "http.response.start":
+                message["headers"].append((b"connection", b"close"))
         await self._send(message)
 
 
@@ -175,21 +178,7 @@ def _content_length(scope: Scope) -> int:
     return int(said) if said.isdigit() else 0
 
 
-async def _refuse_draining(scope: Scope, answer: _Answer) -> None:
-    if scope["type"] == "websocket":
-        await answer.send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
-        return
-    what = "This engine is draining; another one takes over. Try again."
-    await _refuse(answer, 503, what, "draining", [(b"retry-after", str(RETRY_AFTER_S).encode())])
-
-
-async def _refuse(
-    answer: _Answer,
-    status: int,
-    what: str,
-    code: str,
-    more: list[tuple[bytes, bytes]] | None = None,
-) -> None:
+async def _refuse(answer: _Answer, status: int, what: str, code: str) -> None:
     kind = "server_error" if status >= 500 else "invalid_request_error"
     document = {"error": {"message": what, "type": kind, "param": None, "code": code}}
     body = json.dumps(document).encode()
@@ -197,7 +186,6 @@ async def _refuse(
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),
-        *(more or ()),
     ]
     await answer.send({"type": "http.response.start", "status": status, "headers": headers})
     await answer.send({"type": "http.response.body", "body": body})

@@ -25,6 +25,7 @@ from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from engine.backends.drain import until_done
 from engine.backends.vllm.gate import Desk, Gate, body_bytes_max
 from understudy.errors import UnderstudyError, UsageError
 from understudy.wire.fds import OwnedFd
@@ -37,11 +38,6 @@ START_POLL_S = 0.005
 TRIAL_PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)  # every vocabulary has them
 TRIAL_TOKENS = 2  # a prefill and a decode
 TRIAL_WAIT_S = 600.0  # the first inference may compile kernels
-# Connections that were accepted a moment before a drain have a request on its way: this long, it
-# is answered (503, try again) instead of being cut.
-DRAIN_SETTLE_S = 0.05
-FLUSH_S = 0.1  # at least, for what is written but not sent when the last request ends
-FLUSH_POLL_S = 0.02
 
 
 def bind(args: argparse.Namespace, path: str) -> socket.socket:
@@ -219,25 +215,14 @@ class Front:
             self._lent.close()
 
     async def drain(self, budget_s: float) -> None:
-        """Accept no more, let finish what runs, and send what is written."""
-        end = asyncio.get_running_loop().time() + budget_s
+        """Accept no more, serve what comes on open connections, and send what is written."""
         self.desk.is_draining = True
         self.close()
-        await asyncio.sleep(min(DRAIN_SETTLE_S, budget_s))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(end):
-                await self.desk.idle.wait()
         connections = self._app.state.server.server_state.connections
+        await until_done(
+            lambda: [connection.transport for connection in connections],
+            self.desk.idle.is_set,
+            budget_s,
+        )
         for connection in list(connections):
-            connection.shutdown()  # kept connections were answered until now, and end here
-        end = max(end, asyncio.get_running_loop().time() + FLUSH_S)
-        while any(not _is_sent(each) for each in list(connections)):
-            if asyncio.get_running_loop().time() > end:
-                return  # a client that does not read; the budget is spent
-            await asyncio.sleep(FLUSH_POLL_S)
-
-
-def _is_sent(connection: Any) -> bool:
-    """Whether the kernel has all that was written to this connection of uvicorn's."""
-    transport = connection.transport
-    return transport is None or transport.is_closing() or not transport.get_write_buffer_size()
+            connection.shutdown()

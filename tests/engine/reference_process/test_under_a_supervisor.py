@@ -68,12 +68,6 @@ async def progressed(stub: Any, target: int) -> None:
             pass
 
 
-async def accepting_no_more(stub: Any) -> None:
-    async with asyncio.timeout(60):
-        while (await health(stub)).accepting:
-            pass
-
-
 def anonymous_bytes(pid: int, size_bytes: int) -> list[str]:
     """Mappings of exactly `size_bytes` without a file."""
     with open(f"/proc/{pid}/maps") as file:
@@ -209,66 +203,6 @@ def test_client_that_leaves_frees_its_slot(tmp_path: Path, model: Path):
                 await progressed(stub, progress + 20)
                 waiting.cancel()  # a whole answer nobody waits for
                 await complete(client, url)
-                assert (await health(stub)).in_flight == 0
-
-    asyncio.run(main())
-
-
-def test_drain_finishes_what_runs_and_refuses_what_comes(tmp_path: Path, model: Path):
-    """Goal: nobody is cut within the budget. Method: drain under a stream that a stopped model
-    holds up; a kept connection asks again and is refused; then the model goes on."""
-
-    async def main() -> None:
-        sock, url = listening()
-        with sock:
-            async with (
-                memory_service(tmp_path),
-                supervisor(tmp_path, "--model", str(model)) as stub,
-                aiohttp.ClientSession() as client,
-                aiohttp.ClientSession() as kept,
-            ):
-                await activate(stub, sock, 1)
-                await complete(kept, url)
-                post = client.post(f"{url}/v1/completions", json={**LONG, "stream": True})
-                async with post as response:
-                    await response.content.readline()
-                    os.kill(stub.registered["model"], signal.SIGSTOP)
-                    draining = asyncio.ensure_future(stub.ask(Drain(60_000)))
-                    await accepting_no_more(stub)
-                    async with kept.post(f"{url}/v1/completions", json=GREEDY) as refused:
-                        assert refused.status == 503
-                        assert refused.headers["Retry-After"] == "1"
-                        error = (await refused.json())["error"]
-                        assert error["code"] == "engine_draining"
-                    assert not draining.done()
-                    os.kill(stub.registered["model"], signal.SIGCONT)
-                    body = await response.read()
-                assert body.rstrip().endswith(b"data: [DONE]")
-                assert isinstance(await draining, Drained)
-
-    asyncio.run(main())
-
-
-def test_drain_beyond_its_budget_cuts(tmp_path: Path, model: Path):
-    """Goal: the budget is kept. Method: a budget of nothing, a stream that a stopped model holds
-    up for ever."""
-
-    async def main() -> None:
-        sock, url = listening()
-        with sock:
-            async with (
-                memory_service(tmp_path),
-                supervisor(tmp_path, "--model", str(model)) as stub,
-                aiohttp.ClientSession() as client,
-            ):
-                await activate(stub, sock, 1)
-                post = client.post(f"{url}/v1/completions", json={**LONG, "stream": True})
-                async with post as response:
-                    await response.content.readline()
-                    os.kill(stub.registered["model"], signal.SIGSTOP)
-                    assert isinstance(await stub.ask(Drain(0)), Drained)
-                    with pytest.raises(aiohttp.ClientPayloadError):
-                        await response.read()
                 assert (await health(stub)).in_flight == 0
 
     asyncio.run(main())

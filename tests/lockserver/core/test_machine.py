@@ -166,6 +166,19 @@ def test_newest_connection_replaces_the_older_one_and_keeps_the_place():
     assert [w.incarnation for w in shell.active.waiters] == [B]
 
 
+def test_older_connection_that_is_read_late_takes_nothing_back():
+    """Goal: a reconnect may overtake what was said before. Method: connection 2 is read first; then
+    what the same supervisor had said on connection 1, before it had launched anything."""
+    shell = Shell()
+    shell.feed(want(2, A, "active"))
+    effects = shell.feed(want(1, None, engine="engine-0"))
+    assert [e.conn for e in effects if isinstance(e, ev.Close)] == [1]
+    assert shell.active.state is LockState.HELD
+    shell.feed(ev.ConnectionClosed(1))
+    assert shell.active.state is LockState.HELD
+    assert sent(shell.feed(want(2, A, "active", tokens={"active": 1}))) == [(2, A, 1)]
+
+
 # ---------------------------------------------------------------------- losing
 
 

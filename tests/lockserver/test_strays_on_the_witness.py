@@ -1,0 +1,226 @@
+"""Processes and files that are not the engine's, at its witness: they may delay, never hand on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from lockserver import witness
+from tests.helpers import auntil
+from tests.lockserver.by_hand import Hand
+from tests.lockserver.engines import Engine, is_readable
+from understudy.errors import RemoteError
+from understudy.wire.fds import OwnedFd
+
+STRAY = """
+import fcntl, os, signal, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(fd, fcntl.LOCK_SH)
+print("in", flush=True)
+signal.pause()
+"""
+LATE = """
+import sys
+from lockserver.witness import join
+sys.stdin.readline()
+join(sys.argv[1])
+print("opened the device", flush=True)
+"""
+# A supervisor that forks without exec: its child has its connection, and outlives it.
+FORKING = """
+import os, signal, sys
+from tests.lockserver.by_hand import Hand
+hand = Hand(sys.argv[1], "engine-0", fate="outlives_parent")
+client = hand.connect()
+client.notify(hand.want())
+assert hand.granted(client) == 1
+child = os.fork()
+if child:
+    print(child, hand.backend.pid, flush=True)
+signal.pause()
+"""
+
+
+def run(code: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+async def wait(engine: Engine) -> None:
+    engine.launch()
+    engine.want("active")
+    await auntil(lambda: engine.heard, "the news of who is active")
+
+
+def test_witness_held_by_a_stray_process_is_waited_for_and_named(
+    pod_dir, start_server, start_engine
+):
+    """Goal: whoever holds the witness counts, engine or not, and people are told whom to kill.
+    Method: a process of no engine's takes the lock; the holder dies; then the stray does."""
+    server = start_server()
+    holder = start_engine("engine-0")
+    assert holder.granted() == 1
+    stray = run(STRAY, os.path.join(pod_dir, witness.name_of(holder.incarnation)))
+    assert stray.stdout.readline() == "in\n"
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            await wait(standby)
+            holder.signal(signal.SIGKILL, tree=True)
+            await auntil(holder.is_gone, "the end of the holder")
+            await auntil(lambda: "lock.waiting_evidence" in server.log(), "people to be told")
+            lock = server.lock()
+            assert lock["state"] == "releasing"
+            assert [each["pid"] for each in lock["waiting_for"]] == [stray.pid]
+            assert f"pid {stray.pid}" in lock["problem"]
+            assert standby.token() == 0
+            end(stray)
+            assert await standby.granted() == 2
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        end(stray)
+
+
+def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
+    pod_dir, start_server, start_engine
+):
+    """Goal: found free means free for good. Method: a rank that is still starting when its tree is
+    killed; the next engine is granted; then the rank comes to its witness."""
+    start_server()
+    holder = start_engine("engine-0")
+    assert holder.granted() == 1
+    path = os.path.join(pod_dir, witness.name_of(holder.incarnation))
+    late = run(LATE, path)
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            await wait(standby)
+            holder.signal(signal.SIGKILL, tree=True)
+            assert await standby.granted() == 2
+            out, _ = await asyncio.to_thread(late.communicate, "go\n")
+            assert out == ""
+            assert late.returncode != 0
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        end(late)
+
+
+def test_child_forked_without_exec_keeps_the_connection_and_not_the_lock(pod_dir, start_server):
+    """Goal: an open connection proves no life (it is the pidfd that tells). Method: a supervisor
+    whose forked child keeps its socket is killed with its backend; the child lives on."""
+    server = start_server()
+    supervisor = run(FORKING, pod_dir)
+    child, backend = (int(word) for word in supervisor.stdout.readline().split())
+    pidfd = OwnedFd(os.pidfd_open(child))
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            await wait(standby)
+            supervisor.kill()
+            await auntil(lambda: server.lock()["cause"] == "process_gone", "its end to be seen")
+            assert standby.token() == 0  # the backend has the witness
+            os.kill(backend, signal.SIGKILL)
+            assert await standby.granted() == 2
+            assert not is_readable(pidfd.fileno())
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
+        pidfd.close()
+        end(supervisor)
+
+
+def at_the_name(path: str, what: str) -> None:
+    """Something else in place of a witness that was held a moment ago."""
+    os.rename(path, f"{path}.real".replace("witness_", "real_"))
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "directory":
+        os.mkdir(path)
+    elif what == "symlink":
+        os.symlink(f"{path}.real".replace("witness_", "real_"), path)
+    else:
+        with open(path, "wb"):
+            pass
+
+
+@pytest.mark.parametrize("what", ["fifo", "directory", "symlink", "file"])
+def test_something_else_at_a_witness_name_proves_nothing_and_blocks_nobody_else(
+    pod_dir, start_server, what
+):
+    """Goal: the server opens what it is told to without waiting on it, and believes only the file
+    that it filed. Method: each kind of thing in place of a newcomer's witness (refused), and of the
+    holder's (never free, and said so), while the server goes on answering."""
+    server = start_server()
+
+    async def scenario() -> None:
+        with Hand(pod_dir, "engine-9") as newcomer:
+            at_the_name(newcomer.path, what)
+            with newcomer.connect() as client:
+                client.notify(newcomer.want())
+                with pytest.raises(RemoteError) as refused:
+                    client.receive(30)
+            assert refused.value.code == "lock.witness_unproven"
+        with Hand(pod_dir, "engine-0") as holder, holder.connect() as client:
+            client.notify(holder.want())
+            assert holder.granted(client) == 1
+            async with Engine(pod_dir, "engine-1") as standby:
+                await wait(standby)
+                at_the_name(holder.path, what)
+                holder.end()
+                client.notify(holder.want(incarnation=None, witness=None, locks=()))
+                await auntil(lambda: server.lock()["state"] == "releasing", "the loss to be seen")
+                assert "was removed or replaced" in server.lock()["problem"]
+                assert standby.token() == 0
+                os.rmdir(holder.path) if what == "directory" else os.unlink(holder.path)
+                os.rename(f"{holder.path}.real".replace("witness_", "real_"), holder.path)
+                assert await standby.granted() == 2
+
+    asyncio.run(scenario())
+
+
+def test_strange_names_in_the_directory_are_somebody_elses(pod_dir, start_server):
+    """Goal: file names are bytes. Method: witnesses with a newline, with bytes that are no text,
+    and with the longest name, free and held, with the state lost: the held ones alone count."""
+    server = start_server()
+    server.kill()
+    os.unlink(os.path.join(pod_dir, "lockserver.json"))
+    for name in (b"witness_a\nb", b"witness_\xff\xfe", b"witness_" + b"x" * 247):
+        with open(os.path.join(os.fsencode(pod_dir), name), "wb"):
+            pass
+    held = os.path.join(os.fsencode(pod_dir), b"witness_\xf0\x00"[:-1])
+    with open(held, "wb"):
+        pass
+    stray = run(STRAY, os.fsdecode(held))
+    assert stray.stdout.readline() == "in\n"
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as engine:
+            engine.launch()
+            engine.want("active")
+            await auntil(lambda: server.lock()["waiters"], "it to wait")
+            assert server.lock()["state"] == "recovering"
+            assert server.lock()["problem"]
+            end(stray)
+            assert await engine.granted() == 2
+
+    try:
+        server.start()
+        asyncio.run(scenario())
+    finally:
+        end(stray)

@@ -1,0 +1,243 @@
+"""The rules of the lock's design, each left out: what the simulation must catch.
+
+One function per rule; it patches the real core (or what stands around it) so that the rule does not
+hold. DESIGN §5 and the docstring of `machine.py` say why each is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lockserver.core import events as ev
+from lockserver.core import evidence, ledger, machine, patience, roster
+from lockserver.core.ledger import Ledger
+from lockserver.core.lock import Lock, LockState, Signal
+from lockserver.core.machine import Machine
+from lockserver.core.queue import Waiter
+from lockserver.core.supervisor import Supervisor
+from lockserver.witness import Probe
+from tests.sim.lock_planted import LIVES, Patch, Rule, hear
+from tests.sim.lock_shell import Shell
+
+STUCK = "nobody serves|waits for the dead|is free while|was not given its grant"
+
+
+def older_connection_counts(patch: Patch) -> None:
+    """What an older connection says late is taken for news."""
+    adopt = Supervisor.adopt
+
+    def forget_order(self: Supervisor, want: ev.Wanted) -> None:
+        adopt(self, want)
+        self.newest = -1
+
+    patch.setattr(Supervisor, "adopt", forget_order)
+
+
+def old_eof_counts(patch: Patch) -> None:
+    """The end of a connection that was replaced is taken for the end of the new one."""
+    older: dict[Machine, dict[int, str]] = {}
+
+    def confuse(self: Machine, event: ev.Input) -> ev.Input:
+        mine = older.setdefault(self, {})
+        if isinstance(event, ev.Wanted):
+            mine[event.conn] = event.supervisor
+        elif isinstance(event, ev.ConnectionClosed) and event.conn in mine:
+            known = self.supervisors.get(mine[event.conn])
+            if known is not None and known.conn is not None:
+                return ev.ConnectionClosed(known.conn)
+        return event
+
+    hear(patch, confuse)
+
+
+def unnamed_lives_on(patch: Patch) -> None:
+    """What a want no longer names is not over."""
+    patch.setattr(Machine, "_end_what_is_not_named", lambda self, supervisor, now_ms: [])
+
+
+def any_claim_is_believed(patch: Patch) -> None:
+    """A claim with a token is believed although the state file could be read."""
+    ask = Machine._ask
+
+    def believe(self: Machine, lock: Lock, want: ev.Wanted, refused: bool, now_ms: float) -> Any:
+        is_other = lock.holder is None or lock.holder.incarnation != want.incarnation
+        if lock.name in want.tokens and is_other and want.witness_state is Probe.HELD:
+            lock.state, lock.holder = LockState.RECOVERING, None
+            lock.is_ended = False
+        yield from ask(self, lock, want, refused, now_ms)
+
+    patch.setattr(Machine, "_ask", believe)
+
+
+def free_witness_is_let_in(patch: Patch) -> None:
+    """Whoever asks is taken for alive."""
+
+    def as_held(self: Machine, event: ev.Input) -> ev.Input:
+        return replace(event, witness_state=Probe.HELD) if isinstance(event, ev.Wanted) else event
+
+    hear(patch, as_held)
+
+
+def no_seal(patch: Patch) -> None:
+    """A witness that was found free can be joined afterwards."""
+    patch.setattr(Shell, "seal", lambda self, tree: None)
+
+
+def grant_is_not_repeated(patch: Patch) -> None:
+    """The holder that asks again is not told again."""
+    confirm = Machine._confirm
+
+    def confirm_silently(self: Machine, lock: Lock, conn: int, now_ms: float) -> Any:
+        effects = confirm(self, lock, conn, now_ms)
+        return (effect for effect in effects if not isinstance(effect, ev.SendGrant))
+
+    patch.setattr(Machine, "_confirm", confirm_silently)
+
+
+def silent_waiter_is_granted(patch: Patch) -> None:
+    """Who is first is first, heard or not."""
+    patch.setattr(ledger, "next_waiter", lambda waiters, silent: waiters[0] if waiters else None)
+
+
+def last_comes_first(patch: Patch) -> None:
+    """The newest waiter is granted."""
+    first = ledger.next_waiter
+
+    def last(waiters: list[Waiter], silent: Any) -> Waiter | None:
+        return first(waiters[::-1], silent)
+
+    patch.setattr(ledger, "next_waiter", last)
+
+
+def silent_holder_is_not_tried(patch: Patch) -> None:
+    """The witness of a silent holder decides nothing."""
+    decisive = evidence.is_decisive
+
+    def unless_silent(lock: Lock, supervisors: Any) -> bool:
+        known = supervisors.get(lock.holder.supervisor) if lock.holder is not None else None
+        return decisive(lock, supervisors) and (known is None or lock.is_ended)
+
+    patch.setattr(evidence, "is_decisive", unless_silent)
+
+
+def silent_holder_is_gone(patch: Patch) -> None:
+    """Silence is taken for death."""
+    fall_silent = patience.fall_silent
+
+    def fall(locks: Any, supervisors: Any, heard_before_ms: float) -> Any:
+        yield from fall_silent(locks, supervisors, heard_before_ms)
+        for lock in locks.values():
+            known = supervisors.get(lock.holder.supervisor) if lock.holder is not None else None
+            if known is not None and known.is_silent:
+                lock.fire(Signal.EVIDENCE_GONE, heard_before_ms)
+
+    patch.setattr(patience, "fall_silent", fall)
+
+
+def the_window_ends(patch: Patch) -> None:
+    """Who has not been heard some time after a restart has lost the lock."""
+
+    def give_up(locks: Any, now_ms: float, window_end_ms: float) -> Any:
+        for lock in locks.values():
+            if lock.state is LockState.RECOVERING and now_ms > window_end_ms - 8000:
+                lock.fire(Signal.EVIDENCE_GONE, now_ms)
+        return ()
+
+    patch.setattr(patience, "report_overdue", give_up)
+
+
+def stall_is_silence(patch: Patch) -> None:
+    """Nobody was heard while the server was stopped: all are silent."""
+    patch.setattr(patience, "forgive", lambda supervisors, now_ms: None)
+
+
+def lost_file_is_an_empty_one(patch: Patch) -> None:
+    """State that cannot be read says that nobody holds anything."""
+    init = Machine.__init__
+
+    def forget(self: Machine, record: ev.Record, now_ms: float, **options: Any) -> None:
+        init(self, replace(record, unknown=frozenset()), now_ms, **options)
+
+    patch.setattr(Machine, "__init__", forget)
+
+
+def strangers_do_not_count(patch: Patch) -> None:
+    """With the state lost, witnesses of those that are not connected are overlooked."""
+    frees = evidence.scan_frees
+    patch.setattr(evidence, "scan_frees", lambda locks, known, held: frees(locks, known, ()))
+
+
+def the_disconnected_wait_on(patch: Patch) -> None:
+    """Who is gone keeps its place in the queue."""
+    patch.setattr(Machine, "_leave_queues", lambda self, supervisor_id: None)
+
+
+def twins_are_let_in(patch: Patch) -> None:
+    """A second supervisor of an engine is one more."""
+    for module in (machine, roster):
+        patch.setattr(module, "twins_of", lambda want, supervisors: [])
+
+
+def the_process_does_not_count(patch: Patch) -> None:
+    """A free witness alone says that a holder is gone."""
+    patch.setattr(evidence, "is_decisive", lambda lock, supervisors: lock.holder is not None)
+
+
+def unwritten_grant_is_sent(patch: Patch) -> None:
+    """A write that failed is good enough."""
+
+    def ignore(self: Machine, event: ev.Input) -> ev.Input:
+        return ev.Persisted() if isinstance(event, ev.PersistFailed) else event
+
+    hear(patch, ignore)
+
+
+def failed_write_is_final(patch: Patch) -> None:
+    """A write that failed is not tried again."""
+    patch.setattr(ledger, "RETRY_MS", 1e12)
+
+
+def witness_is_removed_early(patch: Patch) -> None:
+    """An ended incarnation's witness is removed while the file still names it."""
+    end = Ledger.end
+
+    def forget(self: Ledger, witness: Any) -> None:
+        end(self, witness)
+        early.append(witness)
+
+    early: list[Any] = []
+    handle = Machine.handle
+
+    def handle_hastily(self: Machine, event: ev.Input, now_ms: float) -> list[ev.Effect]:
+        effects = handle(self, event, now_ms)
+        gone, early[:] = tuple(early), []
+        return [ev.Discard(gone), *effects]
+
+    patch.setattr(Ledger, "end", forget)
+    patch.setattr(Machine, "handle", handle_hastily)
+
+
+MODEL = [
+    Rule("newest-connection", older_connection_counts, "not given its grant|waits|does not wait"),
+    Rule("old-eof", old_eof_counts, f"{STUCK}|supervisor lives|known dead"),
+    Rule("unnamed-is-over", unnamed_lives_on, f"{STUCK}|no longer asks"),
+    Rule("claims-only-when-unreadable", any_claim_is_believed, f"{LIVES}|second one|on disk"),
+    Rule("held-witness-to-ask", free_witness_is_let_in, "asked with a free witness"),
+    Rule("seal", no_seal, LIVES),
+    Rule("same-grant-again", grant_is_not_repeated, "was not given its grant"),
+    Rule("silent-waiter-passed-over", silent_waiter_is_granted, "granted in its silence"),
+    Rule("fifo", last_comes_first, "was there before"),
+    Rule("silent-holder-is-tried", silent_holder_is_not_tried, "waits for the dead"),
+    Rule("silent-holder-keeps-it", silent_holder_is_gone, LIVES),
+    Rule("no-window", the_window_ends, LIVES),
+    Rule("stall-is-forgiven", stall_is_silence, "is free while|lives and is heard"),
+    Rule("lost-file-is-unknown", lost_file_is_an_empty_one, LIVES),
+    Rule("strangers-count", strangers_do_not_count, LIVES),
+    Rule("disconnected-leave", the_disconnected_wait_on, "known dead|KeyError|AssertionError"),
+    Rule("one-supervisor", twins_are_let_in, "two supervisors"),
+    Rule("pidfd", the_process_does_not_count, "while its supervisor lives"),
+    Rule("written-before-sent", unwritten_grant_is_sent, "is not on disk"),
+    Rule("written-again", failed_write_is_final, STUCK),
+    Rule("witness-kept-while-on-file", witness_is_removed_early, "witness is removed"),
+]

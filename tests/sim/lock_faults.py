@@ -1,0 +1,154 @@
+"""What may befall a simulated pod, and how all of it is mended in the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
+from tests.sim.lock_shell import TICK
+
+if TYPE_CHECKING:
+    from tests.sim.lock_world import World
+
+STALL_MS = 60_000.0
+NEVER_GRANTED = 1_000_000
+
+
+class Faults:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.twins = 0
+
+    def possible(self) -> list[tuple[Any, Any]]:
+        world, shell = self.world, self.world.shell
+        found: list[tuple[Any, Any]] = []
+        for sup in world.sups:
+            if sup.is_alive:
+                found += [
+                    (self.kill_supervisor, sup),
+                    (self.go_on if sup.is_stopped else self.stop, sup),
+                ]
+                if sup.conn is not None:
+                    found.append((self.cut, sup))
+        for tree in world.living:
+            if tree.coming:
+                found.append((self.join, tree))
+            if tree.holding and not tree.is_doomed:
+                found.append((self.kill_process, tree))
+            if tree.strays:
+                found.append((self.end_stray, tree))
+            elif tree.holding:
+                found.append((self.stray, tree))
+        if shell.machine is None:
+            found += [(self.lose_slot, slot) for slot in (0, 1) if shell.slots[slot] is not None]
+        else:
+            found += [(self.kill_server, None), (self.stall_server, None)]
+            if not shell.dies_after_write:
+                found.append((self.let_die_after_write, None))
+            found += [(self.lie, conn) for conn in world.conns if conn.server_open and conn.up]
+        found.append((self.mend_disk if shell.disk_fails else self.fail_disk, None))
+        if not self.twins:
+            found += [(self.twin, sup) for sup in world.sups if sup.is_alive]
+        return found
+
+    # ------------------------------------------------------------------ processes
+
+    def kill_process(self, tree: Tree) -> None:
+        tree.holding -= 1
+        tree.is_hurt = True
+        self.world.forget_dead(tree)
+
+    def join(self, tree: Tree) -> None:
+        """A late process at the witness; found sealed or gone, it ends before it opens a device."""
+        tree.coming -= 1
+        if tree.is_sealed or tree.is_removed:
+            tree.is_hurt = True
+            self.world.forget_dead(tree)
+        else:
+            tree.holding += 1
+
+    def kill_supervisor(self, sup: Sup) -> None:
+        sup.is_alive = sup.is_stopped = False
+        if sup.tree is not None:
+            sup.tree.is_doomed = True  # PID 1 of its namespace, or PDEATHSIG
+        self.cut(sup)
+
+    def stop(self, sup: Sup) -> None:
+        sup.is_stopped = True
+
+    def go_on(self, sup: Sup) -> None:
+        sup.is_stopped = False
+
+    def stray(self, tree: Tree) -> None:
+        """A process holds the witness that nobody will kill with the tree."""
+        tree.strays = 1
+
+    def end_stray(self, tree: Tree) -> None:
+        tree.strays = 0
+        self.world.forget_dead(tree)
+
+    def twin(self, sup: Sup) -> None:
+        """A second supervisor with the same engine id."""
+        self.twins += 1
+        self.world.new_sup(sup.engine)
+
+    # ------------------------------------------------------------------ connections
+
+    def cut(self, sup: Sup) -> None:
+        """The supervisor's end closes; what it said is still on its way, and so is the EOF."""
+        if sup.conn is not None:
+            sup.conn.client_open = False
+            sup.conn.down.clear()
+            sup.conn = None
+            self.world.forget_closed()
+
+    def lie(self, conn: Conn) -> None:
+        """A want arrives with a token that was never granted to it."""
+        machine = self.world.shell.machine
+        said: Said = conn.up.popleft()
+        if machine is not None and not machine.locks[ACTIVE].is_unknown and ACTIVE in said.locks:
+            old = self.world.law.token_max
+            said.tokens[ACTIVE] = NEVER_GRANTED if old % 2 else max(1, old - 1)
+        self.world.shell.hear(conn, said)
+
+    # ------------------------------------------------------------------ the server
+
+    def kill_server(self, _: None) -> None:
+        self.world.shell.kill()
+
+    def let_die_after_write(self, _: None) -> None:
+        self.world.shell.dies_after_write = True
+
+    def stall_server(self, _: None) -> None:
+        """It is stopped for a minute, in which it hears nobody."""
+        self.world.law.forgive(STALL_MS)
+        self.world.now_ms += STALL_MS
+        self.world.shell.feed(TICK)
+
+    def lose_slot(self, slot: int) -> None:
+        self.world.shell.slots[slot] = None
+
+    def fail_disk(self, _: None) -> None:
+        self.world.shell.disk_fails = True
+
+    def mend_disk(self, _: None) -> None:
+        self.world.shell.disk_fails = False
+
+    # ------------------------------------------------------------------ the end of all that
+
+    def mend_all(self) -> None:
+        """Nothing is stopped or late, nothing strays, the disk works; twins are taken away."""
+        world = self.world
+        self.mend_disk(None)
+        world.shell.dies_after_write = False
+        self.twins = 1
+        for tree in [t for t in world.living if t.strays]:
+            self.end_stray(tree)
+        for tree in [t for t in world.living if t.coming]:
+            self.join(tree)
+        engines: set[str] = set()
+        for sup in world.sups:
+            if sup.is_alive and sup.engine in engines:
+                self.kill_supervisor(sup)
+            engines.add(sup.engine)
+            sup.is_stopped = False

@@ -1,0 +1,247 @@
+"""What must always hold in a simulated pod: the promises of docs/lock.md, as the world sees them.
+
+The law keeps books of its own (who asked when, what was sent) from what the shell hears and sends.
+It reads the machine only to ask what it would try, and whether a lock that is free is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lockserver.core import events as ev
+from lockserver.core import evidence
+from lockserver.core.lock import LockState
+from lockserver.core.machine import SILENT_MS
+from lockserver.witness import WitnessFile
+from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
+
+if TYPE_CHECKING:
+    from tests.sim.lock_world import World
+
+# These refusals say that the sender is not who it says: nothing that it said counts.
+IDENTITY = {"lock.engine_id_taken", "lock.identity_changed", "lock.too_many_waiters"}
+Owed = list[tuple[str, ev.Holder]]
+
+
+class Law:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.sent: dict[int, tuple[str, str]] = {}  # token → lock and incarnation
+        self.old_tokens: set[int] = set()  # sent before a file was lost that named them
+        self.token_max = 0  # of those that are on disk
+        self.sent_max: dict[str, int] = {}  # of those that were sent, by lock
+        self.last: Tree | None = None  # the last that was granted `active`
+        self.asked: dict[tuple[str, Sup], tuple[Tree, int]] = {}  # who waits, and its place
+        self.known: dict[str, Sup] = {}  # engine → whom this server knows as it
+        self.questions = 0
+        self.filed: Mapping[str, ev.Holder] = {}
+        self.owed: Owed = []  # grants that the want just heard must be answered with
+
+    # ------------------------------------------------------------------ the server's life
+
+    def server_started(self) -> None:
+        self.asked.clear()
+        self.known.clear()
+        for sup in self.world.sups:
+            sup.is_known_gone, sup.served = False, None
+
+    def state_lost(self, *, is_whole: bool) -> None:
+        """Who holds what is not on file any more; with both slots, nor is any token."""
+        self.last = None
+        if is_whole:
+            self.old_tokens.update(self.sent)
+            self.token_max, self.sent_max = 0, {}
+
+    # ------------------------------------------------------------------ what it hears
+
+    def heard(
+        self,
+        conn: Conn,
+        said: Said,
+        holders: Mapping[str, ev.Holder | None],
+        codes: Sequence[str],
+        *,
+        is_held: bool,
+    ) -> Owed:
+        """A want arrived; returns the grants that it must be answered with.
+
+        Args:
+            holders: of all locks, before it arrived.
+            codes: why it is refused, if it is.
+            is_held: whether somebody held its witness.
+        """
+        sup, tree = conn.sup, said.tree
+        self.owed = []
+        other = self.known.get(sup.engine)
+        if not IDENTITY.isdisjoint(codes):
+            return self.owed
+        holds = any(holder and holder.supervisor == sup.id for holder in holders.values())
+        if other is sup and conn.id < sup.newest:
+            return self.owed  # a connection that was replaced: old news
+        if codes and other is not sup and not self.holds(sup):
+            return self.owed  # it is forgotten at once
+        assert other in (None, sup) or holds, f"two supervisors of {sup.engine} are known"
+        self.known[sup.engine] = sup
+        sup.is_known_gone = False  # last words of a dead one: its pidfd will tell again
+        sup.served, sup.newest, sup.heard_ms = conn, conn.id, self.world.now_ms
+        for lock, holder in holders.items():
+            key = (lock, sup)
+            if holder is not None and holder.supervisor == sup.id:
+                past = self.world.trees[holder.incarnation]
+                past.is_disowned |= past is not tree
+            if tree is None or lock not in said.locks:
+                self.asked.pop(key, None)
+            elif holder is not None and holder.incarnation == tree.incarnation:
+                if not tree.is_disowned:
+                    self.owed.append((lock, holder))
+            elif key not in self.asked or self.asked[key][0] is not tree:
+                self.questions += 1
+                self.asked[key] = (tree, self.questions)
+                tree.was_held = is_held
+        return self.owed
+
+    def holds(self, sup: Sup) -> bool:
+        assert self.world.shell.machine is not None
+        locks = self.world.shell.machine.locks.values()
+        return any(lock.holder is not None and lock.holder.supervisor == sup.id for lock in locks)
+
+    def answered(self, owed: Owed) -> None:
+        """That want has been dealt with."""
+        assert not owed, f"the holder asked and was not given its grant again: {owed}"
+
+    def forgive(self, stalled_ms: float) -> None:
+        """The server itself is stopped: whoever is not silent yet does not become so by that."""
+        for sup in {*self.world.sups, *self.known.values()}:
+            if self.silence_ms(sup) <= SILENT_MS:
+                sup.heard_ms = self.world.now_ms + stalled_ms
+
+    def refused(self, conn: Conn) -> None:
+        if conn is conn.sup.served:
+            self.leave(conn.sup)
+
+    def closed(self, conn: Conn) -> None:
+        sup = conn.sup
+        if conn is sup.served:
+            sup.served = None
+            self.leave(sup)
+            if not self.world.has_pidfd:
+                self.forget(sup)
+
+    def gone(self, sup: Sup) -> None:
+        sup.is_known_gone = True
+        self.leave(sup)
+        self.forget(sup)
+
+    def leave(self, sup: Sup) -> None:
+        self.asked = {key: place for key, place in self.asked.items() if key[1] is not sup}
+
+    def forget(self, sup: Sup) -> None:
+        if self.known.get(sup.engine) is sup:
+            del self.known[sup.engine]
+
+    # ------------------------------------------------------------------ what it does
+
+    def written(self, record: ev.Record) -> None:
+        """A grant is on disk; from now on it counts, whether or not it is ever sent."""
+        for lock, holder in record.holders.items():
+            if holder != self.filed.get(lock) and self.sent.get(holder.token) is None:
+                assert holder.token > self.token_max, f"{holder.token} after {self.token_max}"
+        assert record.token >= self.token_max, f"{record.token} after {self.token_max}"
+        self.filed, self.token_max = record.holders, record.token
+        holder = record.holders.get(ACTIVE)
+        if holder is None or (self.last and self.last.incarnation == holder.incarnation):
+            return
+        tree = self.world.trees[holder.incarnation]
+        for other in self.world.living:
+            if other is not tree and other.is_alive:
+                name = other.incarnation
+                assert other is not self.last, f"granted while the last holder {name} lives"
+                assert not other.is_told, f"granted while {name} lives and believes it is active"
+        self.last = tree
+
+    def granted(self, lock: str, holder: ev.Holder) -> None:
+        """A grant is about to be sent to its holder."""
+        who = (lock, holder.incarnation)
+        is_owed = (lock, holder) in self.owed
+        if is_owed:
+            self.owed.remove((lock, holder))
+        if self.sent.get(holder.token) == who:
+            return
+        is_news = holder.token not in self.sent or holder.token in self.old_tokens
+        assert is_news, f"token {holder.token} is sent to a second one"
+        self.old_tokens.discard(holder.token)
+        before = self.sent_max.get(lock, 0)
+        assert holder.token > before, f"{lock}: token {holder.token} is sent after {before}"
+        newest = self.world.shell.slots[1]
+        on_disk = newest.holders.get(lock) if newest is not None else None
+        assert on_disk == holder, f"{who} is not on disk"
+        self.sent[holder.token], self.sent_max[lock] = who, holder.token
+        if not is_owed:
+            self.in_line(lock, holder)
+
+    def in_line(self, lock: str, holder: ev.Holder) -> None:
+        """It asked, is not known to be dead, and nobody who is heard asked before it."""
+        place = {
+            sup.id: (sup, tree, at)
+            for (name, sup), (tree, at) in self.asked.items()
+            if name == lock
+        }
+        assert holder.supervisor in place, f"{holder.incarnation} does not wait, or is known dead"
+        sup, tree, mine = place[holder.supervisor]
+        assert tree.incarnation == holder.incarnation, f"{holder.incarnation} no longer asks"
+        assert not self.is_silent(sup), f"{tree.incarnation} is granted in its silence"
+        assert lock != ACTIVE or tree.was_held, f"{tree.incarnation} asked with a free witness"
+        for other, _, at in place.values():
+            assert at >= mine or not self.is_heard(other), f"{other.engine} was there before"
+        del self.asked[lock, sup]
+
+    def freed_by_witness(self, tree: Tree) -> None:
+        """The witness of the holder of `active` is free; something else must speak, too."""
+        assert self.is_over(tree) or not self.is_heard(tree.sup), (
+            f"{tree.incarnation} loses the lock while its supervisor lives and is heard"
+        )
+
+    def discarded(self, witnesses: Sequence[WitnessFile]) -> None:
+        newest = self.world.shell.slots[1]
+        needed = {holder.witness for holder in newest.holders.values()} if newest else set()
+        assert needed.isdisjoint(witnesses), "a holder's witness is removed"
+
+    # ------------------------------------------------------------------ after every step
+
+    def check(self) -> None:
+        told = [tree.incarnation for tree in self.world.living if tree.is_told and tree.is_alive]
+        assert len(told) <= 1, f"two active engines: {told}"
+        machine = self.world.shell.machine
+        if machine is None:
+            return
+        for lock in machine.locks.values():
+            if lock.state is LockState.FREE:
+                if self.asked and machine.ledger.problem is None:
+                    late = [s.engine for name, s in self.asked if name == lock.name]
+                    assert not any(
+                        self.is_heard(s) for name, s in self.asked if name == lock.name
+                    ), f"{lock.name} is free while {late} wait"
+            elif lock.holder is not None:
+                tree = self.world.trees[lock.holder.incarnation]
+                if not tree.is_alive and (self.is_over(tree) or self.is_silent(tree.sup)):
+                    due = evidence.probes_due(machine.locks, machine.supervisors)
+                    assert (lock.name, lock.holder) in due, f"{lock.name} waits for the dead"
+
+    def is_heard(self, sup: Sup) -> bool:
+        return self.silence_ms(sup) < SILENT_MS
+
+    def is_silent(self, sup: Sup) -> bool:
+        """Whether the tick that follows such a silence has been."""
+        return self.silence_ms(sup) > SILENT_MS + 1000
+
+    def silence_ms(self, sup: Sup) -> float:
+        return self.world.now_ms - sup.heard_ms
+
+    def is_over(self, tree: Tree) -> bool:
+        """Whether this server knows no living supervisor that stands for it."""
+        return (
+            tree.is_disowned
+            or tree.sup.is_known_gone
+            or self.known.get(tree.sup.engine) is not tree.sup
+        )

@@ -1,0 +1,237 @@
+"""The server's shell around the machine, as the simulation has it: a disk, probes, connections.
+
+It does what `server.py`, `prober.py` and `state_file.py` do, and asks the law (`lock_law.py`)
+whether the machine may do what it does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from lockserver.core import events as ev
+from lockserver.core import evidence
+from lockserver.core.machine import KINDS, Machine
+from lockserver.witness import Probe
+from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
+
+if TYPE_CHECKING:
+    from tests.sim.lock_world import World
+
+TICK = ev.Tick()
+NO_MACHINE = "the server is down"
+
+
+class Shell:
+    def __init__(self, world: World, locks: tuple[str, ...]) -> None:
+        self.world, self.kinds = world, {name: KINDS[name] for name in locks}
+        self.machine: Machine | None = None
+        self.slots: list[ev.Record | None] = [ev.Record(), ev.Record()]  # the newest is the last
+        self.disk_fails = False
+        self.dies_after_write = False
+        self.watched: dict[str, Sup] = {}  # whose pidfd this server has
+        self.closing: deque[Conn] = deque()  # closed by the server; the loop tells of it later
+
+    # ------------------------------------------------------------------ its life
+
+    def start(self) -> None:
+        record = self.slots[1]
+        readable = [slot.token for slot in self.slots if slot is not None]
+        if len(readable) < 2 or record is None:  # as the state file: one bad slot is a lost one
+            record = ev.Record(max(readable, default=0) + 1, unknown=frozenset(self.kinds))
+            self.slots = [record, record]
+            self.world.law.state_lost(is_whole=not readable)
+        self.machine = Machine(record, self.world.now_ms, kinds=self.kinds)
+        self.world.law.server_started()
+        trees = self.world.trees.values()
+        self.perform(
+            self.machine.begin([t.witness for t in trees if t.is_sealed and not t.is_removed])
+        )
+
+    def kill(self) -> None:
+        self.machine = None
+        self.dies_after_write = False
+        self.watched.clear()
+        self.closing.clear()
+        for conn in self.world.conns:
+            conn.server_open = False
+            conn.up.clear()
+        self.world.forget_closed()
+
+    def feed(self, event: ev.Input) -> None:
+        assert self.machine is not None, NO_MACHINE
+        self.perform(self.machine.handle(event, self.world.now_ms))
+
+    # ------------------------------------------------------------------ effects
+
+    def perform(self, effects: list[ev.Effect]) -> None:
+        law = self.world.law
+        for effect in effects:
+            kind = type(effect)
+            if kind is ev.Happened:
+                continue
+            if isinstance(effect, ev.Persist):
+                assert effect is effects[-1], "something happens after a write is begun"
+                self.write(effect.record)
+            elif isinstance(effect, ev.SendGrant):
+                law.granted(effect.lock, effect.holder)
+                self.send(effect.conn, effect)
+            elif isinstance(effect, ev.Announce):
+                self.announce(effect)
+            elif isinstance(effect, ev.Refuse | ev.Close):
+                self.close(effect)
+            elif isinstance(effect, ev.Discard):
+                law.discarded(effect.witnesses)
+                names = {file.name for file in effect.witnesses}
+                for tree in self.world.trees.values():
+                    if tree.witness.name in names and not tree.is_alive:
+                        tree.is_removed = True
+            elif kind is ev.Forget:
+                self.watched.pop(effect.supervisor, None)
+
+    def announce(self, effect: ev.Announce) -> None:
+        assert self.machine is not None, NO_MACHINE
+        for known in self.machine.supervisors.values():
+            if known.conn is not None and known.id != effect.holder.supervisor:
+                self.send(known.conn, ev.SendGrant(known.conn, effect.lock, effect.holder))
+
+    def write(self, record: ev.Record) -> None:
+        if self.disk_fails:
+            self.feed(ev.PersistFailed("a full disk"))
+            return
+        self.slots = [self.slots[1], record]
+        self.world.law.written(record)
+        if self.dies_after_write:
+            self.world.trace.append("the server dies between writing and sending")
+            self.kill()
+            return
+        self.feed(ev.Persisted())
+
+    def conn_of(self, conn_id: int) -> Conn | None:
+        return next((conn for conn in self.world.conns if conn.id == conn_id), None)
+
+    def send(self, conn_id: int, message: Any) -> None:
+        conn = self.conn_of(conn_id)
+        if conn is not None and conn.client_open and conn.server_open:
+            conn.down.append(message)
+
+    def close(self, effect: ev.Refuse | ev.Close) -> None:
+        conn = self.conn_of(effect.conn)
+        if conn is None or not conn.server_open:
+            return
+        if isinstance(effect, ev.Refuse):
+            self.send(conn.id, effect)
+            self.world.law.refused(conn)
+        conn.server_open = False
+        conn.up.clear()
+        self.closing.append(conn)
+
+    # ------------------------------------------------------------------ what it may do next
+
+    def moves(self) -> list[tuple[Any, Any]]:
+        """What could happen in the server now: one of these, in whatever order."""
+        machine = self.machine
+        if machine is None:
+            return [(self.restart, None)]
+        found: list[tuple[Any, Any]] = []
+        for conn in self.world.conns:
+            if conn.server_open:
+                if conn.up:
+                    found.append((self.receive, conn))
+                elif not conn.client_open:
+                    found.append((self.see_eof, conn))
+        if self.closing:
+            found.append((self.finish_close, None))
+        found += [(self.see_exit, s) for s in self.watched.values() if not s.is_alive]
+        trees = self.world.trees
+        for lock in machine.locks.values():
+            if lock.holder is None:
+                if lock.is_unknown and evidence.scan_frees(
+                    machine.locks, machine.supervisors, self.held()
+                ):
+                    found.append((self.scan, None))
+            elif not trees[lock.holder.incarnation].is_alive:
+                tree = trees[lock.holder.incarnation]
+                due = evidence.probes_due(machine.locks, machine.supervisors)
+                if (lock.name, lock.holder) in due and not tree.is_removed:
+                    found.append((self.probe, (lock.name, tree)))
+        return found
+
+    def restart(self, _: None) -> None:
+        self.start()
+
+    def receive(self, conn: Conn) -> None:
+        self.hear(conn, conn.up.popleft())
+
+    def hear(self, conn: Conn, said: Said) -> None:
+        """A `want` arrives; the server looks at the witness that it names."""
+        sup, tree = conn.sup, said.tree
+        state = Probe.UNPROVEN
+        if tree is not None and not tree.is_sealed and not tree.is_removed:
+            state = Probe.HELD if tree.is_alive else Probe.FREE
+        event = ev.Wanted(
+            conn=conn.id,
+            supervisor=sup.id,
+            engine=sup.engine,
+            incarnation=tree.incarnation if tree else None,
+            witness=tree.witness.name if tree else None,
+            locks=said.locks,
+            tokens=said.tokens,
+            witness_file=tree.witness if tree and not tree.is_removed else None,
+            witness_state=state,
+            pid=sup.number,
+            process=self.world.process,
+        )
+        machine, law = self.machine, self.world.law
+        assert machine is not None, NO_MACHINE
+        holders = {name: lock.holder for name, lock in machine.locks.items()}
+        effects = machine.handle(event, self.world.now_ms)
+        codes = [e.code for e in effects if isinstance(e, ev.Refuse) and e.conn == conn.id]
+        owed = law.heard(conn, said, holders, codes, is_held=state is Probe.HELD)
+        self.perform(effects)
+        if self.machine is None:
+            return  # it died in between
+        known = self.machine.supervisors.get(sup.id)
+        if known is not None and known.conn == conn.id and self.world.has_pidfd:
+            self.watched[sup.id] = sup
+        law.answered(owed)
+
+    def see_eof(self, conn: Conn) -> None:
+        conn.server_open = False
+        self.finish(conn)
+
+    def finish_close(self, _: None) -> None:
+        self.finish(self.closing.popleft())
+
+    def finish(self, conn: Conn) -> None:
+        self.world.law.closed(conn)
+        self.feed(ev.ConnectionClosed(conn.id))
+        self.world.forget_closed()
+
+    def see_exit(self, sup: Sup) -> None:
+        """The pidfd of PID 1 of a container is readable once its whole tree is dead."""
+        if self.world.is_process_gone(sup):
+            del self.watched[sup.id]
+            self.world.law.gone(sup)
+            self.feed(ev.ProcessGone(sup.id))
+
+    def probe(self, subject: tuple[str, Tree]) -> None:
+        lock, tree = subject
+        self.seal(tree)
+        if lock == ACTIVE:
+            self.world.law.freed_by_witness(tree)
+        self.feed(ev.WitnessFree(lock, tree.incarnation))
+
+    def held(self) -> frozenset[str]:
+        return frozenset(t.witness.name for t in self.world.living if t.is_alive)
+
+    def scan(self, _: None) -> None:
+        assert self.machine is not None, NO_MACHINE
+        kept = evidence.kept_witnesses(self.machine.supervisors)
+        for tree in self.world.trees.values():
+            if not tree.is_alive and tree.witness.name not in kept:
+                self.seal(tree)
+        self.feed(ev.DirectoryScanned(self.held()))
+
+    def seal(self, tree: Tree) -> None:
+        tree.is_sealed = True

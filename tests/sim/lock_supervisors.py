@@ -1,0 +1,142 @@
+"""What supervisors and their trees do by themselves, as the lock's protocol asks it of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockserver.core import events as ev
+from lockserver.witness import WitnessFile, name_of
+from tests.sim.lock_parts import ACTIVE, LOADER, Said, Sup, Tree
+
+if TYPE_CHECKING:
+    from tests.sim.lock_world import World
+
+LOST = ("lock.stale_claim", "lock.incarnation_ended")  # refusals that end an incarnation
+
+
+class Supervisors:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def moves(self) -> list[tuple[Any, Any]]:
+        """What each that runs could do now, and what becomes of those that are dead."""
+        world = self.world
+        found: list[tuple[Any, Any]] = []
+        for sup in world.sups:
+            if sup.is_stopped:
+                continue
+            if not sup.is_alive:
+                if world.is_process_gone(sup) and world.may_return(sup):
+                    found.append((world.replace, sup))
+                continue
+            conn, tree = sup.conn, sup.tree
+            if conn is None:
+                if world.shell.machine is not None and not sup.is_patient:
+                    found.append((self.connect, sup))
+            elif conn.down:
+                found.append((self.hear, sup))
+            elif not conn.server_open:
+                found.append((self.see_eof, sup))
+            if tree is None:
+                if sup.launches < world.launches_max:
+                    found.append((self.launch, sup))
+            elif sup.is_killing:
+                if not tree.holding and not tree.coming:
+                    found.append((self.reap, sup))
+            elif tree.is_hurt:
+                found.append((self.give_up, sup))
+        for tree in world.living:
+            if tree.is_doomed:
+                if tree.coming:
+                    found.append((self.die_on_the_way, tree))
+                if tree.holding:
+                    found.append((self.die, tree))
+        return found
+
+    # ------------------------------------------------------------------ speaking
+
+    def connect(self, sup: Sup) -> None:
+        sup.conn = self.world.new_conn(sup)
+        self.say(sup)
+
+    def say(self, sup: Sup) -> None:
+        if sup.conn is not None and sup.conn.server_open:
+            tree = sup.tree
+            locks: tuple[str, ...] = ()
+            if tree is not None:
+                locks = (ACTIVE,) if tree.is_loaded else (LOADER,)
+            tokens = {lock: token for lock, token in sup.tokens.items() if lock in locks}
+            sup.conn.up.append(Said(tree, locks, tokens))
+
+    def beat(self, sup: Sup) -> None:
+        """A heartbeat that arrives at once, if nothing else is on its way."""
+        conn = sup.conn
+        if not sup.is_alive or sup.is_stopped or conn is None or conn is not sup.served:
+            return
+        if conn.server_open and not conn.up and self.world.shell.machine is not None:
+            sup.beats += 1
+            sup.heard_ms = self.world.now_ms
+            self.world.shell.feed(ev.Beaten(conn.id, sup.beats))
+
+    # ------------------------------------------------------------------ hearing
+
+    def hear(self, sup: Sup) -> None:
+        assert sup.conn is not None
+        message, tree = sup.conn.down.popleft(), sup.tree
+        if isinstance(message, ev.Refuse):
+            sup.is_patient = True
+            if message.code in LOST:
+                self.give_up(sup)
+        elif tree is None or sup.is_killing:
+            return
+        elif message.holder.incarnation == tree.incarnation:
+            self.won(sup, tree, message.lock, message.holder.token)
+        elif message.lock == ACTIVE and tree.is_told and message.holder.engine != sup.engine:
+            self.give_up(sup)  # somebody else was granted
+
+    def won(self, sup: Sup, tree: Tree, lock: str, token: int) -> None:
+        if lock == ACTIVE:
+            if tree.is_told and sup.tokens[ACTIVE] != token:
+                self.give_up(sup)  # its token has changed: it does not know what happened
+                return
+            sup.tokens[ACTIVE] = token
+            tree.is_told = True
+        elif not tree.is_loaded:  # it loads in no time, and gives the lock back
+            tree.is_loaded = True
+            self.say(sup)
+
+    def see_eof(self, sup: Sup) -> None:
+        assert sup.conn is not None
+        sup.conn.client_open, sup.conn = False, None
+        self.world.forget_closed()
+
+    # ------------------------------------------------------------------ trees
+
+    def launch(self, sup: Sup) -> None:
+        world = self.world
+        number = world.next_number()
+        incarnation = f"{sup.engine}-{number:016x}"
+        tree = Tree(incarnation, WitnessFile(name_of(incarnation), 1, number), sup)
+        tree.is_loaded = LOADER not in world.shell.kinds
+        sup.tree, sup.launches = tree, sup.launches + 1
+        world.trees[incarnation] = tree
+        world.living.append(tree)
+        self.say(sup)
+
+    def give_up(self, sup: Sup) -> None:
+        if sup.tree is not None:
+            sup.tree.is_doomed = sup.is_killing = True
+
+    def reap(self, sup: Sup) -> None:
+        """All its own processes are dead: the incarnation is no longer named."""
+        sup.tree, sup.is_killing = None, False
+        sup.tokens.clear()
+        self.say(sup)
+
+    def die(self, tree: Tree) -> None:
+        tree.holding -= 1
+        self.world.forget_dead(tree)
+
+    def die_on_the_way(self, tree: Tree) -> None:
+        tree.coming -= 1
+        self.world.forget_dead(tree)
