@@ -131,6 +131,12 @@ class LockSide:
             return self.own.copy()
         return self._listener.duplicate() if self._listener is not None else None
 
+    def stop_listening(self) -> None:
+        """The backend accepts no more. Of a socket of our own nobody else ever will: who comes now
+        is better refused at once. A lent one is for the next engine."""
+        if self.own is not None:
+            self.own.close()
+
     def close(self) -> None:
         if self.own is not None:
             self.own.close()

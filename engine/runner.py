@@ -163,6 +163,7 @@ class Runner:
             case effects.Ask():
                 self._ask(effect.step)
             case effects.DrainBackend():
+                self.lock.stop_listening()
                 self._running.drain(self._settings.budgets_ms[State.DRAINING])
             case effects.KillTree():
                 self._running.kill()

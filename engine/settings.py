@@ -174,7 +174,7 @@ def settle(config: Resolved, command: list[str], directory: str) -> Settings:
     Raises:
         UsageError: settings that do not go together; also security files that cannot be used.
     """
-    engine = config["engine_id"]
+    engine, member = config["engine_id"], config["member"]
     address = config["lockserver_socket"] or os.path.join(directory, "lockserver.sock")
     is_remote = address.startswith(SCHEME)
     _check_members(config, is_remote=is_remote)
@@ -188,9 +188,10 @@ def settle(config: Resolved, command: list[str], directory: str) -> Settings:
         role=Role(config["role"]),
         lockserver_socket=address,
         lockserver_security=_security(config, address) if is_remote else None,
-        member=config["member"],
+        member=member,
         members=config["members"],
-        service_address=_service_address(config["service_address"]),
+        # The others serve nothing, whatever an environment that they share may say.
+        service_address=_service_address(config["service_address"] if member == 0 else None),
         gms_socket_dir=config["gms_socket_dir"] or directory,
         http_port=port if port is not None else PORT_FIRST + number_of(engine),
         budgets_ms={

@@ -81,10 +81,13 @@ class LockClient:
       and give it up to engine `to`. May come again.
     - `on_connected()`, `on_lost(reason)`.
 
-    Over TCP alone, each at most once per incarnation; its tree must be killed and reaped at once:
+    Over TCP alone; the incarnation's tree must be killed and reaped at once:
 
     - `on_lease_lost(reason)`: the server could not be heard for too long while `active` was held.
-    - `on_member_lost(reason)`: another of the nodes that this engine spans is gone.
+      Comes once per incarnation. A little later the kernel ends this process, unless `set_want`
+      says before then that it is reaped, or the server is heard.
+    - `on_member_lost(reason)`: another of the nodes that this engine spans is gone, or this one was
+      given up by the server. May come again.
     """
 
     def __init__(

@@ -52,6 +52,7 @@ class Group:
     terms: LeaseTerms
     conn: int | None = None
     is_over: bool = False
+    has_run_out: bool = False  # one of its leases ended by time, and not by a word
     beats: int = 0
 
     @property

@@ -39,10 +39,11 @@ from lockserver.core.events import (
     ProcessGone,
     Refuse,
     Tick,
+    Wanted,
 )
 from lockserver.core.evidence import Locks
 from lockserver.core.fan_out import fan_out
-from lockserver.core.group import Group, Member
+from lockserver.core.group import LEASE, Group, Member
 from lockserver.core.leases import Lease, Leases
 from lockserver.core.member_events import (
     Feed,
@@ -206,6 +207,8 @@ class Members:
         group = self.groups.get(engine)
         if group is not None and self.leases.is_free(group.terms):
             yield from self._cut(group)
+            if not group.has_run_out:
+                yield from self._give_up(group)
             yield Feed(ProcessGone(group.supervisor))
             del self.groups[engine]
             group = None
@@ -241,6 +244,24 @@ class Members:
     def _terms(self, members: list[Member]) -> LeaseTerms:
         ids = tuple(member.id for member in members if member.id is not None)
         return LeaseTerms(max(self.leases.alive[who.incarnation].lease_ms for who in ids), ids)
+
+    def _give_up(self, group: Group) -> Iterable[MemberOutput]:
+        """Each member has said itself that it is reaped: to the machine, a supervisor's own word.
+        A switchover tells by it a holder that gave its lock back from one that died."""
+        conn = next(self._virtual)
+        yield Feed(
+            Wanted(
+                conn=conn,
+                supervisor=group.supervisor,
+                engine=group.engine,
+                incarnation=None,
+                witness=None,
+                locks=(),
+                tokens={},
+                process=LEASE,
+            )
+        )
+        yield Feed(ConnectionClosed(conn))
 
     def _cut(self, group: Group) -> Iterable[MemberOutput]:
         conn, group.conn = group.conn, None
@@ -281,6 +302,8 @@ class Members:
             yield from self._hang_up(member, "its lease has run out")
         group = self.groups.get(lease.engine)
         is_part = group is not None and lease.id in group.terms.members
+        if group is not None and is_part:
+            group.has_run_out = True
         if group is not None and is_part and not group.is_over and self._holds(group):
             yield from self._end(group, lease.member, "its lease has run out")
 

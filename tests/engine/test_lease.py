@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,14 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from engine import cli
 from lockserver import witness
 from tests.engine.pod import Engine, LoopThread, Pod
 from tests.helpers import until
 from tests.lockserver.lease_server import LeaseServer
 from understudy.service import procfs
 
-LEASE_MS = 2000
+LEASE_MS = 3000  # a machine with much to do stops a process for a second
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 may_unshare = pytest.mark.skipif(
     subprocess.run([*NAMESPACE, "true"], check=False, capture_output=True).returncode != 0,
@@ -81,6 +84,10 @@ def test_serves_on_its_own_address_only_while_it_is_active(pod, server, loop):
     assert pod.ask() == ("engine-0", status["lock"]["token"])
     assert status["lock"]["lease"]["is_held"]
     assert "understudy_engine_lease_valid_seconds" in engine.get("/metrics")[1]
+    text = CliRunner().invoke(
+        cli.main, ["status", "--dir", str(pod.directory), "--engine-id", "engine-0"]
+    )
+    assert re.search(r"lease +valid for \d+ ms of 3000 ms, held; .* heard \d+ ms ago", text.output)
     server.auto = ()
     engine.kill("backend-http")
     again = engine.until("standby", number=2)

@@ -32,7 +32,7 @@ from understudy.errors import WaitTimeoutError
 from understudy.service import procfs
 from understudy.wire.blocking import BlockingClient
 
-LEASE_MS = 2000
+LEASE_MS = 3000  # a machine with much to do stops a process for a second
 MARGIN_MS = 400
 PROMPT = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 8}
 
@@ -191,6 +191,25 @@ def test_a_dead_backend_is_replaced_at_once(pair):
     second.until("active")
     assert say(host)[0] == "engine-1"
     first.until("standby", number=2)
+
+
+def test_leaving_and_handing_over_wait_for_no_lease(pair):
+    """Goal: who goes in good order says so: nothing is waited out. Method: switch over, then
+    SIGTERM to the new holder; each grant follows a reaping, no lease has run out."""
+    host, first, second = pair
+    command = [*program("lockserver"), "switchover", "--dir", host.server.directory, "--json"]
+    done = subprocess.run(command, env=environment(), check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["engine"] == "engine-1"
+    assert reaped_ms(first) < host.grant_of("engine-1")["mono_ms"]
+    second.until("active")
+    assert say(host)[0] == "engine-1"
+    assert first.until("standby", number=2)["deaths"][-1]["cause"] == "drained"
+    second.terminate()
+    assert second.wait() == 0
+    first.until("active")
+    assert say(host)[0] == "engine-0"
+    assert host.events("lock.lease_expired") == []
 
 
 def test_the_server_s_death_costs_nobody_anything(pair):

@@ -33,6 +33,7 @@ def test_over_tcp_a_member_serves_or_does_not():
     assert settings.is_remote
     assert settings.service_address == TcpAddress("127.0.0.1", 8000)
     assert settled(**TCP, members=2, member=1).service_address is None
+    assert settled(**SERVES, members=2, member=1).service_address is None
     named = settled(**TCP, service_address="localhost:8000").service_address
     assert named in (TcpAddress("127.0.0.1", 8000), TcpAddress("::1", 8000))
     assert settled(**TCP, service_address="[::]:8000").service_address == TcpAddress("::", 8000)
