@@ -52,6 +52,11 @@ class ServerProcess:
         self.log_path = os.path.join(directory, "log.txt")
 
     def start(self) -> None:
+        self.spawn()
+        until(self._answers, "the lock server to answer")
+
+    def spawn(self) -> int:
+        """Start it without waiting for it; its pid."""
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
                 [
@@ -61,7 +66,7 @@ class ServerProcess:
                 stderr=log,
                 stdout=log,
             )
-        until(self._answers, "the lock server to answer")
+        return self.pid
 
     def _answers(self) -> bool:
         assert self.process is not None
