@@ -15,7 +15,7 @@ WORKERS ?= auto
 export PYTHONDONTWRITEBYTECODE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-core test-system test-vllm fuzz sim drill drill-vllm bench device-check docs manifests image clean
+.PHONY: help setup setup-vllm style types test test-core test-system test-vllm fuzz sim drill drill-vllm bench bench-lock soak-lock device-check docs manifests image clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -72,6 +72,12 @@ drill-vllm: setup-vllm ## the drill with vLLM on the CPU, its tokens compared wi
 
 bench: setup ## measure; JSON with ARGS=--json
 	@$(PY) -m hack.bench $(ARGS)
+
+bench-lock: setup ## the lock server beside flock, Redis and etcd; ARGS=--quick, ARGS=--json
+	@$(PY) -m hack.bench_lock $(ARGS)
+
+soak-lock: setup ## kill holders 1,000 times and check the order of the fence after each
+	@$(PY) -m hack.soak_lock $(ARGS)
 
 device-check: setup ## ask a GPU what the design relies on; without one it says so (ARGS=--stand-in rehearses)
 	@$(PY) -m hack.device_check $(ARGS)

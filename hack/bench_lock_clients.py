@@ -6,15 +6,16 @@ little, because the memory of a process is most of the time that it takes to die
 
 from __future__ import annotations
 
-import base64
 import fcntl
-import json
 import os
 import socket
 import struct
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgpack
+
+if TYPE_CHECKING:
+    from typing import Any
 
 BEAT_S = 0.5  # lockserver.client.HEARTBEAT_MS
 HEADER = struct.Struct(">4sBBHI")  # understudy/wire/frames.py
@@ -146,16 +147,18 @@ class Etcd:
 
     def __init__(self, port: int) -> None:
         import http.client  # 5 MiB that only this one needs
+        import json
 
+        self._json = json
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
 
     def __call__(self, path: str, **body: Any) -> dict[str, Any]:
-        self._http.request("POST", f"/v3/{path}", json.dumps(body))
+        self._http.request("POST", f"/v3/{path}", self._json.dumps(body))
         with self._http.getresponse() as response:
             text = response.read()
             if response.status != 200:
                 raise OSError(f"etcd: {path}: {text!r}")
-        answer: dict[str, Any] = json.loads(text)
+        answer: dict[str, Any] = self._json.loads(text)
         return answer
 
     def lease(self) -> str:
@@ -176,4 +179,6 @@ class Etcd:
 
 
 def _b64(text: str) -> str:
+    import base64
+
     return base64.b64encode(text.encode()).decode()

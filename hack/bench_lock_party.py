@@ -4,25 +4,18 @@
 
 Writes lines of JSON: `{"waiting": …}` once it is in line, `{"granted_ns": …}` with CLOCK_MONOTONIC
 as read when it knew that it holds the lock. Every contender's process imports the same few modules
-at first, so that what is killed weighs the same; what one needs besides is imported where it is
-used.
+at first, so that what is killed weighs the same and little (most of it is Python itself); what one
+needs besides is imported where it is used.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-if not __package__:  # run as a file: the repository is where its neighbours are
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import fcntl
-import json
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hack.bench_lock_clients import (
     ETCD_TTL_S,
@@ -32,17 +25,19 @@ from hack.bench_lock_clients import (
     LockServerClient,
     Redis,
 )
-from understudy.service.parent import arm_from_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 POLL_S = 0.1  # NVIDIA Dynamo's flock, polled every 100 ms
 
 
-def tell(**line: Any) -> None:
-    print(json.dumps(line), flush=True)
+def tell(key: str, value: int | list[int]) -> None:
+    print(f'{{"{key}": {value}}}', flush=True)
 
 
 def granted() -> None:
-    tell(granted_ns=time.monotonic_ns())
+    tell("granted_ns", time.monotonic_ns())
 
 
 def small(address: str, name: str) -> None:
@@ -56,7 +51,7 @@ def small(address: str, name: str) -> None:
             granted()
             client.want("active", active=heard["token"])
         elif heard["type"] == "granted":
-            tell(waiting=True)
+            tell("waiting", 1)
 
 
 def supervisor(address: str, name: str) -> None:
@@ -79,7 +74,7 @@ def handback(address: str, name: str) -> None:
 
 def flock(address: str, name: str) -> None:
     fd = os.open(address, os.O_RDWR | os.O_CREAT, 0o600)
-    tell(waiting=True)
+    tell("waiting", 1)
     fcntl.flock(fd, fcntl.LOCK_EX)
     granted()
     signal.pause()
@@ -92,7 +87,7 @@ def flock_poll(address: str, name: str) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            tell(waiting=True)
+            tell("waiting", 1)
             time.sleep(POLL_S)
     granted()
     signal.pause()
@@ -102,7 +97,7 @@ def redis(address: str, name: str) -> None:
     port, _, key = address.partition("/")
     client, owner = Redis(int(port)), os.urandom(16).hex()
     while not client.try_acquire(key, owner):
-        tell(waiting=True)
+        tell("waiting", 1)
         time.sleep(REDIS_RETRY_S)
     granted()
     while True:
@@ -124,7 +119,7 @@ def etcd(address: str, name: str) -> None:
             keeper.keep_alive(lease)
 
     threading.Thread(target=keep_alive, daemon=True).start()
-    tell(waiting=True)
+    tell("waiting", 1)
     client.acquire(key, lease)
     granted()
     signal.pause()
@@ -136,6 +131,8 @@ PARTIES: dict[str, Callable[[str, str], None]] = {
     "unix_supervisor": supervisor,
     "unix_tree": tree,
     "unix_handback": handback,
+    "tcp": supervisor,
+    "tcp_handback": handback,
     "flock": flock,
     "flock_poll_100ms": flock_poll,
     "redis": redis,
@@ -143,5 +140,4 @@ PARTIES: dict[str, Callable[[str, str], None]] = {
 }
 
 if __name__ == "__main__":
-    arm_from_environment()
     PARTIES[sys.argv[1]](sys.argv[2], sys.argv[3])

@@ -52,9 +52,9 @@ def measure(cycles: int) -> dict[str, Any]:
             before = _syncs(server)
             acquired, written = _alternate(holder, directory, cycles)
             cycles_per_s[name] = round(_rate(holder, cycles))
-            acquire_ms[name] = spread(acquired)
+            acquire_ms[name] = spread(acquired, 3)
             if server is not None:
-                write_ms[name] = spread(written)
+                write_ms[name] = spread(written, 3)
                 writes_per_grant[name] = (_syncs(server) - before) / (2 * cycles)
     return {
         "acquire_ms": acquire_ms,

@@ -32,14 +32,18 @@ def missing(contender: str) -> str | None:
     if program is not None and shutil.which(program) is None:
         package = PACKAGES[contender.partition("_")[0]]
         return f"{program} is not installed (Debian: apt-get install {package})"
-    if contender.startswith("unix") and contender != "unix_disk" and not os.path.isdir(MEMORY):
+    if (
+        contender.startswith(("unix", "tcp"))
+        and contender != "unix_disk"
+        and not os.path.isdir(MEMORY)
+    ):
         return f"there is no {MEMORY} to keep the state in memory"
     return None
 
 
 def folder(stack: ExitStack, *, on_disk: bool = False) -> str:
     """A directory of its own that goes with `stack`."""
-    base = None if on_disk else MEMORY
+    base = None if on_disk or not os.path.isdir(MEMORY) else MEMORY
     return stack.enter_context(tempfile.TemporaryDirectory(prefix="lock-", dir=base))
 
 
@@ -129,6 +133,10 @@ class Servers:
         if contender in START:
             return f"{self._port(contender)}/lock-{lane}"
         directory = folder(self._stack, on_disk=contender == "unix_disk")
+        if contender.startswith("tcp"):
+            tcp = f"tcp://127.0.0.1:{free_port()}"
+            self._stack.callback(lockserver(directory, "--listen", tcp).close)
+            return tcp
         if contender.startswith("unix"):
             self._stack.callback(lockserver(directory).close)
             return directory

@@ -8,6 +8,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
+from typing import Any
 
 import uvloop
 
@@ -15,25 +16,29 @@ from lockserver import witness
 from lockserver.client import LockClient
 from understudy.service.parent import die_with_parent
 
-Tell = Callable[..., None]
+Tell = Callable[[str, Any], None]
 
 
 class Supervisor:
     """Wants `active` for one incarnation, and says when it is in line and when it is granted."""
 
-    def __init__(self, directory: str, name: str, tell: Tell) -> None:
+    def __init__(self, address: str, name: str, tell: Tell) -> None:
+        """`address`: the directory, or tcp://HOST:PORT, where a lease stands for the witness."""
         self._tell = tell
-        path = os.path.join(directory, "lockserver.sock")
-        self.client = LockClient(path, engine=name, on_granted=self._heard)
+        self.is_remote = address.startswith("tcp://")
         self.incarnation = witness.new_incarnation(name)
-        self.witness = witness.create(directory, self.incarnation)
+        self.witness = witness.name_of(self.incarnation)
+        if not self.is_remote:
+            self.witness = witness.create(address, self.incarnation)
+            address = os.path.join(address, "lockserver.sock")
+        self.client = LockClient(address, engine=name, on_granted=self._heard)
 
     def _heard(self, lock: str, incarnation: str, token: int) -> None:
         if lock == "active" and incarnation == self.incarnation:
-            self._tell(granted_ns=time.monotonic_ns())
+            self._tell("granted_ns", time.monotonic_ns())
             self.client.set_want(incarnation, self.witness, ("active",), {lock: token})
         elif lock == "active":
-            self._tell(waiting=True)
+            self._tell("waiting", 1)
 
     async def run(self) -> None:
         self.client.set_want(self.incarnation, self.witness, ("active",))
@@ -41,8 +46,10 @@ class Supervisor:
 
     def launch(self) -> subprocess.Popen[bytes]:
         """A backend process with the witness on descriptor 0, as small as they come."""
-        fd = os.open(self.witness, os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        path = os.devnull if self.is_remote else self.witness
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if not self.is_remote:
+            fcntl.flock(fd, fcntl.LOCK_SH)
         parent = os.getpid()
         try:
             return subprocess.Popen(
@@ -52,25 +59,26 @@ class Supervisor:
             os.close(fd)
 
 
-def alone(directory: str, name: str, tell: Tell) -> None:
+def alone(address: str, name: str, tell: Tell) -> None:
     """It is its own backend."""
-    supervisor = Supervisor(directory, name, tell)
-    witness.join(supervisor.witness)
+    supervisor = Supervisor(address, name, tell)
+    if not supervisor.is_remote:
+        witness.join(supervisor.witness)
     uvloop.run(supervisor.run())
 
 
-def tree(directory: str, name: str, tell: Tell) -> None:
+def tree(address: str, name: str, tell: Tell) -> None:
     """With two backend processes."""
-    supervisor = Supervisor(directory, name, tell)
-    tell(backends=[supervisor.launch().pid for _ in range(2)])
+    supervisor = Supervisor(address, name, tell)
+    tell("backends", [supervisor.launch().pid for _ in range(2)])
     uvloop.run(supervisor.run())
 
 
-def handback(directory: str, name: str, tell: Tell) -> None:
+def handback(address: str, name: str, tell: Tell) -> None:
     """With one backend process, which it reaps when that dies; then it gives the lock up."""
-    supervisor = Supervisor(directory, name, tell)
+    supervisor = Supervisor(address, name, tell)
     backend = supervisor.launch()
-    tell(backends=[backend.pid])
+    tell("backends", [backend.pid])
 
     async def main() -> None:
         pidfd = os.pidfd_open(backend.pid)

@@ -76,8 +76,8 @@ def _gone(holder: EngineProcess) -> float:
     return time.monotonic()
 
 
-def spread(values_ms: list[float]) -> dict[str, float]:
+def spread(values_ms: list[float], digits: int = 2) -> dict[str, float]:
     """p50, p99 and max, rounded."""
     cuts = statistics.quantiles(values_ms, n=100, method="inclusive")
     named = {"p50": cuts[49], "p99": cuts[98], "max": max(values_ms)}
-    return {name: round(value, 2) for name, value in named.items()}
+    return {name: round(value, digits) for name, value in named.items()}
