@@ -10,11 +10,11 @@ import os
 import time
 from typing import Any
 
-from lockserver import state_file, waits, witness
+from lockserver import state_file, witness
 from lockserver.core.events import Holder, Record
 from lockserver.core.machine import KINDS
 from lockserver.status import SCHEMA, moment, processes_of, wait_document
-from lockserver.waits import Wait
+from lockserver.wait import Wait, named
 from understudy.service.clock import Clock, SystemClock
 
 UNANSWERED = "no lock server answers; this is what its state file says"
@@ -75,15 +75,22 @@ def _lock_document(
             "witness": state,
         }
         document["waiting_for"] = processes
-        who = f" by {waits.named(processes)}" if state == str(witness.Probe.HELD) else ""
+        who = f" by {named(processes)}" if state == str(witness.Probe.HELD) else ""
         evidence = f"witness {holder.witness.name} {state}{who}"
+        if holder.lease is not None:
+            count, lease_s = len(holder.lease.members), holder.lease.lease_ms / 1000
+            evidence = (
+                f"leases of {count} members over TCP, {lease_s:g} s each, which they cannot renew"
+            )
+    goes_on = "who serves goes on meanwhile, and nobody is granted"
+    if holder is not None and holder.lease is not None:
+        goes_on = "who serves stops before its lease has run out"
     wait = Wait(
         "no_server",
         UNANSWERED,
         since_ms,
         (evidence,),
-        f"start it: lockserver serve --dir {directory}; who serves goes on meanwhile, and nobody"
-        " is granted",
+        f"start it: lockserver serve --dir {directory}; {goes_on}",
         engine=holder.engine if holder else None,
         incarnation=holder.incarnation if holder else None,
         token=holder.token if holder else None,

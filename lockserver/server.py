@@ -253,6 +253,13 @@ class LockServer:
     def document(self) -> dict[str, Any]:
         """The status document, the same for the CLI, `/status` and observers."""
         self._teller.catch_up()
+        here = status.Here(
+            self.machine,
+            self.remote.members,
+            self._desk.sockets,
+            self.clock,
+            self.settings.directory,
+        )
         return {
             "schema": status.SCHEMA,
             "as_of_event_id": self.events.last_id,
@@ -264,9 +271,7 @@ class LockServer:
             },
             "token": self.machine.ledger.token,
             "problem": self.machine.ledger.problem or self._place.problem,
-            "locks": status.lock_documents(
-                self.machine, self.clock, self.settings.directory, self._desk.sockets
-            ),
+            "locks": status.lock_documents(here),
             "supervisors": status.supervisor_documents(self.machine, self.clock),
             "service": self._desk.documents(),
             "last_grants": list(self._observers.last_grants),

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from lockserver import waits, witness
+from lockserver import witness
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import Machine
+from lockserver.core.members import Members
 from lockserver.service_socket import AWAY, ServiceSocket
-from lockserver.waits import Seen, Wait
+from lockserver.wait import NAMED_MAX, Seen, Wait, since_ms
+from lockserver.wait_members import see_members
+from lockserver.wait_queue import address_away_wait
+from lockserver.waits import waits_of
 from lockserver.witness import WitnessFile
 from understudy.service import procfs
 from understudy.service.clock import Clock, rfc3339
@@ -30,30 +35,36 @@ def processes_of(file: WitnessFile) -> list[dict[str, Any]]:
     return [{"pid": pid, "name": procfs.name(pid)} for pid in pids if pid != os.getpid()]
 
 
-def lock_documents(
-    machine: Machine, clock: Clock, directory: str, services: Mapping[str, ServiceSocket]
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Where the facts are: the machine and what is around it."""
+
+    machine: Machine
+    members: Members
+    services: Mapping[str, ServiceSocket]
+    clock: Clock
+    directory: str
+
+
+def lock_documents(here: Here) -> dict[str, Any]:
     """The `locks` part of the status document."""
-    return {
-        name: _lock_document(lock, machine, clock, directory, services.get(name))
-        for name, lock in machine.locks.items()
-    }
+    return {name: _lock_document(lock, here) for name, lock in here.machine.locks.items()}
 
 
-def _lock_document(
-    lock: Lock, machine: Machine, clock: Clock, directory: str, service: ServiceSocket | None
-) -> dict[str, Any]:
+def _lock_document(lock: Lock, here: Here) -> dict[str, Any]:
+    machine, clock = here.machine, here.clock
     now_ms = clock.now_ms()
-    seen = _look(lock, machine, directory)
-    found = waits.waits_of(lock, machine, seen, now_ms, directory)
+    seen = _look(lock, here, now_ms)
+    found = waits_of(lock, machine, here.members, seen, now_ms, here.directory)
     problem = next((each.sentence for each in found if each.is_fault), None)
+    service = here.services.get(lock.name)
     if service is not None and service.state == AWAY:  # a problem of its own: see `service`
-        found.append(waits.address_away(service.address, service.problem, machine))
+        found.append(address_away_wait(service.address, service.problem, machine))
     window_ms = max(0.0, machine.started_ms + machine.window_ms - now_ms)
     return {
         "kind": "fenced" if lock.is_fenced else "plain",
         "state": str(lock.state),
-        **moment(waits.since_ms(lock, machine), clock),
+        **moment(since_ms(lock, machine), clock),
         "cause": lock.cause,
         "holder": _holder_document(lock, machine, clock, window_ms),
         "waiters": [
@@ -130,15 +141,21 @@ def wait_document(wait: Wait, clock: Clock) -> dict[str, Any]:
     }
 
 
-def _look(lock: Lock, machine: Machine, directory: str) -> Seen:
+def _look(lock: Lock, here: Here, now_ms: float) -> Seen:
     """What there is to see of a lock's holder, and /proc only where somebody should look."""
-    holder = lock.holder
+    holder, machine, leases = lock.holder, here.machine, here.members.leases
     if holder is None:
-        return Seen(strangers=_strangers(lock, machine, directory) if lock.is_unknown else {})
+        if not lock.is_unknown:
+            return Seen()
+        left_ms = leases.strangers_until_ms - now_ms if leases.may_have_strangers else 0.0
+        return Seen(strangers=_strangers(lock, machine, here.directory), strangers_ms=left_ms)
+    if holder.lease is not None:
+        count = len(holder.lease.members)
+        return Seen(members=see_members(holder.engine, count, here.members, now_ms, holder.lease))
     supervisor = machine.supervisors.get(holder.supervisor)
     is_silent = supervisor is not None and supervisor.is_silent
     is_suspect = lock.state is not LockState.HELD or is_silent
-    file, probe = witness.identify(os.path.join(directory, holder.witness.name))
+    file, probe = witness.identify(os.path.join(here.directory, holder.witness.name))
     processes = processes_of(holder.witness) if is_suspect else []
     return Seen(file == holder.witness, probe, processes)
 
@@ -151,7 +168,7 @@ def _strangers(lock: Lock, machine: Machine, directory: str) -> dict[str, list[d
         if each.conn is not None and lock.name not in each.tokens
     }
     strangers = {}
-    for name in sorted(witness.scan(directory) - known)[: waits.PEOPLE_NAMED_MAX + 1]:
+    for name in sorted(witness.scan(directory) - known)[: NAMED_MAX + 1]:
         file, _ = witness.identify(os.path.join(directory, name))
         strangers[witness.shown(name)] = processes_of(file) if file is not None else []
     return strangers

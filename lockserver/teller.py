@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 from datetime import datetime
 
-from lockserver import status, waits
+from lockserver import status
 from lockserver.core import events as ev
+from lockserver.wait import named
 from understudy.service.clock import Clock
 from understudy.service.events import EventLog
 
@@ -44,5 +45,5 @@ class Teller:
             data, message = dict(effect.data), effect.message
             if effect.evidence is not None:
                 data["pids"] = status.processes_of(effect.evidence)
-                message = f"{message}: {waits.named(data['pids'])}"
+                message = f"{message}: {named(data['pids'])}"
             self._log.record(effect.type, message, effect.severity, data, at=(ts, mono_ms))

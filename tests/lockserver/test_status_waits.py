@@ -26,6 +26,7 @@ import pytest
 from lockserver.status_text import span, text_of
 from tests.helpers import auntil
 from tests.lockserver.engines import Engine, EngineProcess
+from tests.lockserver.members import Member
 from tests.lockserver.processes import ServerProcess, free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -381,6 +382,81 @@ async def address_of_a_stranger(scene: Scene) -> AsyncIterator[Told]:
         yield Told("address_away", None, evidence, ("stop who has it", "--service"))
 
 
+# ---------------------------------------------------------------------- over TCP
+
+
+@asynccontextmanager
+async def members_of(scene: Scene, count: int, *flags: str) -> AsyncIterator[Any]:
+    """A server over TCP, and `count` members of engine-0 that are connected."""
+    lease = ("--lease-ms", "300", "--lease-margin-ms", "100")
+    server = scene.server("--listen", f"tcp://127.0.0.1:{free_port()}", *lease, *flags)
+    found = [Member(server.flags[1], None, "engine-0", index, 2) for index in range(count)]
+    try:
+        for each in found:
+            await each.connect()
+        yield server, found
+    finally:
+        for each in found:
+            await each.close()
+
+
+@asynccontextmanager
+async def member_missing(scene: Scene) -> AsyncIterator[Told]:
+    async with members_of(scene, 1) as (server, (member,)):
+        member.launch("active")
+        await auntil(lambda: server.lock()["state"] == "free", "the time of strangers to end")
+        evidence = ("member 0", "lease ends in", "member 1: no lease, not connected, never heard")
+        mend = ("engine status --engine-id engine-0", "--members 2 --member 1")
+        yield Told("members_missing", "engine-0", evidence, mend, is_fault=False)
+
+
+@asynccontextmanager
+async def member_that_does_not_end(scene: Scene) -> AsyncIterator[Told]:
+    """One of two says that it is reaped, and the other one goes on renewing its lease."""
+    async with members_of(scene, 2) as (server, members):
+        for each in members:
+            each.launch("active")
+        token = await members[0].granted()
+        members[1].reap()
+        await members[0].lost()
+        await auntil(lambda: server.lock()["state"] == "releasing", "the loss to be seen")
+        evidence = ("member 0", "lease ends in", "member 1", "no lease", "ms ago")
+        mend = ("the last lease ends in", "a member (0) hangs and renews", "host")
+        yield Told("releasing", "engine-0", evidence, mend, token=token)
+
+
+@asynccontextmanager
+async def leases_on_file(scene: Scene) -> AsyncIterator[Told]:
+    """A restarted server that waits for the leases of a holder that it does not hear."""
+    async with members_of(scene, 2) as (server, members):
+        for each in members:
+            each.launch("active")
+        token = await members[0].granted()
+        server.kill()
+        server.flags = (*server.flags, "--lease-margin-ms", "3600000")
+        await asyncio.to_thread(server.start)
+        evidence = tuple(f"member {index}: lease ends in 3" for index in range(2))
+        yield Told("recovering", "engine-0", evidence, ("connect again",), token=token)
+
+
+@asynccontextmanager
+async def leases_of_strangers(scene: Scene) -> AsyncIterator[Told]:
+    async with members_of(scene, 0, "--lease-margin-ms", "3600000"):
+        evidence = ("leases that began before this server may last for 3",)
+        yield Told("unknown_holder", None, evidence, ("connect and claim by themselves",))
+
+
+@asynccontextmanager
+async def no_server_over_tcp(scene: Scene) -> AsyncIterator[Told]:
+    async with members_of(scene, 2) as (server, members):
+        for each in members:
+            each.launch("active")
+        token = await members[0].granted()
+        server.kill()
+        evidence = ("leases of 2 members over TCP, 0.3 s each",)
+        yield Told("no_server", "engine-0", evidence, ("who serves stops",), token=token)
+
+
 @asynccontextmanager
 async def no_server(scene: Scene) -> AsyncIterator[Told]:
     server = scene.server()
@@ -420,6 +496,11 @@ STATES = (
     queue_for_the_weights,
     queue_behind_the_dead,
     address_of_a_stranger,
+    member_missing,
+    member_that_does_not_end,
+    leases_on_file,
+    leases_of_strangers,
+    no_server_over_tcp,
     no_server,
     no_server_and_no_holder,
 )
@@ -544,7 +625,8 @@ def test_a_pod_that_is_well_is_told_in_less_than_15_lines(pod_dir, start_server,
 def test_every_reason_is_a_state_here_and_a_line_of_the_page():
     """Goal: no reason is added that nobody has seen or that the page does not explain. Method: the
     words in the code, the states above by what they tell, the table of operations.md."""
-    code = "".join((ROOT / "lockserver" / name).read_text() for name in ("waits.py", "offline.py"))
+    files = [*(ROOT / "lockserver").glob("wait_*.py"), ROOT / "lockserver" / "offline.py"]
+    code = "".join(path.read_text() for path in files)
     reasons = set(re.findall(r"(?:Wait|wait)\(\s*\"(\w+)\"", code))
     made = set(re.findall(r"Told\(\s*\"(\w+)\"", Path(__file__).read_text()))
     page = (ROOT / "docs" / "operations.md").read_text()
