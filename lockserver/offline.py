@@ -41,6 +41,7 @@ def offline(directory: str, clock: Clock | None = None) -> dict[str, Any] | None
             name: _lock_document(directory, name, found.record, written_ms, clock) for name in KINDS
         },
         "supervisors": [],
+        "supervisors_total": 0,
         "service": {},
         "last_grants": [],
         "problem": found.problem,
@@ -58,6 +59,7 @@ def _lock_document(
         **moment(since_ms, clock),
         "holder": None,
         "waiters": [],
+        "waiters_total": 0,
         "waiting_for": [],
         "waits": [],
         "problem": UNANSWERED,

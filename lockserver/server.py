@@ -15,6 +15,7 @@ from lockserver import status, witness
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from lockserver.core.machine import KINDS, Machine
+from lockserver.core.roster import SUPERVISORS_MAX
 from lockserver.messages import CATALOGUE, Beat, Status, StatusReply, SwitchOver, Want, Watch
 from lockserver.metrics import LockMetrics
 from lockserver.observers import Observers
@@ -34,6 +35,7 @@ from understudy.service.clock import Clock, SystemClock, rfc3339
 from understudy.service.events import EventLog
 from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd, close_all
+from understudy.wire.limits import CONNECTIONS_MAX
 from understudy.wire.messages import Message
 from understudy.wire.server import Server
 
@@ -65,6 +67,8 @@ class LockServer:
             self,
             service="lockserver",
             guard_path=os.path.join(settings.directory, GUARD_NAME),
+            connections_max=SUPERVISORS_MAX + CONNECTIONS_MAX,
+            per_process_max=SUPERVISORS_MAX,  # the rest is for everybody else's
         )
         self._ticker: asyncio.TimerHandle | None = None
 
@@ -273,6 +277,7 @@ class LockServer:
             "problem": self.machine.ledger.problem or self._place.problem,
             "locks": status.lock_documents(here),
             "supervisors": status.supervisor_documents(self.machine, self.clock),
+            "supervisors_total": len(self.machine.supervisors),
             "service": self._desk.documents(),
             "last_grants": list(self._observers.last_grants),
         }

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 from lockserver import witness
@@ -26,6 +27,9 @@ from understudy.service import procfs
 from understudy.service.clock import Clock, rfc3339
 
 SCHEMA = 1
+# A document is one frame: more are counted, not named. A pod has a handful.
+WAITERS_NAMED_MAX = 100
+SUPERVISORS_NAMED_MAX = 100
 PIDS_MAX = 32  # processes named in one place; a backend with 8 ranks has a dozen
 
 
@@ -75,8 +79,9 @@ def _lock_document(lock: Lock, here: Here) -> dict[str, Any]:
                 **moment(waiter.since_ms, clock),
                 "since_mono_ms": waiter.since_ms,
             }
-            for waiter in lock.waiters
+            for waiter in lock.waiters[:WAITERS_NAMED_MAX]
         ],
+        "waiters_total": len(lock.waiters),
         "waiting_for": list(seen.processes),
         "waits": [wait_document(each, clock) for each in found],
         "problem": problem,
@@ -175,7 +180,7 @@ def _strangers(lock: Lock, machine: Machine, directory: str) -> dict[str, list[d
 
 
 def supervisor_documents(machine: Machine, clock: Clock) -> list[dict[str, Any]]:
-    """The `supervisors` part: who is known here, connected or not."""
+    """The `supervisors` part: who is known here, connected or not, the first of them."""
     now_ms = clock.now_ms()
     return [
         {
@@ -189,7 +194,7 @@ def supervisor_documents(machine: Machine, clock: Clock) -> list[dict[str, Any]]
             "heard_ms_ago": round(now_ms - each.heard_ms),
             "wants": list(each.locks),
         }
-        for each in machine.supervisors.values()
+        for each in islice(machine.supervisors.values(), SUPERVISORS_NAMED_MAX)
     ]
 
 

@@ -34,6 +34,9 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
         for waiter in lock["waiters"]:
             mark = "  silent: passed over" if waiter["silent"] else ""
             yield _line("in line", f"{waiter['engine']}  {_since(waiter)}{mark}")
+        more = lock["waiters_total"] - len(lock["waiters"])
+        if more:
+            yield _line("in line", f"and {more} more")
         for wait in lock["waits"]:
             yield from _wait(wait)
     for name, service in document["service"].items():

@@ -81,10 +81,12 @@ class Ledger:
         return [PrepareService(self._grant.lock.name), Persist(record)]
 
     def _choose(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> _Grant | None:
-        silent = {s.id for s in supervisors.values() if s.is_silent}
         for lock in locks.values():
+            if lock.state is not LockState.FREE or not lock.waiters:
+                continue  # what is asked after every event must not look at everybody
+            silent = {s.id for s in supervisors.values() if s.is_silent}
             waiter = next_waiter(lock.waiters, silent, lock.preferred)
-            if lock.state is not LockState.FREE or waiter is None:
+            if waiter is None:
                 continue
             supervisor = supervisors[waiter.supervisor]
             witness = supervisor.witness

@@ -77,6 +77,7 @@ class Machine:
         self.started_ms = self._ticked_ms = now_ms
         self.locks = {name: Lock(name, is_fenced) for name, is_fenced in kinds.items()}
         self.supervisors: dict[str, Supervisor] = {}
+        self._speakers: dict[int, Supervisor] = {}  # by connection: a beat must not look at all
         self.switchovers = Switchovers()
         for name, lock in self.locks.items():
             holder = record.holders.get(name)
@@ -109,7 +110,9 @@ class Machine:
 
     @_on.register
     def _wanted(self, want: Wanted, now_ms: float) -> Iterable[Effect]:
-        refusal = check_want(want, self.locks) or check_identity(want, self.locks, self.supervisors)
+        refusal = check_want(want, self.locks) or check_identity(
+            want, self._speakers.get(want.conn), self.locks, self.supervisors
+        )
         if refusal is not None:
             yield refusal
             return
@@ -154,6 +157,8 @@ class Machine:
             self.ledger.end(supervisor.witness)
         if supervisor.conn != want.conn:
             supervisor.progress = -1
+            self._hang_up(supervisor)
+            self._speakers[want.conn] = supervisor
         supervisor.adopt(want)
         return supervisor
 
@@ -243,7 +248,7 @@ class Machine:
 
     @_on.register
     def _beaten(self, beat: Beaten, now_ms: float) -> Iterable[Effect]:
-        supervisor = self._by_conn(beat.conn)
+        supervisor = self._speakers.get(beat.conn)
         if supervisor is None:
             why = "a supervisor says `want` before it beats"
             return [Refuse(beat.conn, "lock.want_first", why)]
@@ -252,8 +257,11 @@ class Machine:
         supervisor.progress = beat.progress
         return self._heard(supervisor, now_ms)
 
-    def _by_conn(self, conn: int) -> Supervisor | None:
-        return next((s for s in self.supervisors.values() if s.conn == conn), None)
+    def _hang_up(self, supervisor: Supervisor) -> None:
+        """It has no connection any more, or not the one that it had."""
+        if supervisor.conn is not None:
+            del self._speakers[supervisor.conn]
+            supervisor.conn = None
 
     def _heard(self, supervisor: Supervisor, now_ms: float) -> list[Effect]:
         supervisor.heard_ms = now_ms
@@ -262,10 +270,10 @@ class Machine:
 
     @_on.register
     def _connection_closed(self, event: ConnectionClosed, now_ms: float) -> Iterable[Effect]:
-        supervisor = self._by_conn(event.conn)
+        supervisor = self._speakers.get(event.conn)
         if supervisor is None:
             return
-        supervisor.conn = None
+        self._hang_up(supervisor)
         self._leave_queues(supervisor.id)
         if not supervisor.has_process:  # nothing else stands for it
             yield from self._drop(supervisor)
@@ -285,6 +293,7 @@ class Machine:
 
     def _drop(self, supervisor: Supervisor) -> Iterable[Effect]:
         self._leave_queues(supervisor.id)
+        self._hang_up(supervisor)
         del self.supervisors[supervisor.id]
         yield Forget(supervisor.id)
 

@@ -13,7 +13,9 @@ from lockserver.core.events import Refuse, Wanted
 from lockserver.core.lock import Lock
 from lockserver.core.supervisor import Supervisor
 
-SUPERVISORS_MAX = 64  # a pod has a handful; each may be remembered until its process ends
+# A pod has a handful; a thousand may wait all the same, at a few KiB each, and a heartbeat of one
+# looks at nobody else. Each may be remembered until its process ends.
+SUPERVISORS_MAX = 1024
 
 
 def twins_of(want: Wanted, supervisors: Mapping[str, Supervisor]) -> list[Supervisor]:
@@ -28,11 +30,13 @@ def holds_any(supervisor_id: str, locks: Mapping[str, Lock]) -> bool:
 
 
 def check_identity(
-    want: Wanted, locks: Mapping[str, Lock], supervisors: Mapping[str, Supervisor]
+    want: Wanted,
+    speaker: Supervisor | None,
+    locks: Mapping[str, Lock],
+    supervisors: Mapping[str, Supervisor],
 ) -> Refuse | None:
-    """Why this sender cannot be who it says it is, or None."""
-    known = next((s for s in supervisors.values() if s.conn == want.conn), None)
-    known = known or supervisors.get(want.supervisor)
+    """Why this sender cannot be who it says it is, or None; `speaker` has its connection so far."""
+    known = speaker or supervisors.get(want.supervisor)
     if known is not None and (known.id, known.engine) != (want.supervisor, want.engine):
         why = f"this is supervisor {known.id} of {known.engine}; it cannot become another"
         return Refuse(want.conn, "lock.identity_changed", why)
@@ -42,8 +46,9 @@ def check_identity(
             f" {want.pid} cannot speak for it"
         )
         return Refuse(want.conn, "lock.identity_changed", why)
-    if known is None and len(supervisors) >= SUPERVISORS_MAX:
-        why = f"{SUPERVISORS_MAX} supervisors are known here, which is the limit"
+    is_full = known is None and len(supervisors) >= SUPERVISORS_MAX
+    if is_full and not holds_any(want.supervisor, locks):  # a holder on file is in the right
+        why = f"{SUPERVISORS_MAX} supervisors are known here, which is the limit; end some of them"
         return Refuse(want.conn, "lock.too_many_waiters", why)
     twins = twins_of(want, supervisors)
     mine = standing(want.supervisor, locks)

@@ -22,9 +22,6 @@ from understudy.wire.listener import Listener
 from understudy.wire.messages import Catalogue
 from understudy.wire.unix_connection import UnixConnection
 
-# How many may wait to be accepted: everybody reconnects at once after a restart.
-_BACKLOG = CONNECTIONS_MAX
-
 GUARD_BYTES = 32  # `pid N` and spaces: written over what a dead server left, whatever its length
 
 
@@ -103,7 +100,7 @@ class Server(Listener):
         _check_directory(os.path.dirname(self.path) or ".")
         self._guard = PathGuard(self._guard_path, f"{self._service} on {self.path}")
         try:
-            self._listen_at_path(_bind(self.path))
+            self._listen_at_path(_bind(self.path, self._connections_max))
         except BaseException:
             self._guard.close()
             raise
@@ -138,7 +135,7 @@ class Server(Listener):
         """
         if _identity(self.path) == self._bound:
             return None
-        sock = _bind(self.path)
+        sock = _bind(self.path, self._connections_max)
         self._stop_listening()
         self._listen_at_path(sock)
         return self.path
@@ -216,8 +213,11 @@ def _answers(path: str) -> bool:
         return True
 
 
-def _bind(path: str) -> socket.socket:
-    """A listening socket at `path`. What a dead server left there is removed."""
+def _bind(path: str, backlog: int) -> socket.socket:
+    """A listening socket at `path`. What a dead server left there is removed.
+
+    `backlog` is how many may wait to be accepted: after a restart everybody comes at once.
+    """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise UsageError(
@@ -235,7 +235,7 @@ def _bind(path: str) -> socket.socket:
     umask = os.umask(0o177)
     try:
         sock.bind(path)
-        sock.listen(_BACKLOG)
+        sock.listen(backlog)
         sock.setblocking(False)
     except BaseException:
         sock.close()

@@ -359,8 +359,18 @@ def test_beat_before_want_is_refused_and_supervisors_are_limited():
     assert refused(shell.feed(ev.Beaten(5, 1))) == ["lock.want_first"]
     for number in range(SUPERVISORS_MAX):
         shell.feed(want(number, f"e{number}-000000000000000a", "active"))
-    late = want(999, "late-000000000000000a", "active")
+    late = want(SUPERVISORS_MAX, "late-000000000000000a", "active")
     assert refused(shell.feed(late)) == ["lock.too_many_waiters"]
+
+
+def test_restart_holder_on_file_is_heard_although_a_crowd_came_first():
+    """Goal: the limit refuses newcomers, not who is in the right. Method: a restart, as many
+    strangers as there is room for, then the holder."""
+    shell = restarted(held_by_a())
+    for number in range(SUPERVISORS_MAX):
+        shell.feed(want(number, f"e{number}-000000000000000a", "active"))
+    shell.feed(want(SUPERVISORS_MAX, A, "active", tokens={"active": 1}))
+    assert shell.active.state is LockState.HELD
 
 
 # ---------------------------------------------------------------------- after a restart

@@ -1,0 +1,68 @@
+"""Many waiters from one process, as cheap as they come: each has a witness, a flock, a connection.
+
+Also runs as a program, `python -m tests.lockserver.crowd DIR COUNT`: one line once all have been
+answered, and the reasons of those who were refused; the end comes with its stdin's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import sys
+
+from lockserver import witness
+from lockserver.messages import CATALOGUE, Granted, Want
+from understudy.errors import RemoteError
+from understudy.service.fd_limit import raise_fd_limit
+from understudy.wire.blocking import BlockingClient
+
+ANSWER_S = 60.0
+
+
+class OneOfMany:
+    """One waiter. `join` asks for `active`; the witness is this process's as long as it lives."""
+
+    def __init__(self, directory: str, number: int) -> None:
+        self.engine = f"crowd-{number}"
+        self.incarnation = witness.new_incarnation(self.engine)
+        path = witness.create(directory, self.incarnation)
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        self.client = BlockingClient(os.path.join(directory, "lockserver.sock"), CATALOGUE)
+        name, supervisor = os.path.basename(path), f"{os.getpid():x}-{number}".rjust(16, "0")
+        want = Want(supervisor, self.engine, self.incarnation, name, ("active",), {})
+        with contextlib.suppress(Exception):  # refused before it could speak: `answer` says why
+            self.client.notify(want)
+
+    def answer(self) -> Granted:
+        """The next word about who holds it.
+
+        Raises:
+            RemoteError: it was refused.
+        """
+        message = self.client.receive(ANSWER_S).message
+        assert isinstance(message, Granted)
+        return message
+
+    def leave(self) -> None:
+        self.client.close()
+        os.close(self._fd)
+
+
+def main(directory: str, count: int) -> None:
+    raise_fd_limit()
+    refused: dict[str, int] = {}
+    crowd = [OneOfMany(directory, number) for number in range(count)]
+    for each in crowd:
+        try:
+            each.answer()
+        except RemoteError as error:
+            refused[error.code] = refused.get(error.code, 0) + 1
+    print(json.dumps({"waiting": count - sum(refused.values()), "refused": refused}), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
