@@ -101,6 +101,12 @@ class Runner:
         if self._memory_problem:
             text = f"starting without memory: {self._memory_problem}"
             self.log.record("engine.state_file", text, "warning")
+        if self._settings.members > 1 and self._settings.backend == "reference":
+            text = (
+                f"this is member {self._settings.member} of {self._settings.members}; the reference"
+                " backend does not divide a model among them: each has all of it, and 0 answers"
+            )
+            self.log.record("engine.members", text, "warning")
         self._tick()
         self._launch_first()
 

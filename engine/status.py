@@ -70,7 +70,7 @@ def reason_of(now: Situation, launch: Launch | None, lock: LockSide) -> str:
         return launch.waiting
     if now.state is State.STANDBY:
         holder = f", {lock.other.engine} has it" if lock.other else ""
-        return f"waiting for the lock{holder}" + _unless_connected(lock)
+        return f"waiting for the lock{holder}" + (_unless_connected(lock) or _unless_leased(lock))
     return now.reason
 
 
@@ -79,6 +79,15 @@ def _unless_connected(lock: LockSide) -> str:
         return ""
     why = lock.client.unreachable
     return " (the lock server cannot be reached" + (f": {why})" if why else ")")
+
+
+def _unless_leased(lock: LockSide) -> str:
+    lease = lock.client.lease
+    if lease is None or lease["valid_for_ms"] > 0:
+        return ""
+    return (
+        ", and could not be granted it now: the lock server's answers come too late or not at all"
+    )
 
 
 def document(

@@ -70,7 +70,7 @@ class Host:
             *("--lease-ms", str(LEASE_MS), "--lease-margin-ms", str(MARGIN_MS)),
         )
         self.server.start()
-        self.gms: subprocess.Popen[bytes] | None = None
+        self.gms: list[subprocess.Popen[bytes]] = []
 
     @property
     def address(self) -> str:
@@ -84,14 +84,15 @@ class Host:
             *("--service-address", f"{host}:{port}"),
         )
 
-    def start_gms(self) -> None:
+    def start_gms(self, directory: Path | None = None) -> None:
+        directory = directory or self.pod.directory
         command = [
             *program("gms"),
-            *("serve", "--dir", str(self.pod.directory), "--memory", "host", "--devices", "1"),
+            *("serve", "--dir", str(directory), "--memory", "host", "--devices", "1"),
             *("--http-port", str(free_port())),
         ]
-        with open(self.pod.directory / "gms.stderr", "ab") as stderr:
-            self.gms = subprocess.Popen(command, env=environment(), stderr=stderr)
+        with open(directory / "gms.stderr", "ab") as stderr:
+            self.gms.append(subprocess.Popen(command, env=environment(), stderr=stderr))
 
     def events(self, kind: str) -> list[Record]:
         path = os.path.join(self.server.directory, "lockserver.sock")
@@ -109,9 +110,9 @@ class Host:
 
     def close(self) -> None:
         self.pod.close()
-        if self.gms is not None:
-            self.gms.terminate()
-            self.gms.wait()
+        for gms in self.gms:
+            gms.terminate()
+            gms.wait()
         self.server.close()
 
 
@@ -291,9 +292,9 @@ def test_a_lost_member_takes_its_engine_with_it_and_another_engine_serves(host, 
     only when both are over is the next engine granted; then it is whole again as a standby.
     Method: three supervisors in directories of their own; SIGKILL that of member 1."""
     two = ("--members", "2")
-    zero = host.pod.engine("engine-0", flags=(*host.flags(), *two))
+    zero = host.pod.engine("engine-0", "--load", flags=(*host.flags(), *two))
     flags = tuple(host.flags()[:4])
-    one = other_node.engine("engine-0", flags=(*flags, *two, "--member", "1"))
+    one = other_node.engine("engine-0", "--load", flags=(*flags, *two, "--member", "1"))
     for member in (zero, one):
         member.until("active")
     second = host.pod.engine("engine-1", flags=host.flags())
@@ -304,10 +305,34 @@ def test_a_lost_member_takes_its_engine_with_it_and_another_engine_serves(host, 
     assert reaped_ms(zero) < granted["mono_ms"]
     assert zero.status()["deaths"][-1]["cause"] == "member_lost"
     second.until("active")
-    again = other_node.engine("engine-0", flags=(*flags, *two, "--member", "1"))
+    again = other_node.engine("engine-0", "--load", flags=(*flags, *two, "--member", "1"))
     for member in (zero, again):
         member.until("standby")
     second.kill("backend-http")
     for member in (zero, again):
         member.until("active")
     assert host.pod.ask()[0] == "engine-0"
+
+
+def test_members_with_the_reference_backend_come_back_and_say_the_same(host, other_node, tmp_path):
+    """Goal: the same with a real backend, each member with its own on memory of its own node; the
+    one that serves nothing is awake, too. Method: kill a process of member 1's backend; both come
+    back in a second launch, and the answer is what it was."""
+    model = tmp_path / "tiny"
+    write_random_model(str(model))
+    for directory in (host.pod.directory, other_node.directory):
+        host.start_gms(directory)
+    backend = ("reference", "--model", str(model))
+    two = ("--members", "2")
+    flags = tuple(host.flags()[:4])
+    zero = host.pod.engine("engine-0", flags=(*host.flags(), *two), backend=backend)
+    one = other_node.engine("engine-0", flags=(*flags, *two, "--member", "1"), backend=backend)
+    for member in (zero, one):
+        member.until("active")
+    before = say(host)
+    one.kill("backend-model")
+    for member in (zero, one):
+        member.until("active", number=2)
+    assert say(host) == before
+    assert zero.status()["deaths"][-1]["cause"] == "member_lost"
+    assert one.status()["deaths"][-1]["cause"] == "child_exit"
