@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import fcntl
 import os
 import resource
@@ -11,13 +12,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers import auntil, open_fds, until
 from tests.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, ServerThread, run_on
 from understudy.errors import ProtocolError, RemoteError, UnderstudyError
-from understudy.wire import sockets
+from understudy.wire import sockets, unix_connection
 from understudy.wire.blocking import BlockingClient
 from understudy.wire.client import connect, from_socket
 from understudy.wire.fds import OwnedFd, close_all
@@ -319,4 +321,68 @@ def test_closed_connection_closes_queued_fds(loop: str):
         await asyncio.sleep(0)
         assert len(open_fds()) == before
 
+    run_on(loop, main())
+
+
+def test_owned_fd_is_a_number_and_says_what_it_is():
+    """Goal: a failed system call's -1 is not owned; what is shown says whether it is open."""
+    with pytest.raises(ValueError, match="not a file descriptor"):
+        OwnedFd(-1)
+    fd = OwnedFd(os.memfd_create("x"))
+    assert repr(fd) == f"OwnedFd({fd.fileno()})"
+    fd.close()
+    assert repr(fd) == "OwnedFd(closed)"
+
+
+def test_close_all_closes_all_whatever_one_of_them_raises():
+    """Goal: one descriptor that somebody else closed does not leak the rest. Method: close the
+    middle one behind its owner's back."""
+    fds = _fds(3)
+    numbers = [fd.fileno() for fd in fds]
+    os.close(numbers[1])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        close_all(fds)
+    assert not set(numbers) & set(open_fds())
+
+
+class _Busy:
+    """A socket while too many descriptors are in flight."""
+
+    def sendmsg(self, *_: object) -> int:
+        raise OSError(errno.ETOOMANYREFS, "too many references")
+
+
+@loops
+def test_busy_kernel_is_asked_again(loop: str, monkeypatch: pytest.MonkeyPatch):
+    """Goal: a frame waits while the kernel takes no more descriptors, and goes when it does; a
+    connection that is closed meanwhile does not send. Method: a kernel that is busy three times,
+    then a kernel that stays so."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        conn = from_socket(ours, CATALOGUE, EchoHandler())
+        send, left = sockets.send, [3]
+
+        def busy(sock: socket.socket, *rest: Any) -> int:
+            if left[0]:
+                left[0] -= 1
+                sock = _Busy()  # type: ignore[assignment]
+            return send(sock, *rest)
+
+        monkeypatch.setattr(sockets, "send", busy)
+        conn.send(Echo("patience"), 1, _fds(1))
+        client = BlockingClient.from_socket(theirs, CATALOGUE)
+        reply = await asyncio.to_thread(client.receive)
+        assert reply.message == Echo("patience")
+        assert left == [0]
+        close_all(reply.fds)
+        left[0] = 1
+        conn.send(Echo("too late"), 1, _fds(1))
+        conn.close("enough")
+        client.close()
+        await asyncio.sleep(2 * connection_retry_s)
+        assert left == [0]
+
+    connection_retry_s = 0.01
+    monkeypatch.setattr(unix_connection, "RETRY_S", connection_retry_s)
     run_on(loop, main())

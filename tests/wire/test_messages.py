@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.wire.echo import CATALOGUE, Echo, Part
 from understudy.errors import ProtocolError, UnderstudyError
+from understudy.wire import observe
 from understudy.wire.messages import Catalogue, Fault, Message, fault_of
 
 
@@ -52,6 +53,8 @@ def test_message_round_trip_is_identity(message: Echo, request_id: int):
         ({"type": "echo", "id": 1, "parts": [1]}, "wire.bad_field", "echo.parts[0]"),
         ({"type": "echo", "id": 1, "parts": [{"name": "a"}]}, "wire.missing_field", "size"),
         ({"type": "echo", "id": 1, "extra": {"a": "b"}}, "wire.bad_field", "echo.extra.a"),
+        ({"type": "echo", "id": 1, "extra": [1]}, "wire.bad_field", "echo.extra"),
+        ({"type": "echo", "id": 1, "extra": {b"a": 1}}, "wire.bad_field", "string keys"),
         ({"type": "error", "id": 1, "code": "x"}, "wire.missing_field", "details"),
     ],
 )
@@ -114,8 +117,39 @@ def test_catalogue_refuses_what_cannot_travel():
     class Twice(Message):
         TYPE: ClassVar[str] = "hello"
 
-    for broken in (Reserved, Untyped, Twice):
+    @dataclass(frozen=True, slots=True)
+    class Pair(Message):
+        TYPE: ClassVar[str] = "pair"
+        both: tuple[int, str]
+
+    @dataclass(frozen=True, slots=True)
+    class ByNumber(Message):
+        TYPE: ClassVar[str] = "by_number"
+        names: dict[int, str]
+
+    @dataclass(frozen=True, slots=True)
+    class Either(Message):
+        TYPE: ClassVar[str] = "either"
+        thing: int | str
+
+    for broken in (Reserved, Untyped, Twice, Pair, ByNumber, Either):
         with pytest.raises(TypeError):
             Catalogue(broken)
     with pytest.raises(TypeError):
         Catalogue().encode(Twice())
+
+
+def test_observers_words_survive_the_trip():
+    """Goal: what observers say and hear is the same in every service's catalogue."""
+    catalogue = Catalogue(observe.Status, observe.StatusReply, observe.Watch, observe.EventRecord)
+    for message in (
+        observe.Status(),
+        observe.StatusReply({"lock": [1, None]}),
+        observe.Watch(),
+        observe.Watch(since=observe.EVENT_ID_MAX),
+        observe.EventRecord({"id": 1}),
+    ):
+        assert catalogue.decode(catalogue.encode(message, 5), 0) == (message, 5)
+    late = msgpack.packb({"type": "watch", "id": 1, "since": -1})
+    with pytest.raises(ProtocolError, match=r"watch\.since"):
+        catalogue.decode(late, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -64,3 +65,38 @@ def test_dead_peer_without_pidfd_is_said_so(tmp_path: Path, monkeypatch: pytest.
     assert (found.pidfd, found.pidfd_source) == (None, "none")
     accepted.close()
     listener.close()
+
+
+class _Socket:
+    """A socket whose peer's process is hidden by its PID namespace, on an old kernel."""
+
+    def __init__(self, pid: int, error: int) -> None:
+        self._pid, self._error = pid, error
+
+    def getsockopt(self, _: int, option: int, *size: int) -> bytes:
+        if option == peer.SO_PEERPIDFD:
+            raise OSError(self._error, os.strerror(self._error))
+        return peer._UCRED.pack(self._pid, 7, 8)
+
+
+def test_peer_whose_process_is_hidden_has_a_uid_only():
+    """Goal: pid 0, as across PID namespaces, is never opened. Method: what such a kernel says."""
+    found = peer.identify(_Socket(0, errno.ENOPROTOOPT))  # type: ignore[arg-type]
+    assert (found.uid, found.pid, found.pidfd, found.pidfd_source) == (7, 0, None, "none")
+    assert str(found) == "pid 0"
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_peer_at_the_limit_of_descriptors_is_an_error(
+    is_old: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: no room for a pidfd is no reason to do without: the caller waits for room. Method: both
+    ways to get one fail with EMFILE."""
+
+    def full(_: int) -> int:
+        raise OSError(errno.EMFILE, "full")
+
+    monkeypatch.setattr(os, "pidfd_open", full)
+    sock = _Socket(os.getpid(), errno.ENOPROTOOPT if is_old else errno.EMFILE)
+    with pytest.raises(OSError, match="full" if is_old else "Too many"):
+        peer.identify(sock)  # type: ignore[arg-type]

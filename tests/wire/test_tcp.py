@@ -122,7 +122,8 @@ def test_tcp_descriptors_do_not_travel(tmp_path: Path):
     """Goal: sending descriptors over TCP is refused here, and they are closed."""
 
     async def main() -> None:
-        async with serving(None) as (_, address):
+        async with serving(None) as (server, address):
+            assert server.security_problem is None
             conn = await connect_tcp(address, CATALOGUE, Client(), None)
             fd = OwnedFd(os.memfd_create("x"))
             with pytest.raises(ProtocolError, match="none over TCP") as caught:

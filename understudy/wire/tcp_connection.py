@@ -88,19 +88,17 @@ class Link(asyncio.Protocol):
 
     def __init__(self, connect: Callable[[asyncio.Transport], TcpConnection]) -> None:
         self._connect = connect
-        self.connection: TcpConnection | None = None
+        self._connection: TcpConnection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         tune(transport.get_extra_info("socket"))
-        self.connection = self._connect(cast("asyncio.Transport", transport))  # uvloop's is not one
+        self._connection = self._connect(cast("asyncio.Transport", transport))  # uvloop's is none
 
     def data_received(self, data: bytes) -> None:
-        assert self.connection is not None
-        self.connection.arrived(data)
+        self._connection.arrived(data)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.connection is not None:
-            self.connection.lost(error)
+        self._connection.lost(error)
 
 
 def tune(sock: socket.socket) -> None:
@@ -121,12 +119,9 @@ def peer_of(transport: asyncio.Transport, host: str, who: str, security: Securit
 
 
 def _common_name(tls: ssl.SSLObject) -> str | None:
-    certificate: Any = tls.getpeercert() or {}
-    for part in certificate.get("subject", ()):
-        for attribute, value in part:
-            if attribute == "commonName":
-                return str(value)
-    return None
+    certificate: Any = tls.getpeercert()
+    parts = dict(pair for part in certificate["subject"] for pair in part)
+    return parts.get("commonName")
 
 
 def host_of(name: tuple[str, int]) -> str:
