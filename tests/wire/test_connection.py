@@ -290,6 +290,28 @@ def test_tcp_connection_takes_what_arrives_while_it_is_paused():
     asyncio.run(main())
 
 
+def test_tcp_connection_reads_on_after_its_last_words():
+    """Goal: a connection that was paused and says its last words reads again, or it would not hear
+    its peer's end; what it reads is not handled."""
+
+    async def main() -> None:
+        handler = Client()
+        transport = _Transport()
+        conn = _over(transport, handler)
+        conn.arrived(FRAME * 20)
+        count = len(handler.received_messages)
+        conn.close_soon("enough")
+        conn.arrived(FRAME)
+        assert transport.calls == ["pause", "resume"]
+        await asyncio.sleep(0)
+        assert len(handler.received_messages) == count
+        conn.lost(None)
+        await asyncio.sleep(0)
+        assert handler.reasons == ["enough"]
+
+    asyncio.run(main())
+
+
 class _Once(EchoHandler):
     """Fails at the first message, as our own mistakes do."""
 

@@ -60,20 +60,28 @@ class Listener(abc.ABC):
             conn.close(f"{self._service} is stopping")
         await asyncio.sleep(0)  # the handlers hear of it from the loop
 
-    def _acceptable(self) -> None:
+    def _accept_all(self) -> None:
+        """Let in whoever waits in the backlog, which ends with its socket."""
+        while self._acceptable():
+            pass
+
+    def _acceptable(self) -> bool:
+        """Accept one; whether there was one, and room for it."""
         assert self._sock is not None
         try:
             sock, name = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
+            return False
         except OSError as error:
             self._pause(error)
-            return
+            return False
         try:
             self._accepted(sock, name)
         except OSError as error:  # it needed one descriptor more
             sock.close()
             self._pause(error)
+            return False
+        return True
 
     def _pause(self, error: OSError) -> None:
         """Out of descriptors: the newcomers wait in the backlog until somebody leaves."""

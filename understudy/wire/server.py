@@ -136,6 +136,7 @@ class Server(Listener):
         if _identity(self.path) == self._bound:
             return None
         sock = _bind(self.path, self._connections_max)
+        self._accept_all()
         self._stop_listening()
         self._listen_at_path(sock)
         return self.path

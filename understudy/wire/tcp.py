@@ -31,8 +31,6 @@ from understudy.wire.messages import Catalogue, Fault, Hello, Message, Welcome
 from understudy.wire.security import Security, check
 from understudy.wire.tcp_connection import Link, TcpConnection, host_of, peer_of, reason_of, shown
 
-_BACKLOG = CONNECTIONS_MAX
-
 # No loop lets TLS say why it refuses a peer, so that one only sees the connection end.
 _CURE = (
     "both sides need the same kind of security (certificates, a pre-shared key or none), and each"
@@ -73,7 +71,7 @@ class TcpServer(Listener):
         check(self.address, self._security)
         if self._security is not None:
             self._security.server_context()
-        sock = await _bind(self.address, self._service)
+        sock = await _bind(self.address, self._service, self._connections_max)
         self.port = sock.getsockname()[1]
         self._listen(sock)
 
@@ -260,8 +258,8 @@ def _unreachable(address: TcpAddress, why: str) -> UnreachableError:
     )
 
 
-async def _bind(address: TcpAddress, service: str) -> socket.socket:
-    """A listening socket at the first address that `address` names."""
+async def _bind(address: TcpAddress, service: str, backlog: int) -> socket.socket:
+    """A socket that listens at the first address that `address` names; `backlog` may wait."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(
@@ -272,7 +270,7 @@ async def _bind(address: TcpAddress, service: str) -> socket.socket:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(name)
-            sock.listen(_BACKLOG)
+            sock.listen(backlog)
             sock.setblocking(False)
         except BaseException:
             sock.close()
