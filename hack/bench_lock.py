@@ -1,6 +1,6 @@
 """The lock server beside what people use today: one run, one machine, the same small processes.
 
-    python -m hack.bench_lock [--json] [--quick] [--table FILE]
+    python -m hack.bench_lock [--json] [--quick] [--table FILE [--into PAGE]]
 
 SIGKILL of the holder → the next waiter knows that it holds the lock; acquiring a lock that nobody
 wants; very many waiters; memory and start. docs/benchmarks.md says what each contender does.
@@ -29,7 +29,7 @@ from hack import bench_lock_crowd, bench_lock_rates
 from hack.bench_lock_clients import ETCD_TTL_S, REDIS_PX_MS, REDIS_RETRY_S
 from hack.bench_lock_race import Lane, race, race_apart
 from hack.bench_lock_servers import Servers, missing, start_to_grant, versions
-from hack.bench_lock_table import markdown, text
+from hack.bench_lock_table import markdown, put_into, text
 from hack.bench_lock_trees import spread
 from hack.machine import machine
 from lockserver.core.leases import LEASE_MS, MARGIN_MS
@@ -44,7 +44,8 @@ CROWD = 1000
 def main() -> None:
     flags = _flags()
     if flags.table is not None:
-        print(markdown(json.loads(Path(flags.table).read_text())))
+        tables = markdown(json.loads(Path(flags.table).read_text()))
+        put_into(flags.into, tables) if flags.into else print(tables)
         return
     report = measure(flags)
     print(json.dumps(report) if flags.json else text(report))
@@ -60,6 +61,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, help="acquisitions of a free lock")
     parser.add_argument("--only", help="these contenders, separated by commas")
     parser.add_argument("--table", metavar="FILE", help="the Markdown table of a report, and end")
+    parser.add_argument("--into", metavar="PAGE", help="between the marks in this page")
     flags = parser.parse_args()
     flags.kills = flags.kills or (20 if flags.quick else 100)
     flags.leased_kills = flags.leased_kills or (1 if flags.quick else 4)

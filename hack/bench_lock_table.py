@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 ROWS = {
@@ -18,6 +19,8 @@ ROWS = {
     "tcp_handback": "TCP, backend killed, supervisor gives up",
     "unix_loader": "this server, plain lock `loader`",
 }
+
+BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->"
 
 Row = list[str]
 
@@ -37,6 +40,17 @@ def markdown(report: dict[str, Any]) -> str:
         lines += [*map(_line, body), ""]
     lines += [f"Skipped: {name}: {why}." for name, why in report["skipped"].items()]
     return "\n".join(lines).rstrip()
+
+
+def put_into(path: str, tables: str) -> None:
+    """Replace what is between the marks of the page at `path`.
+
+    Raises:
+        ValueError: it has no such marks.
+    """
+    page = Path(path).read_text()
+    start, end = page.index(BEGIN) + len(BEGIN), page.index(END)
+    Path(path).write_text(f"{page[:start]}{tables}\n{page[end:]}")
 
 
 def text(report: dict[str, Any]) -> str:

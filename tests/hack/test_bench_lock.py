@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hack.bench_lock_table import markdown, text
+from hack.bench_lock_table import BEGIN, END, markdown, text
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +48,10 @@ def test_contenders_are_measured_side_by_side_and_the_table_is_made_of_it(tmp_pa
     assert "| this server, Unix socket |" in table
     assert "| `flock`, polled every 100 ms |" in table
     assert "this server, Unix socket" in text(report)
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}old\n{END}\nafter\n")
+    assert bench("--table", str(path), "--into", str(page)).returncode == 0
+    assert page.read_text() == f"before\n{BEGIN}{table}{END}\nafter\n"
 
 
 def test_who_is_not_installed_is_skipped_with_the_reason(tmp_path):
