@@ -19,7 +19,7 @@ class Tree:
     witness: WitnessFile
     sup: Sup
     holding: int = 1
-    coming: int = 1  # forked, and not yet at the witness: it may come very late
+    coming: int = 0  # forked, and not yet at the witness: it may come very late
     strays: int = 0  # hold the witness, and nobody kills them with the tree
     is_doomed: bool = False  # SIGKILL is on its way to all but the strays
     is_hurt: bool = False  # one has died by itself

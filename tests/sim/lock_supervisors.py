@@ -118,6 +118,7 @@ class Supervisors:
         incarnation = f"{sup.engine}-{number:016x}"
         tree = Tree(incarnation, WitnessFile(name_of(incarnation), 1, number), sup)
         tree.is_loaded = LOADER not in world.shell.kinds
+        tree.coming = int(world.has_late)
         sup.tree, sup.launches = tree, sup.launches + 1
         world.trees[incarnation] = tree
         world.living.append(tree)

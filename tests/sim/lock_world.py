@@ -37,8 +37,10 @@ class World:
         has_pidfd: bool = True,
         locks: tuple[str, ...] = (ACTIVE, LOADER),
         launches_max: int = 1_000_000,
+        has_late: bool = True,
     ) -> None:
         self.in_container, self.has_pidfd, self.launches_max = in_container, has_pidfd, launches_max
+        self.has_late = has_late  # a process of each tree comes late to the witness
         self.process = "SO_PEERPIDFD" if has_pidfd else "none"
         self.now_ms = 0.0
         self.numbers = 0
