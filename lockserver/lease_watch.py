@@ -18,6 +18,9 @@ from lockserver.messages import Renewed
 # Heard nothing for so much of the lease, a connection is taken for half-open and made anew: TCP
 # itself would try the old one less and less often, and there is time for a second attempt or two.
 SILENT_FRACTION = 0.4
+SILENT_MS_MAX = 3_000.0  # also where the lease is long: a connection should be there when needed
+# Until the lease is known, which the first answer says: the shortest one allows six of these.
+FIRST_BEAT_MS = 100.0
 
 
 class Ender(Protocol):
@@ -88,15 +91,15 @@ class LeaseWatch:
 
     def is_silent(self) -> bool:
         """Whether the server has not been heard for so long that the connection is suspect."""
-        lease = self.keeper.lease
-        if lease is None or self.heard_ms is None:
-            return False
-        return self._clock() - self.heard_ms >= SILENT_FRACTION * lease.lease_ms
+        lease, limit_ms = self.keeper.lease, SILENT_MS_MAX
+        if lease is not None:
+            limit_ms = min(SILENT_FRACTION * lease.lease_ms, limit_ms)
+        return self.heard_ms is not None and self._clock() - self.heard_ms >= limit_ms
 
     def beat_ms(self, usual_ms: float) -> float:
         """How long to wait before the next heartbeat."""
         lease = self.keeper.lease
-        return usual_ms if lease is None else min(usual_ms, lease.lease_ms / BEATS_PER_LEASE)
+        return min(usual_ms, lease.lease_ms / BEATS_PER_LEASE if lease else FIRST_BEAT_MS)
 
     def document(self) -> dict[str, Any]:
         """For status: how long the lease is good for, and when the server was last heard."""

@@ -94,10 +94,10 @@ def test_armed_anew_or_disarmed_it_does_nothing_at_the_old_time(start):
     program = start(
         "later, off, last = DeadMan(), DeadMan(), DeadMan()\n"
         "begun = now_ms()\n"
-        "for each in (later, off): each.arm(begun + 100)\n"
-        "last.arm(begun + 200)\n"
+        "for each in (later, off): each.arm(begun + 600)\n"
+        "last.arm(begun + 1200)\n"
         "later.arm(begun + 3_600_000); off.disarm()\n"
-        "while now_ms() < begun + 150: pass\n"
+        "while now_ms() < begun + 700: pass\n"
         "print('outlived', flush=True)\n"
         "signal.pause()"
     )
@@ -117,7 +117,7 @@ def test_children_have_no_timer_by_fork_or_exec(start):
     """Goal: what a supervisor starts is not ended by its timer (it dies in another way, or is
     somebody else's). Method: one child by fork, one by exec; both live when the parent is dead."""
     program = start(
-        "DeadMan().arm(now_ms() + 1000)\n"
+        "DeadMan().arm(now_ms() + 2000)\n"
         "forked = os.fork()\n"
         "if not forked: signal.pause()\n"
         "other = subprocess.Popen(['sleep', '60'])\n"
@@ -150,7 +150,7 @@ def test_pid_1_of_a_container_is_ended_too(start, is_stopped):
     stopped from outside."""
     program = start(
         "child = subprocess.Popen(['sleep', '60'])\n"
-        "DeadMan().arm(now_ms() + 700)\n"
+        "DeadMan().arm(now_ms() + 1500)\n"
         "print(os.getpid(), flush=True)\n"
         "signal.pause()",
         *NAMESPACE,
@@ -168,8 +168,8 @@ def test_pid_1_of_a_container_is_ended_too(start, is_stopped):
 def test_disarmed_pid_1_lives_on(start):
     """Goal: both of its timers are disarmed. Method: arm, disarm, outlive the time."""
     program = start(
-        "timer = DeadMan(); begun = now_ms(); timer.arm(begun + 100); timer.disarm()\n"
-        "while now_ms() < begun + 150: pass\n"
+        "timer = DeadMan(); begun = now_ms(); timer.arm(begun + 600); timer.disarm()\n"
+        "while now_ms() < begun + 700: pass\n"
         "print('outlived', flush=True)",
         *NAMESPACE,
     )
@@ -193,8 +193,8 @@ def test_without_a_timer_there_is_a_clear_error(start):
 def test_closed_it_does_nothing_more(start):
     """Goal: a client that is closed leaves no timer. Method: close an armed one, outlive it."""
     program = start(
-        "timer = DeadMan(); begun = now_ms(); timer.arm(begun + 100); timer.close()\n"
-        "while now_ms() < begun + 150: pass\n"
+        "timer = DeadMan(); begun = now_ms(); timer.arm(begun + 600); timer.close()\n"
+        "while now_ms() < begun + 700: pass\n"
         "print('outlived', flush=True)"
     )
     assert program.line() == "outlived"
