@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from lockserver.core.lock import LockState
 from lockserver.core.machine import Machine
+from lockserver.core.members import Members
+from lockserver.member_status import longest_left_ms, missing_of
 from lockserver.service_socket import STATES
 from understudy.service.events import Event
 from understudy.service.metrics import Metrics
@@ -82,6 +84,21 @@ class LockMetrics:
         self._write_problem = metrics.gauge(
             "lock_write_problem", "1 while grants cannot be written to the state file."
         )
+        self._lease = metrics.gauge(
+            "lock_lease_remaining_seconds",
+            "Over TCP: how long the holder may live at most if nothing more is heard of it.",
+            ("lock",),
+            known,
+        )
+        self._missing = metrics.gauge(
+            "lock_members_missing",
+            "Over TCP: members of the holder that are not connected.",
+            ("lock",),
+            known,
+        )
+        self._members_lost = metrics.counter(
+            "lock_members_lost_total", "Over TCP: engines that had to end for one of their members."
+        )
         self._services = metrics.one_hot(
             "lock_service_state",
             "The lock's service socket.",
@@ -96,7 +113,7 @@ class LockMetrics:
     def service(self, lock: str, state: str) -> None:
         self._services.set(state, lock=lock)
 
-    def update(self, machine: Machine) -> None:
+    def update(self, machine: Machine, members: Members, now_ms: float) -> None:
         for lock in machine.locks.values():
             holder = lock.holder
             supervisor = machine.supervisors.get(holder.supervisor) if holder else None
@@ -106,6 +123,9 @@ class LockMetrics:
             self._waiters.labels(lock=lock.name).set(len(lock.waiters))
             is_silent = supervisor is not None and supervisor.is_silent
             self._unresponsive.labels(lock=lock.name).set(is_silent)
+            left_ms = longest_left_ms(holder, members, now_ms)
+            self._lease.labels(lock=lock.name).set(left_ms / 1000)
+            self._missing.labels(lock=lock.name).set(missing_of(holder, members))
             is_switching = lock.name in machine.switchovers.under_way
             self._switching.labels(lock=lock.name).set(is_switching)
         self._write_problem.set(machine.ledger.problem is not None)
@@ -115,6 +135,8 @@ class LockMetrics:
         data = event.data
         if event.type == "lock.releasing":
             self._losses.labels(lock=data["lock"], reason=data["cause"]).inc()
+        elif event.type == "lock.member_lost":
+            self._members_lost.inc()
         elif event.type in SWITCHOVER_RESULTS:
             result = SWITCHOVER_RESULTS[event.type]
             self._switchovers.labels(lock=data["lock"], result=result).inc()

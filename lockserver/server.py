@@ -11,7 +11,7 @@ import os
 from functools import partial
 from typing import Any
 
-from lockserver import status, witness
+from lockserver import member_status, status, witness
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from lockserver.core.machine import KINDS, Machine
@@ -237,7 +237,7 @@ class LockServer:
 
     def _refresh_metrics(self) -> None:
         self._teller.catch_up()
-        self.metrics.update(self.machine)
+        self.metrics.update(self.machine, self.remote.members, self.clock.now_ms())
 
     def _report_start(self) -> None:
         loaded = self._state.loaded
@@ -276,6 +276,7 @@ class LockServer:
             "token": self.machine.ledger.token,
             "problem": self.machine.ledger.problem or self._place.problem,
             "locks": status.lock_documents(here),
+            "members": member_status.member_documents(self.remote.members, self.clock.now_ms()),
             "supervisors": status.supervisor_documents(self.machine, self.clock),
             "supervisors_total": len(self.machine.supervisors),
             "service": self._desk.documents(),

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 from lockserver import witness
+from lockserver.core.events import Holder
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import Machine
 from lockserver.core.members import Members
@@ -126,9 +127,15 @@ def _holder_document(
         "connected": supervisor is not None and supervisor.conn is not None,
         "unresponsive": is_silent or is_overdue,
         "pid": supervisor.pid if supervisor else None,
-        "evidence": "witness" if process == "none" else "pidfd+witness",
+        "evidence": _evidence(holder, process),
         "pidfd_source": process,
     }
+
+
+def _evidence(holder: Holder, process: str) -> str:
+    if holder.lease is not None:
+        return "lease"
+    return "witness" if process == "none" else "pidfd+witness"
 
 
 def wait_document(wait: Wait, clock: Clock) -> dict[str, Any]:

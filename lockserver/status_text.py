@@ -39,6 +39,8 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
             yield _line("in line", f"and {more} more")
         for wait in lock["waits"]:
             yield from _wait(wait)
+    for engine, found in document["members"].items():
+        yield from _members(engine, found)
     for name, service in document["service"].items():
         yield _head("service", f"{name} on {service['address']}: {service['state']}")
     if document.get("problem"):
@@ -51,6 +53,17 @@ def _who(lock: Document) -> str:
         return f"nobody  {_since(lock)}"
     pid = f"pid {holder['pid']}  " if holder.get("pid") else ""
     return f"{holder['engine']}  token {holder['token']}  {pid}{_since(lock)}"
+
+
+def _members(engine: str, found: Document) -> Iterator[tuple[str, str]]:
+    here = found["count"] - len(found["missing"])
+    yield _head("members", f"{engine}  {here} of {found['count']} connected  {found['state']}")
+    for member in found["members"]:
+        where = member["name"] if member["connected"] else "not connected"
+        left_ms = member["lease_left_ms"]
+        lease = "no lease" if left_ms is None else f"lease for {left_ms / 1000:.1f} s"
+        over = f"  over: {member['over']}" if member["over"] else ""
+        yield _line(f"member {member['member']}", f"{where}  {lease}{over}")
 
 
 def _wait(wait: Document) -> Iterator[tuple[str, str]]:

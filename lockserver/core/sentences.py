@@ -56,11 +56,12 @@ def incarnation_ended(lock: Lock, want: Wanted) -> Refuse:
 
 
 def engine_id_taken(conn: int, engine: str, pid: int) -> Refuse:
+    who = f"pid {pid}" if pid else "on another host or in another container"
     return Refuse(
         conn,
         "lock.engine_id_taken",
-        f"engine {engine} already has a living supervisor, pid {pid}; stop that one, or choose"
-        " another ENGINE_ID",
+        f"engine {engine} already has a living supervisor, {who}; stop that one, or choose another"
+        " ENGINE_ID",
         {"engine": engine, "pid": pid},
     )
 
@@ -148,6 +149,12 @@ def silent(supervisor: Supervisor) -> Happened:
 
 
 def unresponsive(lock: Lock, holder: Holder, supervisor: Supervisor) -> Happened:
+    if holder.lease is not None:
+        message = (
+            f"{holder.engine} holds {lock.name} and not all of its members are heard; nobody else"
+            " is granted before their leases have run out"
+        )
+        return Happened("lock.unresponsive", message, "warning", facts(lock, holder))
     message = (
         f"{holder.engine} holds {lock.name} and is silent; nobody else is granted while its"
         f" processes live: if it hangs, kill its supervisor (pid {supervisor.pid}) and them"
@@ -166,6 +173,12 @@ def overdue(lock: Lock) -> Happened:
         return Happened("lock.waiting_evidence", message, "warning", {"lock": lock.name})
     holder = lock.holder
     kind = "lock.waiting_evidence"
+    if holder.lease is not None:
+        message = (
+            f"{lock.name} waits for the members of {holder.engine}: they say that they have ended,"
+            " or their leases run out"
+        )
+        return Happened(kind, message, "warning", facts(lock, holder))
     message = f"{lock.name} waits: processes of {holder.incarnation} are still alive"
     if lock.state is LockState.RECOVERING:
         kind = "lock.unresponsive"

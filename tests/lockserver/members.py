@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 from lockserver.messages import CATALOGUE, Beat, Granted, MemberLost, Renewed, Want
 from lockserver.witness import name_of, new_incarnation
 from tests.helpers import auntil
+from understudy.errors import UnderstudyError
 from understudy.wire.address import TcpAddress
 from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd
@@ -57,6 +59,11 @@ class Member:
         self.conn = await connect_tcp(self.address, CATALOGUE, self, security, 10.0)
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())
+
+    async def join(self, *locks: str) -> str:
+        """Connect and launch: a connection that says nothing is closed."""
+        await self.connect()
+        return self.launch(*locks)
 
     def launch(self, *locks: str) -> str:
         """A new incarnation, said at once: the last one is reaped."""
@@ -155,17 +162,26 @@ class MemberProcess:
             stdout=subprocess.PIPE,
             stdin=subprocess.PIPE,
         )
+        self._read = b""
         self.incarnation: str = self.hear("launched")["incarnation"]
 
     def hear(self, kind: str) -> dict[str, Any]:
         """The next line of this kind; blocks until then."""
-        assert self.process.stdout is not None
         while True:
-            line = self.process.stdout.readline()
-            assert line, f"the member has ended without {kind}"
+            line = self._line(kind)
             document: dict[str, Any] = json.loads(line)
             if document["kind"] == kind:
                 return document
+
+    def _line(self, kind: str) -> bytes:
+        assert self.process.stdout is not None
+        while b"\n" not in self._read:
+            ready, _, _ = select.select([self.process.stdout], [], [], 30.0)
+            data = os.read(self.process.stdout.fileno(), 65536) if ready else b""
+            assert data, f"the member was waited for in vain to say {kind}"
+            self._read += data
+        line, _, self._read = self._read.partition(b"\n")
+        return line
 
     def granted(self) -> int:
         while True:
@@ -214,11 +230,11 @@ async def _main(address: str, psk: str, engine: str, member: int, members: int) 
     loop = asyncio.get_running_loop()
     loop.add_reader(0, lambda: (os.read(0, 100), me.reap()))
     while True:
-        await auntil(lambda: me.ended, "the connection to end", 3600.0)
-        me.ended = None
-        with contextlib.suppress(Exception):
-            await me.connect()
-            me.want()
+        if me.conn is None or me.conn.is_closed:
+            with contextlib.suppress(UnderstudyError):  # it is being restarted
+                await me.connect()
+                me.want()
+        await asyncio.sleep(BEAT_S)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,266 @@
+"""Members over TCP against a real lock server: processes that are killed and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import urllib.request
+from typing import Any
+
+import pytest
+
+from lockserver.messages import Granted, Status
+from tests.helpers import auntil, until
+from tests.lockserver.engines import Engine
+from tests.lockserver.members import Member, MemberProcess
+from tests.lockserver.processes import free_port
+from understudy.errors import UnreachableError
+
+LEASE_MS, MARGIN_MS, SILENT_MS = 2000, 500, 1000  # a busy machine may be late by so much
+FLAGS = (
+    *("--lease-ms", str(LEASE_MS), "--lease-margin-ms", str(MARGIN_MS)),
+    *("--silent-ms", str(SILENT_MS)),
+)
+
+
+@pytest.fixture
+def psk(tmp_path):
+    path = tmp_path / "psk"
+    path.write_bytes(os.urandom(32))
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture
+def address():
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def server(start_server, address, psk):
+    """A lock server that members reach with a pre-shared key."""
+    return start_server("--listen", address, "--psk-file", psk, *FLAGS)
+
+
+@pytest.fixture
+def start_member(address, psk):
+    """`start_member(engine, member, members)`: a member in a process of its own."""
+    with contextlib.ExitStack() as stack:
+
+        def start(engine: str, member: int = 0, members: int = 1) -> MemberProcess:
+            process = MemberProcess(address, psk, engine, member, members)
+            stack.callback(process.close)
+            return process
+
+        yield start
+
+
+def events_of(server, *kinds: str) -> list[str]:
+    """The events of these kinds, in order, by kind."""
+    lines = (json.loads(line) for line in server.log().splitlines() if line.startswith("{"))
+    return [line["event"] for line in lines if line.get("event") in kinds]
+
+
+def scrape(server) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics") as page:
+        return page.read().decode()
+
+
+def members_of(server, engine: str = "engine-0") -> dict[str, Any]:
+    document: dict[str, Any] = server.status()["members"][engine]
+    return document
+
+
+def test_members_one_killed_the_other_hears_it_and_the_lock_is_free_when_the_last_is_gone(
+    server, start_member
+):
+    """Goal: the count of references over TCP. Method: two member processes hold; one is SIGKILLed;
+    the other hears that it is lost, lives on, and only when it has reaped the next is granted."""
+    members = [start_member("engine-0", k, 2) for k in (0, 1)]
+    assert [member.granted() for member in members] == [1, 1]
+    standby = start_member("engine-1")
+    until(lambda: server.lock()["waiters"], "the standby to wait")
+    members[1].signal(signal.SIGKILL)
+    lost = members[0].hear("member_lost")
+    assert lost == {"kind": "member_lost", "incarnation": members[0].incarnation, "member": 1}
+    document = members_of(server)
+    assert document["state"] == "ending"
+    assert document["missing"] == [1]
+    assert server.lock()["holder"]["engine"] == "engine-0"
+    members[0].reap()
+    assert standby.granted() == 2
+    assert len(events_of(server, "lock.member_lost")) == 1
+
+
+def test_member_that_is_stopped_is_found_by_its_silence_and_its_lease_is_waited_out(
+    server, start_member
+):
+    """Goal: half-open connections are found. Method: a SIGSTOPped holder of one member: its kernel
+    keeps the connection open and answers; status names what is waited for; then, and only then, the
+    next is granted; continued, it hears that it is over."""
+    holder = start_member("engine-0")
+    assert holder.granted() == 1
+    standby = start_member("engine-1")
+    until(lambda: server.lock()["waiters"], "the standby to wait")
+    holder.signal(signal.SIGSTOP)
+    waits = until(
+        lambda: [w for w in server.lock()["waits"] if w["reason"] == "releasing"],
+        "the holder to be found silent",
+    )
+    assert "not connected, lease for" in waits[0]["evidence"][0]
+    assert standby.granted() == 2
+    order = ("lock.member_silent", "lock.lease_expired", "lock.member_lost", "lock.free")
+    assert events_of(server, *order)[-4:] == list(order)
+    holder.signal(signal.SIGCONT)
+    assert holder.hear("member_lost")["incarnation"] == holder.incarnation
+
+
+def test_restarted_server_gives_living_members_the_same_grant(server, start_member):
+    """Goal: a restart of the server is no failover. Method: SIGKILL it, start it again; both
+    members come back by themselves and keep token 1."""
+    members = [start_member("engine-0", k, 2) for k in (0, 1)]
+    assert [member.granted() for member in members] == [1, 1]
+    server.kill()
+    server.start()
+    assert [member.granted() for member in members] == [1, 1]
+    assert server.lock()["holder"]["token"] == 1
+    assert not events_of(server, "lock.member_lost")
+
+
+def test_restarted_server_waits_out_the_lease_of_a_member_that_does_not_come_back(
+    server, start_member
+):
+    """Goal: a restarted server grants neither too early nor never. Method: the server and then the
+    holder are killed; the standby is granted after the lease on file, and not for a claim of its
+    own."""
+    holder = start_member("engine-0")
+    assert holder.granted() == 1
+    standby = start_member("engine-1")
+    until(lambda: server.lock()["waiters"], "the standby to wait")
+    server.kill()
+    holder.signal(signal.SIGKILL)
+    server.start()
+    assert server.lock()["state"] == "recovering"
+    assert standby.granted() == 2
+    assert len(events_of(server, "lock.lease_expired")) == 1
+
+
+async def with_members(address, psk, scenario, *members: tuple[str, int, int]) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        found = []
+        for engine, member, count in members:
+            one = Member(address, psk, engine, member, count)
+            stack.push_async_callback(one.close)
+            found.append(one)
+        await scenario(*found)
+
+
+def test_lease_is_answered_before_the_grant_that_follows_from_it(server, address, psk):
+    """Goal: a member never has to act on a grant without a lease. Method: the order of what one
+    hears, and what it is told of the lease."""
+
+    async def scenario(member: Member) -> None:
+        await member.join("active")
+        assert await member.granted() == 1
+        kinds = [type(message).__name__ for message in member.heard]
+        assert kinds.index("Renewed") < kinds.index("Granted")
+        assert (await member.renewed()).lease_ms == LEASE_MS
+
+    asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))
+
+
+def test_engine_without_all_its_members_waits_and_status_says_for_whom(server, address, psk):
+    """Goal: no wait is silent. Method: member 0 of 2 alone."""
+
+    async def scenario(first: Member) -> None:
+        await first.join("active")
+        await first.renewed()
+        document = members_of(server)
+        assert (document["state"], document["count"], document["missing"]) == ("waiting", 2, [1])
+        assert 0 < document["members"][0]["lease_left_ms"] <= LEASE_MS + MARGIN_MS
+        await auntil(lambda: server.lock()["state"] == "free", "the first start to be over")
+        waits = server.lock()["waits"]
+        assert "engine-0 waits for member 1 of 2 to connect" in waits[0]["evidence"]
+        assert not first.of(Granted)
+
+    asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 2)))
+
+
+def test_another_supervisor_of_a_living_member_is_refused_and_told_how_long(server, address, psk):
+    """Goal: two of one name cannot both be it. Method: the same engine and member, connected."""
+
+    async def scenario(first: Member, second: Member) -> None:
+        await first.join("active")
+        assert await first.granted() == 1
+        await second.join("active")
+        assert await second.refused() == "lock.engine_id_taken"
+        assert members_of(server)["members"][0]["supervisor"] == first.supervisor
+
+    asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1), ("engine-0", 0, 1)))
+
+
+def test_over_tcp_nothing_but_members_is_spoken_to(server, address, psk):
+    """Goal: what changes or shows the lock is on the Unix socket. Method: a question over TCP."""
+
+    async def scenario(member: Member) -> None:
+        await member.connect()
+        assert member.conn is not None
+        member.conn.send(Status(), 1)
+        assert await member.refused() == "lock.unexpected_message"
+
+    asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))
+
+
+def test_engines_on_this_host_and_members_of_others_share_one_lock(server, pod_dir, address, psk):
+    """Goal: one machine for both. Method: a witness holds, a member waits, hears who holds, and is
+    granted when the witness is free; then the other way round."""
+
+    async def scenario(member: Member) -> None:
+        async with Engine(pod_dir, "engine-1") as engine:
+            engine.launch()
+            engine.want("active")
+            assert await engine.granted() == 1
+            await member.join("active")
+            await auntil(lambda: member.of(Granted), "the news of who holds")
+            engine.reap()
+            engine.relent()
+            assert await member.granted() == 2
+            engine.launch()
+            engine.want("active")
+            await auntil(lambda: server.lock()["waiters"], "the engine to wait")
+            member.reap()
+            assert await engine.granted() == 3
+
+    asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))
+
+
+def test_metrics_say_how_long_the_holder_may_live_and_who_is_missing(server, address, psk):
+    """Goal: an alert can be made of it. Method: scrape while one of two members is away."""
+
+    async def scenario(first: Member, second: Member) -> None:
+        await first.join("active")
+        await second.join("active")
+        assert await second.granted() == 1
+        assert second.conn is not None
+        second.conn.close("cut")
+        await auntil(lambda: members_of(server)["missing"] == [1], "the cut to be seen")
+        page = await asyncio.to_thread(scrape, server)
+        assert 'understudy_lock_members_missing{lock="active"} 1.0' in page
+        left = next(line for line in page.splitlines() if "lock_lease_remaining_seconds{" in line)
+        assert 0 < float(left.rpartition(" ")[2]) <= (LEASE_MS + MARGIN_MS) / 1000
+
+    asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 2), ("engine-0", 1, 2)))
+
+
+def test_member_with_another_key_is_not_heard(server, address, tmp_path):
+    """Goal: whoever has not the key has no word. Method: a member with another one."""
+    other = tmp_path / "other"
+    other.write_bytes(os.urandom(32))
+    other.chmod(0o600)
+    stranger = Member(address, str(other), "engine-0")
+    with pytest.raises(UnreachableError):
+        asyncio.run(stranger.connect())
+    assert server.status()["members"] == {}
