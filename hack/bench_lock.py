@@ -36,6 +36,7 @@ from lockserver.core.leases import LEASE_MS, MARGIN_MS
 
 CONTENDERS = ("unix", "tcp", "flock", "flock_poll_100ms", "redis", "etcd")
 VARIANTS = ("unix_disk", "unix_supervisor", "unix_tree", "unix_handback", "tcp_handback")
+VARIANT_EVERY = 3  # rounds: what they add is a comparison, and their processes are slow to start
 LEASED = ("tcp", "redis", "etcd")  # a kill leaves a lease that must run out
 STARTED = ("unix", "redis", "etcd")
 CROWD = 1000
@@ -63,7 +64,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--table", metavar="FILE", help="the Markdown table of a report, and end")
     parser.add_argument("--into", metavar="PAGE", help="between the marks in this page")
     flags = parser.parse_args()
-    flags.kills = flags.kills or (20 if flags.quick else 100)
+    flags.kills = flags.kills or (30 if flags.quick else 150)
     flags.leased_kills = flags.leased_kills or (1 if flags.quick else 4)
     flags.cycles = flags.cycles or (200 if flags.quick else 1000)
     return flags
@@ -92,7 +93,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     if flags.only is None:
         report["free_lock"] = bench_lock_rates.measure(flags.cycles)
         report["crowd"] = bench_lock_crowd.measure(CROWD, kills=10)
-        report["start"] = _starts(3 if flags.quick else 10)
+        report["start"] = _starts(2 if flags.quick else 10)
     report["took_s"] = round(time.monotonic() - began, 1)
     return report
 
@@ -106,7 +107,10 @@ def _races(racers: Sequence[str], flags: argparse.Namespace) -> dict[str, list[f
         if not names:
             continue
         with Servers() as servers, ExitStack() as stack:
-            lanes = [Lane(name, servers.address(name, n), n) for n, name in enumerate(names)]
+            lanes = [
+                Lane(name, servers.address(name, n), n, VARIANT_EVERY if name in VARIANTS else 1)
+                for n, name in enumerate(names)
+            ]
             for lane in lanes:
                 stack.callback(lane.close)
             run(lanes, rounds)

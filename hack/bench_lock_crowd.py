@@ -35,7 +35,7 @@ from understudy.service import procfs
 from understudy.service.fd_limit import raise_fd_limit
 from understudy.service.parent import arm_from_environment, environment
 
-PER_PROCESS = 90  # of the crowd; understudy/wire/limits.py allows 96 connections of one process
+PER_PROCESS = 250  # of the crowd: four processes are enough for a thousand
 LINE_S = 60.0
 
 

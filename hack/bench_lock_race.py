@@ -85,8 +85,10 @@ class Party:
 class Lane:
     """One lock of one contender, with whoever holds it and whoever waits."""
 
-    def __init__(self, contender: str, address: str, number: int = 0) -> None:
+    def __init__(self, contender: str, address: str, number: int = 0, every: int = 1) -> None:
+        """`every`: in which rounds of a race it takes part."""
         self.contender, self.address, self.number = contender, address, number
+        self.every = every
         self.took_ms: list[float] = []
         self._count = 0
         self._random = random.Random(number)
@@ -150,10 +152,11 @@ def race(lanes: Sequence[Lane], rounds: int) -> None:
     for lane in lanes:
         lane.hold()
     for number in range(rounds):
-        for lane in lanes:
+        turn = [lane for lane in lanes if number % lane.every == 0]
+        for lane in turn:
             lane.launch()
-        for lane in lanes:
+        for lane in turn:
             lane.in_line()
-        first = number % len(lanes)
-        for lane in [*lanes[first:], *lanes[:first]]:
+        first = number % len(turn)
+        for lane in [*turn[first:], *turn[:first]]:
             lane.kill()

@@ -84,7 +84,7 @@ def _race(report: dict[str, Any]) -> list[Row]:
     ratios = report["times_slower_than_unix"]
     both = {**report["kill_to_grant_ms"], **report["kill_to_grant_variants_ms"]}
     for name, values in both.items():
-        ratio = f"{ratios[name]['p50']:g} ×" if name in ratios else ""
+        ratio = _times(ratios[name]["p50"]) if name in ratios else ""
         kills = str(report["kills"].get(name, 0))
         rows.append([ROWS[name], *_cells(values), ratio, kills])
     return rows
@@ -126,6 +126,10 @@ def _cells(values: dict[str, float] | None, form: str = "{:,.2f}") -> Row:
     if values is None:
         return ["-", "-", "-"]
     return [form.format(values[key]) for key in ("p50", "p99", "max")]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f} ×" if ratio >= 10 else f"{ratio:.1f} ×"
 
 
 def _line(cells: Row) -> str:

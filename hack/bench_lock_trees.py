@@ -78,6 +78,7 @@ def _gone(holder: EngineProcess) -> float:
 
 def spread(values_ms: list[float], digits: int = 2) -> dict[str, float]:
     """p50, p99 and max, rounded."""
+    values_ms = values_ms if len(values_ms) > 1 else values_ms * 2
     cuts = statistics.quantiles(values_ms, n=100, method="inclusive")
     named = {"p50": cuts[49], "p99": cuts[98], "max": max(values_ms)}
     return {name: round(value, digits) for name, value in named.items()}
