@@ -75,3 +75,12 @@ def test_second_thoughts_at_the_question_are_no_failed_drill(tmp_path: Path):
             with contextlib.suppress(subprocess.TimeoutExpired):  # it came before the read began
                 drill.process.wait(5.0)
         assert drill.process.returncode == 130
+
+
+@pytest.mark.parametrize("flag", ["--attach", "--kills=3", "--target=supervisor", "-f=."])
+def test_upgrade_drill_is_not_asked_for_kills_nor_of_a_pod_that_runs(flag: str):
+    """Goal: nobody's pod is relaunched by a drill, and no flag is ignored. Method: each that does
+    not go with it."""
+    result = CliRunner().invoke(main, ["drill", "--upgrade", flag])
+    assert result.exit_code == 2
+    assert "cannot be used with --upgrade" in result.output

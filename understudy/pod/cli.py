@@ -95,15 +95,27 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
 @json_flag
 @click.option("--attach", is_flag=True, help="Drill the pod that runs in --dir.")
 @click.option("--yes", is_flag=True, help="With --attach: do not ask.")
+@click.option(
+    "--upgrade", is_flag=True, help="Kill nobody: give both engines another configuration, in turn."
+)
 def drill(
-    config: Resolved, arguments: tuple[str, ...], as_json: bool, attach: bool, yes: bool
+    config: Resolved,
+    arguments: tuple[str, ...],
+    as_json: bool,
+    attach: bool,
+    yes: bool,
+    upgrade: bool,
 ) -> None:
     """Kill the active engine, or the memory service, under load, and report what came of it.
 
     What follows `--` goes to the backends of the pod that it starts.
     """
     expected = Path(config["expected"]) if config["expected"] else None
-    plan = DrillPlan(config["kills"], config["target"], config["clients"], expected)
+    if upgrade:
+        _refuse_with_upgrade(config, attach=attach)
+    plan = DrillPlan(
+        config["kills"], config["target"], config["clients"], expected, is_upgrade=upgrade
+    )
     page = Path(config["report"]) if config["report"] else None
     if page is not None:
         check_destination(page)
@@ -247,6 +259,20 @@ def _refuse_own_pod_flags(config: Resolved, arguments: tuple[str, ...]) -> None:
             "drill.needless_flag",
             f"{', '.join(needless)} cannot be used with --attach: they say what pod to start, and "
             "the one in --dir runs already; leave them out, or leave out --attach",
+        )
+
+
+def _refuse_with_upgrade(config: Resolved, *, attach: bool) -> None:
+    """An upgrade kills nobody, and relaunches containers that only a pod of its own has."""
+    needless = [f"--{name}" for name in ("kills", "target") if config.origin(name) == "flag"]
+    needless += ["--attach"] if attach else []
+    needless += ["-f"] if config.origin("file") == "flag" else []
+    if needless:
+        raise UsageError(
+            "drill.needless_flag",
+            f"{', '.join(needless)} cannot be used with --upgrade, which starts a pod of its own"
+            " and kills nobody; a pod that runs is upgraded step by step, as docs/operations.md"
+            " says",
         )
 
 

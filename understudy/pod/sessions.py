@@ -144,7 +144,7 @@ async def drill_own_pod(
             pod = await with_random_model(pod, base / "model")
         runner = Runner(pod.containers(), directory / "log")
         say(f"starting a pod in {directory}")
-        drill = Drill(directory, plan, say, runner.not_up)
+        drill = Drill(directory, plan, say, runner)
         result = await run_drill(drill, runner, plan, say)
         passed = result is None or result.report.passed
         return result
@@ -194,7 +194,7 @@ async def run_drill(
         inbox.close()
     if records is None:
         return None
-    report = judge(records, plan.kills)
+    report = judge(records, plan.kills_wanted)
     report.problems += failure + records.overlaps
     return DrillResult(report, usages, drill.backend, records)
 

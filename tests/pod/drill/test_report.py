@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from understudy.pod.drill.records import Kill, MemoryKill, MemoryUse, Records
+from understudy.pod.drill.records import Kill, MemoryKill, MemoryUse, Records, Upgrade
 from understudy.pod.drill.report import print_report
 from understudy.pod.drill.verdict import judge
 
@@ -45,3 +45,15 @@ def test_report_names_what_was_drilled_and_what_was_killed(records, title, kills
     said = printed(records).splitlines()
     assert said[0].startswith(title)
     assert f"kills            {kills}" in said
+
+
+def test_report_of_an_upgrade_has_no_table_of_failovers():
+    """Goal: only what happened. Method: an upgrade that was made, and one that was not."""
+    engines = {"engine-0": True, "engine-1": True}
+    made = Upgrade("A=1", engines, "engine-0", "engine-1", 1, 2, 30.0)
+    said = printed(Records(upgrade=made)).splitlines()
+    assert said[0].startswith("upgrade of two engines with the reference backend under load on")
+    assert "upgraded         engine-0, engine-1, to A=1" in said
+    assert "switchover       engine-0 to engine-1 in 30 ms" in said
+    assert not any("failover" in line for line in said)
+    assert "upgraded         nobody, to A=1" in printed(Records(upgrade=Upgrade("A=1")))

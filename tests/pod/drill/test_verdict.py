@@ -16,6 +16,7 @@ from understudy.pod.drill.records import (
     MemoryUse,
     Outcome,
     Records,
+    Upgrade,
 )
 from understudy.pod.drill.verdict import (
     classify,
@@ -278,5 +279,54 @@ def test_judge_a_memory_service_that_anybody_noticed_fails_the_drill(damage, sen
     records = memory_records()
     damage(records)
     report = judge(records, kills_wanted=2)
+    assert not report.passed
+    assert any(sentence in problem for problem in report.problems)
+
+
+def upgraded() -> Records:
+    """Two engines with another configuration, and answers on both sides of the switchover."""
+    return Records(
+        exchanges=[served(1, sent=0, first=50, last=60), served(2, sent=70, first=140)],
+        expected=EXPECTED,
+        grants_checked=1,
+        upgrade=Upgrade(
+            "A=1", {"engine-0": True, "engine-1": True}, "engine-0", "engine-1", 1, 2, 30.0
+        ),
+    )
+
+
+def test_judge_an_upgrade_says_what_was_changed_and_how_long_nobody_answered():
+    """Goal: the document of `drill --upgrade`. Method: its keys; no kill was wanted."""
+    report = judge(upgraded(), kills_wanted=0)
+    assert report.passed
+    assert report.to_dict("reference", {})["upgrade"] == {
+        "setting": "A=1",
+        "engines": {"engine-0": True, "engine-1": True},
+        "from": "engine-0",
+        "to": "engine-1",
+        "switchover_ms": 30.0,
+        "pause_ms": 80,
+    }
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda r: r.upgrade.engines.update({"engine-1": False}), "engine-1 does not run with A=1"),
+        (lambda r: r.upgrade.engines.pop("engine-0"), "the upgrade was not finished"),
+        (lambda r: setattr(r, "grants_checked", 0), "the grant could not be checked"),
+        (lambda r: r.exchanges.pop(), "on both sides of the switchover"),
+        (
+            lambda r: r.exchanges.append(replace(ANSWER, token=1, end=End.CUT, ended_ms=200)),
+            "lost though nothing had been killed",
+        ),
+    ],
+)
+def test_judge_an_upgrade_that_lost_or_missed_something_has_a_problem(damage, sentence):
+    """Goal: an upgrade that costs a request has failed, and so has one that was not made. Method:
+    one fault at a time."""
+    records = upgraded()
+    damage(records)
+    report = judge(records, kills_wanted=0)
     assert not report.passed
     assert any(sentence in problem for problem in report.problems)

@@ -170,6 +170,43 @@ def test_killed_container_is_started_again_at_once(tmp_path):
     assert "died of signal 9; started again now" in (tmp_path / "log/worker.log").read_text()
 
 
+def test_replaced_container_ends_in_good_order_before_the_next_one_begins(tmp_path):
+    """Goal: another configuration without another pod. Method: a container that notes its end, and
+    one of the same name; then the pod is stopped, and the new one is what ends."""
+    journal = tmp_path / "journal"
+    code = """
+        import signal, sys
+        def note(text):
+            with open(sys.argv[1], "a") as file:
+                file.write(f"{sys.argv[2]} {text}\\n")
+        def end(*_):
+            note("ends")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        note("begins")
+        while True:
+            signal.pause()
+    """
+
+    def noted(count):
+        return journal.exists() and len(journal.read_text().splitlines()) == count
+
+    async def main():
+        runner = Runner([python("worker", code, str(journal), "old")], tmp_path / "log")
+        await runner.start()
+        await auntil(lambda: noted(1), "the old one")
+        assert runner.container("worker").command[-1] == "old"
+        await runner.replace(python("worker", code, str(journal), "new"))
+        await auntil(lambda: noted(3), "the new one")
+        assert runner.container("worker").command[-1] == "new"
+        assert runner.restarts() == {"worker": 0}
+        await runner.stop()
+        assert not runner.pids()
+
+    run(main())
+    assert journal.read_text().splitlines() == ["old begins", "old ends", "new begins", "new ends"]
+
+
 def test_container_that_ended_well_stays_ended_with_on_failure(tmp_path):
     """Goal: the restart policy is obeyed. Method: exit 0 under `on_failure`."""
 

@@ -192,6 +192,20 @@ class PartKill:
 
 
 @dataclass(slots=True)
+class Upgrade:
+    """An upgrade of both engines: what they were to run, whether each does, and the switchover in
+    the middle of it. `switchover_ms` is from the request to the grant, None until it was made."""
+
+    setting: str
+    engines: dict[str, bool] = field(default_factory=dict)
+    source: str | None = None
+    target: str | None = None
+    old_token: int = 0
+    new_token: int = 0
+    switchover_ms: float | None = None
+
+
+@dataclass(slots=True)
 class MemoryUse:
     """Physical memory of the weights: what was committed, and the most that was ever seen."""
 
@@ -205,8 +219,9 @@ class Records:
     """Everything one drill observed.
 
     `overlaps`: each a grant made over a living process; `disturbed`: each something that the death
-    of a part changed. `memory` is there once such a server was killed. `targets`: what
-    every engine of this pod has, which is counted even where none was killed.
+    of a part changed. `memory` is there once such a server was killed, `upgrade` if that is what
+    was drilled. `targets`: what every engine of this pod has, which is counted even where none was
+    killed.
     """
 
     exchanges: list[Exchange] = field(default_factory=list)
@@ -219,4 +234,5 @@ class Records:
     part_kills: list[PartKill] = field(default_factory=list)
     memory: MemoryUse | None = None
     disturbed: list[str] = field(default_factory=list)
+    upgrade: Upgrade | None = None
     targets: Sequence[str] = TARGETS

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from understudy.pod.drill.records import PHASES
+from understudy.pod.drill.records import PHASES, Upgrade
 from understudy.pod.drill.verdict import Report, Spread
 from understudy.pod.words import size
 from understudy.service.procfs import descendants, rss_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +64,10 @@ def print_report(
     has_failovers = bool(report.failovers) or report.recovery_ms is None
     what = _measured(report, backend, has_failovers=has_failovers)
     console.print(f"{what} on {about['cpus']} CPUs ({about['cpu']})")
-    table = Table()
-    table.add_column("milliseconds")
-    for column in ("p50", "p99", "max"):
-        table.add_column(column, justify="right")
-    if has_failovers:
-        for phase in PHASES:
-            table.add_row(f"  {phase}", *_cells(report.phases_ms[phase]))
-        table.add_section()
-        table.add_row("failover", *_cells(report.failover_ms), style="bold")
-    if report.recovery_ms is not None:
-        table.add_row("memory service back", *_cells(report.recovery_ms), style="bold")
-    console.print(table)
+    if report.upgrade is not None:
+        _print_upgrade(report.upgrade, report.pause_ms, console)
+    else:
+        _print_times(report, Table(), console, has_failovers=has_failovers)
     counts = [f"{target} {count}" for target, count in report.killed.items() if count]
     killed = f" ({', '.join(counts)})" if counts else ""
     console.print(f"kills            {report.kills}{killed}")
@@ -106,8 +99,35 @@ def print_report(
     console.print("passed" if report.passed else "FAILED", style="bold", markup=False)
 
 
+def _print_upgrade(upgrade: Upgrade, pause_ms: float | None, console: Console) -> None:
+    """What was changed, and what the switchover in the middle of it cost."""
+    engines = ", ".join(name for name, is_upgraded in upgrade.engines.items() if is_upgraded)
+    console.print(f"upgraded         {engines or 'nobody'}, to {upgrade.setting}")
+    if upgrade.switchover_ms is not None:
+        took = f"{upgrade.source} to {upgrade.target} in {upgrade.switchover_ms:.0f} ms"
+        pause = "" if pause_ms is None else f", {pause_ms:.0f} ms of it without a token"
+        console.print(f"switchover       {took}{pause}")
+
+
+def _print_times(report: Report, table: Table, console: Console, *, has_failovers: bool) -> None:
+    """Failovers by phase, and recoveries of the memory service."""
+    table.add_column("milliseconds")
+    for column in ("p50", "p99", "max"):
+        table.add_column(column, justify="right")
+    if has_failovers:
+        for phase in PHASES:
+            table.add_row(f"  {phase}", *_cells(report.phases_ms[phase]))
+        table.add_section()
+        table.add_row("failover", *_cells(report.failover_ms), style="bold")
+    if report.recovery_ms is not None:
+        table.add_row("memory service back", *_cells(report.recovery_ms), style="bold")
+    console.print(table)
+
+
 def _measured(report: Report, backend: str, *, has_failovers: bool) -> str:
     """What the table's times are of."""
+    if report.upgrade is not None:
+        return f"upgrade of two engines with the {backend} backend under load"
     if report.recovery_ms is None:
         return f"failover of the {backend} backend"
     if has_failovers:

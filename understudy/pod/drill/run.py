@@ -36,11 +36,14 @@ from understudy.pod.drill.records import (
     MemoryUse,
     Prompt,
     Records,
+    Upgrade,
     base_targets,
     targets_of,
 )
+from understudy.pod.drill.upgrade import SETTING, VALUE, Upgrader
 from understudy.pod.gather import engine_sockets, engine_status, gather, pids_of, way_out
 from understudy.pod.http_get import get
+from understudy.pod.kubelet.runner import Runner
 from understudy.pod.view import is_reachable
 from understudy.service.clock import SystemClock
 
@@ -59,6 +62,7 @@ class DrillPlan:
 
     `targets` are taken in turn; none: every process that an engine of this pod has, and `also`.
     `expected`: a file of prompts and their answers; none: whoever serves first is asked.
+    `is_upgrade`: nobody is killed; both engines are given another configuration instead.
     """
 
     kills: int = 20
@@ -66,6 +70,11 @@ class DrillPlan:
     clients: int = 4
     expected: Path | None = None
     also: Sequence[str] = ()
+    is_upgrade: bool = False
+
+    @property
+    def kills_wanted(self) -> int:
+        return 0 if self.is_upgrade else self.kills
 
 
 class Drill:
@@ -76,16 +85,17 @@ class Drill:
         directory: Path,
         plan: DrillPlan,
         say: Callable[[str], None],
-        not_up: Callable[[], Sequence[str]] = tuple,
+        runner: Runner | None = None,
     ) -> None:
-        """`not_up` names the containers whose probes have not passed yet: one that hangs before
-        that is found hours later, so that nothing is killed before it."""
+        """`runner` is who runs the pod, if it is ours. It names the containers whose probes have
+        not passed yet: one that hangs before that is found hours later, so that nothing is killed
+        before it. And it is what an upgrade needs."""
         self.records = Records()
         self._directory = directory
         self._plan = plan
         self._say = say
         self._targets = tuple(plan.targets)
-        self._not_up = not_up
+        self._runner = runner
         self._physical = PhysicalMemory()
         self.prompts: list[Prompt] = []
         self.backend: str | None = None  # of the engines; known once it is prepared
@@ -135,10 +145,12 @@ class Drill:
             for number in range(self._plan.clients)
         ]
         try:
-            if GMS in self._targets:
+            if self._plan.is_upgrade:
+                await self._upgrade(observer)
+            elif GMS in self._targets:
                 await self._watch_memory()
             for number, what in zip(
-                range(1, self._plan.kills + 1), itertools.cycle(self._targets), strict=False
+                range(1, self._plan.kills_wanted + 1), itertools.cycle(self._targets), strict=False
             ):
                 await self._all_up(observer)
                 whole = await wait_whole(self._directory, self._say)
@@ -159,6 +171,23 @@ class Drill:
             await self._physical.close()
             if self.records.memory is not None:
                 self.records.memory.peak_bytes = self._physical.peak_bytes
+
+    async def _upgrade(self, observer: Observer) -> None:
+        """Give both engines another configuration, and let both be used with it."""
+        assert self._runner is not None  # an upgrade is of a pod that we run
+        self.records.upgrade = Upgrade(f"{SETTING}={VALUE}")
+        await self._answers(2 * self._plan.clients)
+        upgrader = Upgrader(
+            self._directory,
+            self._runner,
+            observer,
+            self._say,
+            lambda: self._answers(2 * self._plan.clients),
+        )
+        await upgrader.run(self.records.upgrade)
+
+    def _not_up(self) -> Sequence[str]:
+        return self._runner.not_up() if self._runner is not None else ()
 
     async def _backend(self, engine: str) -> dict[str, Any]:
         """What `engine` says of its backend."""

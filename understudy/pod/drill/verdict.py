@@ -26,8 +26,10 @@ from understudy.pod.drill.records import (
     MemoryUse,
     Outcome,
     Records,
+    Upgrade,
 )
 
+ENGINES_MIN = 2  # one that serves and one that stands by
 UNAVAILABLE = frozenset({429, 503})  # the server said: not now
 
 
@@ -60,6 +62,8 @@ class Report:
     problems: list[str] = field(default_factory=list)
     recovery_ms: Spread | None = None
     memory: MemoryUse | None = None
+    upgrade: Upgrade | None = None
+    pause_ms: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -88,6 +92,15 @@ class Report:
                 "recovery_ms": self.recovery_ms.to_dict(),
                 "committed_bytes": self.memory.committed_bytes,
                 "peak_physical_bytes": self.memory.peak_bytes,
+            }
+        if self.upgrade is not None:
+            document["upgrade"] = {
+                "setting": self.upgrade.setting,
+                "engines": self.upgrade.engines,
+                "from": self.upgrade.source,
+                "to": self.upgrade.target,
+                "switchover_ms": self.upgrade.switchover_ms,
+                "pause_ms": self.pause_ms,
             }
         return document
 
@@ -126,10 +139,23 @@ def judge(records: Records, kills_wanted: int) -> Report:
         problems=[
             *_problems(records, outcomes, failovers, kills_wanted),
             *_part_problems(records),
+            *_upgrade_problems(records.upgrade, records),
         ],
         recovery_ms=spread(recoveries) if records.memory is not None else None,
         memory=records.memory,
+        upgrade=records.upgrade,
+        pause_ms=pause_of(records.upgrade, records.exchanges),
     )
+
+
+def pause_of(upgrade: Upgrade | None, exchanges: Sequence[Exchange]) -> float | None:
+    """Milliseconds from the last text under the old grant to the first under the new one."""
+    if upgrade is None or not upgrade.new_token:
+        return None
+    last_ms = [e.last_token_ms for e in exchanges if e.token == upgrade.old_token]
+    first_ms = [e.first_token_ms for e in exchanges if e.token == upgrade.new_token]
+    before, after = [ms for ms in last_ms if ms], [ms for ms in first_ms if ms]
+    return round(min(after) - max(before), 3) if before and after else None
 
 
 def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
@@ -259,6 +285,23 @@ def _part_problems(records: Records) -> list[str]:
             f"the weights took {use.peak_bytes} bytes at worst, and {use.committed_bytes} are"
             " committed: something was loaded a second time"
         )
+    return problems
+
+
+def _upgrade_problems(upgrade: Upgrade | None, records: Records) -> list[str]:
+    """What is missing for both engines to have been upgraded while they were used."""
+    if upgrade is None:
+        return []
+    problems = []
+    old = [engine for engine, is_upgraded in upgrade.engines.items() if not is_upgraded]
+    if old:
+        problems.append(f"{', '.join(old)} does not run with {upgrade.setting} in every process")
+    if len(upgrade.engines) < ENGINES_MIN:
+        problems.append("the upgrade was not finished")
+    if not records.grants_checked:
+        problems.append("the grant could not be checked against the old processes")
+    if pause_of(upgrade, records.exchanges) is None:
+        problems.append("no request was answered on both sides of the switchover")
     return problems
 
 

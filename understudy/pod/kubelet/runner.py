@@ -47,9 +47,7 @@ class Runner:
         for name, container in zip(names, containers, strict=True):
             log = ContainerLog(name, log_dir / f"{name}.log", say, log_max_bytes)
             self._kept[name] = Kept(container, log, self._reap_orphans)
-        self._stages = [
-            [self._kept[container.name] for container in stage] for stage in stages(containers)
-        ]
+        self._stages = [[container.name for container in stage] for stage in stages(containers)]
 
     def pids(self) -> Mapping[str, int]:
         """The processes that run at this moment, by container."""
@@ -73,9 +71,9 @@ class Runner:
             WaitTimeoutError: `pod.start_deadline`, one did not pass its probe in time.
         """
         for stage in self._stages:
-            for kept in stage:
-                kept.start()
-            starts = [asyncio.create_task(self._wait_up(kept)) for kept in stage]
+            for name in stage:
+                self._kept[name].start()
+            starts = [asyncio.create_task(self._wait_up(self._kept[name])) for name in stage]
             try:
                 await asyncio.gather(*starts)
             finally:
@@ -83,12 +81,31 @@ class Runner:
                     each.cancel()
                 await asyncio.gather(*starts, return_exceptions=True)
 
+    def container(self, name: str) -> Container:
+        """What runs, or is to run, under that name."""
+        return self._kept[name].container
+
+    async def replace(self, container: Container) -> None:
+        """End the container of that name in good order, and start this one in its place; returns
+        when it has passed its startup probe.
+
+        Raises:
+            UnderstudyError, WaitTimeoutError: as `start`.
+        """
+        old = self._kept[container.name]
+        await old.stop()
+        old.log.note("(runner) replaced by a container with another configuration")
+        new = self._kept[container.name] = Kept(container, old.log, self._reap_orphans)
+        new.start()
+        await self._wait_up(new)
+
     async def stop(self) -> None:
         """Stop all in reverse order and wait until every process is reaped. May be called twice."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         for stage in reversed(self._stages):
-            await asyncio.gather(*(kept.stop(loop.time() - began_s) for kept in stage))
+            spent_s = loop.time() - began_s
+            await asyncio.gather(*(self._kept[name].stop(spent_s) for name in stage))
         for kept in self._kept.values():
             kept.log.close()
 

@@ -87,7 +87,7 @@ async def drill(asked: Asked, plan: DrillPlan, say: Say) -> DrillResult | None:
         runner = Runner(ready.containers, directory / "log")
         is_worth_keeping = True
         say(f"starting the pod of {asked.file} in {directory}")
-        result = await run_drill(Drill(ready.runtime, plan, say, runner.not_up), runner, plan, say)
+        result = await run_drill(Drill(ready.runtime, plan, say, runner), runner, plan, say)
         if result is not None:
             result.conditions = {
                 "manifest": str(asked.file),

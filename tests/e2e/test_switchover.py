@@ -1,0 +1,383 @@
+"""Planned switchovers of a pod of real processes under load, and everything that gets in their way.
+
+The command is run as people run it. A drain is held open by a stopped model process, so that there
+is a middle in which things can happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.pods import AS_USERS_RUN_IT, CLIENTS, Load, Pod, PodHome
+from tests.e2e.processes import Processes, continue_all, kill
+from tests.helpers import POLL_S, auntil
+from understudy.pod.drill.killer import Whole
+
+LOCKSERVER = str(Path(sys.executable).parent / "lockserver")
+DEADLINE_S = 60.0
+OK, REFUSED, UNREACHABLE, TIMEOUT = 0, 1, 3, 5
+TIMES = 3
+
+
+class Command:
+    """`lockserver switchover --json`, running."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, pod: Pod, *flags: str) -> Command:
+        command = (LOCKSERVER, "switchover", f"--dir={pod.directory}", "--json", *flags)
+        pipe = asyncio.subprocess.PIPE
+        environment = {**os.environ, **AS_USERS_RUN_IT}
+        return cls(await asyncio.create_subprocess_exec(*command, stdout=pipe, env=environment))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def end(self) -> tuple[int, dict[str, Any]]:
+        """Its exit code, and its document or error."""
+        said, _ = await asyncio.wait_for(self._process.communicate(), DEADLINE_S)
+        document = json.loads(said)
+        assert self._process.returncode is not None
+        return self._process.returncode, document.get("error", document)
+
+
+async def switch(pod: Pod, *flags: str) -> tuple[int, dict[str, Any]]:
+    return await (await Command.start(pod, *flags)).end()
+
+
+async def state_of(pod: Pod, engine: str) -> str:
+    """What the engine says; "" if it does not answer."""
+    parts = [part.get("engine") or {} for part in (await pod.view())["engines"]]
+    return next((str(part["state"]) for part in parts if part.get("id") == engine), "")
+
+
+async def until_so(look: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Wait until what is asked of the pod is so."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + DEADLINE_S
+    while not await look():
+        assert loop.time() < end, f"waited in vain for {what}"
+        await asyncio.sleep(POLL_S)
+
+
+async def until_state(pod: Pod, engine: str, state: str) -> None:
+    async def look() -> bool:
+        return await state_of(pod, engine) == state
+
+    await until_so(look, f"{engine} to be {state}")
+
+
+async def waiting(pod: Pod, engine: str) -> list[dict[str, Any]]:
+    """The engine's place in the queue, if it has one; [] while the lock server does not answer."""
+    waiters = (await pod.lock()).get("waiters", [])
+    return [waiter for waiter in waiters if waiter["engine"] == engine]
+
+
+async def is_held_by(pod: Pod, engine: str) -> bool:
+    lock = await pod.lock()
+    return lock.get("state") == "held" and lock["holder"]["engine"] == engine
+
+
+async def until_silent(pod: Pod, engine: str) -> None:
+    async def look() -> bool:
+        return any(waiter["silent"] for waiter in await waiting(pod, engine))
+
+    await until_so(look, f"{engine} to fall silent")
+
+
+async def until_not_waiting(pod: Pod, engine: str) -> None:
+    async def look() -> bool:
+        return not await waiting(pod, engine)
+
+    await until_so(look, f"{engine} to leave the queue")
+
+
+@asynccontextmanager
+async def stopped_model(pod: Pod, engine: str) -> AsyncIterator[None]:
+    """Nothing that `engine` has begun ends as long as this lasts."""
+    *_, model = await pod.engine_tree(engine)
+    os.kill(model, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        continue_all([model])
+
+
+@asynccontextmanager
+async def draining(pod: Pod, load: Load, *flags: str) -> AsyncIterator[tuple[Whole, Command]]:
+    """A switchover in its middle: the active engine drains, and cannot end before this does."""
+    before = await pod.whole()
+    await load.answers()
+    async with stopped_model(pod, before.engine):
+        command = await Command.start(pod, *flags)
+        await until_state(pod, before.engine, "draining")
+        yield before, command
+
+
+class Kept:
+    """A client that keeps its connection, and thinks between two requests."""
+
+    def __init__(self, pod: Pod, think_s: float) -> None:
+        self.answers = 0
+        self.problems: list[str] = []
+        self._where = ("127.0.0.1", pod.local.ports.service)
+        self._think_s = think_s
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        body = json.dumps({"prompt": "a b c", "max_tokens": 4, "temperature": 0}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        reader, writer = await asyncio.open_connection(*self._where)
+        while not self._stopping.is_set():
+            if reader.at_eof():  # closed while nobody asked, which is everybody's right
+                writer.close()
+                reader, writer = await asyncio.open_connection(*self._where)
+            writer.write(head.encode() + body)
+            try:
+                is_last = await self._answer(reader)
+            except (asyncio.IncompleteReadError, OSError) as error:
+                self.problems.append(repr(error))
+                is_last = True
+            if is_last:
+                writer.close()
+                reader, writer = await asyncio.open_connection(*self._where)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), self._think_s)
+        writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader) -> bool:
+        """Read one answer; whether the connection ends with it."""
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines[1:] if line)
+        await reader.readexactly(int(headers["content-length"]))
+        if " 200 " not in lines[0]:
+            self.problems.append(lines[0])
+        self.answers += 1
+        return headers.get("connection") == "close"
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+
+@asynccontextmanager
+async def kept_connections(pod: Pod) -> AsyncIterator[list[Kept]]:
+    """Clients with different pauses; none may see anything but answers."""
+    clients = [Kept(pod, think_s) for think_s in (0.0, 0.02, 0.1)]
+    tasks = [asyncio.create_task(client.run()) for client in clients]
+    try:
+        yield clients
+        for client in clients:
+            client.stop()
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*tasks)
+        assert [client.problems for client in clients] == [[]] * len(clients)
+        assert all(client.answers for client in clients)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def nothing_lost(load: Load) -> None:
+    assert not load.lost()
+    assert not load.refused()
+
+
+def test_switchovers_under_load_lose_and_refuse_nobody(home: PodHome):
+    """Goal: a planned switchover costs no request. Method: several in a row, under streams and
+    under clients that keep their connections; each grant is newer and found nobody of the old tree
+    alive, and the old holder stands by again."""
+
+    async def scenario(pod: Pod) -> None:
+        async with pod.load() as load, kept_connections(pod):
+            for _ in range(TIMES):
+                before = await pod.whole()
+                (other,) = before.standbys
+                await load.answers()
+                with Processes(await pod.engine_tree(before.engine)) as old:
+                    async with pod.grants(old) as grants:
+                        code, document = await switch(pod)
+                        assert code == OK, document
+                        after = await pod.whole()
+                    assert [each.alive for each in grants.made] == [frozenset()]
+                assert (document["result"], document["from"]) == ("switched", before.engine)
+                assert (document["engine"], document["token"]) == (other, after.token)
+                assert (after.engine, after.standbys) == (other, (before.engine,))
+                assert after.token > before.token
+                death = (await pod.engine(before.engine))["deaths"][-1]
+                assert death["cause"] == "drained"
+            await load.answers()
+            nothing_lost(load)
+        assert await switch(pod, f"--to={after.engine}") == (
+            OK,
+            {**document, "result": "already_active", "from": after.engine, "took_ms": 0},
+        )
+        assert (await pod.lock())["switchover"] is None
+
+    home.run(scenario)
+
+
+def test_switchover_without_a_whole_standby_is_refused_and_changes_nothing(home: PodHome):
+    """Goal: nobody hands over to nobody. Method: a standby whose backend is dead, one that is
+    silent, one that is still loading, and an engine that does not exist; each time nothing but a
+    refusal happens."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        (other,) = before.standbys
+        supervisor = pod.pid(other)
+
+        async def refused(code: str, says: str, *flags: str) -> None:
+            status, error = await switch(pod, *flags)
+            assert (status, error["code"]) == (REFUSED, code)
+            assert says in error["message"]
+            assert await state_of(pod, before.engine) == "active"
+            assert (await pod.lock())["switchover"] is None
+
+        async with pod.load() as load:
+            await refused("lock.unknown_engine", "engine-7", "--to=engine-7")
+            os.kill(supervisor, signal.SIGSTOP)
+            with contextlib.ExitStack() as stack:
+                stack.callback(continue_all, [supervisor])
+                with Processes(pod.tree(other)[1:]) as backend:
+                    backend.signal(signal.SIGKILL)
+                    await auntil(lambda: not backend.alive(), "the backend's end")
+                    await refused("lock.no_standby", "not all of it lives")
+                    await until_silent(pod, other)
+                    await refused("lock.no_standby", "has not been heard of", f"--to={other}")
+            await until_not_waiting(pod, other)
+            await refused("lock.no_standby", "nobody waits for active")
+            after = await pod.whole()
+            assert (after.engine, after.token) == (before.engine, before.token)
+            nothing_lost(load)
+            assert load.tokens() <= {before.token}
+
+    home.run(scenario)
+
+
+def test_holder_killed_in_the_middle_is_an_ordinary_failover(home: PodHome):
+    """Goal: a death is a death. Method: SIGKILL the supervisor of the engine that drains: the
+    standby is granted once the tree is dead, and who asked is told."""
+
+    async def scenario(pod: Pod) -> None:
+        async with pod.load() as load:
+            async with draining(pod, load) as (before, command):
+                with Processes(pod.tree(before.engine)) as old:
+                    async with pod.grants(old) as grants:
+                        kill(pod.pid(before.engine))
+                        code, error = await command.end()
+                    assert [each.alive for each in grants.made] == [frozenset()]
+            assert (code, error["code"]) == (REFUSED, "lock.switchover_failed")
+            assert f"{before.engine} ended before it had handed active over" in error["message"]
+            after = await pod.whole_after(before.token)
+            assert after.engine in before.standbys
+            await load.answers()
+            assert not load.refused()
+            assert len(load.lost()) <= CLIENTS
+
+    home.run(scenario)
+
+
+def test_target_killed_in_the_middle_leaves_the_lock_to_who_waits_first(home: PodHome):
+    """Goal: the lock waits for nobody who is gone. Method: SIGKILL the standby's tree while the
+    holder drains; then let it drain: whoever stands by first is granted, and nothing is lost."""
+
+    async def scenario(pod: Pod) -> None:
+        async with pod.load() as load:
+            async with draining(pod, load) as (before, command):
+                (other,) = before.standbys
+                kill(*pod.tree(other))
+                await until_not_waiting(pod, other)
+            code, document = await command.end()
+            after = await pod.whole_after(before.token)
+            came_back = after.engine == before.engine
+            assert code == (REFUSED if came_back else OK)
+            assert document.get("code", "") == ("lock.switchover_failed" if came_back else "")
+            await load.answers()
+            nothing_lost(load)
+
+    home.run(scenario)
+
+
+def test_lock_server_killed_in_the_middle_forgets_it_and_the_holder_hands_over(home: PodHome):
+    """Goal: a restart binds nobody, and loses nothing. Method: SIGKILL the lock server while the
+    holder drains: the command says that it does not know, the lock goes on to the standby."""
+
+    async def scenario(pod: Pod) -> None:
+        async with pod.load() as load:
+            restarts = pod.runner.restarts()["lockserver"]
+            async with draining(pod, load) as (before, command):
+                kill(pod.pid("lockserver"))
+                code, error = await command.end()
+                assert (code, error["code"]) == (UNREACHABLE, "lock.switchover_forgotten")
+                await pod.restarted("lockserver", restarts)
+                await until_so(lambda: is_held_by(pod, before.engine), "the holder to be heard")
+                assert (await pod.lock())["switchover"] is None
+            after = await pod.whole_after(before.token)
+            assert after.engine in before.standbys
+            await load.answers()
+            nothing_lost(load)
+
+    home.run(scenario)
+
+
+def test_timeout_ends_the_wait_a_second_request_is_refused_and_what_was_asked_for_goes_on(
+    home: PodHome,
+):
+    """Goal: waiting has an end, the switchover has its own. Method: a drain that cannot end: status
+    tells of it; another request is refused; past the deadline the command gives up with its code,
+    status says overdue; then the drain ends and the standby is granted."""
+
+    async def scenario(pod: Pod) -> None:
+        async with pod.load() as load:
+            async with draining(pod, load, "--timeout=1.5") as (before, command):
+                under_way = (await pod.lock())["switchover"]
+                assert (under_way["from"], under_way["to"]) == (before.engine, *before.standbys)
+                assert (under_way["pid"], under_way["overdue"]) == (command.pid, False)
+                code, error = await switch(pod)
+                assert (code, error["code"]) == (REFUSED, "lock.switchover_busy")
+                assert f"pid {command.pid}" in error["message"]
+                code, error = await command.end()
+                assert (code, error["code"]) == (TIMEOUT, "lock.switchover_failed")
+                assert error["details"]["reason"] == "timeout"
+                lock = await pod.lock()
+                assert (lock["state"], lock["switchover"]["overdue"]) == ("held", True)
+            after = await pod.whole_after(before.token)
+            assert after.engine in before.standbys
+            assert (await pod.lock())["switchover"] is None
+            await load.answers()
+            nothing_lost(load)
+
+    home.run(scenario)
+
+
+def test_sigterm_in_the_middle_ends_the_holder_once_it_has_drained(home: PodHome):
+    """Goal: who is told to end ends, and loses nothing on the way. Method: SIGTERM to a supervisor
+    that drains for a switchover; its container ends and is started again."""
+
+    async def scenario(pod: Pod) -> None:
+        async with pod.load() as load:
+            async with draining(pod, load) as (before, command):
+                restarts = pod.runner.restarts()[before.engine]
+                os.kill(pod.pid(before.engine), signal.SIGTERM)
+            code, document = await command.end()
+            assert (code, document["engine"]) == (OK, *before.standbys)
+            await pod.restarted(before.engine, restarts)
+            after = await pod.whole_after(before.token)
+            assert after.standbys == (before.engine,)
+            await load.answers()
+            nothing_lost(load)
+
+    home.run(scenario)

@@ -1,0 +1,113 @@
+"""A drain of vLLM's HTTP server: uvicorn as vLLM runs it, around an application of our own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+import uvloop
+
+from engine.backends.vllm.gate import Gate
+from tests.helpers import auntil
+from understudy.wire.fds import OwnedFd
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
+    from engine.backends.vllm.http import Front
+
+REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+BUDGET_S = 60.0
+
+
+class App:
+    """Answers 200, once it is let go."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.is_called = asyncio.Event()
+        self.go_on.set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.is_called.set()
+        await self.go_on.wait()
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def started(app: App, http: str) -> tuple[Front, socket.socket, asyncio.Task[None]]:
+    """A front that serves `app` on a lent socket, of which the caller keeps its own copy."""
+    front = Front(argparse.Namespace(), None)
+    config = uvicorn.Config(app, http=http, lifespan="off", log_level="error")
+    server = uvicorn.Server(config)
+    private = socket.create_server(("127.0.0.1", 0))
+    serving = asyncio.create_task(server.serve(sockets=[private]))
+    await auntil(lambda: server.started, "the server to start")
+    front._app = SimpleNamespace(state=SimpleNamespace(server=server))
+    config.loaded_app = Gate(app, front.desk, 1000)
+    lent = socket.create_server(("127.0.0.1", 0))
+    await front.open(OwnedFd(lent.dup().detach()))
+    return front, lent, serving
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert await reader.readexactly(2) == b"ok"
+    assert head.startswith(b"HTTP/1.1 200")
+    return head.lower()
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_drain_serves_what_it_has_accepted_and_nothing_else(http: str):
+    """Goal: a drain loses and refuses nobody. Method: while one request is under way, a kept
+    connection and one that had said nothing ask: answered, and told to close; a connection that is
+    made meanwhile is in the backlog afterwards, its request in it; an idle one is closed last."""
+
+    async def main() -> None:
+        app = App()
+        front, lent, serving = await started(app, http)
+        where = lent.getsockname()[:2]
+        kept, fresh, idle, busy = [await asyncio.open_connection(*where) for _ in range(4)]
+        for reader, writer in (kept, idle):
+            writer.write(REQUEST)
+            assert b"connection: close" not in await answer(reader)
+        app.go_on.clear()
+        app.is_called.clear()
+        busy[1].write(REQUEST)
+        await app.is_called.wait()
+        draining = asyncio.create_task(front.drain(BUDGET_S))
+        await asyncio.sleep(0)
+        assert not front.is_open
+        for _, writer in (kept, fresh):
+            writer.write(REQUEST)
+        late = await asyncio.open_connection(*where)
+        late[1].write(REQUEST)
+        is_cut = asyncio.create_task(idle[0].read())
+        await asyncio.wait({is_cut, draining}, timeout=0.5)
+        assert not is_cut.done()
+        assert not draining.done()
+        app.go_on.set()
+        for reader, _ in (busy, kept, fresh):
+            assert b"connection: close" in await answer(reader)
+            assert await reader.read() == b""
+        await draining
+        assert await is_cut == b""
+        assert front.desk.rejected == 0
+        connection, _ = lent.accept()
+        connection.settimeout(BUDGET_S)
+        assert connection.recv(1000) == REQUEST
+        connection.close()
+        for _, writer in (kept, fresh, idle, busy, late):
+            writer.close()
+        lent.close()
+        front._app.state.server.should_exit = True
+        await serving
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
