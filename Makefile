@@ -15,7 +15,7 @@ WORKERS ?= auto
 export PYTHONDONTWRITEBYTECODE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-core test-system test-vllm fuzz sim drill drill-vllm bench bench-lock soak-lock device-check docs manifests image clean
+.PHONY: help setup setup-vllm style types test coverage test-core test-system test-vllm fuzz sim drill drill-vllm bench bench-lock soak-lock device-check docs manifests image clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,13 @@ types: setup ## mypy --strict
 
 test: setup ## every test that needs neither a GPU nor vLLM
 	PYTHONDEVMODE=1 $(PY) -m pytest --ignore=tests/vllm -m "not system" -n $(WORKERS) --dist loadfile $(ARGS)
+
+# What others' tests reach does not count: a core is to be proved by the tests that are its own.
+coverage: setup ## every branch of the lock's core and of the wire, by their own tests
+	$(PY) -m coverage run --data-file=.coverage.lock --branch --source=lockserver/core -m pytest -q tests/lockserver/core
+	$(PY) -m coverage report --data-file=.coverage.lock --show-missing --skip-covered --fail-under=100
+	$(PY) -m coverage run --data-file=.coverage.wire --branch --source=understudy/wire -m pytest -q tests/wire
+	$(PY) -m coverage report --data-file=.coverage.wire --show-missing --skip-covered --fail-under=100
 
 test-system: setup ## real containers, systemd and Slurm; as root, with podman, debootstrap, slurm-wlm, munge
 	PYTHONDEVMODE=1 $(PY) -m pytest tests/deploy -m system $(ARGS)
@@ -92,4 +99,4 @@ image: setup ## the CPU image, on a base made on the spot; as root, with podman,
 	@$(PY) -m hack.container_image $(ARGS)
 
 clean: ## remove what the targets above made
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build .coverage.*

@@ -97,14 +97,18 @@ def grant_is_not_repeated(patch: Patch) -> None:
 
 def silent_waiter_is_granted(patch: Patch) -> None:
     """Who is first is first, heard or not."""
-    patch.setattr(ledger, "next_waiter", lambda waiters, silent: waiters[0] if waiters else None)
+
+    def first(waiters: list[Waiter], silent: Any, preferred: str | None = None) -> Waiter | None:
+        return waiters[0] if waiters else None
+
+    patch.setattr(ledger, "next_waiter", first)
 
 
 def last_comes_first(patch: Patch) -> None:
     """The newest waiter is granted."""
     first = ledger.next_waiter
 
-    def last(waiters: list[Waiter], silent: Any) -> Waiter | None:
+    def last(waiters: list[Waiter], silent: Any, preferred: str | None = None) -> Waiter | None:
         return first(waiters[::-1], silent)
 
     patch.setattr(ledger, "next_waiter", last)

@@ -562,3 +562,15 @@ def test_words_of_the_machine_reach_the_members_they_are_for():
 def test_member_that_comes_late_is_told_who_holds():
     """Goal: one hears that another holds. Method: the second engine, after the grant."""
     assert held().granted(20) == [(A0, 1)]
+
+
+def test_lease_of_a_member_without_a_group_runs_out_and_nothing_else():
+    """Goal: half a group holds nothing, so nothing ends with it. Method: one of two members, cut
+    off, until its lease has run out."""
+    shell = Shell()
+    shell.want(1, S0, A0)
+    shell.hear(me.MemberClosed(1))
+    shell.pass_ms(LEASE_MS + MARGIN_MS + 200)
+    assert shell.happened.count("lock.lease_expired") == 1
+    assert not shell.members.groups
+    assert shell.machine.locks["active"].state is LockState.FREE

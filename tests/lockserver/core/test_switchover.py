@@ -13,7 +13,7 @@ from lockserver.core.lock import LockState
 from lockserver.core.queue import Waiter, next_waiter
 from lockserver.core.switchover import Switchovers
 from lockserver.witness import Probe
-from tests.lockserver.core.test_machine import Shell, happened, refused, sent, want
+from tests.lockserver.core.shell import Shell, happened, refused, sent, want
 
 A = "engine-0-000000000000000a"
 A2 = "engine-0-00000000000000a2"

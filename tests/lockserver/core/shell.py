@@ -1,0 +1,103 @@
+"""A shell around the lock machine for tests: what it does with `Persist`, and short words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lockserver.core import events as ev
+from lockserver.core import evidence
+from lockserver.core.machine import Machine
+from lockserver.witness import Probe, WitnessFile, name_of
+
+A = "engine-0-000000000000000a"
+A2 = "engine-0-00000000000000a2"
+B = "engine-1-000000000000000b"
+
+
+class Shell:
+    """Feeds a machine and does what a shell does with `Persist`; keeps every effect."""
+
+    def __init__(self, record: ev.Record | None = None, **options: float) -> None:
+        self.now_ms = 0.0
+        self.machine = Machine(record or ev.Record(), 0.0, **options)
+        self.disk = record or ev.Record()
+        self.disk_error: str | None = None
+        self.effects: list[ev.Effect] = []
+
+    def feed(self, event: ev.Input) -> list[ev.Effect]:
+        done: list[ev.Effect] = []
+        effects = self.machine.handle(event, self.now_ms)
+        done += effects
+        for effect in effects:
+            if isinstance(effect, ev.Persist):
+                assert effect is effects[-1]
+                if self.disk_error is None:
+                    self.disk = effect.record
+                    done += self.feed(ev.Persisted())
+                else:
+                    done += self.feed(ev.PersistFailed(self.disk_error))
+        self.effects += done
+        return done
+
+    def pass_ms(self, ms: float) -> list[ev.Effect]:
+        done: list[ev.Effect] = []
+        for _ in range(round(ms / 100)):
+            self.now_ms += 100
+            done += self.feed(ev.Tick())
+        return done
+
+    @property
+    def active(self):
+        return self.machine.locks["active"]
+
+    def due(self) -> list[str]:
+        found = evidence.probes_due(self.machine.locks, self.machine.supervisors)
+        return [holder.incarnation for _, holder in found]
+
+
+def want(conn, incarnation, *locks, engine=None, supervisor=None, **fields) -> ev.Wanted:
+    engine = engine or (incarnation or "engine-0-x").rpartition("-")[0]
+    supervisor = supervisor or f"{engine:0>16}"
+    witness = name_of(incarnation) if incarnation else None
+    base = ev.Wanted(
+        conn=conn,
+        supervisor=supervisor,
+        engine=engine,
+        incarnation=incarnation,
+        witness=witness,
+        locks=locks,
+        tokens={},
+        witness_file=WitnessFile(witness, 1, hash(witness) % 1000) if witness else None,
+        witness_state=Probe.HELD,
+        pid=100 + sum(supervisor.encode()),  # one supervisor, one process
+        process="SO_PEERPIDFD",
+    )
+    return replace(base, **fields)
+
+
+def sent(effects) -> list[tuple[int, str, int]]:
+    return [(e.conn, e.holder.incarnation, e.holder.token) for e in effects if _is(e, "SendGrant")]
+
+
+def refused(effects) -> list[str]:
+    return [effect.code for effect in effects if isinstance(effect, ev.Refuse)]
+
+
+def happened(effects) -> list[str]:
+    return [effect.type for effect in effects if isinstance(effect, ev.Happened)]
+
+
+def _is(effect, name) -> bool:
+    return type(effect).__name__ == name
+
+
+def held_by_a(**options) -> Shell:
+    shell = Shell(**options)
+    shell.feed(want(1, A, "active"))
+    shell.feed(want(2, B, "active"))
+    assert shell.active.holder.incarnation == A
+    return shell
+
+
+def restarted(shell: Shell, **options) -> Shell:
+    return Shell(shell.disk, **options)

@@ -1,0 +1,117 @@
+"""Who is granted what, in which order, and what is on disk by then."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockserver.core import events as ev
+from lockserver.core.ledger import ENDED_MAX
+from lockserver.core.lock import LockState
+from lockserver.core.machine import Machine
+from lockserver.witness import Probe, WitnessFile
+from tests.lockserver.core.shell import (
+    A,
+    B,
+    Shell,
+    happened,
+    held_by_a,
+    refused,
+    sent,
+    want,
+)
+from understudy.errors import InvariantError
+
+
+def test_grant_is_on_disk_before_it_is_sent_and_the_socket_is_prepared_first():
+    """Goal: tokens on disk before sent. Method: the order of effects."""
+    effects = Shell().feed(want(1, A, "active"))
+    names = [type(effect).__name__ for effect in effects]
+    order = ["PrepareService", "Persist", "SendGrant", "Announce"]
+    assert [name for name in names if name in order] == order
+
+
+def test_grant_failed_write_is_sent_to_nobody_and_retried_every_second():
+    """Goal: a grant that cannot be written is no grant. Method: a disk that fails, then not."""
+    shell = Shell()
+    shell.disk_error = "Input/output error"
+    effects = shell.feed(want(1, A, "active"))
+    assert not sent(effects)
+    assert happened(effects).count("lock.write_failed") == 1
+    assert "Input/output error" in shell.machine.ledger.problem
+    assert not happened(shell.pass_ms(5000)).count("lock.write_failed")
+    shell.feed(ev.Beaten(1, 1))
+    shell.disk_error = None
+    effects = shell.pass_ms(1100)
+    assert sent(effects) == [(1, A, 1)]
+    assert shell.machine.ledger.problem is None
+
+
+def test_grant_while_one_is_being_written_is_an_invariant():
+    """Goal: nothing happens between choosing and writing. Method: an event in between."""
+    machine = Machine(ev.Record(), 0.0)
+    machine.handle(want(1, A, "active"), 0.0)
+    with pytest.raises(InvariantError):
+        machine.handle(ev.Tick(), 0.0)
+
+
+def test_want_again_by_the_holder_gets_the_same_grant():
+    """Goal: a lost grant costs nothing. Method: the same want without a token, and with it."""
+    shell = held_by_a()
+    assert sent(shell.feed(want(1, A, "active"))) == [(1, A, 1)]
+    assert sent(shell.feed(want(1, A, "active", tokens={"active": 1}))) == [(1, A, 1)]
+
+
+def test_newcomer_is_told_who_holds():
+    """Goal: one hears that another holds, also when coming late. Method: a second supervisor."""
+    shell = Shell()
+    shell.feed(want(1, A, "active"))
+    assert sent(shell.feed(want(2, B, "active"))) == [(2, A, 1)]
+
+
+def test_newest_connection_replaces_the_older_one_and_keeps_the_place():
+    """Goal: one connection per supervisor. Method: the holder and the waiter connect again."""
+    shell = held_by_a()
+    effects = shell.feed(want(3, A, "active", tokens={"active": 1}))
+    assert [e.conn for e in effects if isinstance(e, ev.Close)] == [1]
+    assert sent(effects) == [(3, A, 1)]
+    shell.feed(ev.ConnectionClosed(1))
+    assert shell.active.state is LockState.HELD
+    shell.feed(want(4, B, "active"))
+    shell.feed(ev.ConnectionClosed(2))
+    assert [w.incarnation for w in shell.active.waiters] == [B]
+
+
+def test_older_connection_that_is_read_late_takes_nothing_back():
+    """Goal: a reconnect may overtake what was said before. Method: connection 2 is read first; then
+    what the same supervisor had said on connection 1, before it had launched anything."""
+    shell = Shell()
+    shell.feed(want(2, A, "active"))
+    effects = shell.feed(want(1, None, engine="engine-0"))
+    assert [e.conn for e in effects if isinstance(e, ev.Close)] == [1]
+    assert shell.active.state is LockState.HELD
+    shell.feed(ev.ConnectionClosed(1))
+    assert shell.active.state is LockState.HELD
+    assert sent(shell.feed(want(2, A, "active", tokens={"active": 1}))) == [(2, A, 1)]
+
+
+def test_event_of_no_kind_is_an_invariant():
+    """Goal: nothing is silently ignored. Method: hand in something that is no event."""
+    with pytest.raises(InvariantError, match="unknown event"):
+        Machine(ev.Record(), 0.0).handle("hello", 0.0)
+
+
+def test_refused_lock_is_one_reason_enough():
+    """Goal: one error frame ends a connection. Method: two locks, neither with a witness."""
+    shell = Shell()
+    bad = want(1, A, "active", "loader", witness_file=None, witness_state=Probe.UNPROVEN)
+    assert refused(shell.feed(bad)) == ["lock.witness_unproven"]
+
+
+def test_more_ended_witnesses_than_are_remembered_stay_until_a_later_start():
+    """Goal: a bound. Method: one leftover more than `ENDED_MAX`, and a grant."""
+    shell = Shell()
+    leftovers = [WitnessFile(f"witness_old_{n:016x}", 1, n) for n in range(ENDED_MAX + 1)]
+    assert shell.machine.begin(leftovers) == []
+    effects = shell.feed(want(1, A, "active"))
+    (discard,) = [effect for effect in effects if isinstance(effect, ev.Discard)]
+    assert discard.witnesses == tuple(leftovers[:ENDED_MAX])

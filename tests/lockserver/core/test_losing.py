@@ -1,0 +1,150 @@
+"""When a lock is lost, what proves it, and whom silence takes it from: nobody."""
+
+from __future__ import annotations
+
+from lockserver.core import events as ev
+from lockserver.core import evidence
+from lockserver.core.lock import LockState
+from lockserver.witness import WitnessFile, name_of
+from tests.lockserver.core.shell import (
+    A,
+    B,
+    Shell,
+    happened,
+    held_by_a,
+    refused,
+    sent,
+    want,
+)
+
+
+def test_closed_connection_alone_frees_nothing_and_tries_nothing():
+    """Goal: the connection says when to look, not what is true. Method: cut the holder's."""
+    shell = held_by_a()
+    shell.feed(ev.ConnectionClosed(1))
+    assert shell.active.state is LockState.RELEASING
+    assert shell.due() == []
+    assert shell.feed(ev.WitnessFree("active", A)) == []
+    assert sent(shell.feed(want(5, A, "active", tokens={"active": 1}))) == [(5, A, 1)]
+    assert shell.active.state is LockState.HELD
+
+
+def test_ended_process_needs_the_witness_too():
+    """Goal: both pieces of evidence. Method: pidfd first, then the witness."""
+    shell = held_by_a()
+    shell.feed(ev.ConnectionClosed(1))
+    assert not sent(shell.feed(ev.ProcessGone(f"{'engine-0':0>16}")))
+    assert shell.due() == [A]
+    assert sent(shell.feed(ev.WitnessFree("active", A))) == [(2, B, 2)]
+    assert ev.Discard((WitnessFile(name_of(A), 1, hash(name_of(A)) % 1000),)) in shell.effects
+
+
+def test_without_pidfd_the_closed_connection_stands_for_the_process():
+    """Goal: older kernels. Method: the holder has no pidfd."""
+    shell = Shell()
+    shell.feed(want(1, A, "active", process="none"))
+    assert shell.due() == []
+    shell.feed(ev.ConnectionClosed(1))
+    assert shell.due() == [A]
+
+
+def test_own_word_needs_the_witness_but_not_the_process():
+    """Goal: relaunch without a failed pidfd. Method: the want no longer names the incarnation."""
+    shell = held_by_a()
+    shell.feed(want(1, None, engine="engine-0"))
+    assert (shell.active.state, shell.active.cause) == (LockState.RELEASING, "not_wanted")
+    assert shell.due() == [A]
+    assert sent(shell.feed(ev.WitnessFree("active", A))) == [(2, B, 2)]
+
+
+def test_given_up_lock_cannot_be_asked_for_by_the_same_incarnation():
+    """Goal: a reaped incarnation stays dead. Method: drop the lock, ask again."""
+    shell = held_by_a()
+    shell.feed(want(1, A))
+    assert refused(shell.feed(want(1, A, "active"))) == ["lock.incarnation_ended"]
+
+
+def test_silent_holder_is_tried_and_reported_and_keeps_the_lock_while_it_lives():
+    """Goal: the server never kills and never guesses. Method: no beat for silent_ms."""
+    shell = held_by_a(silent_ms=1000)
+    shell.feed(ev.Beaten(2, 1))
+    effects = shell.pass_ms(1200)
+    assert "lock.unresponsive" in happened(effects)
+    assert shell.active.state is LockState.HELD
+    assert shell.due() == [A]
+    shell.feed(ev.Beaten(1, 1))
+    assert shell.due() == []
+
+
+def test_silent_waiter_is_passed_over_and_keeps_its_place():
+    """Goal: a hung standby delays nobody. Method: two waiters, the first is silent."""
+    shell = held_by_a(silent_ms=1000)
+    c = "engine-2-000000000000000c"
+    shell.feed(want(3, c, "active"))
+    for beat in range(15):
+        shell.feed(ev.Beaten(1, beat))
+        shell.feed(ev.Beaten(3, beat))
+        shell.pass_ms(100)
+    shell.feed(want(1, None, engine="engine-0"))
+    assert (3, c, 2) in sent(shell.feed(ev.WitnessFree("active", A)))
+    assert [w.incarnation for w in shell.active.waiters] == [B]
+
+
+def test_same_progress_again_is_no_sign_of_life():
+    """Goal: a stuck loop that still sends is silent. Method: beat with one number."""
+    shell = held_by_a(silent_ms=1000)
+    for _ in range(15):
+        shell.feed(ev.Beaten(1, 7))
+        shell.pass_ms(100)
+    assert shell.machine.supervisors[f"{'engine-0':0>16}"].is_silent
+
+
+def test_server_that_was_stopped_calls_nobody_silent():
+    """Goal: our own stall is not theirs. Method: one tick after a minute."""
+    shell = held_by_a()
+    shell.now_ms += 60_000
+    assert "lock.unresponsive" not in happened(shell.feed(ev.Tick()))
+
+
+def test_plain_lock_is_free_when_unwanted_or_its_supervisor_is_gone():
+    """Goal: the loader lock waits for no witness. Method: both ways to lose it."""
+    shell = Shell()
+    shell.feed(want(1, A, "loader"))
+    shell.feed(want(2, B, "loader"))
+    assert sent(shell.feed(want(1, A))) == [(2, B, 2)]
+    shell.feed(want(1, A, "loader"))
+    assert (1, A, 3) in sent(shell.feed(ev.ProcessGone(f"{'engine-1':0>16}")))
+
+
+def test_plain_lock_outlives_a_cut_connection():
+    """Goal: a loader that reconnects goes on loading. Method: cut and come back."""
+    shell = Shell()
+    shell.feed(want(1, A, "loader"))
+    shell.feed(ev.ConnectionClosed(1))
+    assert sent(shell.feed(want(2, A, "loader", tokens={"loader": 1}))) == [(2, A, 1)]
+
+
+def test_silent_holder_whose_witness_is_free_is_dead():
+    """Goal: a hung connection of a dead tree holds nothing up. Method: silence, and the witness."""
+    shell = held_by_a(silent_ms=1000)
+    shell.pass_ms(1200)
+    shell.feed(ev.Beaten(2, 1))
+    effects = shell.feed(ev.WitnessFree("active", A))
+    assert "lock.releasing" in happened(effects)
+    assert sent(effects) == [(2, B, 2)]
+
+
+def test_witness_that_was_tried_for_somebody_else_frees_nothing():
+    """Goal: a late answer of a probe is no evidence. Method: of another incarnation; of nobody."""
+    shell = Shell()
+    assert shell.feed(ev.WitnessFree("active", A)) == []
+    shell.feed(want(2, B, "active"))
+    assert shell.feed(ev.WitnessFree("active", A)) == []
+    assert shell.active.state is LockState.HELD
+
+
+def test_free_lock_has_no_evidence_to_look_at():
+    """Goal: nothing is tried, and so sealed, without need. Method: ask of a free lock."""
+    shell = Shell()
+    assert not evidence.is_decisive(shell.active, {})
+    assert shell.due() == []

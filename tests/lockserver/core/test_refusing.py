@@ -1,0 +1,104 @@
+"""Who is refused, by which code, and that nothing else changes by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lockserver.core import events as ev
+from lockserver.core.lock import LockState
+from lockserver.core.roster import SUPERVISORS_MAX
+from lockserver.witness import Probe
+from tests.lockserver.core.shell import (
+    A2,
+    A,
+    B,
+    Shell,
+    held_by_a,
+    refused,
+    restarted,
+    want,
+)
+
+
+@pytest.mark.parametrize(
+    ("bad", "code"),
+    [
+        (want(9, A, "nothing"), "lock.unknown_lock"),
+        (want(9, A, "active", witness="witness_x"), "lock.bad_witness_name"),
+        (want(9, A, "active", witness="../witness"), "lock.bad_witness_name"),
+        (want(9, A, "active", witness=None), "lock.bad_witness_name"),
+        (want(9, A, "active", engine="engine-9"), "lock.bad_incarnation"),
+        (want(9, A, "active", "active"), "lock.bad_want"),
+        (want(9, A, tokens={"active": 3}), "lock.bad_want"),
+        (replace(want(9, None), locks=("active",)), "lock.bad_want"),
+        (replace(want(9, None), engine="a/b"), "lock.bad_engine_id"),
+        (want(9, A, "active", witness_state=Probe.FREE), "lock.witness_unproven"),
+        (want(9, A, "active", witness_state=Probe.UNPROVEN), "lock.witness_unproven"),
+        (want(9, A, "loader", witness_file=None), "lock.witness_unproven"),
+        (want(9, A, "active", tokens={"active": 3}), "lock.stale_claim"),
+    ],
+)
+def test_bad_want_is_refused_by_code_and_changes_no_lock(bad, code):
+    """Goal: bad input costs its sender. Method: every kind of bad want on a machine with locks."""
+    shell = Shell()
+    shell.feed(want(2, B, "active"))
+    before = (shell.active.state, shell.active.holder, list(shell.active.waiters))
+    effects = shell.feed(bad)
+    assert refused(effects) == [code]
+    assert (shell.active.state, shell.active.holder, list(shell.active.waiters)) == before
+    assert not any(isinstance(effect, ev.Lend) for effect in effects)
+    assert len(shell.machine.supervisors) == 1  # whoever was only ever refused is forgotten
+
+
+def test_second_living_supervisor_of_an_engine_is_refused_until_the_first_is_gone():
+    """Goal: two containers with one ENGINE_ID. Method: another supervisor id, same engine."""
+    shell = held_by_a()
+    twin = want(9, A2, "active", supervisor="f" * 16)
+    assert refused(shell.feed(twin)) == ["lock.engine_id_taken"]
+    shell.feed(ev.ConnectionClosed(1))  # a cut connection is no death
+    assert refused(shell.feed(twin)) == ["lock.engine_id_taken"]
+    shell.feed(ev.ProcessGone(f"{'engine-0':0>16}"))
+    assert refused(shell.feed(twin)) == []
+
+
+def test_another_process_cannot_speak_for_a_living_supervisor():
+    """Goal: who knows a supervisor's id cannot take its lock away. Method: the same id from
+    another pid, while the first lives and after it has gone."""
+    shell = Shell()
+    shell.feed(want(1, A, "active", pid=10, process="SO_PEERPIDFD"))
+    stranger = want(2, None, engine="engine-0", pid=11, process="SO_PEERPIDFD")
+    assert refused(shell.feed(stranger)) == ["lock.identity_changed"]
+    assert shell.active.state is LockState.HELD
+    again = want(3, A, "active", pid=10, process="SO_PEERPIDFD")
+    assert not refused(shell.feed(again))
+
+
+def test_connection_cannot_change_its_identity():
+    """Goal: one connection, one supervisor. Method: say another id, another engine."""
+    shell = held_by_a()
+    other = want(1, B, "active", supervisor="e" * 16)
+    assert refused(shell.feed(other)) == ["lock.identity_changed"]
+    moved = want(7, "engine-9-000000000000000a", "active", supervisor=f"{'engine-0':0>16}")
+    assert refused(shell.feed(moved)) == ["lock.identity_changed"]
+
+
+def test_beat_before_want_is_refused_and_supervisors_are_limited():
+    """Goal: bounds. Method: a beat from nowhere; one supervisor too many."""
+    shell = Shell()
+    assert refused(shell.feed(ev.Beaten(5, 1))) == ["lock.want_first"]
+    for number in range(SUPERVISORS_MAX):
+        shell.feed(want(number, f"e{number}-000000000000000a", "active"))
+    late = want(SUPERVISORS_MAX, "late-000000000000000a", "active")
+    assert refused(shell.feed(late)) == ["lock.too_many_waiters"]
+
+
+def test_restart_holder_on_file_is_heard_although_a_crowd_came_first():
+    """Goal: the limit refuses newcomers, not who is in the right. Method: a restart, as many
+    strangers as there is room for, then the holder."""
+    shell = restarted(held_by_a())
+    for number in range(SUPERVISORS_MAX):
+        shell.feed(want(number, f"e{number}-000000000000000a", "active"))
+    shell.feed(want(SUPERVISORS_MAX, A, "active", tokens={"active": 1}))
+    assert shell.active.state is LockState.HELD

@@ -1,0 +1,176 @@
+"""What a restarted server knows, from its file and from who speaks to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lockserver.core import events as ev
+from lockserver.core import evidence
+from lockserver.core.lock import LockState
+from lockserver.witness import Probe, name_of
+from tests.lockserver.core.shell import (
+    A2,
+    A,
+    B,
+    Shell,
+    happened,
+    held_by_a,
+    refused,
+    restarted,
+    sent,
+    want,
+)
+
+
+def test_restart_holder_on_file_same_grant_again():
+    """Goal: no failover by a restart. Method: the holder wants with its token, and without."""
+    for tokens in ({}, {"active": 1}):
+        shell = restarted(held_by_a())
+        assert shell.active.state is LockState.RECOVERING
+        shell.feed(want(2, B, "active"))
+        assert shell.active.state is LockState.RECOVERING
+        assert sent(shell.feed(want(1, A, "active", tokens=tokens))) == [(1, A, 1)]
+        assert shell.active.state is LockState.HELD
+
+
+def test_restart_free_witness_frees_at_once_and_a_held_one_is_only_reported():
+    """Goal: no window to sit out, and no grant at its end. Method: both, with time passing."""
+    shell = restarted(held_by_a(), window_ms=1000)
+    shell.feed(want(2, B, "active"))
+    assert shell.due() == [A]
+    effects = shell.pass_ms(5000)
+    assert happened(effects).count("lock.unresponsive") == 1
+    assert shell.active.state is LockState.RECOVERING
+    shell.feed(ev.Beaten(2, 1))
+    assert (2, B, 2) in sent(shell.feed(ev.WitnessFree("active", A)))
+
+
+def test_restart_relaunched_holder_lets_go():
+    """Goal: an incarnation no longer named was reaped. Method: the engine comes with a new one."""
+    shell = restarted(held_by_a())
+    shell.feed(want(1, A2, "active"))
+    assert shell.active.state is LockState.RELEASING
+    assert (1, A2, 2) in sent(shell.feed(ev.WitnessFree("active", A)))
+
+
+def test_restart_returning_holder_evicts_who_took_its_name():
+    """Goal: the holder on file is in the right. Method: a twin came first."""
+    shell = restarted(held_by_a())
+    assert refused(shell.feed(want(9, A2, "active", supervisor="f" * 16))) == []
+    effects = shell.feed(want(1, A, "active"))
+    assert refused(effects) == ["lock.engine_id_taken"]
+    assert sent(effects) == [(1, A, 1)]
+
+
+def test_restart_stale_claim_of_one_lock_leaves_the_other_heard():
+    """Goal: a refusal never strands a lock in recovering. Method: loader on file, active stale."""
+    shell = Shell()
+    shell.feed(want(1, A, "loader"))
+    shell = restarted(shell)
+    effects = shell.feed(want(1, A, "active", "loader", tokens={"active": 9, "loader": 1}))
+    assert refused(effects) == ["lock.stale_claim"]
+    shell.feed(ev.ConnectionClosed(1))
+    assert shell.machine.locks["loader"].state is LockState.RELEASING
+
+
+LOST = ev.Record(token=8, unknown=frozenset({"active", "loader"}))
+
+
+def test_unknown_file_claim_with_a_held_witness_is_believed_and_filed():
+    """Goal: state unreadable: claims. Method: one with a token above the readable one."""
+    shell = Shell(LOST)
+    effects = shell.feed(want(1, A, "active", tokens={"active": 12}))
+    assert sent(effects) == [(1, A, 12)]
+    assert shell.disk.holders["active"].incarnation == A
+    assert shell.disk.unknown == {"loader"}
+    shell.feed(want(2, B, "active"))
+    shell.feed(want(1, None, engine="engine-0"))
+    assert (2, B, 14) in sent(shell.feed(ev.WitnessFree("active", A)))
+
+
+def test_unknown_file_claim_of_a_free_witness_is_refused():
+    """Goal: a token is no proof of life. Method: claim with a witness that nobody holds."""
+    shell = Shell(LOST)
+    claim = want(1, A, "active", tokens={"active": 12}, witness_state=Probe.FREE)
+    assert refused(shell.feed(claim)) == ["lock.stale_claim"]
+
+
+def test_unknown_file_is_free_only_when_no_stranger_holds_a_witness():
+    """Goal: every witness free, or of a connected supervisor that does not claim. Method: scans."""
+    shell = Shell(LOST)
+    shell.feed(want(2, B, "active"))
+    assert not sent(shell.feed(ev.DirectoryScanned(frozenset({name_of(A), name_of(B)}))))
+    assert shell.active.is_unknown
+    effects = shell.feed(ev.DirectoryScanned(frozenset({name_of(B)})))
+    assert (2, B, 9) in sent(effects)
+
+
+def test_unknown_file_stays_unknown_on_disk_while_another_lock_is_granted():
+    """Goal: a grant of one lock files no false freedom of another. Method: loader settles first."""
+    shell = Shell(ev.Record(token=8, unknown=frozenset({"active"})))
+    shell.feed(want(2, B, "loader"))
+    assert shell.disk.holders["loader"].incarnation == B
+    assert shell.disk.unknown == {"active"}
+    assert restarted(shell).active.is_unknown
+
+
+def test_restart_tells_of_each_lock_that_recovers_who_held_it_or_that_nobody_knows():
+    """Goal: no wait is silent. Method: what is said at start, with a holder on file or not."""
+    shell = restarted(held_by_a())
+    (told,) = shell.machine.begin()
+    assert told.type == "lock.recovering"
+    assert "engine-0 held active, token 1" in told.message
+    first, second = Shell(LOST).machine.begin()
+    assert {first.data["lock"], second.data["lock"]} == {"active", "loader"}
+    assert "is not on file" in first.message
+
+
+def test_restart_twin_that_is_not_connected_leaves_without_a_word():
+    """Goal: the holder on file is in the right. Method: a twin came first, and was cut off."""
+    shell = restarted(held_by_a())
+    shell.feed(want(9, A2, "active", supervisor="f" * 16))
+    shell.feed(ev.ConnectionClosed(9))
+    effects = shell.feed(want(1, A, "active"))
+    assert refused(effects) == []
+    assert sent(effects) == [(1, A, 1)]
+    assert list(shell.machine.supervisors) == [f"{'engine-0':0>16}"]
+
+
+def test_restart_of_two_that_hold_different_locks_the_fenced_one_stays():
+    """Goal: they do not evict each other for ever. Method: one id twice, `active` and `loader` on
+    file, in either order."""
+    first, twin = f"{'engine-0':0>16}", "f" * 16
+    for order in ((first, twin), (twin, first)):
+        shell = Shell()
+        shell.feed(want(1, A, "active", process="none"))
+        shell.feed(ev.ConnectionClosed(1))
+        shell.feed(want(2, A2, "loader", supervisor=twin, process="none"))
+        shell = restarted(shell)
+        wants = {
+            first: want(3, A, "active", tokens={"active": 1}),
+            twin: want(4, A2, "loader", tokens={"loader": 2}, supervisor=twin),
+        }
+        for supervisor in order:
+            shell.feed(wants[supervisor])
+        assert list(shell.machine.supervisors) == [first]
+        assert shell.active.state is LockState.HELD
+        assert refused(shell.feed(replace(wants[twin], conn=5))) == ["lock.engine_id_taken"]
+
+
+def test_unknown_file_keeps_what_connected_supervisors_name():
+    """Goal: a scan seals no witness of one that is just starting. Method: two came, one left."""
+    shell = Shell(LOST)
+    shell.feed(want(1, A, "active"))
+    shell.feed(want(2, B, "active"))
+    shell.feed(want(3, None, engine="engine-2"))
+    shell.feed(ev.ConnectionClosed(1))
+    assert evidence.scan_is_due(shell.machine.locks)
+    assert evidence.kept_witnesses(shell.machine.supervisors) == {name_of(B)}
+
+
+def test_unknown_file_claim_is_written_to_both_slots():
+    """Goal: losing one slot loses no token. Method: count the writes that one claim causes."""
+    shell = Shell(LOST)
+    effects = shell.feed(want(1, A, "active", tokens={"active": 12}))
+    written = [effect.record for effect in effects if isinstance(effect, ev.Persist)]
+    assert [record.token for record in written] == [13, 13]
