@@ -5,6 +5,7 @@ Whether a contender can run here is asked with `missing`; `flock` needs no serve
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -26,18 +27,21 @@ PROGRAMS = {"redis": "redis-server", "etcd": "etcd"}
 PACKAGES = {"redis": "redis-server", "etcd": "etcd-server"}  # Debian's
 
 
+@functools.cache
 def missing(contender: str) -> str | None:
-    """Why this contender cannot run here, or None."""
-    program = PROGRAMS.get(contender.partition("_")[0])
-    if program is not None and shutil.which(program) is None:
-        package = PACKAGES[contender.partition("_")[0]]
-        return f"{program} is not installed (Debian: apt-get install {package})"
-    if (
-        contender.startswith(("unix", "tcp"))
-        and contender != "unix_disk"
-        and not os.path.isdir(MEMORY)
-    ):
-        return f"there is no {MEMORY} to keep the state in memory"
+    """Why this contender cannot run here, or None: then its server was started once."""
+    program = PROGRAMS.get(contender)
+    if program is None:
+        return None
+    if shutil.which(program) is None:
+        return f"{program} is not installed (Debian: apt-get install {PACKAGES[contender]})"
+    try:
+        with ExitStack() as stack:
+            daemon = START[contender](folder(stack, on_disk=True), free_port())
+            stack.callback(daemon.close)
+            daemon.ready()
+    except (AssertionError, OSError) as error:
+        return f"{program} does not run here: {error}"
     return None
 
 
@@ -61,7 +65,12 @@ class Daemon:
         )
 
     def ready(self) -> None:
-        until(self._answers, f"{self.process.args!r} to answer")
+        until(self._is_up, f"{self.process.args!r} to answer")
+
+    def _is_up(self) -> bool:
+        code = self.process.poll()
+        assert code is None, f"{self.process.args!r} has ended with code {code}"
+        return self._answers()
 
     def close(self) -> None:
         self.process.kill()

@@ -66,3 +66,18 @@ def test_who_is_not_installed_is_skipped_with_the_reason(tmp_path):
     assert "apt-get install redis-server" in report["skipped"]["redis"]
     assert "apt-get install etcd-server" in report["skipped"]["etcd"]
     assert "Skipped: redis: redis-server is not installed" in markdown(report)
+
+
+def test_a_program_that_does_not_run_is_skipped_too(tmp_path):
+    """Goal: what is broken here spoils nobody else's figures. Method: a redis-server that ends."""
+    program = tmp_path / "redis-server"
+    program.write_text("#!/bin/sh\nexit 7\n")
+    program.chmod(0o755)
+    done = bench(
+        "--json", "--only", "redis,flock", "--kills", "2", PATH=f"{tmp_path}:/usr/bin:/bin"
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["kill_to_grant_ms"]["redis"] is None
+    assert "has ended with code 7" in report["skipped"]["redis"]
+    assert report["kill_to_grant_ms"]["flock"]["p50"] > 0
