@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.helpers import auntil
+from tests.helpers import auntil, until
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.doomed_server import MOMENTS
 from tests.lockserver.engines import Engine
@@ -121,6 +121,26 @@ async def _all_in_turn(holder: Engine, waiters: list[Engine]) -> None:
         waiters.remove(holder)
         assert holder.token() > last
         assert served(waiters) == []
+
+
+def test_server_and_both_engines_killed_at_once_the_first_back_is_granted_with_a_larger_token(
+    pod_dir, start_server, start_engine
+):
+    """Goal: after the end of everything the order is who comes first, with no window to sit out.
+    Method: SIGKILL to the server, the holder's tree and the waiter's; a server with a window of an
+    hour; the engine that waited is relaunched first."""
+    server = start_server("--window-ms", "3600000")
+    engines = [start_engine("engine-0")]
+    assert engines[0].granted() == 1
+    engines.append(start_engine("engine-1"))
+    server.kill()
+    for engine in engines:
+        engine.close()
+    server.start()
+    assert start_engine("engine-1").granted() == 2
+    start_engine("engine-0")
+    until(lambda: server.lock()["waiters"], "the other one to wait")
+    assert server.lock()["holder"]["engine"] == "engine-1"
 
 
 def test_grant_lost_with_its_connection_is_given_again_and_to_nobody_else(pod_dir, start_server):
