@@ -41,9 +41,9 @@ class Place:
             self._mend(self._server.reclaim_guard, is_vital=True),
             self._mend(self._server.reclaim_socket, is_vital=False),
         ]
-        problem = next(filter(None, problems), None)
+        problem = next(filter(None, (*problems, self._server.problem)), None)
         if problem is not None and problem != self.problem:
-            self._events.record("lock.path_lost", problem, "error")
+            self._events.record("lock.unreachable", problem, "error")
         self.problem = problem
 
     def _mend(self, reclaim: Callable[[], str | None], *, is_vital: bool) -> str | None:

@@ -15,6 +15,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from lockserver import witness
 from lockserver.core import evidence
@@ -63,23 +64,26 @@ class Prober:
 
     def _look(self) -> None:
         self._timer = None
+        began_s = time.monotonic()
         self._try_holders()
         if evidence.scan_is_due(self._machine.locks):
-            self._try_directory()
+            with suppress(OSError):  # no descriptor left to read it with: tried again
+                self._try_directory()
         subject = self._find_subject()
         now_s = self._loop.time()
         if subject != self._subject:
             self._subject, self._began_s = subject, now_s
         if subject is not None and self._timer is None:
-            self._look_again(now_s - self._began_s)
+            self._look_again(now_s - self._began_s, time.monotonic() - began_s)
 
-    def _look_again(self, waited_s: float) -> None:
-        if waited_s < DENSE_FOR_S:
+    def _look_again(self, waited_s: float, took_s: float) -> None:
+        """A look that takes long, over thousands of leftovers, leaves as long for all else."""
+        if waited_s < DENSE_FOR_S and took_s < FAST_S:
             time.sleep(DENSE_S)
             self._timer = self._loop.call_soon(self._look)
         else:
             delay_s = FAST_S if waited_s < FAST_FOR_S else SLOW_S
-            self._timer = self._loop.call_later(delay_s, self._look)
+            self._timer = self._loop.call_later(max(delay_s, took_s), self._look)
 
     def _try_holders(self) -> None:
         for lock, holder in evidence.probes_due(self._machine.locks, self._machine.supervisors):

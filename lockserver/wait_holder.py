@@ -109,7 +109,7 @@ def _witness(holder: Holder, seen: Seen) -> str:
         return f"witness {name} removed or replaced{alive}"
     if seen.probe is Probe.HELD:
         return f"witness {name} held by {named(seen.processes)}"
-    return f"witness {name} {'free' if seen.probe is Probe.FREE else 'sealed'}"
+    return f"witness {name} {'free' if seen.probe is Probe.FREE else 'sealed, or not to be opened'}"
 
 
 def _process(lock: Lock, supervisor: Supervisor | None) -> str:

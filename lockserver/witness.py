@@ -150,12 +150,22 @@ def identify(path: str) -> tuple[WitnessFile | None, Probe]:
     """
     with _opened(path) as fd:
         if fd is None:
-            return None, Probe.UNPROVEN
+            return _named(path), Probe.UNPROVEN
         found = os.fstat(fd)
         file = WitnessFile(os.path.basename(path), found.st_dev, found.st_ino)
         if found.st_size:
             return file, Probe.UNPROVEN
         return file, Probe.FREE if _try_lock(fd) else Probe.HELD
+
+
+def _named(path: str) -> WitnessFile | None:
+    """The file at `path`, unopened: for want of a descriptor it is not gone."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except (OSError, ValueError):
+        return None
+    is_file = stat.S_ISREG(found.st_mode)
+    return WitnessFile(os.path.basename(path), found.st_dev, found.st_ino) if is_file else None
 
 
 def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> Probe:

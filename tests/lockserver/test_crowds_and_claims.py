@@ -55,8 +55,8 @@ def code_of(hand: Hand, **claims) -> str:
 def test_thousand_waiters_cost_the_holder_nothing_and_each_grant_is_one(
     pod_dir, start_server, start_engine
 ):
-    """Goal: a crowd is slower to serve, and that is all. Method: a holder, a thousand waiters, a
-    restart in between; the holder dies and one of them is granted; the crowd dies, an engine is."""
+    """Goal: a crowd is slower to serve, and that is all. Method: a holder, a thousand waiters;
+    the holder dies and the first of them is granted; the crowd dies, and an engine is."""
     server = start_server()
     holder = start_engine("engine-0")
     assert holder.granted() == 1

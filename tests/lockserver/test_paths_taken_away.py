@@ -91,7 +91,7 @@ def test_socket_path_that_is_a_strangers_is_said_and_taken_back_when_it_goes(
         async with Engine(pod_dir, "engine-1") as standby:
             await wait(standby)
             with put_there(path, stranger):
-                await auntil(lambda: "lock.path_lost" in server.log(), "people to be told")
+                await auntil(lambda: "lock.unreachable" in server.log(), "people to be told")
                 assert "nobody new can connect" in server.log()
                 holder.signal(signal.SIGKILL, tree=True)
                 assert await standby.granted() == 2

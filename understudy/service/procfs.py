@@ -16,8 +16,12 @@ TCP_LISTEN = "0A"  # include/net/tcp_states.h
 
 
 def pids() -> Iterator[int]:
-    """Every process visible here."""
-    for name in os.listdir("/proc"):
+    """Every process visible here; none where this process has no descriptor left to look."""
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return
+    for name in names:
         if name.isdigit():
             yield int(name)
 

@@ -17,6 +17,7 @@ from understudy.wire.connection import Connection, Handler
 from understudy.wire.fds import OwnedFd
 from understudy.wire.limits import FIRST_FRAME_DEADLINE_S, RETRY_S
 from understudy.wire.messages import Catalogue, Hello, Message, Welcome
+from understudy.wire.sockets import no_descriptors
 
 
 class Listener(abc.ABC):
@@ -30,6 +31,7 @@ class Listener(abc.ABC):
         self._handler = handler
         self._service = service
         self._connections_max = connections_max
+        self.problem: str | None = None  # why nobody new is let in
         self._sock: socket.socket | None = None
         self._silent: dict[Connection, asyncio.TimerHandle] = {}
 
@@ -77,6 +79,7 @@ class Listener(abc.ABC):
             return False
         try:
             self._accepted(sock, name)
+            self.problem = None
         except OSError as error:  # it needed one descriptor more
             sock.close()
             self._pause(error)
@@ -87,6 +90,7 @@ class Listener(abc.ABC):
         """Out of descriptors: the newcomers wait in the backlog until somebody leaves."""
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
             raise error
+        self.problem = no_descriptors("let anybody new in", error).message
         loop = asyncio.get_running_loop()
         assert self._sock is not None
         loop.remove_reader(self._sock.fileno())

@@ -1,0 +1,110 @@
+"""A lock server that lacks something of the machine's: descriptors, time, room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lockserver.messages import Status
+from tests.helpers import auntil
+from tests.lockserver.by_hand import Hand
+from tests.lockserver.engines import Engine
+from tests.lockserver.processes import ServerProcess
+
+LEFTOVERS = 3000
+
+
+def may_open(server: ServerProcess, count: int) -> None:
+    """How many descriptors `server` may have; it keeps those that it has."""
+    _, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (min(count, hard), hard))
+
+
+def test_server_out_of_descriptors_frees_nothing_says_so_and_goes_on_when_it_has_some(
+    pod_dir, start_server, start_engine
+):
+    """Goal: a witness that cannot be opened is not a witness that is gone. Method: take a running
+    server's descriptors away (RLIMIT_NOFILE) before the holder dies: nobody is granted or sent
+    away, who is connected is told why, nobody is told to move files; give them back."""
+    server = start_server()
+    holder = start_engine("engine-0")
+    assert holder.granted() == 1
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            standby.launch()
+            standby.want("active")
+            await auntil(lambda: standby.heard, "the news of who is active")
+            with Hand(pod_dir, "engine-2") as hand, hand.connect() as client:
+
+                def document():
+                    return client.request(Status()).message.document
+
+                document()
+                may_open(server, 8)
+                holder.signal(signal.SIGKILL, tree=True)
+                await auntil(holder.is_gone, "the end of the holder")
+                with hand.connect():
+                    await auntil(lambda: document()["problem"], "the reason to be shown")
+                    assert "limit of 8 open files" in document()["problem"]
+                    lock = document()["locks"]["active"]
+                    assert lock["state"] == "releasing"
+                    assert "witness_lost" not in {each["reason"] for each in lock["waits"]}
+                    assert standby.token() == 0
+                    may_open(server, 1024)
+                    assert await standby.granted() == 2
+                    await auntil(lambda: document()["problem"] is None, "the problem to be over")
+
+    asyncio.run(scenario())
+    assert "Traceback" not in server.log()
+
+
+def test_thousands_of_leftover_witnesses_and_a_lost_state_leave_time_for_everybody(
+    pod_dir, start_server
+):
+    """Goal: to look through a crowded directory is not all that a server does. Method: as many
+    leftovers as a long life of crashes leaves, no state file, one witness held by a stopped engine:
+    status is answered and engines queue; when it dies the next is granted."""
+    for number in range(LEFTOVERS):
+        with open(os.path.join(pod_dir, f"witness_old_{number:016x}"), "wb"):
+            pass
+    with Hand(pod_dir, "engine-0") as stranger:
+        server = start_server()
+        assert server.lock()["state"] == "recovering"
+
+        async def scenario() -> None:
+            async with Engine(pod_dir, "engine-1") as engine:
+                engine.launch()
+                engine.want("active")
+                await auntil(lambda: server.lock()["waiters"], "it to wait")
+                assert server.lock()["state"] == "recovering"
+                assert not server.lock()["waiters"][0]["silent"]
+                stranger.end()
+                assert await engine.granted() == 2
+
+        asyncio.run(scenario())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_second_server_on_the_same_directory_under_another_path_is_refused(pod_dir, start_server):
+    """Goal: one server per directory, not per path. Method: a bind mount, and a server there."""
+    server = start_server()
+    other = Path(pod_dir, "other")
+    other.mkdir(mode=0o700)
+    if subprocess.run(["mount", "--bind", pod_dir, other], capture_output=True).returncode:
+        pytest.skip("this container may not mount")
+    with contextlib.ExitStack() as stack:
+        stack.callback(subprocess.run, ["umount", other], check=True)
+        command = [*server.command, "serve", "--dir", str(other), "--http-port", "0"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert f"pid {server.pid}" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert server.lock()["state"] == "free"
