@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -13,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from lockserver.messages import Status
-from tests.helpers import auntil
+from tests.helpers import auntil, until
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess
 
 LEFTOVERS = 3000
+EVENTS = 200  # four log lines each, of about 300 bytes: three times what a pipe holds
 
 
 def may_open(server: ServerProcess, count: int) -> None:
@@ -90,6 +92,42 @@ def test_thousands_of_leftover_witnesses_and_a_lost_state_leave_time_for_everybo
                 assert await engine.granted() == 2
 
         asyncio.run(scenario())
+
+
+def test_server_whose_logs_nobody_reads_goes_on_and_says_what_it_dropped(pod_dir):
+    """Goal: a stopped reader of logs stops no failover. Method: a server with a pipe for stderr, more
+    events than it holds, then a takeover. Then read: whole lines, and how many are missing."""
+    server = ServerProcess(pod_dir)
+    command = [*server.command, "serve", "--dir", pod_dir, "--http-port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: os.path.exists(os.path.join(pod_dir, "lockserver.sock")), "the server")
+        with Hand(pod_dir, "engine-0") as hand, hand.connect() as client:
+            for _ in range(EVENTS):
+                client.notify(hand.want("loader"))
+                client.notify(hand.want(locks=()))
+                client.request(Status())
+            client.notify(hand.want())
+            hand.end()
+            client.notify(hand.want(incarnation=None, witness=None, locks=()))
+            with Hand(pod_dir, "engine-1") as next_, next_.connect() as other:
+                other.notify(next_.want())
+                assert next_.granted(other) == EVENTS + 2
+        lines = [process.stderr.readline() for _ in range(50)]
+        with Hand(pod_dir, "engine-2") as hand, hand.connect() as client:
+            client.notify(hand.want())
+            client.request(Status())
+        process.terminate()
+        lines += process.stderr.read().splitlines()
+    finally:
+        process.kill()
+        process.communicate()
+    lines = [
+        json.loads(line) for line in [*read, *rest.splitlines()] if line.endswith(("}", "}\n"))
+    ]
+    (lost,) = [line["data"]["lines"] for line in lines if line.get("event") == "log.dropped"]
+    assert lost > 0
+    assert len(lines) + lost >= 2 * EVENTS
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")

@@ -1,12 +1,15 @@
 """Goal: a log line is JSON for machines and aligned text for people, in documented keys."""
 
+import fcntl
 import json
 import logging
+import os
 
 import pytest
 
 from understudy.errors import UsageError
 from understudy.service import log
+from understudy.service.log_stream import PatientlessHandler
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +80,26 @@ def test_what_does_not_exist_is_a_usage_error(wrong):
     """Goal: one sentence that names the choices; method: a wrong value each."""
     with pytest.raises(UsageError, match="does not exist; use one of"):
         log.configure("x", **wrong)
+
+
+def test_line_that_nobody_reads_is_dropped_and_counted_and_never_waited_for():
+    """Goal: who tells is not stopped by who listens; method: a pipe that is full in the middle of a
+    long line, then read: the lines that were taken, what is left of one, and how many are lost."""
+    reader, writer = os.pipe()
+    with open(reader) as listening, open(writer, "w") as stream:
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 8192)
+        handler = PatientlessHandler(stream)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger = logging.Logger("x")
+        logger.addHandler(handler)
+        logger.info("first")
+        for _ in range(3):
+            logger.info("x" * 10_000)
+        assert handler.dropped == 3
+        os.set_blocking(reader, False)
+        taken = os.read(reader, 100_000)
+        assert taken.startswith(b"first\nxxx")
+        assert not taken.endswith(b"\n")
+        logger.info("last")
+        lines = listening.read().splitlines()
+    assert lines == ["", "3 log lines were dropped, because nobody read them", "last"]

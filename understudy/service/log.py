@@ -15,6 +15,7 @@ from typing import Any
 
 from understudy.errors import UsageError
 from understudy.service.clock import rfc3339
+from understudy.service.log_stream import PatientlessHandler
 
 # The keys that a log line may have at its top level, besides ts, level, logger, msg, component.
 KEYS = (
@@ -116,7 +117,7 @@ def configure(
             "service.bad_log_format",
             f"log format {chosen_format!r} does not exist; use one of {', '.join(FORMATS)}",
         )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = PatientlessHandler(sys.stderr)
     handler.setFormatter(
         JsonFormatter(component, constants) if chosen_format == "json" else TextFormatter(component)
     )
