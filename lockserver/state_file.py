@@ -144,7 +144,7 @@ def _token(text: bytes) -> int:
 
 
 def _text(record: Record) -> bytes:
-    """Bounded by the lengths of engine ids and the number of locks: about 1 KiB at most."""
+    """Bounded by the lengths of engine ids and the numbers of locks and members: about 2 KiB."""
     body = {
         "schema": 1,
         "token": record.token,

@@ -1,0 +1,109 @@
+"""A group of members on file: it fits, is read back, and an older server grants nobody over it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from lockserver import witness
+from lockserver.core import events as ev
+from lockserver.core import evidence
+from lockserver.core.events import Holder, Record
+from lockserver.core.lock import LockState
+from lockserver.core.machine import Machine
+from lockserver.core.terms import (
+    LEASE_MS_MAX,
+    MEMBERS_MAX,
+    LeaseTerms,
+    MemberId,
+    unlockable_witness,
+)
+from lockserver.messages import MEMBERS_MAX as MEMBERS_SPOKEN_MAX
+from lockserver.messages import TOKEN_CLAIMED_MAX
+from lockserver.state_file import FORMAT, StateFile
+from lockserver.witness import Probe, WitnessFile
+
+LOCKS = ("active", "loader")
+
+
+def leased(engine: str, members: int, token: int = 7) -> Holder:
+    ids = tuple(MemberId(f"{k:016x}", f"{engine}-{k:016x}") for k in range(members))
+    return Holder(
+        engine=engine,
+        incarnation=ids[0].incarnation,
+        supervisor=ids[0].supervisor,
+        witness=unlockable_witness(ids[0].incarnation),
+        token=token,
+        since_mono_ms=1234567890123.456789,
+        lease=LeaseTerms(LEASE_MS_MAX, ids),
+    )
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return str(tmp_path)
+
+
+def test_two_groups_of_as_many_members_and_with_the_longest_names_fit_a_slot(directory):
+    """Goal: no grant is refused by its own record. Method: 16 members, ids of 63 characters and the
+    largest numbers, in both locks; written for real and read back."""
+    assert MEMBERS_MAX == MEMBERS_SPOKEN_MAX
+    holders = {name: leased("e" * 63, MEMBERS_MAX, TOKEN_CLAIMED_MAX) for name in LOCKS}
+    record = Record(TOKEN_CLAIMED_MAX, holders, frozenset())
+    state = StateFile(directory, LOCKS)
+    state.write(record)
+    state.close()
+    again = StateFile(directory, LOCKS)
+    assert again.loaded.record == record
+    assert again.loaded.problem is None
+    again.close()
+
+
+def test_file_of_before_leases_is_read_as_it_was_written(directory):
+    """Goal: an upgrade of the server is no failover. Method: the bytes that it used to write."""
+    text = (
+        b'{"schema":1,"token":7,"holders":{"active":{"engine":"e","incarnation":"e-0000000000000001"'
+        b',"supervisor":"0123456789abcdef","witness":"witness_e_0000000000000001","dev":3,"ino":4,'
+        b'"token":7,"since_mono_ms":12.5}},"unknown":[]}'
+    )
+    FORMAT.create(os.path.join(directory, "lockserver.json"), text)
+    state = StateFile(directory, LOCKS)
+    holder = state.loaded.record.holders["active"]
+    assert holder.witness == WitnessFile("witness_e_0000000000000001", 3, 4)
+    assert holder.lease is None
+    state.close()
+
+
+def test_older_server_that_reads_a_group_grants_nobody_and_seals_nothing(directory):
+    """Goal: a downgrade is a visible wait, not two owners. Method: a server that knows nothing of
+    leases reads the record, while a witness of that very name lies free in its directory; another
+    engine waits for an hour."""
+    holder = leased("engine-0", 2)
+    path = witness.create(directory, holder.incarnation)
+    as_read = Holder.from_dict({k: v for k, v in holder.to_dict().items() if k != "lease"})
+    assert as_read == replace(holder, lease=None)
+    machine = Machine(Record(7, {"active": as_read}, frozenset()), 0.0)
+    other = witness.new_incarnation("engine-1")
+    machine.handle(
+        ev.Wanted(
+            conn=1,
+            supervisor="b" * 16,
+            engine="engine-1",
+            incarnation=other,
+            witness=witness.name_of(other),
+            locks=("active",),
+            tokens={},
+            witness_file=WitnessFile(witness.name_of(other), 1, 2),
+            witness_state=Probe.HELD,
+        ),
+        0.0,
+    )
+    for now_ms in range(0, 3_600_000, 1000):
+        machine.handle(ev.Tick(), float(now_ms))
+        for _, due in evidence.probes_due(machine.locks, machine.supervisors):
+            file = due.witness
+            assert witness.probe(path, file.dev, file.ino) is Probe.UNPROVEN
+    assert machine.locks["active"].state is LockState.RECOVERING
+    assert os.path.getsize(path) == 0  # not sealed: whoever joins it now may
