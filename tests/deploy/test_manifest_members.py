@@ -103,7 +103,10 @@ def test_each_pod_is_one_member_of_every_engine():
             assert found["engine_id"] == container["name"]
     assert len(numbers) == 2
     assert spec["podManagementPolicy"] == "Parallel"  # one alone never starts
-    assert spec["serviceName"] == "understudy-members"
+    assert spec["updateStrategy"] == {"type": "OnDelete"}  # one by one is an outage for each
+    names = one(NODES, "Service", spec["serviceName"])["spec"]
+    assert names["clusterIP"] == "None"
+    assert names["publishNotReadyAddresses"] is True  # they meet before any is Ready
     rules = pod_spec(NODES)["affinity"]["podAntiAffinity"]
     (rule,) = rules["requiredDuringSchedulingIgnoredDuringExecution"]
     assert rule["topologyKey"] == "kubernetes.io/hostname"
@@ -123,6 +126,7 @@ def test_engines_reach_the_lock_server_by_its_service():
         (port,) = (each for each in service["ports"] if each["port"] == address.port)
         listens = TcpAddress.parse(str(served["listen"]))
         assert ports[port["targetPort"]] == listens.port
+        assert not listens.is_loopback
         assert service["selector"].items() <= labels(workload(LOCK_POD))[0].items()
 
 
