@@ -366,6 +366,7 @@ class Runner:
             is_budget_spent=self._budget.is_spent(now_ms),
             is_healthy=self._facts.is_healthy,
             is_crash_loop=self.relauncher.verdict is not None,
+            takes_traffic=self._settings.member == 0,
         )
         answer = probes.answer(endpoint, view)
         why = status.reason_of(now, self.launch, self.lock)

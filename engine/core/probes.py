@@ -21,6 +21,7 @@ class Rule(StrEnum):
     UNLESS_FIRST_WITHIN_BUDGET = "503 first; later 200 until the budget is spent"
     WITHIN_BUDGET = "200 until the budget is spent"
     WHILE_HEALTHY = "200 while generation is healthy"
+    WHERE_SERVED = "200 of the member that serves"
     UNLESS_CRASH_LOOP = "200 until the budget is spent or a crash loop is declared"
 
 
@@ -53,7 +54,7 @@ TABLE: Mapping[str, Mapping[State, Rule]] = {
         State.INIT: Rule.NO,
         State.STANDBY: Rule.NO,
         State.WAKING: Rule.NO,
-        State.ACTIVE: Rule.YES,
+        State.ACTIVE: Rule.WHERE_SERVED,
         State.DRAINING: Rule.NO,
         State.DEAD: Rule.NO,
     },
@@ -69,6 +70,7 @@ class View:
     is_budget_spent: bool  # of this state; while dead, of reaping
     is_healthy: bool
     is_crash_loop: bool
+    takes_traffic: bool = True  # False: a member that only works for the one that does
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,5 +106,7 @@ def _objection(rule: Rule, view: View) -> str | None:
             return spent
         case Rule.WHILE_HEALTHY:
             return None if view.is_healthy else "generation_unhealthy"
+        case Rule.WHERE_SERVED:
+            return None if view.takes_traffic else "another_member_serves"
         case Rule.UNLESS_CRASH_LOOP:
             return "crash_loop" if view.is_crash_loop else spent

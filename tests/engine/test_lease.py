@@ -21,6 +21,7 @@ from lockserver import witness
 from tests.engine.pod import Engine, LoopThread, Pod
 from tests.helpers import until
 from tests.lockserver.lease_server import LeaseServer
+from tests.wire.certificates import Authority
 from understudy.service import procfs
 
 LEASE_MS = 3000  # a machine with much to do stops a process for a second
@@ -222,6 +223,7 @@ def test_two_members_wake_stop_and_come_back_together(pod, server, loop, tmp_pat
                 loop.call(server.grant, "active", "engine-0", incarnation)
             documents = [member.until("active", number=number) for member in members]
             assert [each["engine"]["member"] for each in documents] == [0, 1]
+            assert [member.get("/serving")[0] for member in members] == [200, 503]
             assert [bool(each["lock"]["address"]) for each in documents] == [True, False]
             assert pod.ask()[0] == "engine-0"
             if number == 1:
@@ -274,3 +276,37 @@ def test_leaving_while_it_waits_for_what_was_left(pod, server):
         until(lambda: (engine.status() or {}).get("problems"), "the stray to be named")
         engine.terminate()
         assert engine.wait() == 0
+
+
+def test_certificates_let_an_engine_in_and_a_stranger_s_do_not(pod, tmp_path, loop):
+    """Goal: mutual TLS by the flags, and no silent wait for who has the wrong files.
+    Method: two engines, one with a certificate of another CA; a server that speaks TLS."""
+    (tmp_path / "other").mkdir()
+    ours, theirs = Authority(tmp_path), Authority(tmp_path / "other")
+    server = LeaseServer(LEASE_MS, auto=("active",))
+    loop.run(server.start(security=ours.issue("lockserver")))
+    try:
+        engines = []
+        for number, authority in enumerate((ours, theirs)):
+            files = authority.issue(f"engine-{number}")
+            flags = (
+                *("--lockserver-tls-cert", str(files.cert)),
+                *("--lockserver-tls-key", str(files.key)),
+                *("--lockserver-tls-ca", ours.path),
+            )
+            name = f"engine-{number}"
+            engines.append(pod.engine(name, flags=(*over_tcp(server, pod), *flags)))
+        engines[0].until("active")
+        engines[1].until("standby")
+        reason = until(
+            lambda: (
+                found
+                if "cannot be reached: " in (found := engines[1].status()["engine"]["reason"])
+                else None
+            ),
+            "the reason to be said",
+        )
+        assert server.address in reason
+        assert engines[1].status()["lock"]["lease"]["valid_for_ms"] == 0
+    finally:
+        loop.run(server.stop())

@@ -9,6 +9,7 @@ from understudy.wire.address import TcpAddress
 from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd
 from understudy.wire.messages import Message
+from understudy.wire.security import Security
 from understudy.wire.tcp import TcpServer
 
 
@@ -26,9 +27,9 @@ class LeaseServer:
     conns: list[Connection] = field(default_factory=list)
     granted: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    async def start(self, port: int = 0) -> None:
+    async def start(self, port: int = 0, security: Security | None = None) -> None:
         where = TcpAddress("127.0.0.1", port)
-        self.server = TcpServer(where, CATALOGUE, self, service="stub", security=None)
+        self.server = TcpServer(where, CATALOGUE, self, service="stub", security=security)
         await self.server.start()
 
     async def stop(self) -> None:
