@@ -1,0 +1,169 @@
+"""A switchover as the lock server's process and its command see it; the engines are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import urllib.request
+from typing import Any
+
+from lockserver.messages import CATALOGUE, SwitchedOver, SwitchOver
+from tests.helpers import auntil
+from tests.lockserver.engines import Engine
+from tests.lockserver.processes import ServerProcess
+from understudy.wire.client import connect
+
+INTERRUPTED = 130
+
+
+def metric(server: ServerProcess, line: str) -> float:
+    """The value of one series, which `line` begins."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    (found,) = [each for each in lines if each.startswith(line)]
+    return float(found.rsplit(" ", 1)[1])
+
+
+def command(server: ServerProcess, *flags: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "lockserver.cli", "switchover", "--dir", server.directory]
+    return subprocess.Popen(
+        [*words, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def hears(engine: Engine) -> list[tuple[str, str | None, str]]:
+    """What `engine` is asked to hand over from now on."""
+    heard: list[tuple[str, str | None, str]] = []
+    engine.client._on_hand_over = lambda *words: heard.append(words)
+    return heard
+
+
+class Asker:
+    """A connection that asks and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def opened(self, conn: Any) -> None:
+        pass
+
+    def received(self, conn: Any, message: Any, request_id: int, fds: Any) -> None:
+        self.told.append((request_id, message))
+
+    def closed(self, conn: Any, reason: str) -> None:
+        pass
+
+
+def test_switchover_is_asked_shown_counted_and_answered(start_server: Any):
+    """Goal: the way of one request. Method: a holder that is asked gives up; status, metrics and
+    the answer on the same connection, under the number of the request."""
+    server = start_server()
+
+    async def main() -> None:
+        path = f"{server.directory}/lockserver.sock"
+        async with (
+            Engine(server.directory, "engine-0") as old,
+            Engine(server.directory, "e-1") as new,
+        ):
+            heard = hears(old)
+            old.launch()
+            old.want("active")
+            token = await old.granted()
+            new.launch()
+            new.want("active")
+            await auntil(lambda: server.lock()["waiters"], "the standby")
+            asker = Asker()
+            conn = await connect(path, CATALOGUE, asker, 5)
+            conn.send(SwitchOver("active", None, 60_000), request_id=7)
+            await auntil(lambda: heard, "the word to the holder")
+            assert heard == [("active", old.incarnation, "e-1")]
+            under_way = server.lock()["switchover"]
+            assert (under_way["from"], under_way["to"], under_way["overdue"]) == (
+                "engine-0",
+                "e-1",
+                False,
+            )
+            assert metric(server, 'understudy_lock_switchover{lock="active"}') == 1
+            assert not asker.told
+            old.reap()
+            old.relent()
+            assert await new.granted() > token
+            await auntil(lambda: asker.told, "the answer")
+            ((number, answer),) = asker.told
+            assert number == 7
+            assert isinstance(answer, SwitchedOver)
+            assert (answer.source, answer.engine, answer.token) == ("engine-0", "e-1", new.token())
+            done = 'understudy_lock_switchovers_total{lock="active",result="done"}'
+            assert metric(server, done) == 1
+            assert metric(server, 'understudy_lock_switchover{lock="active"}') == 0
+            conn.close("asked")
+
+    asyncio.run(main())
+
+
+def test_interrupted_command_leaves_the_switchover_and_says_so(start_server: Any):
+    """Goal: Ctrl-C ends the wait and nothing else. Method: SIGINT to the command; the lock still
+    goes to the engine that was named, past one that has waited longer."""
+    server = start_server()
+
+    async def main() -> None:
+        async with (
+            Engine(server.directory, "engine-0") as old,
+            Engine(server.directory, "engine-1") as first,
+            Engine(server.directory, "engine-2") as named,
+        ):
+            heard = hears(old)
+            for engine in (old, first, named):
+                engine.launch()
+                engine.want("active")
+                await auntil(lambda: server.lock()["holder"], "a holder")
+            await auntil(lambda: len(server.lock()["waiters"]) == 2, "both standbys")
+            asking = command(server, "--to=engine-2")
+            await auntil(lambda: heard, "the word to the holder")
+            asking.send_signal(signal.SIGINT)
+            said, told = asking.communicate(timeout=30)
+            assert asking.returncode == INTERRUPTED
+            assert (said, told) == ("", "what was asked for goes on: see `lockserver status`\n")
+            old.reap()
+            old.relent()
+            await named.granted()
+            assert not first.token()
+
+    asyncio.run(main())
+
+
+def test_command_says_in_a_sentence_what_came_of_it(start_server: Any):
+    """Goal: people read what happened. Method: without `--json`: refused, done, done already."""
+    server = start_server()
+
+    async def main() -> None:
+        async with (
+            Engine(server.directory, "engine-0") as old,
+            Engine(server.directory, "e-1") as new,
+        ):
+            heard = hears(old)
+            old.launch()
+            old.want("active")
+            await old.granted()
+            refused = command(server)
+            _, told = refused.communicate(timeout=30)
+            assert refused.returncode == 1
+            assert "nobody waits for active: without a whole standby nothing is switched" in told
+            new.launch()
+            new.want("active")
+            await auntil(lambda: server.lock()["waiters"], "the standby")
+            asking = command(server)
+            await auntil(lambda: heard, "the word to the holder")
+            old.reap()
+            old.relent()
+            token = await new.granted()
+            said, _ = asking.communicate(timeout=30)
+            assert asking.returncode == 0
+            assert said.startswith("engine-0 has handed active over to e-1 in ")
+            assert said.endswith(f" s, token {token}\n")
+            said, _ = command(server, "--to=e-1").communicate(timeout=30)
+            assert said == f"e-1 holds active already, token {token}\n"
+
+    asyncio.run(main())
