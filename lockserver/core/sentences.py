@@ -224,6 +224,12 @@ def switchover_overdue(lock: Lock, source: Holder, to: str, pid: int, waited_s: 
     return Happened("lock.switchover_overdue", message, "warning", data)
 
 
+def switchover_forgotten(lock: Lock, source: Holder, to: str) -> Happened:
+    message = f"{source.engine} has never handed {lock.name} over to {to}, which is forgotten now"
+    data = {**facts(lock, source), "from": source.engine, "to": to}
+    return Happened("lock.switchover_failed", message, "warning", data)
+
+
 def switchover_ended(
     lock: Lock, source: Holder, holder: Holder, took_ms: float, failure: str | None
 ) -> Happened:

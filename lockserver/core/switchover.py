@@ -8,7 +8,8 @@ ordinary failover, and a server that restarts has forgotten all of this.
 
 One at a time for each lock. It ends with the lock's next grant, to whomever. Its deadline ends only
 the wait of who asked: a holder may drain for longer than anybody wants to watch, and what was asked
-for still comes. From then on another one may be asked for, which replaces it.
+for still comes. From then on another one may be asked for, which replaces it; a holder that has
+done nothing for another hour never will, and it is forgotten.
 
 The surprising thing: that the holder gave the lock back says that its tree was reaped, and not that
 all its requests were finished first. A backend that dies while it drains looks the same from here;
@@ -32,6 +33,8 @@ from lockserver.core.events import (
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.queue import Waiter
 from lockserver.core.supervisor import Supervisor
+
+FORGET_MS = 3_600_000.0  # past its deadline; drains take seconds, and minutes at most
 
 
 @dataclass(slots=True)
@@ -160,6 +163,10 @@ class Switchovers:
                 )
                 yield said
                 found.ask = None
+            elif now_ms >= found.deadline_ms + FORGET_MS:
+                del self.under_way[name]
+                lock.preferred = None
+                yield sentences.switchover_forgotten(lock, found.source, found.to)
 
 
 def _find_target(

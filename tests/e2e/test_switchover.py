@@ -138,7 +138,10 @@ class Kept:
 
     async def run(self) -> None:
         body = json.dumps({"prompt": "a b c", "max_tokens": 4, "temperature": 0}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
         reader, writer = await asyncio.open_connection(*self._where)
         while not self._stopping.is_set():
             if reader.at_eof():  # closed while nobody asked, which is everybody's right

@@ -13,6 +13,7 @@ import pytest
 from engine import shared_names
 from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, kill
+from tests.e2e.test_switchover import kept_connections, switch
 from tests.helpers import auntil
 
 
@@ -53,6 +54,30 @@ async def taken_over(pod: Pod, target: str, number: int, cause: str) -> None:
     after = await pod.whole_after(before.token)
     assert after.standbys == (before.engine,)
     assert (await pod.engine(before.engine))["deaths"][-1]["cause"] == cause
+
+
+def test_switchover_loses_and_refuses_nobody(home: PodHome):
+    """Goal: a planned switchover of vLLM costs no request. Method: under streams and under clients
+    that keep their connections, have the active engine hand over; it is back as the standby."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        with Processes(await pod.engine_tree(before.engine)) as old:
+            async with pod.load() as load, kept_connections(pod), pod.grants(old) as grants:
+                await load.answers()
+                code, document = await switch(pod)
+                assert (code, document.get("engine")) == (0, *before.standbys), document
+                newer = await load.newer(before.token)
+                await load.answers()
+                assert not load.lost()
+                assert not load.refused()
+                assert load.tokens() == {before.token, newer}
+            assert [each.alive for each in grants.made] == [frozenset()]
+        after = await pod.whole_after(before.token)
+        assert after.standbys == (before.engine,)
+        assert (await pod.engine(before.engine))["deaths"][-1]["cause"] == "drained"
+
+    home.run(scenario)
 
 
 def test_memory_service_killed_under_load_is_noticed_by_nobody(home: PodHome):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from lockserver.core.queue import Waiter, next_waiter
-from lockserver.core.switchover import Switchovers
+from lockserver.core.switchover import FORGET_MS, Switchovers
 from lockserver.witness import Probe
 from tests.lockserver.core.shell import Shell, happened, refused, sent, want
 
@@ -258,6 +258,21 @@ def test_overdue_switchover_ends_with_the_next_grant_and_answers_nobody(is_kille
     assert sent(effects) == [(2, B, 2)]
     assert answers(effects) == []
     assert not shell.machine.switchovers.under_way
+
+
+def test_switchover_that_never_comes_is_forgotten():
+    """Goal: nothing lasts for ever. Method: a holder that is heard and does nothing, until an hour
+    after the deadline; then FIFO again."""
+    shell = pod(B, C)
+    ask(shell, to="engine-2", timeout_ms=1000)
+    shell.pass_ms(1000)
+    assert shell.machine.switchovers.under_way["active"].is_overdue
+    shell.now_ms = 1000 + FORGET_MS - 1
+    assert happened(shell.feed(ev.Beaten(1, 1))) == []
+    shell.now_ms += 1
+    assert happened(shell.feed(ev.Beaten(1, 2))) == ["lock.switchover_failed"]
+    assert not shell.machine.switchovers.under_way
+    assert sent(give_up(shell)) == [(2, B, 2)]
 
 
 def test_holder_on_a_new_connection_is_told_again():
