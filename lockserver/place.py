@@ -25,12 +25,13 @@ class Place:
 
     def __init__(self, directory: str, server: Server, events: EventLog) -> None:
         self.problem: str | None = None
+        self.problem_ms = 0.0  # since when
         self._directory = directory
         self._server = server
         self._events = events
         self._identity = identity(directory)
 
-    def look(self) -> None:
+    def look(self, now_ms: float) -> None:
         """Take back what was removed.
 
         Raises:
@@ -44,6 +45,8 @@ class Place:
         problem = next(filter(None, (*problems, self._server.problem)), None)
         if problem is not None and problem != self.problem:
             self._events.record("lock.unreachable", problem, "error")
+        if self.problem is None:
+            self.problem_ms = now_ms
         self.problem = problem
 
     def _mend(self, reclaim: Callable[[], str | None], *, is_vital: bool) -> str | None:

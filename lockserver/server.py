@@ -223,7 +223,7 @@ class LockServer:
 
     def _look_after_the_place(self) -> None:
         try:
-            self._place.look()
+            self._place.look(self.clock.now_ms())
         except UnderstudyError as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
@@ -261,6 +261,7 @@ class LockServer:
             self.machine,
             self.remote.members,
             self._desk.sockets,
+            self._place,
             self.clock,
             self.settings.directory,
         )

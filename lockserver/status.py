@@ -18,10 +18,11 @@ from lockserver.core.events import Holder
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import Machine
 from lockserver.core.members import Members
+from lockserver.place import Place
 from lockserver.service_socket import AWAY, ServiceSocket
 from lockserver.wait import NAMED_MAX, Seen, Wait, since_ms
 from lockserver.wait_members import see_members
-from lockserver.wait_queue import address_away_wait
+from lockserver.wait_queue import address_away_wait, unreachable_wait
 from lockserver.waits import waits_of
 from lockserver.witness import WitnessFile
 from understudy.service import procfs
@@ -47,6 +48,7 @@ class Here:
     machine: Machine
     members: Members
     services: Mapping[str, ServiceSocket]
+    place: Place
     clock: Clock
     directory: str
 
@@ -65,6 +67,8 @@ def _lock_document(lock: Lock, here: Here) -> dict[str, Any]:
     service = here.services.get(lock.name)
     if service is not None and service.state == AWAY:  # a problem of its own: see `service`
         found.append(address_away_wait(service.address, service.problem, machine))
+    if here.place.problem is not None and lock.is_fenced:  # the document's own, said once
+        found.append(unreachable_wait(here.place.problem, here.place.problem_ms, here.directory))
     window_ms = max(0.0, machine.started_ms + machine.window_ms - now_ms)
     return {
         "kind": "fenced" if lock.is_fenced else "plain",

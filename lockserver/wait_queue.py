@@ -103,6 +103,17 @@ def address_away_wait(address: str, problem: str | None, machine: Machine) -> Wa
     )
 
 
+def unreachable_wait(problem: str, since: float, directory: str) -> Wait:
+    """Engines that are connected are served, and who is not cannot come."""
+    return Wait(
+        "unreachable",
+        "engines that are not connected cannot ask for it",
+        since,
+        (problem,),
+        f"remove what is there instead (ls -la {directory}); then it goes on by itself",
+    )
+
+
 def _next(lock: Lock, machine: Machine) -> Waiter | None:
     silent = {each.id for each in machine.supervisors.values() if each.is_silent}
     return next_waiter(lock.waiters, silent, lock.preferred)

@@ -28,6 +28,7 @@ from tests.helpers import auntil
 from tests.lockserver.engines import Engine, EngineProcess
 from tests.lockserver.members import Member
 from tests.lockserver.processes import ServerProcess, free_port
+from understudy.pod.http_get import get
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COLUMNS = 80
@@ -57,6 +58,7 @@ class Told:
     token: int | None = None
     pid: int | None = None
     is_fault: bool = True
+    by_http: ServerProcess | None = None
 
 
 def kills(*pids: int) -> str:
@@ -368,6 +370,19 @@ async def queue_behind_the_dead(scene: Scene) -> AsyncIterator[Told]:
 
 
 @asynccontextmanager
+async def socket_of_a_stranger(scene: Scene) -> AsyncIterator[Told]:
+    """A file where the server's socket was: the command is answered from the state file, so the
+    server is asked over HTTP."""
+    server = scene.server()
+    path = Path(scene.directory, "lockserver.sock")
+    (stranger := path.with_name("other")).touch()
+    stranger.rename(path)
+    await auntil(lambda: "lock.unreachable" in server.log(), "the stranger to be found")
+    evidence = ("nobody new can connect", str(path))
+    yield Told("unreachable", None, evidence, (f"ls -la {scene.directory}",), by_http=server)
+
+
+@asynccontextmanager
 async def address_of_a_stranger(scene: Scene) -> AsyncIterator[Told]:
     server = scene.server()
     holder = scene.engine("engine-0")
@@ -496,6 +511,7 @@ STATES = (
     queue_for_the_weights,
     queue_behind_the_dead,
     address_of_a_stranger,
+    socket_of_a_stranger,
     member_missing,
     member_that_does_not_end,
     leases_on_file,
@@ -521,7 +537,7 @@ def test_status_of_a_state_that_lasts_says_who_since_when_what_remains_and_what_
 
     async def scenario() -> None:
         async with state(Scene(pod_dir, start_server, start_engine)) as told:
-            document = await ask(pod_dir)
+            document = await (ask(pod_dir) if told.by_http is None else fetch(told.by_http))
             check_document(document, told)
             check_text(text_of(document, COLUMNS), document, told)
 
@@ -537,6 +553,10 @@ async def ask(directory: str, *flags: str, code: int = 0) -> Any:
     said, _ = await process.communicate()
     assert process.returncode == code, said
     return json.loads(said)
+
+
+async def fetch(server: ServerProcess) -> Any:
+    return (await get(f"http://127.0.0.1:{server.http_port}/status")).json()
 
 
 def wait_of(document: Any, told: Told) -> Any:
@@ -557,7 +577,7 @@ def check_document(document: Any, told: Told) -> None:
     assert [words for words in told.mend if words not in wait["mend"]] == [], wait["mend"]
     assert wait["is_fault"] == told.is_fault
     faults = [each for each in lock["waits"] if each["is_fault"]]
-    if told.reason != "address_away":  # which `service` has as its own
+    if told.reason not in ("address_away", "unreachable"):  # which are told elsewhere, too
         assert bool(lock["problem"]) == bool(faults)
     assert TIME.fullmatch(lock["since"])
 
