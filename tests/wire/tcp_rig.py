@@ -17,7 +17,7 @@ from understudy.wire.address import TcpAddress
 from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd
 from understudy.wire.frames import FrameDecoder
-from understudy.wire.messages import Message
+from understudy.wire.messages import Fault, Message
 from understudy.wire.security import Security
 from understudy.wire.tcp import TcpServer, connect_tcp
 
@@ -25,12 +25,14 @@ KINDS = ("plain", "psk", "tls")
 
 
 class Client(EchoHandler):
-    """Keeps what it hears; says nothing by itself."""
+    """Keeps what it hears; says nothing by itself, and goes when it is told why."""
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         self.received_messages.append(message)
+        if isinstance(message, Fault):
+            conn.close("told to go")
 
 
 @asynccontextmanager
@@ -99,11 +101,11 @@ def anybody() -> ssl.SSLContext:
     return context
 
 
-async def heard(reader: asyncio.StreamReader) -> list[Message]:
-    """Every message until the end of the stream, however that comes about."""
+async def heard(reader: asyncio.StreamReader, count: int = 1000) -> list[Message]:
+    """Every message until the end of the stream, however that comes about, or `count` of them."""
     decoder, found = FrameDecoder(), []
     with suppress(ConnectionError, ssl.SSLError):
-        while data := await asyncio.wait_for(reader.read(65536), 30):
+        while len(found) < count and (data := await asyncio.wait_for(reader.read(65536), 30)):
             found += [CATALOGUE.decode(f.payload, 0)[0] for f in decoder.receive(data, [])]
     return found
 

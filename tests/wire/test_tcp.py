@@ -26,6 +26,7 @@ from tests.wire.tcp_rig import (
     tls_of,
 )
 from understudy.errors import ProtocolError, UnderstudyError, UnreachableError, UsageError
+from understudy.wire import connection, tcp
 from understudy.wire.address import TcpAddress
 from understudy.wire.fds import OwnedFd
 from understudy.wire.frames import encode_frame
@@ -137,20 +138,35 @@ def test_tcp_descriptors_do_not_travel(tmp_path: Path):
 
 @loops
 @securities
-def test_tcp_peer_that_is_slow_to_close_hears_the_last_words(loop: str, kind: str, tmp_path: Path):
-    """Goal: an error reaches a peer that goes on sending: a socket closed with bytes unread would
-    be reset, and the reset would overtake the words. Method: a refusal, then a megabyte more."""
+def test_tcp_last_words_reach_a_peer_that_is_still_talking(
+    loop: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: what was said before the end arrives, the reason last: a socket that is closed with
+    bytes unread is reset, and a reset takes with it what was not sent. Method: answers that do not
+    fit the socket, a refusal, and a peer that reads late and has more to say meanwhile."""
+    monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 30.0)
 
     async def main() -> None:
         ours, theirs = settings(kind, tmp_path)
-        async with serving(ours) as (_, address):
+        handler = EchoHandler()
+        async with serving(ours, handler) as (server, address):
             reader, writer = await stranger(address, tls_of(theirs))
-            writer.write(encode_frame(CATALOGUE.encode(Refuse(), 1), 0))
-            writer.write(encode_frame(CATALOGUE.encode(Echo("x" * 90_000), 2), 0) * 11)
-            (fault,) = await heard(reader)
-            assert isinstance(fault, Fault)
-            assert fault.code == "test.refused"
+            (ended,) = await auntil(lambda: server.connections, "the connection")
+            writer.transport.pause_reading()
+            sock = ended._transport.get_extra_info("socket")  # type: ignore[attr-defined]
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            large = encode_frame(CATALOGUE.encode(Echo("x" * 90_000), 2), 0)
+            writer.write(large * 5 + encode_frame(CATALOGUE.encode(Refuse(), 1), 0) + large * 20)
+            await auntil(lambda: len(handler.received_messages) == 6, "the refusal")
+            assert not ended.is_closed
+            writer.transport.resume_reading()
+            found = await heard(reader, 6)
+            assert found[:5] == [Echo("x" * 90_000)] * 5
+            assert isinstance(found[5], Fault)
+            assert found[5].code == "test.refused"
             await gone(writer)
+            await auntil(lambda: handler.reasons, "the end")
+            assert handler.reasons == ["refused as asked [test.refused]"]
 
     run_on(loop, main())
 
@@ -306,9 +322,12 @@ def test_tcp_over_ipv6_and_ipv4_on_one_socket(tmp_path: Path):
 
 
 @loops
-def test_tcp_server_that_closes_ends_connections_and_handshakes(loop: str, tmp_path: Path):
+def test_tcp_server_that_closes_ends_connections_and_handshakes(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Goal: closing leaves nothing behind, finished or not. Method: one connection and one socket
-    that never says a word of TLS."""
+    that never says a word of TLS and has all the time in the world."""
+    monkeypatch.setattr(tcp, "HANDSHAKE_DEADLINE_S", 600.0)
 
     async def main() -> None:
         ours, theirs = settings("tls", tmp_path)
@@ -319,6 +338,7 @@ def test_tcp_server_that_closes_ends_connections_and_handshakes(loop: str, tmp_p
                 await connect_tcp(address, CATALOGUE, client, theirs)
                 mute = socket.create_connection((address.host, address.port))
                 await auntil(lambda: server._handshakes, "its handshake to begin")
+                await asyncio.wait_for(server.close(), 30)
             assert server.connections == set()
             await auntil(lambda: len(client.reasons) == len(handler.reasons), "the client to hear")
             mute.close()

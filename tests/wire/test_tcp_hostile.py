@@ -63,6 +63,7 @@ def test_tcp_bad_input_costs_its_sender_only(
     """Goal: who got in and then talks nonsense, announces descriptors, or stops talking, hears why
     and is dropped; others are served. Method: raw bytes after the handshake; short deadlines where
     the peer is silent."""
+    monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 0.1)  # TLS cannot say that one side ended
     if code.endswith("_deadline"):
         monkeypatch.setattr(connection, "FRAME_DEADLINE_S", 0.05)
         monkeypatch.setattr(listener, "FIRST_FRAME_DEADLINE_S", 5.0 if data else 0.05)
@@ -408,14 +409,16 @@ def test_tcp_peer_that_ignores_the_end_is_cut_off(
     ids=["a TLS alert", "no welcome", "silence", "the end"],
 )
 def test_tcp_server_that_does_not_say_welcome(
-    loop: str, data: bytes | None, words: str, tmp_path: Path
+    loop: str, data: bytes | None, words: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: whatever answers at the address, connecting ends in time with a reason, the handler
-    hears of nothing, and nothing is left open. Method: a server of raw bytes."""
+    hears of nothing, and nothing is left open. Method: a server of raw bytes, which does not end
+    its side by itself."""
+    monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 0.1)
 
     async def main() -> None:
-        async def say(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writers.append(writer)
+        async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            peers.append((reader, writer))
             if data is None:
                 writer.close()
             elif data:
@@ -423,14 +426,16 @@ def test_tcp_server_that_does_not_say_welcome(
 
         client = Client()
         for _ in range(2):  # libuv opens one file of its own at the first connection
-            writers: list[asyncio.StreamWriter] = []
+            peers: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
             before = len(open_fds())
             server = await asyncio.start_server(say, "127.0.0.1", 0)
             address = TcpAddress("127.0.0.1", server.sockets[0].getsockname()[1])
             with pytest.raises(UnreachableError, match=words) as caught:
                 await connect_tcp(address, CATALOGUE, client, None, 0.3 if data == b"" else 30.0)
             assert caught.value.code == "wire.unreachable"
-            for writer in writers:
+            for reader, writer in peers:
+                said = [type(message) for message in await heard(reader)]  # until it closes
+                assert data is None or said in ([Hello], [Hello, Fault])
                 await gone(writer)
             server.close()
             await server.wait_closed()

@@ -65,18 +65,20 @@ class TcpConnection(Connection):
             self._transport.resume_reading()
 
     def _finish(self) -> bool:
-        """The peer hears the end after our last words, and then ends its side."""
+        """Reading goes on, for nothing, until the peer ends its side or the deadline comes.
+
+        TLS has no end of one side only, and a loop that closes it drops what was said as soon as
+        the peer says anything more: there the peer goes by the words themselves.
+        """
         if self._transport.is_closing():
             return False
         if self._is_paused:
             self._resume_reading()
-        if not self._transport.can_write_eof():  # TLS says that it ends, and waits for an answer
-            self._transport.close()
-            return True
-        try:
-            self._transport.write_eof()
-        except OSError:  # reset in this very moment
-            return False
+        if self._transport.can_write_eof():
+            try:
+                self._transport.write_eof()
+            except OSError:  # reset in this very moment
+                return False
         return True
 
     def _abandon(self) -> None:
