@@ -4,9 +4,9 @@
 
 Breadth first over the simulation's world (tests/sim/lock_world.py): every state is expanded by
 everything that can happen next, and states that are alike (tests/sim/lock_snapshot.py) are looked
-at once. The law of the simulation is checked after every step; at the end, whether from every state
-there is a way, without another fault, to an engine that serves. A trace to what went wrong is
-printed, and is a shortest one.
+at once, with the most faults that may still come. The law of the simulation is checked after every
+step; at the end, whether from every state there is a way, without another fault, to an engine that
+serves. A trace to what went wrong is printed: one with the fewest faults.
 
 What bounds the space: each engine may be launched --launches times; time passes only in pieces that
 make whoever is not heard silent; only `active` is there; a tree is one process, with --late two, of
@@ -67,14 +67,20 @@ class Space:
     ways_from: array[int] = field(default_factory=lambda: array("I"))  # without a fault
     ways_to: array[int] = field(default_factory=lambda: array("I"))
     ends: bytearray = field(default_factory=bytearray)  # serves, or nobody is left who could
+    left: bytearray = field(default_factory=bytearray)  # the most faults that may still come
 
-    def add(self, key: bytes, parent: int, label: str, is_end: bool) -> int:
+    def add(self, key: bytes, is_end: bool) -> int:
         number = len(self.ends)
         self.index[key] = number
-        self.parents.append(parent)
-        self.labels.append(self.names.setdefault(label, len(self.names)))
+        self.parents.append(-1)
+        self.labels.append(0)
         self.ends.append(is_end)
+        self.left.append(0)
         return number
+
+    def came(self, number: int, parent: int, label: str, left: int) -> None:
+        self.parents[number], self.left[number] = parent, left
+        self.labels[number] = self.names.setdefault(label, len(self.names))
 
     def trace(self, number: int) -> list[str]:
         names = list(self.names)
@@ -111,7 +117,9 @@ class Explorer:
         self.faults, self.kinds = faults, kinds
         self.states_max, self.seconds_max = states_max, seconds_max
         self.space = Space()
-        self.frontier: deque[tuple[int, int, bytes]] = deque()  # number, faults left, the world
+        # By how many faults may still come: the most first, so that every state is looked at once,
+        # with all that can follow. Each: its number and the world.
+        self.frontiers: list[deque[tuple[int, bytes]]] = [deque() for _ in range(faults + 1)]
         self.transitions = 0
         self.problem: dict[str, Any] | None = None
         self.bounds = {"launches": launches, "has_late": has_late}
@@ -119,32 +127,38 @@ class Explorer:
         self.reached(world, faults, -1, "begin")
 
     def reached(self, world: World, left: int, parent: int, label: str) -> int:
-        """The number of this world's state, which is looked at later if it is new."""
-        text = f"{left} {snapshot(world)}"
-        key = hashlib.blake2b(text.encode(), digest_size=12).digest()
+        """The number of this world's state, which is looked at later if more can follow now."""
+        key = hashlib.blake2b(snapshot(world).encode(), digest_size=12).digest()
         number = self.space.index.get(key)
+        is_new = number is None
         if number is None:
-            is_end = world.is_served() or is_hopeless(world)
-            number = self.space.add(key, parent, label, is_end)
+            number = self.space.add(key, world.is_served() or is_hopeless(world))
+        if is_new or left > self.space.left[number]:
+            self.space.came(number, parent, label, left)
             strip(world)
-            self.frontier.append((number, left, pickle.dumps(world, 5)))
+            self.frontiers[left].append((number, pickle.dumps(world, 5)))
         return number
 
     def run(self) -> None:
         began = reported = time.monotonic()
-        while self.frontier and self.problem is None:
-            number, left, blob = self.frontier.popleft()
-            self.expand(number, left, blob)
+        while self.waiting() and self.problem is None:
+            left = max(n for n, frontier in enumerate(self.frontiers) if frontier)
+            number, blob = self.frontiers[left].popleft()
+            if self.space.left[number] == left:  # else it was reached again with fewer faults
+                self.expand(number, left, blob)
             now = time.monotonic()
             if len(self.space.ends) > self.states_max or now - began > self.seconds_max:
                 return
             if now - reported > REPORT_EVERY_S:
                 reported = now
                 print(
-                    f"{now - began:.0f} s: {len(self.space.ends)} states, {len(self.frontier)} to"
+                    f"{now - began:.0f} s: {len(self.space.ends)} states, {self.waiting()} to"
                     f" look at, {self.transitions} transitions",
                     file=sys.stderr,
                 )
+
+    def waiting(self) -> int:
+        return sum(len(frontier) for frontier in self.frontiers)
 
     def expand(self, number: int, left: int, blob: bytes) -> None:
         which, count = 0, 1
@@ -178,7 +192,7 @@ class Explorer:
         return found
 
     def result(self) -> dict[str, Any]:
-        is_complete = not self.frontier and self.problem is None
+        is_complete = not self.waiting() and self.problem is None
         if is_complete:
             stuck = self.space.stuck()
             if stuck is not None:
