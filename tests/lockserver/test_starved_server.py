@@ -108,6 +108,7 @@ def test_server_whose_logs_nobody_reads_goes_on_and_says_what_it_dropped(pod_dir
                 client.notify(hand.want(locks=()))
                 client.request(Status())
             client.notify(hand.want())
+            client.request(Status())  # it has been granted by then
             hand.end()
             client.notify(hand.want(incarnation=None, witness=None, locks=()))
             with Hand(pod_dir, "engine-1") as next_, next_.connect() as other:
