@@ -48,7 +48,8 @@ signal.pause()
 
 def run(code: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, text=True, **pipes)
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -93,25 +94,31 @@ def test_witness_held_by_a_stray_process_is_waited_for_and_named(
         end(stray)
 
 
+@pytest.mark.parametrize("is_granted", [False, True], ids=["sealed", "removed"])
 def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
-    pod_dir, start_server, start_engine
+    pod_dir, start_server, start_engine, is_granted
 ):
     """Goal: found free means free for good. Method: a rank that is still starting when its tree is
-    killed; the next engine is granted; then the rank comes to its witness."""
-    start_server()
+    killed comes to its witness once the lock is free, or once the next engine has it."""
+    server = start_server()
     holder = start_engine("engine-0")
     assert holder.granted() == 1
-    path = os.path.join(pod_dir, witness.name_of(holder.incarnation))
-    late = run(LATE, path)
+    late = run(LATE, os.path.join(pod_dir, witness.name_of(holder.incarnation)))
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            await wait(standby)
             holder.signal(signal.SIGKILL, tree=True)
-            assert await standby.granted() == 2
-            out, _ = await asyncio.to_thread(late.communicate, "go\n")
+            await auntil(lambda: server.lock()["state"] == "free", "the lock to be free")
+            standby.launch()
+            if is_granted:
+                standby.want("active")
+                assert await standby.granted() == 2
+            out, said = await asyncio.to_thread(late.communicate, "go\n")
             assert out == ""
             assert late.returncode != 0
+            assert ("witness.replaced" if is_granted else "witness.sealed") in said
+            standby.want("active")
+            assert await standby.granted() == 2
 
     try:
         asyncio.run(scenario())
