@@ -40,6 +40,7 @@ def offline(directory: str, clock: Clock | None = None) -> dict[str, Any] | None
         "locks": {
             name: _lock_document(directory, name, found.record, written_ms, clock) for name in KINDS
         },
+        "tcp": None,
         "members": {},
         "supervisors": [],
         "supervisors_total": 0,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import singledispatchmethod
+from typing import Any
 
 from lockserver.core import events as ev
 from lockserver.core import member_events as me
@@ -57,6 +58,7 @@ class Remote:
         self.members = Members(self.leases, machine.locks, now_ms, silent_ms=settings.silent_ms)
         self._clock, self._feed, self._teller = clock, feed, teller
         self._conns: dict[int, Connection] = {}
+        self._is_secured = settings.security is not None
         self.server: TcpServer | None = None
         if listen is not None:
             self.server = TcpServer(
@@ -71,6 +73,25 @@ class Remote:
     async def close(self) -> None:
         if self.server is not None:
             await self.server.close()
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the files that secure it, for people."""
+        return self.server.security_problem if self.server is not None else None
+
+    def document(self) -> dict[str, Any] | None:
+        """The `tcp` part of the status document; None where nothing listens."""
+        if self.server is None:
+            return None
+        return {
+            "address": str(self.server.address),
+            "secured": self._is_secured,
+            "lease_ms": self.leases.lease_ms,
+            "lease_margin_ms": round(self.leases.margin_ms),
+            "connections": len(self.server.connections),
+            "refused": self.server.refused_count,
+            "last_refusal": self.server.last_refusal,
+        }
 
     # ------------------------------------------------------------------ as the wire's handler
 

@@ -11,7 +11,7 @@ import os
 from functools import partial
 from typing import Any
 
-from lockserver import member_status, status, witness
+from lockserver import witness
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from lockserver.core.machine import KINDS, Machine
@@ -24,14 +24,16 @@ from lockserver.place import Place
 from lockserver.prober import Prober
 from lockserver.process_watch import ProcessWatch
 from lockserver.remote import Remote
+from lockserver.report import Report
 from lockserver.service_desk import ServiceDesk
 from lockserver.service_socket import AWAY
 from lockserver.settings import Settings
 from lockserver.state_file import StateFile
 from lockserver.switchover_desk import SwitchoverDesk, lives
 from lockserver.teller import Teller
+from lockserver.wanted import wanted
 from understudy.errors import ProtocolError, UnderstudyError, UsageError
-from understudy.service.clock import Clock, SystemClock, rfc3339
+from understudy.service.clock import Clock, SystemClock
 from understudy.service.events import EventLog
 from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd, close_all
@@ -114,8 +116,20 @@ class LockServer:
             metrics=self.metrics,
             feed=self.feed,
         )
+        self._report = Report(
+            directory=self.settings.directory,
+            started=self._started,
+            clock=self.clock,
+            machine=self.machine,
+            remote=self.remote,
+            desk=self._desk,
+            observers=self._observers,
+            place=self._place,
+            teller=self._teller,
+            events=self.events,
+        )
         self.events.subscribe(self.metrics.count)
-        self._report_start()
+        self._report.start(self._state)
         self._performer.perform(self.machine.begin(witness.sealed(self.settings.directory)))
         self._teller.catch_up()
         self.metrics.metrics.refresh = self._refresh_metrics
@@ -183,24 +197,7 @@ class LockServer:
             message = f"{want.engine} handed the service socket of {name} back"
             self._teller.happened(ev.Happened("lock.service_back", message, data={"lock": name}))
             self._performer.lend_to_all(name, but=conn.id)
-        file, state = None, witness.Probe.UNPROVEN
-        if want.witness is not None and want.incarnation is not None and "/" not in want.witness:
-            file, state = witness.identify(os.path.join(self.settings.directory, want.witness))
-        self.feed(
-            ev.Wanted(
-                conn=conn.id,
-                supervisor=want.supervisor,
-                engine=want.engine,
-                incarnation=want.incarnation,
-                witness=want.witness,
-                locks=want.locks,
-                tokens=want.tokens,
-                witness_file=file,
-                witness_state=state,
-                pid=conn.peer.pid,
-                process=conn.peer.pidfd_source,
-            )
-        )
+        self.feed(wanted(self.settings.directory, conn, want))
         known = self.machine.supervisors.get(want.supervisor)
         if known is not None and known.conn == conn.id:
             self._processes.watch(want.supervisor, conn.peer)
@@ -239,47 +236,10 @@ class LockServer:
         self._teller.catch_up()
         self.metrics.update(self.machine, self.remote.members, self.clock.now_ms())
 
-    def _report_start(self) -> None:
-        loaded = self._state.loaded
-        if loaded.problem is not None:
-            kept = f"; kept aside as {loaded.aside}" if loaded.aside else ""
-            message = f"{self._state.path}: {loaded.problem}{kept}"
-            self.events.record("lock.state_lost", message, "error", {"aside": loaded.aside})
-        for service in self._desk.sockets.values():
-            if service.problem is not None:
-                message = f"waiting for {service.address} to be handed back: {service.problem}"
-                self.events.record("lock.service_away", message, "warning", {"lock": service.lock})
-
     def _why_idle(self, lock: str) -> str:
         state = self.machine.locks[lock].state
         return f"no engine is active (lock {lock} is {state}); try again in a moment"
 
     def document(self) -> dict[str, Any]:
         """The status document, the same for the CLI, `/status` and observers."""
-        self._teller.catch_up()
-        here = status.Here(
-            self.machine,
-            self.remote.members,
-            self._desk.sockets,
-            self._place,
-            self.clock,
-            self.settings.directory,
-        )
-        return {
-            "schema": status.SCHEMA,
-            "as_of_event_id": self.events.last_id,
-            "server": {
-                "pid": os.getpid(),
-                "since": rfc3339(self._started),
-                "dir": self.settings.directory,
-                "online": True,
-            },
-            "token": self.machine.ledger.token,
-            "problem": self.machine.ledger.problem or self._place.problem,
-            "locks": status.lock_documents(here),
-            "members": member_status.member_documents(self.remote.members, self.clock.now_ms()),
-            "supervisors": status.supervisor_documents(self.machine, self.clock),
-            "supervisors_total": len(self.machine.supervisors),
-            "service": self._desk.documents(),
-            "last_grants": list(self._observers.last_grants),
-        }
+        return self._report.document()

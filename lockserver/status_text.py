@@ -39,6 +39,8 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
             yield _line("in line", f"and {more} more")
         for wait in lock["waits"]:
             yield from _wait(wait)
+    if document["tcp"] is not None:
+        yield from _tcp(document["tcp"])
     for engine, found in document["members"].items():
         yield from _members(engine, found)
     for name, service in document["service"].items():
@@ -53,6 +55,13 @@ def _who(lock: Document) -> str:
         return f"nobody  {_since(lock)}"
     pid = f"pid {holder['pid']}  " if holder.get("pid") else ""
     return f"{holder['engine']}  token {holder['token']}  {pid}{_since(lock)}"
+
+
+def _tcp(tcp: Document) -> Iterator[tuple[str, str]]:
+    how = "secured" if tcp["secured"] else "this host only"
+    yield _head("tcp", f"{tcp['address']}  {how}  {tcp['connections']} connections")
+    if tcp["last_refusal"]:
+        yield _line("refused", f"{tcp['refused']}, the last was {tcp['last_refusal']}")
 
 
 def _members(engine: str, found: Document) -> Iterator[tuple[str, str]]:

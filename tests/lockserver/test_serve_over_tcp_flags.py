@@ -1,0 +1,73 @@
+"""`lockserver serve --listen`: what it refuses to start with, and what it says when it runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.lockserver.processes import free_port
+
+
+def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "lockserver.cli",
+        "serve",
+        "--dir",
+        pod_dir,
+        "--http-port",
+        "0",
+    ]
+    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("code", "flags"),
+    [
+        ("wire.insecure_address", ("--listen", "tcp://0.0.0.0:9402")),
+        ("wire.bad_address", ("--listen", "0.0.0.0:9402")),
+        ("wire.incomplete_security", ("--listen", "tcp://0.0.0.0:9402", "--tls-cert", "x")),
+        (
+            "lock.service_over_tcp",
+            ("--listen", "tcp://127.0.0.1:9402", "--service", "active=127.0.0.1:8000"),
+        ),
+        ("config.bad_value", ("--lease-ms", "5")),
+    ],
+)
+def test_serve_refuses_flags_that_cannot_be_meant_in_one_sentence(pod_dir, code, flags):
+    """Goal: nobody runs an open lock by mistake. Method: each flag or pair that cannot be."""
+    ran = refused(pod_dir, *flags)
+    assert ran.returncode == 2, ran.stderr
+    assert code in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_serve_with_an_address_that_is_taken_ends_and_leaves_nothing_behind(pod_dir, start_server):
+    """Goal: two servers are never half there. Method: a second one, on the port of the first."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    start_server("--listen", address)
+    other = os.path.join(pod_dir, "other")
+    os.mkdir(other, 0o700)
+    ran = refused(other, "--listen", address)
+    assert ran.returncode == 1, ran.stderr
+    assert "wire.address_in_use" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not os.path.exists(os.path.join(other, "lockserver.sock"))
+
+
+def test_serve_over_tcp_status_says_where_and_how(start_server, pod_dir, tmp_path):
+    """Goal: people see what members are to be told. Method: the document and the text."""
+    secret = tmp_path / "psk"
+    secret.write_bytes(os.urandom(32))
+    secret.chmod(0o600)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    server = start_server("--listen", address, "--psk-file", str(secret), "--lease-ms", "7000")
+    tcp = server.status()["tcp"]
+    assert (tcp["address"], tcp["secured"], tcp["lease_ms"]) == (address, True, 7000)
+    command = [sys.executable, "-m", "lockserver.cli", "status", "--dir", pod_dir]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert f"{address}  secured  0 connections" in text
