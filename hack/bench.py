@@ -2,7 +2,7 @@
 
     python -m hack.bench [--json] [--kills N] [--sessions N]
 
-The memory service alone: `python -m hack.bench_gms`.
+The memory service alone: `python -m hack.bench_gms`. The lock beside its peers: `make bench-lock`.
 
 Machines differ and are shared: compare figures of one run with each other, not with another day's.
 The whole failover is measured by `understudy drill`.

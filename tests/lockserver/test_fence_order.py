@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hack.soak_lock_party import Plan
 from hack.soak_lock_verdict import Soaked
 
@@ -22,6 +24,7 @@ def seen(**changes):
     return {**SOUND, "witness_held": False, **changes}
 
 
+@pytest.mark.slow
 def test_the_order_of_the_fence_holds_over_a_hundred_kills():
     """Goal: no grant before the old tree is dead. Method: trees of one to four processes, with up
     to 50 MB each, killed in every way, the server with them; the new holder itself looks."""
