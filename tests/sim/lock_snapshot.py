@@ -138,7 +138,12 @@ class Names:
             self.holder(m.holder) if isinstance(m, ev.SendGrant) else getattr(m, "code", "close")
             for m in conn.down
         ]
-        return (self.sup_names[conn.sup.id], up, down, conn.client_open, conn.server_open)
+        known = (
+            machine.supervisors.get(conn.sup.id) if (machine := self.world.shell.machine) else None
+        )
+        is_replaced = known is not None and conn.id < known.newest
+        ends = (conn.client_open, conn.server_open, is_replaced, conn.id < conn.sup.newest)
+        return (self.sup_names[conn.sup.id], up, down, ends)
 
     def record(self, record: ev.Record | None) -> Any:
         if record is None:
@@ -154,7 +159,6 @@ class Names:
             (
                 self.sup_names.get(each.id, each.engine),
                 self.conn_names.get(each.conn) if each.conn is not None else None,
-                each.newest in self.conn_names,
                 self.tree_names[each.incarnation] if each.incarnation else None,
                 each.locks,
                 dict(each.tokens),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from tests.sim.lock_runs import SETTLED_EVERY, STEPS, run
 from tests.sim.seeds import seeds
 
@@ -15,6 +17,7 @@ EVERYTHING = """
 """
 
 
+@pytest.mark.slow
 def test_lock_simulation_no_schedule_breaks_a_promise():
     """Goal: the promises of docs/lock.md, under deaths, stops, cuts, late and overtaking messages,
     restarts (also between write and send), a failing disk, lost state, wrong tokens, twins, strays.
