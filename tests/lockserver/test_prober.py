@@ -42,7 +42,7 @@ class Loop:
 def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
     """The waits between tries of a witness that is free at the `free_after`-th; what was fed."""
     loop, fed, results = Loop(), [], iter([witness.Probe.HELD] * (free_after - 1))
-    monkeypatch.setattr(prober, "time", SimpleNamespace(sleep=loop.slept))
+    monkeypatch.setattr(prober, "time", SimpleNamespace(sleep=loop.slept, monotonic=loop.time))
     monkeypatch.setattr(witness, "probe", lambda *_: next(results, witness.Probe.FREE))
     monkeypatch.setattr(
         prober.evidence, "probes_due", lambda *_: [] if fed else [("active", HOLDER)]
