@@ -76,8 +76,10 @@ class Remote:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the files that secure it, for people."""
-        return self.server.security_problem if self.server is not None else None
+        """Why nobody new is let in, or what is wrong with the files that secure it, for people."""
+        if self.server is None:
+            return None
+        return self.server.problem or self.server.security_problem
 
     def document(self) -> dict[str, Any] | None:
         """The `tcp` part of the status document; None where nothing listens."""

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.helpers import auntil, until
 from tests.lockserver.engines import Engine
 from tests.lockserver.members import Member, MemberProcess
 from tests.lockserver.processes import free_port
+from tests.wire.certificates import write_secret
 from understudy.errors import UnreachableError
 
 LEASE_MS, MARGIN_MS, SILENT_MS = 2000, 500, 1000  # a busy machine may be late by so much
@@ -264,3 +266,25 @@ def test_member_with_another_key_is_not_heard(server, address, tmp_path):
     with pytest.raises(UnreachableError):
         asyncio.run(stranger.connect())
     assert server.status()["members"] == {}
+
+
+def test_key_that_was_renewed_badly_is_a_problem_and_the_old_one_stays(server, address, psk):
+    """Goal: a broken new key is said in status, and members get in with the old one until a good
+    one is there. Method: replace the file by one that is too short, then by a good one."""
+    old = write_secret(f"{psk}.old", Path(psk).read_bytes())
+
+    async def gets_in(key: str) -> None:
+        member = Member(address, key, "engine-0")
+        await member.join("active")
+        await member.close()
+
+    asyncio.run(gets_in(psk))
+    assert server.status()["problem"] is None
+    write_secret(psk, b"short")
+    assert "stays in use" in server.status()["problem"]
+    asyncio.run(gets_in(old))
+    write_secret(psk, b"n" * 32)
+    assert server.status()["problem"] is None
+    asyncio.run(gets_in(psk))
+    with pytest.raises(UnreachableError, match="another pre-shared key"):
+        asyncio.run(gets_in(old))

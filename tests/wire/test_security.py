@@ -152,10 +152,18 @@ def test_pre_shared_key_on_file_for_ever_is_the_same_certificate():
     assert digest == "b027e4acebdb4b8635872e7b3fa4851575b387b8883518486ace5796b08e287c"
 
 
+def test_pre_shared_key_of_random_bytes_may_end_like_a_line():
+    """Goal: one of 128 random keys ends with a byte that looks like a line's end: it is as good as
+    any other. Method: 32 bytes that do; a longer one with and without the end of a line."""
+    random = b"r" * 31
+    assert psk.derive(random + b"\n", "psk") != psk.derive(random + b"\r", "psk")
+    assert psk.derive(random + b"!\n", "psk") == psk.derive(random + b"!", "psk")
+
+
 def test_pre_shared_key_that_is_too_short_says_how_to_make_one():
     """Goal: fewer than 32 bytes are refused, with the command that makes a good one."""
     with pytest.raises(UsageError, match="openssl rand") as caught:
-        psk.derive(b"x" * 31 + b"\n", "/etc/psk")
+        psk.derive(b"x" * 30 + b"\n", "/etc/psk")
     assert caught.value.code == "wire.psk_too_short"
     assert "/etc/psk" in caught.value.message
 

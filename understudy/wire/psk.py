@@ -25,12 +25,14 @@ _UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)  # RFC
 def derive(secret: bytes, path: str) -> tuple[bytes, bytes]:
     """The certificate and the private key, both PEM, of `secret`, which was read from `path`.
 
-    Line ends at its end do not count: editors and `echo` add them.
+    A line end at its end does not count, as editors and `echo` add one, unless the secret would be
+    too short without it: then it is the last of 32 random bytes.
 
     Raises:
         UsageError: `wire.psk_too_short`, `wire.no_cryptography`.
     """
-    secret = secret.rstrip(b"\r\n")
+    line = secret.removesuffix(b"\n").removesuffix(b"\r")
+    secret = line if len(line) >= SECRET_BYTES_MIN else secret
     if len(secret) < SECRET_BYTES_MIN:
         raise UsageError(
             "wire.psk_too_short",
