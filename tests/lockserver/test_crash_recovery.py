@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterable
 
@@ -195,3 +196,38 @@ def test_server_stopped_for_longer_than_any_window_calls_nobody_dead(
 
     asyncio.run(scenario())
     assert "unresponsive" not in server.log()
+
+
+# A server that is killed at one system call of its start.
+DOOMED_START = """
+import os, signal, sys
+from lockserver import cli
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(os, sys.argv[1], die)
+cli.main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("step", ["link", "posix_fallocate", "pwrite", "fsync", "rename"])
+def test_server_killed_while_it_makes_a_damaged_state_anew_loses_no_token_and_no_holder(
+    pod_dir, start_server, start_engine, step
+):
+    """Goal: the mend of a lost state may be interrupted anywhere. Method: one bad slot, a server
+    that is killed at each step of putting the file aside and making it anew, and again, and one
+    that is not: the holder's claim is believed, and the next token is above all that were seen."""
+    server = start_server()
+    holder = start_engine("engine-0")
+    assert holder.granted() == 1
+    server.kill()
+    with open(os.path.join(pod_dir, "lockserver.json"), "r+b") as file:
+        file.write(b"\xff" * 8)
+    start = [sys.executable, "-c", DOOMED_START, step, "serve", "--dir", pod_dir]
+    for _ in range(2):
+        ran = subprocess.run([*start, "--http-port", "0"], capture_output=True, timeout=60)
+        assert ran.returncode == -signal.SIGKILL, ran.stderr
+    server.start()
+    until(lambda: server.lock()["state"] == "held", "the claim to be believed")
+    assert server.lock()["holder"]["token"] == 1
+    holder.close()
+    assert start_engine("engine-1").granted() >= 3
