@@ -48,7 +48,8 @@ class Want(Message):
     locks: Annotated[tuple[str, ...], Length(0, LOCKS_MAX)]
     tokens: dict[str, Annotated[int, Range(1, TOKEN_CLAIMED_MAX)]]
     services: Annotated[tuple[str, ...], Length(0, SERVICES_MAX)] = ()
-    # Over TCP only: which of the engine's nodes this is, and the heartbeat count it was sent at.
+    # Over TCP only: which of the engine's nodes this is, and the count that it shares with `beat`:
+    # larger in each message, so that an answer tells when what it answers was sent.
     member: Annotated[int, Range(0, MEMBERS_MAX - 1)] = 0
     members: Annotated[int, Range(1, MEMBERS_MAX)] = 1
     progress: Annotated[int, Range(0, 2**63 - 1)] = 0
