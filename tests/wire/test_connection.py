@@ -145,6 +145,23 @@ def test_wake_up_with_nothing_to_read_is_harmless(loop: str):
 
 
 @loops
+def test_reset_is_the_end_of_a_connection(loop: str):
+    """Goal: a peer that goes with our words unread resets the connection: that is its end, and
+    nobody's error. Method: just that."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        handler = EchoHandler()
+        conn = from_socket(ours, CATALOGUE, handler)
+        conn.send(Echo("never read"))
+        theirs.close()
+        await auntil(lambda: handler.reasons, "the end")
+        assert handler.reasons == ["the peer is gone: Connection reset by peer"]
+
+    run_on(loop, main())
+
+
+@loops
 def test_frame_deadline_begins_anew_with_each_frame(loop: str):
     """Goal: a busy peer that is always in the middle of some frame is not late. Method: the rest of
     one frame and half of the next arrive together; the deadline is another one."""
