@@ -148,3 +148,16 @@ def test_free_lock_has_no_evidence_to_look_at():
     shell = Shell()
     assert not evidence.is_decisive(shell.active, {})
     assert shell.due() == []
+
+
+def test_waiter_that_dies_during_its_grant_burns_one_token():
+    """Goal: what nobody could know costs one token, and no time. Method: the next in line is dead
+    when it is granted, as the server finds out afterwards; the one after it waits."""
+    shell = held_by_a()
+    shell.feed(want(3, "engine-2-000000000000000c", "active"))
+    shell.feed(want(1, None, engine="engine-0"))
+    assert (2, B, 2) in sent(shell.feed(ev.WitnessFree("active", A)))
+    shell.feed(ev.ConnectionClosed(2))
+    shell.feed(ev.ProcessGone(f"{'engine-1':0>16}"))
+    effects = shell.feed(ev.WitnessFree("active", B))
+    assert sent(effects) == [(3, "engine-2-000000000000000c", 3)]
