@@ -181,6 +181,22 @@ def test_group_wants_a_fenced_lock_once_all_do_and_a_plain_one_once_any_does():
             assert wanted == (both & {"active"}) | (either & {"loader"})
 
 
+def test_group_with_a_plain_lock_tells_only_the_members_that_want_it():
+    """Goal: nobody has a token of a lock that it does not want. Method: one of two wants the loader
+    lock; both hear of another engine's grants."""
+    shell = Shell()
+    shell.want(10, S0, A0, 0, locks=())
+    shell.want(11, S1, A1, 1, locks=("loader",))
+    assert shell.granted(10) == []
+    assert shell.granted(11) == [(A1, 1)]
+    told = shell.members.fan_out(
+        ev.SendGrant(
+            -1, "active", ev.Holder("engine-1", B, SB, WitnessFile(name_of(B), 1, 2), 5, 0.0)
+        )
+    )
+    assert [(m.conn, m.incarnation) for m in told] == [(10, B), (11, B)]
+
+
 def test_group_is_as_alive_as_its_slowest_member():
     """Goal: one member's heartbeat does not speak for another. Method: one beats, then both; a
     count that stands still renews nothing."""
