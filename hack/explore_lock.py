@@ -182,8 +182,14 @@ class Explorer:
                 self.space.ways_to.append(reached)
 
     def choices(self, world: World, left: int) -> list[tuple[Move, int]]:
-        found = [(move, 0) for move in world.moves()]
-        found.append(((world.wait, WAIT_MS), 0))
+        def wait(ms: float) -> None:
+            """What the server's loop owes itself comes first, or it would pile up."""
+            while world.shell.closing:
+                world.shell.finish_close(None)
+            world.wait(ms)
+
+        found: list[tuple[Move, int]] = [(move, 0) for move in world.moves()]
+        found.append(((wait, WAIT_MS), 0))
         for move in world.faults.possible():
             if move[0].__name__ in MENDS:
                 found.append((move, 0))
