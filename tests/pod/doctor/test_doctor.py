@@ -10,12 +10,13 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,17 +130,27 @@ def test_directory_that_another_container_mounts_for_itself_is_not_shared(direct
     assert "mount one volume" in finding.mend
 
 
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_directory_replaced_under_a_running_part_is_not_shared(directory: str, start):
     """Goal: the same, without containers. Method: the directory of a lock server is moved away and
-    made anew."""
+    made anew, while the server is stopped (one that runs would end by itself)."""
     server = start(ServerProcess(directory))
     assert examined(directory)["shared"].status is PASS
     aside = f"{directory}-aside"
-    os.rename(directory, aside)
-    os.mkdir(directory, 0o700)
-    finding = examined(directory)["shared"]
-    os.rmdir(directory)
-    os.rename(aside, directory)
+    with stopped(server.pid):
+        os.rename(directory, aside)
+        os.mkdir(directory, 0o700)
+        finding = examined(directory)["shared"]
+        os.rmdir(directory)
+        os.rename(aside, directory)
     assert finding.status is FAIL
     assert f"pid {server.pid} (" in finding.found
     assert "removed or replaced" in finding.found
@@ -147,18 +158,18 @@ def test_directory_replaced_under_a_running_part_is_not_shared(directory: str, s
 
 def test_two_lock_servers_on_one_directory_are_named(directory: str, start):
     """Goal: both could grant. Method: the files that keep the second out are removed under the
-    first; a second one starts."""
+    first, which is stopped (one that runs makes them anew); a second one starts."""
     first = start(ServerProcess(directory))
     assert examined(directory)["one_lockserver"].status is PASS
-    for name in LOCK_FILES:
-        os.rename(os.path.join(directory, name), os.path.join(directory, f"old-{name}"))
-    second = start(ServerProcess(directory))
-    pids = (first.pid, second.pid)
-    finding = examined(directory)["one_lockserver"]
-    # The first one removes its socket as it ends: it should find its own.
-    second.close()
-    for name in LOCK_FILES:
-        os.rename(os.path.join(directory, f"old-{name}"), os.path.join(directory, name))
+    with stopped(first.pid):
+        for name in LOCK_FILES:
+            os.rename(os.path.join(directory, name), os.path.join(directory, f"old-{name}"))
+        second = start(ServerProcess(directory))
+        pids = (first.pid, second.pid)
+        finding = examined(directory)["one_lockserver"]
+        second.close()
+        for name in LOCK_FILES:
+            os.rename(os.path.join(directory, f"old-{name}"), os.path.join(directory, name))
     assert finding.status is FAIL
     assert "2 lock servers" in finding.found
     assert all(f"pid {pid} (" in finding.found for pid in pids)
