@@ -51,7 +51,7 @@ class Performer:
             if is_virtual(getattr(effect, "conn", 0)):
                 self.remote.perform(effect)
             else:
-                self._do(effect)
+                _hand_of(type(effect))(self, effect)
 
     @singledispatchmethod
     def _do(self, effect: ev.Effect) -> None:
@@ -141,3 +141,7 @@ class Performer:
 
 def granted(lock: str, holder: ev.Holder) -> Granted:
     return Granted(lock, holder.engine, holder.incarnation, holder.token)
+
+
+# A singledispatchmethod makes a function anew at each call; a grant has a dozen effects.
+_hand_of = Performer.__dict__["_do"].dispatcher.dispatch
