@@ -149,10 +149,10 @@ class Law:
                 assert holder.token > self.token_max, f"{holder.token} after {self.token_max}"
         assert record.token >= self.token_max, f"{record.token} after {self.token_max}"
         self.filed, self.token_max = record.holders, record.token
-        holder = record.holders.get(ACTIVE)
-        if holder is None or (self.last and self.last.incarnation == holder.incarnation):
+        active = record.holders.get(ACTIVE)
+        if active is None or (self.last and self.last.incarnation == active.incarnation):
             return
-        tree = self.world.trees[holder.incarnation]
+        tree = self.world.trees[active.incarnation]
         for other in self.world.living:
             if other is not tree and other.is_alive:
                 name = other.incarnation

@@ -67,8 +67,7 @@ class Shell:
     def perform(self, effects: list[ev.Effect]) -> None:
         law = self.world.law
         for effect in effects:
-            kind = type(effect)
-            if kind is ev.Happened:
+            if isinstance(effect, ev.Happened):
                 continue
             if isinstance(effect, ev.Persist):
                 assert effect is effects[-1], "something happens after a write is begun"
@@ -86,7 +85,7 @@ class Shell:
                 for tree in self.world.trees.values():
                     if tree.witness.name in names and not tree.is_alive:
                         tree.is_removed = True
-            elif kind is ev.Forget:
+            elif isinstance(effect, ev.Forget):
                 self.watched.pop(effect.supervisor, None)
 
     def announce(self, effect: ev.Announce) -> None:

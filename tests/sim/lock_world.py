@@ -147,8 +147,8 @@ class World:
 
     def is_process_gone(self, sup: Sup) -> bool:
         """A container's PID 1 is gone once its whole tree is dead; strays are not in there."""
-        is_kept = self.in_container and sup.tree is not None
-        return not sup.is_alive and not (is_kept and (sup.tree.holding or sup.tree.coming))
+        tree = sup.tree if self.in_container else None
+        return not sup.is_alive and not (tree and (tree.holding or tree.coming))
 
     def forget_closed(self) -> None:
         self.conns = [conn for conn in self.conns if conn.server_open or conn.client_open]
