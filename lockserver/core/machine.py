@@ -23,6 +23,7 @@ from functools import singledispatchmethod
 
 from lockserver.core import evidence, patience, sentences
 from lockserver.core.events import (
+    Announce,
     Beaten,
     Close,
     ConnectionClosed,
@@ -213,7 +214,8 @@ class Machine:
         assert holder is not None
         lock.fire(Signal.CONFIRMED, now_ms)
         yield SendGrant(conn, lock.name, holder)
-        if not was_held:
+        if not was_held:  # who came meanwhile has not been told who holds it
+            yield Announce(lock.name, holder)
             yield sentences.confirmed(lock, holder)
             yield from self.switchovers.remind(lock, conn)
 
@@ -235,6 +237,7 @@ class Machine:
         lock.fire(Signal.CLAIMED, now_ms, holder)
         self.ledger.claim(token)
         yield SendGrant(want.conn, lock.name, holder)
+        yield Announce(lock.name, holder)
         yield sentences.claimed(lock, holder)
 
     def _tell_who_holds(self, supervisor: Supervisor) -> Iterable[Effect]:

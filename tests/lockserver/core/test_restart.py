@@ -33,6 +33,21 @@ def test_restart_holder_on_file_same_grant_again():
         assert shell.active.state is LockState.HELD
 
 
+def test_restart_who_came_before_the_holder_is_told_that_it_holds():
+    """Goal: nobody is left to guess. Method: a waiter is back before the holder on file, and before
+    one that claims a lock whose record is lost."""
+    shell = restarted(held_by_a())
+    shell.feed(want(2, B, "active"))
+    told = [e for e in shell.feed(want(1, A, "active")) if isinstance(e, ev.Announce)]
+    assert [(each.lock, each.holder.incarnation) for each in told] == [("active", A)]
+    assert not any(isinstance(e, ev.Announce) for e in shell.feed(want(1, A, "active")))  # no news
+
+    shell = Shell(ev.Record(token=8, unknown=frozenset({"active"})))
+    shell.feed(want(2, B, "active"))
+    told = shell.feed(want(1, A, "active", tokens={"active": 7}))
+    assert [e.holder.token for e in told if isinstance(e, ev.Announce)] == [7]
+
+
 def test_restart_free_witness_frees_at_once_and_a_held_one_is_only_reported():
     """Goal: no window to sit out, and no grant at its end. Method: both, with time passing."""
     shell = restarted(held_by_a(), window_ms=1000)
