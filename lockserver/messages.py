@@ -57,7 +57,10 @@ class Want(Message):
 
 @dataclass(frozen=True, slots=True)
 class Granted(Message):
-    """Server → every supervisor and observer: `incarnation` of `engine` holds `lock`."""
+    """Server → every supervisor and observer: `incarnation` of `engine` holds `lock`.
+
+    Said at a grant, and again with the same token when a restarted server has found its holder.
+    """
 
     TYPE: ClassVar[str] = "granted"
     lock: LockName

@@ -233,19 +233,29 @@ class Grant:
 
 
 class Grants:
-    """Every grant of `active` that the lock server makes, in order."""
+    """Every grant of `active` that the lock server makes, in order.
+
+    A holder that is confirmed after a restart is told of again, under the token it has: no grant.
+    """
 
     def __init__(self, old: Processes) -> None:
         self.made: list[Grant] = []
-        self.is_listening = False
+        self._newest: int | None = None
         self._old = old
 
+    @property
+    def is_listening(self) -> bool:
+        return self._newest is not None
+
     def heard(self, message: Message) -> None:
-        if isinstance(message, lock_messages.StatusReply):
-            self.is_listening = True
+        if isinstance(message, lock_messages.StatusReply) and self._newest is None:
+            self._newest = message.document["token"]
         elif isinstance(message, lock_messages.Granted) and message.lock == "active":
-            alive = frozenset(pid for pid in self._old.alive() if not is_spent(pid))
-            self.made.append(Grant(message.engine, message.token, alive))
+            assert self._newest is not None  # an observer hears the state before any news
+            if message.token > self._newest:
+                self._newest = message.token
+                alive = frozenset(pid for pid in self._old.alive() if not is_spent(pid))
+                self.made.append(Grant(message.engine, message.token, alive))
 
 
 class PodHome:
