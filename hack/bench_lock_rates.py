@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hack.bench_lock_clients import Etcd, LockServerClient, Redis
@@ -121,8 +122,8 @@ def _holder(name: str) -> Iterator[tuple[Holder, ServerProcess | None]]:
             path = os.path.join(folder(stack), "lock")
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             stack.callback(os.close, fd)
-            take = lambda: fcntl.flock(fd, fcntl.LOCK_EX)  # noqa: E731 - one line each
-            give = lambda: fcntl.flock(fd, fcntl.LOCK_UN)  # noqa: E731
+            take = partial(fcntl.flock, fd, fcntl.LOCK_EX)
+            give = partial(fcntl.flock, fd, fcntl.LOCK_UN)
             yield Holder(_nothing, take, give), None
         else:
             port = free_port()

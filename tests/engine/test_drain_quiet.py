@@ -28,8 +28,9 @@ async def pair() -> AsyncIterator[tuple[asyncio.Transport, socket.socket]]:
     loop, made = asyncio.get_running_loop(), asyncio.Queue[Stalled]()
 
     def protocol() -> Stalled:
-        made.put_nowait(Stalled())
-        return made._queue[-1]  # type: ignore[attr-defined]
+        stalled = Stalled()
+        made.put_nowait(stalled)
+        return stalled
 
     server = await loop.create_server(protocol, "127.0.0.1", 0)
     client = socket.create_connection(server.sockets[0].getsockname())

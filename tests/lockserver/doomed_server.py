@@ -52,8 +52,8 @@ def doom(moment: str, token: int) -> None:
         if is_it and moment == "after_send":
             _die()
 
-    StateFile.write = doomed_write  # type: ignore[method-assign]
-    Connection.send = doomed_send  # type: ignore[method-assign]
+    StateFile.write = doomed_write  # type: ignore[method-assign]  # the real one, and an end
+    Connection.send = doomed_send  # type: ignore[method-assign]  # the same
 
 
 if __name__ == "__main__":
