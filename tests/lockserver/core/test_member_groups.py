@@ -1,0 +1,123 @@
+"""Members that are one supervisor to the machine: how a group forms, what it wants and when it is
+alive, and how the machine's words reach the members that they are for."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockserver.core import events as ev
+from lockserver.core import member_events as me
+from lockserver.core.lock import LockState
+from lockserver.core.terms import LeaseTerms, MemberId
+from lockserver.witness import WitnessFile, name_of
+from tests.lockserver.core.member_shell import (
+    A0,
+    A1,
+    LEASE_MS,
+    S0,
+    S1,
+    SB,
+    B,
+    Shell,
+    held,
+    whole,
+)
+from understudy.errors import InvariantError
+
+
+def test_group_forms_when_all_are_here_and_each_is_granted_as_itself():
+    """Goal: one grant for all nodes, to each in its own name. Method: two members, one after the
+    other; the lease is answered before the grant that it is needed for."""
+    shell = Shell()
+    shell.want(10, S0, A0, 0)
+    assert not shell.fed
+    assert shell.active.state is LockState.FREE
+    shell.want(11, S1, A1, 1)
+    assert shell.granted(10) == [(A0, 1)]
+    assert shell.granted(11) == [(A1, 1)]
+    kinds = [type(message).__name__ for to, message in shell.told if to == 11]
+    assert kinds == ["SendRenewed", "SendGranted"]
+    holder = shell.disk.holders["active"]
+    assert holder.lease == LeaseTerms(LEASE_MS, (MemberId(S0, A0), MemberId(S1, A1)))
+    assert holder.witness == WitnessFile(name_of(A0), 0, 0)
+    assert shell.machine.supervisors[S0].process == "lease"
+
+
+def test_group_wants_a_fenced_lock_once_all_do_and_a_plain_one_once_any_does():
+    """Goal: nobody is active before each node is ready. Method: every pair of wants."""
+    for first in ((), ("active",), ("loader",), ("active", "loader")):
+        for second in ((), ("active",), ("loader",), ("active", "loader")):
+            shell = Shell()
+            shell.want(10, S0, A0, 0, locks=first)
+            shell.want(11, S1, A1, 1, locks=second)
+            wanted = set(shell.machine.supervisors[S0].locks)
+            both, either = set(first) & set(second), set(first) | set(second)
+            assert wanted == (both & {"active"}) | (either & {"loader"})
+
+
+def test_group_with_a_plain_lock_tells_only_the_members_that_want_it():
+    """Goal: nobody has a token of a lock that it does not want. Method: one of two wants the loader
+    lock; both hear of another engine's grants."""
+    shell = Shell()
+    shell.want(10, S0, A0, 0, locks=())
+    shell.want(11, S1, A1, 1, locks=("loader",))
+    assert shell.granted(10) == []
+    assert shell.granted(11) == [(A1, 1)]
+    told = shell.members.fan_out(
+        ev.SendGrant(
+            -1, "active", ev.Holder("engine-1", B, SB, WitnessFile(name_of(B), 1, 2), 5, 0.0)
+        )
+    )
+    assert [(m.conn, m.incarnation) for m in told] == [(10, B), (11, B)]
+
+
+def test_group_is_as_alive_as_its_slowest_member():
+    """Goal: one member's heartbeat does not speak for another. Method: one beats, then both; a
+    count that stands still renews nothing."""
+    shell = whole()
+    shell.beat(10, 10, 10)
+    assert not [event for event in shell.fed if isinstance(event, ev.Beaten)]
+    shell.beat(11)
+    assert [e for e in shell.fed if isinstance(e, ev.Beaten)] == [ev.Beaten(-1, 1)]
+    answered = len(shell.heard(11, me.SendRenewed))
+    shell.hear(me.MemberBeaten(11, shell.progress))
+    assert len(shell.heard(11, me.SendRenewed)) == answered
+
+
+def test_members_that_wait_keep_their_place_while_they_are_heard_and_lose_it_when_cut():
+    """Goal: waiters that cannot be granted are not in line. Method: a waiting group, cut."""
+    shell = Shell()
+    shell.want(20, SB, B, 0, 1)
+    whole(shell)
+    assert [w.engine for w in shell.active.waiters] == ["engine-0"]
+    shell.hear(me.MemberClosed(11))
+    assert not shell.active.waiters
+    assert "lock.member_missing" in shell.happened
+    shell.want(12, S1, A1, 1)
+    assert [w.engine for w in shell.active.waiters] == ["engine-0"]
+
+
+def test_words_of_the_machine_reach_the_members_they_are_for():
+    """Goal: nothing is said to the wrong node. Method: each effect on a virtual connection: a
+    hand-over goes to member 0, an end to all, a loan to nobody."""
+    shell = held()
+    conn = shell.group.conn
+    told = shell.members.fan_out(ev.SendHandOver(conn, "active", A0, "engine-1"))
+    assert [(type(m).__name__, m.conn) for m in told] == [("SendHandOver", 10)]
+    assert [m.conn for m in shell.members.fan_out(ev.Close(conn, "why"))] == [10, 11]
+    assert [m.conn for m in shell.members.fan_out(ev.Refuse(conn, "c", "m"))] == [10, 11]
+    assert shell.members.fan_out(ev.Lend(conn)) == []
+    assert shell.members.fan_out(ev.Close(-99, "why")) == []
+    assert sorted(shell.members.audience("engine-1")) == [10, 11]
+    assert shell.members.audience("engine-0") == [20]
+
+
+def test_member_that_comes_late_is_told_who_holds():
+    """Goal: one hears that another holds. Method: the second engine, after the grant."""
+    assert held().granted(20) == [(A0, 1)]
+
+
+def test_unknown_event_is_our_own_fault():
+    """Goal: no event is lost in silence. Method: one that does not exist."""
+    with pytest.raises(InvariantError):
+        Shell().hear(object())

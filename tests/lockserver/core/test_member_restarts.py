@@ -1,0 +1,126 @@
+"""A server that comes back, with its state or without: which groups it believes, which it waits for
+and for how long, and whom it tells to end."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockserver.core import events as ev
+from lockserver.core.lock import LockState
+from tests.lockserver.core.member_shell import (
+    A0,
+    A1,
+    LEASE_MS,
+    MARGIN_MS,
+    S0,
+    S1,
+    S1_OTHER,
+    SB,
+    B,
+    Shell,
+    held,
+    whole,
+)
+
+LOST = ev.Record(token=9, unknown=frozenset({"active", "loader"}))
+
+
+def restarted(shell: Shell, **options) -> Shell:
+    return Shell(shell.disk, **options)
+
+
+def test_restart_gives_the_whole_group_the_same_grant_again():
+    """Goal: a restarted server causes no failover. Method: both come back, claiming."""
+    shell = restarted(held())
+    shell.want(20, SB, B, 0, 1)
+    shell.want(30, S0, A0, 0, tokens={"active": 1})
+    assert not shell.granted(30)
+    shell.want(31, S1, A1, 1, tokens={"active": 1})
+    assert shell.granted(30) == [(A0, 1)]
+    assert shell.granted(31) == [(A1, 1)]
+    assert shell.active.state is LockState.HELD
+
+
+def test_restart_waits_for_who_is_not_heard_and_not_for_who_says_that_it_reaped():
+    """Goal: neither too early nor longer than it must. Method: member 1 has reaped; member 0 is not
+    heard, then says the same."""
+    shell = restarted(held())
+    shell.want(20, SB, B, 0, 1)
+    shell.want(31, S1, None, 1)
+    shell.pass_ms(5000, beating=(20, 31))
+    assert shell.active.state is LockState.RECOVERING
+    shell.want(30, S0, None, 0)
+    assert shell.granted(20) == [(B, 2)]
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_restart_waits_a_lease_and_its_margin_for_a_member_that_is_not_heard(heard):
+    """Goal: who was answered a moment before the restart has its time. Method: nobody comes back,
+    or one of two does, which is then told that the other is lost."""
+    shell = restarted(held())
+    shell.want(20, SB, B, 0, 1)
+    if heard:
+        shell.want(30, S0, A0, 0, tokens={"active": 1})
+    beating = (20, 30) if heard else (20,)
+    shell.pass_ms(LEASE_MS + MARGIN_MS - 100, beating)
+    assert shell.active.state is LockState.RECOVERING
+    shell.pass_ms(100, beating)
+    if heard:
+        assert shell.lost(30) == [(A0, 1)]
+        shell.want(30, S0, None, 0)
+    assert shell.granted(20) == [(B, 2)]
+
+
+def test_restart_refuses_another_supervisor_for_a_member_on_file():
+    """Goal: only its own supervisor vouches for a launch. Method: another says it is reaped."""
+    shell = restarted(held())
+    shell.want(30, S0, None, 0)
+    shell.want(31, S1_OTHER, None, 1)
+    assert shell.refused(31) == ["lock.engine_id_taken"]
+    assert shell.active.state is LockState.RECOVERING
+
+
+def test_restart_without_a_tcp_address_waits_for_leases_all_the_same():
+    """Goal: a flag that was dropped frees nothing. Method: a leased holder on file, no listener."""
+    shell = restarted(held(), listens=False)
+    shell.pass_ms(LEASE_MS + MARGIN_MS - 100)
+    assert shell.active.state is LockState.RECOVERING
+    shell.pass_ms(100)
+    assert shell.active.state is LockState.FREE
+
+
+def test_lost_state_claim_of_the_whole_group_is_accepted():
+    """Goal: a lost file costs no failover. Method: both members claim."""
+    shell = whole(Shell(LOST), tokens={"active": 8})
+    assert shell.active.state is LockState.HELD
+    assert shell.active.holder.token == 8
+    assert shell.active.holder.lease is not None
+    assert shell.granted(11)[-1] == (A1, 8)
+
+
+def test_lost_state_waits_for_members_and_ends_those_that_are_not_completed():
+    """Goal: with the state lost, half a group is told to end, and then somebody is granted. Method:
+    member 0 claims, member 1 never comes, another engine waits."""
+    shell = Shell(LOST)
+    shell.want(20, SB, B, 0, 1)
+    shell.want(30, S0, A0, 0, tokens={"active": 8})
+    shell.pass_ms(LEASE_MS + MARGIN_MS - 100, beating=(20, 30))
+    assert not shell.lost(30)
+    shell.pass_ms(100, beating=(20, 30))
+    assert shell.lost(30) == [(A0, 0)]
+    shell.pass_ms(5000, beating=(20, 30))  # it is reaping: it lives and beats
+    assert shell.active.state is LockState.RECOVERING
+    assert shell.lost(30) == [(A0, 0)]
+    shell.want(30, S0, None, 0)
+    assert shell.granted(20) == [(B, 10)]
+
+
+def test_claim_of_a_lock_that_is_not_its_own_is_over_whoever_is_missing():
+    """Goal: who wrongly believes that it holds is told so, without waiting for its other members.
+    Method: a claim while another engine holds, and one of a lock that is free."""
+    shell = Shell()
+    shell.want(30, S0, A0, 0, tokens={"active": 8})
+    assert shell.lost(30) == [(A0, 0)]
+    shell.want(20, SB, B, 0, 1)
+    shell.want(31, S1, A1, 1, tokens={"active": 8})
+    assert shell.lost(31) == [(A1, 1)]
