@@ -16,12 +16,13 @@ from tests.wire.echo import CATALOGUE, Echo, EchoHandler
 from understudy.wire.address import TcpAddress
 from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd
-from understudy.wire.frames import FrameDecoder
-from understudy.wire.messages import Fault, Message
+from understudy.wire.frames import FrameDecoder, encode_frame
+from understudy.wire.messages import Fault, Hello, Message
 from understudy.wire.security import Security
 from understudy.wire.tcp import TcpServer, connect_tcp
 
 KINDS = ("plain", "psk", "tls")
+HELLO = encode_frame(CATALOGUE.encode(Hello(), 1), 0)
 
 
 class Client(EchoHandler):
@@ -87,6 +88,13 @@ async def stranger(
     """Bytes to and from `address`, with TLS where there is a context."""
     name = {"server_hostname": "localhost"} if tls else {}
     return await asyncio.open_connection(address.host, address.port, ssl=tls, **name)
+
+
+async def stranger_says(address: TcpAddress, data: bytes) -> asyncio.StreamWriter:
+    """`data` to `address` from somebody without TLS."""
+    _, writer = await stranger(address)
+    writer.write(data)
+    return writer
 
 
 def tls_of(security: Security | None) -> ssl.SSLContext | None:
