@@ -1,0 +1,67 @@
+"""The lock server hears no more from a holder, or hears that it is over, and processes live."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.helpers import auntil
+from tests.lockserver.wait_scenes.scene import (
+    QUICK,
+    Scene,
+    Told,
+    backends_of,
+    kills,
+    lives,
+    with_names,
+)
+
+
+@asynccontextmanager
+async def silent_holder(scene: Scene) -> AsyncIterator[Told]:
+    server, holder = scene.held(*QUICK)
+    holder.signal(signal.SIGSTOP, tree=False)
+    await auntil(lambda: server.lock()["holder"]["unresponsive"], "the silence to be seen")
+    supervisor, *backends = holder.pids
+    evidence = (*with_names(backends), lives(supervisor))
+    mend = ("kill -9", *map(str, holder.pids))
+    yield Told("unresponsive", "engine-0", evidence, mend, token=1, pid=supervisor)
+
+
+@asynccontextmanager
+async def orphans(scene: Scene) -> AsyncIterator[Told]:
+    """The supervisor is dead, and the processes that it started outlive it."""
+    server, holder = scene.held(fate="outlives_parent")
+    holder.signal(signal.SIGKILL, tree=False)
+    await auntil(lambda: server.lock()["cause"] == "process_gone", "the death to be seen")
+    pids = backends_of(holder)
+    evidence = (*with_names(pids), "its supervisor has ended")
+    yield Told("releasing", "engine-0", evidence, (kills(*pids),), token=1)
+
+
+@asynccontextmanager
+async def given_back_too_early(scene: Scene) -> AsyncIterator[Told]:
+    """A supervisor says that its launch is over, and a process of it lives."""
+    async with scene.held_from_here() as (server, holder):
+        incarnation = holder.incarnation
+        holder.relent()
+        await auntil(lambda: server.lock()["state"] == "releasing", "the lock to be given back")
+        lock = server.lock()
+        assert lock["cause"] == "not_wanted"
+        assert lock["waits"][0]["incarnation"] == incarnation
+        pid = holder.backends[0].pid
+        evidence = (*with_names([pid]), "says that this launch is over")
+        yield Told("releasing", "engine-0", evidence, (kills(pid),), token=1, pid=os.getpid())
+
+
+@asynccontextmanager
+async def cut_connection(scene: Scene) -> AsyncIterator[Told]:
+    """The supervisor (this process) lives and is no longer connected."""
+    async with scene.held_from_here() as (server, holder):
+        await holder.disconnect()
+        await auntil(lambda: server.lock()["cause"] == "connection_closed", "the cut to be seen")
+        me, backend = os.getpid(), holder.backends[0].pid
+        evidence = (*with_names([backend]), lives(me))
+        yield Told("releasing", "engine-0", evidence, (kills(me, backend),), token=1, pid=me)

@@ -1,0 +1,88 @@
+"""Over TCP, where leases are the evidence: engines of two members, and the time of their leases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.helpers import auntil
+from tests.lockserver.members import Member
+from tests.lockserver.processes import ServerProcess, free_port
+from tests.lockserver.wait_scenes.scene import Scene, Told
+
+HOUR = ("--lease-margin-ms", "3600000")  # so that no lease ends while it is looked at
+
+
+@asynccontextmanager
+async def members_of(
+    scene: Scene, count: int, *flags: str
+) -> AsyncIterator[tuple[ServerProcess, list[Member]]]:
+    """A server over TCP, and `count` members of engine-0 that are connected."""
+    lease = ("--lease-ms", "300", "--lease-margin-ms", "100")
+    server = scene.server("--listen", f"tcp://127.0.0.1:{free_port()}", *lease, *flags)
+    found = [Member(server.flags[1], None, "engine-0", index, 2) for index in range(count)]
+    try:
+        for each in found:
+            await each.connect()
+        yield server, found
+    finally:
+        for each in found:
+            await each.close()
+
+
+@asynccontextmanager
+async def held_by_members(scene: Scene) -> AsyncIterator[tuple[ServerProcess, list[Member], int]]:
+    """Both members of engine-0 hold `active`: with the token."""
+    async with members_of(scene, 2) as (server, members):
+        for each in members:
+            each.launch("active")
+        yield server, members, await members[0].granted()
+
+
+@asynccontextmanager
+async def member_missing(scene: Scene) -> AsyncIterator[Told]:
+    async with members_of(scene, 1) as (server, (member,)):
+        member.launch("active")
+        await auntil(lambda: server.lock()["state"] == "free", "the time of strangers to end")
+        evidence = ("member 0", "lease ends in", "member 1: no lease, not connected, never heard")
+        mend = ("engine status --engine-id engine-0", "--members 2 --member 1")
+        yield Told("members_missing", "engine-0", evidence, mend, is_fault=False)
+
+
+@asynccontextmanager
+async def member_that_does_not_end(scene: Scene) -> AsyncIterator[Told]:
+    """One of two says that it is reaped, and the other one goes on renewing its lease."""
+    async with held_by_members(scene) as (server, members, token):
+        members[1].reap()
+        await members[0].lost()
+        await auntil(lambda: server.lock()["state"] == "releasing", "the loss to be seen")
+        evidence = ("member 0", "lease ends in", "member 1", "no lease", "ms ago")
+        mend = ("the last lease ends in", "a member (0) hangs and renews", "host")
+        yield Told("releasing", "engine-0", evidence, mend, token=token)
+
+
+@asynccontextmanager
+async def leases_on_file(scene: Scene) -> AsyncIterator[Told]:
+    """A restarted server that waits for the leases of a holder that it does not hear."""
+    async with held_by_members(scene) as (server, _, token):
+        server.kill()
+        server.flags = (*server.flags, *HOUR)
+        await asyncio.to_thread(server.start)
+        evidence = tuple(f"member {index}: lease ends in 3" for index in range(2))
+        yield Told("recovering", "engine-0", evidence, ("connect again",), token=token)
+
+
+@asynccontextmanager
+async def leases_of_strangers(scene: Scene) -> AsyncIterator[Told]:
+    async with members_of(scene, 0, *HOUR):
+        evidence = ("leases that began before this server may last for 3",)
+        yield Told("unknown_holder", None, evidence, ("connect and claim by themselves",))
+
+
+@asynccontextmanager
+async def no_server_over_tcp(scene: Scene) -> AsyncIterator[Told]:
+    async with held_by_members(scene) as (server, _, token):
+        server.kill()
+        evidence = ("leases of 2 members over TCP, 0.3 s each",)
+        yield Told("no_server", "engine-0", evidence, ("who serves stops",), token=token)

@@ -1,0 +1,69 @@
+"""The lock server was killed: it is back and has yet to hear who holds the lock, or it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.helpers import auntil
+from tests.lockserver.engines import EngineProcess
+from tests.lockserver.processes import ServerProcess
+from tests.lockserver.wait_scenes.scene import QUICK, Scene, Told, backends_of, kills, with_names
+
+
+@asynccontextmanager
+async def restarted(
+    scene: Scene, *flags: str, is_file_lost: bool = False
+) -> AsyncIterator[tuple[ServerProcess, EngineProcess]]:
+    """A restarted server, and a holder that does not speak."""
+    server, holder = scene.held(*flags)
+    holder.signal(signal.SIGSTOP, tree=True)
+    server.kill()
+    if is_file_lost:
+        os.unlink(os.path.join(scene.directory, "lockserver.json"))
+    await asyncio.to_thread(server.start)
+    yield server, holder
+
+
+@asynccontextmanager
+async def recovering_in_the_window(scene: Scene) -> AsyncIterator[Told]:
+    async with restarted(scene, "--window-ms", "3600000", "--silent-ms", "300") as (_, holder):
+        evidence = (*with_names(backends_of(holder)), "has not been heard by this server")
+        yield Told("recovering", "engine-0", evidence, ("nothing yet", "connect again"), token=1)
+
+
+@asynccontextmanager
+async def recovering_after_the_window(scene: Scene) -> AsyncIterator[Told]:
+    async with restarted(scene, *QUICK) as (server, holder):
+        await auntil(lambda: server.lock()["holder"]["unresponsive"], "the window to end")
+        pids = backends_of(holder)
+        evidence = (*with_names(pids), "has not been heard by this server")
+        yield Told("unresponsive", "engine-0", evidence, (kills(*pids),), token=1)
+
+
+@asynccontextmanager
+async def unknown_holder(scene: Scene) -> AsyncIterator[Told]:
+    """The state file is gone, and the holder, which could claim, does not speak."""
+    async with restarted(scene, *QUICK, is_file_lost=True) as (_, holder):
+        pids = backends_of(holder)
+        evidence = (f"witness {scene.witness()} held by", *with_names(pids))
+        yield Told("unknown_holder", None, evidence, (kills(*pids), "claim by themselves"))
+
+
+@asynccontextmanager
+async def no_server(scene: Scene) -> AsyncIterator[Told]:
+    server, holder = scene.held()
+    server.kill()
+    evidence = ("held by", *with_names(backends_of(holder)))
+    mend = (f"lockserver serve --dir {scene.directory}", "nobody is granted")
+    yield Told("no_server", "engine-0", evidence, mend, token=1)
+
+
+@asynccontextmanager
+async def no_server_and_no_holder(scene: Scene) -> AsyncIterator[Told]:
+    scene.server().kill()
+    mend = (f"lockserver serve --dir {scene.directory}",)
+    yield Told("no_server", None, ("nobody is on file",), mend, "loader")

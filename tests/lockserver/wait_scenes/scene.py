@@ -1,0 +1,93 @@
+"""What a scene is given and what it yields, the openings that several share, and the words in
+which evidence and mends name processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.helpers import auntil
+from tests.lockserver.engines import Engine, EngineProcess
+from tests.lockserver.processes import ServerProcess
+
+QUICK = ("--silent-ms", "300", "--window-ms", "50")
+
+
+@dataclass
+class Scene:
+    """What a state is made of: a pod's directory, and what starts servers and engines in it, which
+    end with the test."""
+
+    directory: str
+    server: Callable[..., ServerProcess]
+    engine: Callable[..., EngineProcess]
+
+    def held(self, *flags: str, **options: Any) -> tuple[ServerProcess, EngineProcess]:
+        """A server with `flags`, and engine-0, a process of its own, which holds `active`."""
+        server = self.server(*flags)
+        holder = self.engine("engine-0", **options)
+        holder.granted()
+        return server, holder
+
+    async def contested(self, *flags: str) -> tuple[ServerProcess, EngineProcess, EngineProcess]:
+        """`held`, and engine-1 in line for it."""
+        server, holder = self.held(*flags)
+        waiter = self.engine("engine-1")
+        await auntil(lambda: server.lock()["waiters"], "the waiter to be in line")
+        return server, holder, waiter
+
+    @asynccontextmanager
+    async def held_from_here(
+        self, lock: str = "active"
+    ) -> AsyncIterator[tuple[ServerProcess, Engine]]:
+        """A server, and engine-0, whose supervisor is this process, which holds `lock`."""
+        server = self.server()
+        async with Engine(self.directory, "engine-0") as holder:
+            holder.launch()
+            holder.want(lock)
+            await holder.granted(lock)
+            yield server, holder
+
+    def witness(self) -> str:
+        """The name of engine-0's only witness."""
+        names = os.listdir(self.directory)
+        (name,) = [each for each in names if each.startswith("witness_engine-0_")]
+        return name
+
+
+@dataclass
+class Told:
+    """What must be told. Words of `evidence` and `mend` are all to be there."""
+
+    reason: str
+    engine: str | None
+    evidence: tuple[str, ...]
+    mend: tuple[str, ...]
+    lock: str = "active"
+    token: int | None = None
+    pid: int | None = None
+    is_fault: bool = True
+    by_http: ServerProcess | None = None
+
+
+def backends_of(engine: EngineProcess) -> list[int]:
+    """Without its supervisor, in the order in which a mend names them."""
+    return sorted(engine.pids[1:])
+
+
+def with_names(pids: Iterable[int]) -> tuple[str, ...]:
+    """As evidence names those that hold a witness: each with its command's name, which is left
+    open here."""
+    return tuple(f"pid {pid} (" for pid in pids)
+
+
+def lives(supervisor_pid: int) -> str:
+    """As evidence says that a supervisor lives: its pidfd is not readable."""
+    return f"pid {supervisor_pid}, not readable"
+
+
+def kills(*pids: int) -> str:
+    return f"kill -9 {' '.join(map(str, pids))}"

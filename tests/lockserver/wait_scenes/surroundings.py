@@ -1,0 +1,96 @@
+"""What the lock server stands on fails or is taken away: witnesses, its disk, its socket, its
+service address."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+from tests.helpers import auntil
+from tests.lockserver.engines import Engine
+from tests.lockserver.processes import ServerProcess, free_port
+from tests.lockserver.wait_scenes.scene import Scene, Told, lives
+
+
+@asynccontextmanager
+async def without_witness(scene: Scene, *, is_replaced: bool) -> AsyncIterator[Told]:
+    _, holder = scene.held()
+    name = scene.witness()
+    path = os.path.join(scene.directory, name)
+    os.rename(path, f"{path}.old")
+    if is_replaced:
+        Path(path).touch()
+    pid = holder.pids[0]
+    evidence = (f"witness {name} removed or replaced", lives(pid))
+    mend = ("once none of its processes lives", "move lockserver.json away")
+    yield Told("witness_lost", "engine-0", evidence, mend, token=1, pid=pid)
+
+
+def witness_removed(scene: Scene) -> AbstractAsyncContextManager[Told]:
+    return without_witness(scene, is_replaced=False)
+
+
+def witness_replaced(scene: Scene) -> AbstractAsyncContextManager[Told]:
+    return without_witness(scene, is_replaced=True)
+
+
+def may_write(server: ServerProcess, size_bytes: int) -> None:
+    """How long the files may be that `server` writes: 0 as on a read-only file system, 1 lets it
+    seal a witness and write no state."""
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+
+
+@asynccontextmanager
+async def failing_disk(scene: Scene) -> AsyncIterator[Told]:
+    server = scene.server()
+    may_write(server, 1)
+    async with Engine(scene.directory, "engine-0") as engine:
+        engine.launch()
+        engine.want("active")
+        await auntil(lambda: server.status()["problem"], "the problem to be seen")
+        evidence = ("grants cannot be written", "lockserver.json")
+        yield Told("write_failed", "engine-0", evidence, (f"df -h {scene.directory}",))
+
+
+@asynccontextmanager
+async def witness_that_cannot_be_sealed(scene: Scene) -> AsyncIterator[Told]:
+    server, holder = scene.held()
+    may_write(server, 0)
+    holder.signal(signal.SIGKILL, tree=True)
+    await auntil(holder.is_gone, "the end of the holder")
+    name = scene.witness()
+    await auntil(lambda: server.lock()["cause"] == "process_gone", "the death to be seen")
+    evidence = (f"witness {name} free", "its supervisor has ended")
+    yield Told("witness_unsealed", "engine-0", evidence, ("make", "writable"), token=1)
+
+
+@asynccontextmanager
+async def socket_of_a_stranger(scene: Scene) -> AsyncIterator[Told]:
+    """A file where the server's socket was: the command is answered from the state file, so the
+    server is asked over HTTP."""
+    server = scene.server()
+    path = Path(scene.directory, "lockserver.sock")
+    (stranger := path.with_name("other")).touch()
+    stranger.rename(path)
+    await auntil(lambda: "lock.unreachable" in server.log(), "the stranger to be found")
+    evidence = ("nobody new can connect", str(path))
+    yield Told("unreachable", None, evidence, (f"ls -la {scene.directory}",), by_http=server)
+
+
+@asynccontextmanager
+async def address_of_a_stranger(scene: Scene) -> AsyncIterator[Told]:
+    server, _ = scene.held()
+    server.kill()
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        server.flags = ("--service", f"active=127.0.0.1:{port}")
+        await asyncio.to_thread(server.start)
+        assert server.status()["service"]["active"]["state"] == "waiting_for_hand_back"
+        evidence = (f"127.0.0.1:{port} is in use by pid {os.getpid()}",)
+        yield Told("address_away", None, evidence, ("stop who has it", "--service"))
