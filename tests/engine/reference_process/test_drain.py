@@ -14,14 +14,7 @@ import aiohttp
 import pytest
 
 from engine.messages import Drain, Drained
-from tests.engine.reference_process.rig import listening, memory_service, supervisor
-from tests.engine.reference_process.test_under_a_supervisor import (
-    GREEDY,
-    LONG,
-    activate,
-    complete,
-    health,
-)
+from tests.engine.reference_process.active import GREEDY, LONG, active_engine, complete, health
 
 PATH = "/v1/completions"
 LONG_BUDGET = Drain(60_000)
@@ -76,50 +69,46 @@ def test_drain_serves_what_it_has_accepted_and_nothing_else(tmp_path: Path, mode
     a connection that is made meanwhile is in the backlog afterwards, its request in it."""
 
     async def main() -> None:
-        sock, url = listening()
-        with sock:
-            async with (
-                memory_service(tmp_path),
-                supervisor(tmp_path, "--model", str(model)) as stub,
-                aiohttp.ClientSession() as client,
-            ):
-                await activate(stub, sock, 1)
-                kept, fresh, idle = [await Raw.connect(sock) for _ in range(3)]
-                for each in (kept, idle):
-                    each.ask()
-                    status, headers, expected = await each.answer()
-                    assert (status, headers.get("connection")) == (200, None)
-                post = client.post(f"{url}{PATH}", json={**LONG, "stream": True})
-                async with post as response:
-                    await response.content.readline()
-                    os.kill(stub.registered["model"], signal.SIGSTOP)
-                    draining = asyncio.ensure_future(stub.ask(LONG_BUDGET))
-                    await accepting_no_more(stub)
-                    for each in (kept, fresh):
-                        each.ask()
-                    late = await Raw.connect(sock)
-                    late.ask()
-                    # Nobody is closed while something is in flight, however long it lasts.
-                    is_cut = asyncio.ensure_future(idle.ended())
-                    await asyncio.wait({is_cut, draining}, timeout=0.5)
-                    assert not is_cut.done()
-                    assert not draining.done()
-                    os.kill(stub.registered["model"], signal.SIGCONT)
-                    body = await response.read()
-                assert body.rstrip().endswith(b"data: [DONE]")
+        async with (
+            active_engine(tmp_path, model) as (stub, sock, url),
+            aiohttp.ClientSession() as client,
+        ):
+            kept, fresh, idle = [await Raw.connect(sock) for _ in range(3)]
+            for each in (kept, idle):
+                each.ask()
+                status, headers, expected = await each.answer()
+                assert (status, headers.get("connection")) == (200, None)
+            post = client.post(f"{url}{PATH}", json={**LONG, "stream": True})
+            async with post as response:
+                await response.content.readline()
+                os.kill(stub.registered["model"], signal.SIGSTOP)
+                draining = asyncio.ensure_future(stub.ask(LONG_BUDGET))
+                await accepting_no_more(stub)
                 for each in (kept, fresh):
-                    status, headers, answer = await each.answer()
-                    assert (status, headers["connection"]) == (200, "close")
-                    assert answer["choices"] == expected["choices"]
-                    assert await each.ended()
-                    each.close()
-                assert isinstance(await draining, Drained)
-                assert await is_cut  # an end without an answer: it had not asked
-                assert (await health(stub)).rejected == 0
-                with accept_now(sock) as waiting:
-                    assert waiting.recv(65536).startswith(f"POST {PATH}".encode())
-                for each in (idle, late):
-                    each.close()
+                    each.ask()
+                late = await Raw.connect(sock)
+                late.ask()
+                # Nobody is closed while something is in flight, however long it lasts.
+                is_cut = asyncio.ensure_future(idle.ended())
+                await asyncio.wait({is_cut, draining}, timeout=0.5)
+                assert not is_cut.done()
+                assert not draining.done()
+                os.kill(stub.registered["model"], signal.SIGCONT)
+                body = await response.read()
+            assert body.rstrip().endswith(b"data: [DONE]")
+            for each in (kept, fresh):
+                status, headers, answer = await each.answer()
+                assert (status, headers["connection"]) == (200, "close")
+                assert answer["choices"] == expected["choices"]
+                assert await each.ended()
+                each.close()
+            assert isinstance(await draining, Drained)
+            assert await is_cut  # an end without an answer: it had not asked
+            assert (await health(stub)).rejected == 0
+            with accept_now(sock) as waiting:
+                assert waiting.recv(65536).startswith(f"POST {PATH}".encode())
+            for each in (idle, late):
+                each.close()
 
     asyncio.run(main())
 
@@ -129,24 +118,18 @@ def test_drain_waits_for_a_connection_that_has_just_spoken(tmp_path: Path, model
     has begun, with nothing else in flight; it is answered, and the drain ends after that."""
 
     async def main() -> None:
-        sock, _ = listening()
-        with sock:
-            async with (
-                memory_service(tmp_path),
-                supervisor(tmp_path, "--model", str(model)) as stub,
-            ):
-                await activate(stub, sock, 1)
-                client = await Raw.connect(sock)
-                client.ask()
-                await client.answer()
-                draining = asyncio.ensure_future(stub.ask(LONG_BUDGET))
-                await accepting_no_more(stub)
-                client.ask()
-                status, headers, _ = await client.answer()
-                assert (status, headers["connection"]) == (200, "close")
-                assert await client.ended()
-                assert isinstance(await draining, Drained)
-                client.close()
+        async with active_engine(tmp_path, model) as (stub, sock, _):
+            client = await Raw.connect(sock)
+            client.ask()
+            await client.answer()
+            draining = asyncio.ensure_future(stub.ask(LONG_BUDGET))
+            await accepting_no_more(stub)
+            client.ask()
+            status, headers, _ = await client.answer()
+            assert (status, headers["connection"]) == (200, "close")
+            assert await client.ended()
+            assert isinstance(await draining, Drained)
+            client.close()
 
     asyncio.run(main())
 
@@ -156,20 +139,15 @@ def test_drain_waits_for_a_client_that_reads_slowly(tmp_path: Path, model: Path)
     until the drain has begun; all of it comes, and the drain ends after that."""
 
     async def main() -> None:
-        sock, _ = listening()
-        # Its own size for every connection that it accepts: less than the answer has.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         body = json.dumps({**LONG, "stream": True}).encode()
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        with sock, socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            loop = asyncio.get_running_loop()
-            async with (
-                memory_service(tmp_path),
-                supervisor(tmp_path, "--model", str(model)) as stub,
-            ):
-                await activate(stub, sock, 1)
+        loop = asyncio.get_running_loop()
+        async with active_engine(tmp_path, model) as (stub, sock, _):
+            # Its own size for every connection that it accepts: less than the answer has.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.setblocking(False)
                 await loop.sock_connect(client, sock.getsockname())
                 await loop.sock_sendall(client, head.encode() + body)
                 draining = None
@@ -190,16 +168,10 @@ def test_drain_of_an_engine_that_nobody_asks_ends_at_once(tmp_path: Path, model:
     """Goal: silence costs nothing. Method: no connection at all, or one that was closed."""
 
     async def main() -> None:
-        sock, url = listening()
-        with sock:
-            async with (
-                memory_service(tmp_path),
-                supervisor(tmp_path, "--model", str(model)) as stub,
-            ):
-                await activate(stub, sock, 1)
-                async with aiohttp.ClientSession() as client:
-                    await complete(client, url)
-                assert isinstance(await stub.ask(LONG_BUDGET), Drained)
+        async with active_engine(tmp_path, model) as (stub, _, url):
+            async with aiohttp.ClientSession() as client:
+                await complete(client, url)
+            assert isinstance(await stub.ask(LONG_BUDGET), Drained)
 
     asyncio.run(main())
 
@@ -209,21 +181,17 @@ def test_drain_beyond_its_budget_cuts(tmp_path: Path, model: Path):
     up for ever."""
 
     async def main() -> None:
-        sock, url = listening()
-        with sock:
-            async with (
-                memory_service(tmp_path),
-                supervisor(tmp_path, "--model", str(model)) as stub,
-                aiohttp.ClientSession() as client,
-            ):
-                await activate(stub, sock, 1)
-                post = client.post(f"{url}{PATH}", json={**LONG, "stream": True})
-                async with post as response:
-                    await response.content.readline()
-                    os.kill(stub.registered["model"], signal.SIGSTOP)
-                    assert isinstance(await stub.ask(Drain(0)), Drained)
-                    with pytest.raises(aiohttp.ClientPayloadError):
-                        await response.read()
-                assert (await health(stub)).in_flight == 0
+        async with (
+            active_engine(tmp_path, model) as (stub, _, url),
+            aiohttp.ClientSession() as client,
+        ):
+            post = client.post(f"{url}{PATH}", json={**LONG, "stream": True})
+            async with post as response:
+                await response.content.readline()
+                os.kill(stub.registered["model"], signal.SIGSTOP)
+                assert isinstance(await stub.ask(Drain(0)), Drained)
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await response.read()
+            assert (await health(stub)).in_flight == 0
 
     asyncio.run(main())

@@ -16,9 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.messages import Canary, Prepared, RunCanary, Serve, Serving, Wake, Woken
+from tests.engine.reference_process.active import activate
 from tests.engine.reference_process.rig import (
-    lend,
     listening,
     memory_service,
     standalone,
@@ -47,16 +46,6 @@ async def complete(url: str) -> Any:
     ):
         assert response.status == 200, await response.text()
         return (await response.json())["choices"]
-
-
-async def activate(stub: Any, sock: Any, token: int) -> Prepared:
-    prepared = await stub.prepared()
-    assert await stub.ask(Wake(token, stub.engine), lend(sock)) == Woken(prepared.kv_bytes)
-    canary = await stub.ask(RunCanary())
-    assert isinstance(canary, Canary)
-    assert canary.ok, canary.detail
-    assert isinstance(await stub.ask(Serve()), Serving)
-    return prepared
 
 
 def test_two_ranks_share_their_devices_with_a_second_engine(tmp_path: Path, model: Path):

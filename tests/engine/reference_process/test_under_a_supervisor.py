@@ -16,8 +16,6 @@ from engine.messages import (
     Canary,
     Drain,
     Drained,
-    Health,
-    Healthy,
     RunCanary,
     Serve,
     Serving,
@@ -25,6 +23,7 @@ from engine.messages import (
     Woken,
 )
 from gms.messages import Allocate
+from tests.engine.reference_process.active import LONG, activate, active_engine, complete, health
 from tests.engine.reference_process.rig import (
     is_fault,
     lend,
@@ -36,30 +35,6 @@ from understudy.service import procfs
 from understudy.wire.connection import Connection
 from understudy.wire.fds import OwnedFd
 from understudy.wire.messages import Message
-
-GREEDY = {"prompt": "hello", "temperature": 0, "max_tokens": 12}
-LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
-
-
-async def activate(stub: Any, sock: socket.socket, token: int) -> None:
-    await stub.prepared()
-    assert isinstance(await stub.ask(Wake(token, stub.engine), lend(sock)), Woken)
-    canary = await stub.ask(RunCanary())
-    assert isinstance(canary, Canary)
-    assert canary.ok, canary.detail
-    assert isinstance(await stub.ask(Serve()), Serving)
-
-
-async def health(stub: Any) -> Healthy:
-    answer = await stub.ask(Health())
-    assert isinstance(answer, Healthy)
-    return answer
-
-
-async def complete(client: aiohttp.ClientSession, url: str) -> tuple[Any, Any]:
-    async with client.post(f"{url}/v1/completions", json=GREEDY) as response:
-        assert response.status == 200, await response.text()
-        return response.headers, await response.json()
 
 
 async def progressed(stub: Any, target: int) -> None:
@@ -185,25 +160,21 @@ def test_client_that_leaves_frees_its_slot(tmp_path: Path, model: Path):
     """Goal: nobody generates for nobody. Method: one slot, a long stream cut, another request."""
 
     async def main() -> None:
-        sock, url = listening()
-        with sock:
-            async with (
-                memory_service(tmp_path),
-                supervisor(tmp_path, "--model", str(model), "--slots", "1") as stub,
-                aiohttp.ClientSession() as client,
-            ):
-                await activate(stub, sock, 1)
-                post = client.post(f"{url}/v1/completions", json={**LONG, "stream": True})
-                async with post as response:
-                    await response.content.readline()
-                    assert (await health(stub)).in_flight == 1
-                    response.close()
-                waiting = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=LONG))
-                progress = (await health(stub)).progress
-                await progressed(stub, progress + 20)
-                waiting.cancel()  # a whole answer nobody waits for
-                await complete(client, url)
-                assert (await health(stub)).in_flight == 0
+        async with (
+            active_engine(tmp_path, model, "--slots", "1") as (stub, _, url),
+            aiohttp.ClientSession() as client,
+        ):
+            post = client.post(f"{url}/v1/completions", json={**LONG, "stream": True})
+            async with post as response:
+                await response.content.readline()
+                assert (await health(stub)).in_flight == 1
+                response.close()
+            waiting = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=LONG))
+            progress = (await health(stub)).progress
+            await progressed(stub, progress + 20)
+            waiting.cancel()  # a whole answer nobody waits for
+            await complete(client, url)
+            assert (await health(stub)).in_flight == 0
 
     asyncio.run(main())
 

@@ -1,0 +1,73 @@
+"""An engine that is active under the stub supervisor, and what is asked of it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from engine.messages import (
+    Canary,
+    Health,
+    Healthy,
+    Prepared,
+    RunCanary,
+    Serve,
+    Serving,
+    Wake,
+    Woken,
+)
+from tests.engine.reference_process.rig import (
+    Supervisor,
+    lend,
+    listening,
+    memory_service,
+    supervisor,
+)
+
+GREEDY = {"prompt": "hello", "temperature": 0, "max_tokens": 12}
+LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
+
+
+async def activate(stub: Supervisor, sock: socket.socket, token: int) -> Prepared:
+    """From prepared to serving on `sock`, one step after the other."""
+    prepared = await stub.prepared()
+    assert await stub.ask(Wake(token, stub.engine), lend(sock)) == Woken(prepared.kv_bytes)
+    canary = await stub.ask(RunCanary())
+    assert isinstance(canary, Canary)
+    assert canary.ok, canary.detail
+    assert isinstance(await stub.ask(Serve()), Serving)
+    return prepared
+
+
+@asynccontextmanager
+async def active_engine(
+    directory: Path, model: Path, *more: str
+) -> AsyncIterator[tuple[Supervisor, socket.socket, str]]:
+    """engine-0, active with token 1, on one memory service: its supervisor, its service socket and
+    the URL of that."""
+    sock, url = listening()
+    with sock:
+        async with (
+            memory_service(directory),
+            supervisor(directory, "--model", str(model), *more) as stub,
+        ):
+            await activate(stub, sock, 1)
+            yield stub, sock, url
+
+
+async def health(stub: Supervisor) -> Healthy:
+    answer = await stub.ask(Health())
+    assert isinstance(answer, Healthy)
+    return answer
+
+
+async def complete(client: aiohttp.ClientSession, url: str) -> tuple[Any, Any]:
+    """The headers and the document of the answer to `GREEDY`."""
+    async with client.post(f"{url}/v1/completions", json=GREEDY) as response:
+        assert response.status == 200, await response.text()
+        return response.headers, await response.json()
