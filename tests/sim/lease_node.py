@@ -1,0 +1,225 @@
+"""One member's supervisor, on a host of its own: a clock, a connection, a tree and its lease.
+
+It does what `lease_keeper.py`, `lease_watch.py` and the engine's side of the lock do. `kill_at_ms`
+is what its kernel was told, which goes on while the supervisor is stopped (`LeaseWorld.pass_time`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockserver.core import events as ev
+from lockserver.core import member_events as me
+from lockserver.witness import name_of
+from tests.sim.lease_parts import DRIFT, LEASE_MS, NEVER, Line, Tree
+
+if TYPE_CHECKING:
+    from tests.sim.lease_world import LeaseWorld
+
+BEAT_MS = 500.0
+STOP, DEAF = 0.6, 0.4  # of a lease: give up; a connection is suspect
+READY = 0.3  # how likely a tree is initialised in a step
+OVER = ("lock.stale_claim", "lock.incarnation_ended")  # refusals that end an incarnation
+
+
+class Node:
+    """Times are by its own clock, if nothing else is said."""
+
+    def __init__(self, world: LeaseWorld, engine: str, member: int) -> None:
+        self.world, self.engine, self.member = world, engine, member
+        self.rate = 1 + world.random.uniform(-DRIFT, DRIFT)
+        self.supervisor = f"{world.next_id():016x}"
+        self.is_alive = True
+        self.stopped_until_ms = 0.0  # true time
+        self.cut_off_until_ms = 0.0  # true time
+        self.is_lost_for_good = False
+        self.line: Line | None = None
+        self.heard_ms = 0.0
+        self.beat_at_ms = 0.0
+        self.progress = 0
+        self.sent: dict[int, float] = {}  # progress → when, of what this connection may answer
+        self.tree: Tree | None = None
+        self.is_ready = False  # initialised: it wants `active`
+        self.is_killing = False
+        self.lease: tuple[float, float] | None = None  # counted from, length
+        self.kill_at_ms = NEVER
+
+    def now(self) -> float:
+        return self.world.true_ms * self.rate
+
+    @property
+    def killed_ms(self) -> float:
+        """When its kernel kills it, in true time."""
+        return self.kill_at_ms / self.rate
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.engine, self.member
+
+    @property
+    def is_cut_off(self) -> bool:
+        return self.world.true_ms < self.cut_off_until_ms
+
+    @property
+    def holds(self) -> bool:
+        return self.tree is not None and self.tree.token > 0
+
+    def lease_used(self) -> float:
+        """How much of the lease is used up, as a fraction; infinite without one."""
+        if self.lease is None:
+            return NEVER
+        return (self.now() - self.lease[0]) / self.lease[1]
+
+    def step(self) -> None:
+        """All that it has to do by now."""
+        if not self.is_alive or self.world.true_ms < self.stopped_until_ms:
+            return
+        self.listen()
+        if self.holds and not self.is_killing and self.lease_used() >= STOP:
+            self.kill_tree()
+        self.keep_connected()
+        self.keep_tree()
+
+    # ------------------------------------------------------------------ its connection
+
+    def keep_connected(self) -> None:
+        now_ms, line = self.now(), self.line
+        if line is None:
+            self.connect()
+        elif now_ms >= self.beat_at_ms:
+            self.beat_at_ms = now_ms + BEAT_MS
+            if now_ms - self.heard_ms > DEAF * LEASE_MS:
+                self.hang_up()
+            else:
+                self.progress += 1
+                self.say(line, me.MemberBeaten(line.id, self.progress))
+
+    def connect(self) -> None:
+        if self.world.server.machine is not None and not self.is_cut_off:
+            self.line = self.world.network.connect(self)
+            self.heard_ms = self.now()
+            self.sent.clear()
+            self.want()
+
+    def hang_up(self) -> None:
+        line, self.line = self.line, None
+        assert line is not None
+        self.world.network.close_by_client(line)
+        self.sent.clear()
+
+    def say(self, line: Line, message: Any) -> None:
+        """Only what was sent on this connection, for this incarnation, can be answered."""
+        self.sent[self.progress] = self.now()
+        self.world.network.send_up(line, message)
+
+    def want(self) -> None:
+        line, tree = self.line, self.tree
+        if line is None:
+            return
+        self.progress += 1
+        is_ready = tree is not None and self.is_ready
+        want = me.MemberWanted(
+            conn=line.id,
+            supervisor=self.supervisor,
+            engine=self.engine,
+            member=self.member,
+            members=self.world.members,
+            incarnation=tree.incarnation if tree else None,
+            witness=name_of(tree.incarnation) if tree else None,
+            locks=("active",) if is_ready else (),
+            tokens={"active": tree.token} if tree and is_ready and tree.token else {},
+            progress=self.progress,
+        )
+        self.say(line, want)
+
+    # ------------------------------------------------------------------ what it hears
+
+    def listen(self) -> None:
+        line = self.line
+        if line is None or self.is_cut_off:
+            return
+        while line.down:
+            if line.down[0][0] > self.world.true_ms:
+                return
+            self.heard_ms = self.now()
+            self.told(line.down.popleft()[1])
+        if line.eof_down_ms <= self.world.true_ms:
+            self.hang_up()
+
+    def told(self, message: Any) -> None:
+        tree = self.tree
+        if isinstance(message, me.SendRenewed):
+            self.renewed(message)
+        elif tree is None or self.is_killing:
+            return
+        elif isinstance(message, me.SendGranted) and message.lock == "active":
+            if message.incarnation == tree.incarnation:
+                self.woken(tree, message.token)
+            elif tree.token and message.token > tree.token:
+                self.kill_tree()
+        elif isinstance(message, me.SendMemberLost):
+            if message.incarnation == tree.incarnation:
+                self.kill_tree()
+        elif isinstance(message, ev.Refuse) and message.code in OVER:
+            self.kill_tree()
+
+    def renewed(self, message: me.SendRenewed) -> None:
+        sent_ms = self.sent.pop(message.progress, None)
+        if sent_ms is None or self.tree is None:
+            return
+        if self.holds and self.lease_used() >= 1.0:
+            return  # too late: the server may have answered before it gave up
+        counted_ms = self.now() if self.world.counts_from_receipt else sent_ms
+        self.lease = (counted_ms, float(message.lease_ms))
+        if self.holds:
+            self.arm()
+
+    def woken(self, tree: Tree, token: int) -> None:
+        if self.lease_used() >= STOP or tree.is_dead or tree.dies_ms < NEVER:
+            self.want()
+        elif tree.token != token:
+            self.world.wake(tree, token)
+            self.arm()
+            self.want()
+
+    def arm(self) -> None:
+        assert self.lease is not None
+        self.kill_at_ms = self.lease[0] + self.world.kill_fraction * self.lease[1]
+
+    # ------------------------------------------------------------------ its tree, and its own end
+
+    def keep_tree(self) -> None:
+        tree = self.tree
+        if tree is None:
+            self.is_ready = self.is_killing = False
+            self.change_tree(self.world.new_tree(self.engine))
+        elif tree.is_dead and self.is_killing:
+            self.is_killing, self.kill_at_ms = False, NEVER
+            self.change_tree(None)
+        elif tree.is_dead:
+            self.is_killing = True
+        elif not self.is_ready and not self.is_killing and self.world.random.random() < READY:
+            self.is_ready = True
+            self.want()
+
+    def change_tree(self, tree: Tree | None) -> None:
+        self.tree, self.lease = tree, None
+        self.sent.clear()
+        self.want()
+
+    def kill_tree(self) -> None:
+        assert self.tree is not None
+        self.is_killing = True
+        self.world.doom(self.tree)
+
+    def be_killed(self) -> None:
+        """By its kernel, on time."""
+        self.world.note(f"the kernel kills {self.engine}.{self.member}")
+        self.die()
+
+    def die(self) -> None:
+        self.is_alive, self.kill_at_ms = False, NEVER
+        if self.tree is not None:
+            self.world.doom(self.tree)
+        if self.line is not None:
+            self.hang_up()

@@ -1,0 +1,173 @@
+"""The server's shell around the machine, the members and the leases: a clock, a disk, connections.
+
+It does what `server.py`, `remote.py`, `prober.py` and `state_file.py` do. Without a `machine` it is
+down; its disk and its clock go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lockserver.core import events as ev
+from lockserver.core import evidence
+from lockserver.core import member_events as me
+from lockserver.core.machine import Machine
+from lockserver.core.members import Members, is_virtual
+from tests.sim.lease_parts import DRIFT, LASTS_MS, LEASE_MS, Line
+
+if TYPE_CHECKING:
+    from tests.sim.lease_world import LeaseWorld
+
+SILENT_MS = 3000.0
+TICK_MS = 100.0
+DIES_AFTER_WRITE = 0.02  # of all writes
+LOCKS = frozenset({"active", "loader"})
+
+
+class Server:
+    def __init__(self, world: LeaseWorld) -> None:
+        self.world = world
+        self.rate = 1 + world.random.uniform(-DRIFT, DRIFT)
+        self.machine: Machine | None = None  # and beside it `leases` and `members`
+        self.slots: list[ev.Record | None] = [ev.Record(), ev.Record()]  # the newest is the last
+        self.closed: list[int] = []  # by the server; the loop tells of it later
+        self.ticks_at_ms = 0.0  # by its own clock
+        self.down_until_ms = 0.0  # true time, and so are these
+        self.stalls_until_ms = 0.0
+        self.disk_fails_until_ms = 0.0
+
+    def now(self) -> float:
+        return self.world.true_ms * self.rate
+
+    # ------------------------------------------------------------------ its life
+
+    def start(self) -> None:
+        record = self.slots[1]
+        readable = [slot.token for slot in self.slots if slot is not None]
+        if len(readable) < 2 or record is None:  # as the state file: one bad slot is a lost one
+            floor = max(readable, default=self.world.law.token_max)
+            record = ev.Record(floor + 1, unknown=LOCKS)
+            self.slots = [record, record]
+        world, now_ms = self.world, self.now()
+        self.machine = Machine(record, now_ms, silent_ms=SILENT_MS)
+        self.leases = world.leases_type(now_ms, lease_ms=LEASE_MS, margin_ms=world.margin_ms)
+        self.members = Members(self.leases, self.machine.locks, now_ms, silent_ms=SILENT_MS)
+        self.perform(self.machine.begin())
+
+    def kill(self) -> None:
+        self.machine = None
+        self.down_until_ms = self.world.true_ms + self.world.random.choice(LASTS_MS)
+        self.closed.clear()
+        for line in self.world.network.lines.values():
+            if line.server_open and line.is_known:
+                self.world.network.close_by_server(line)
+
+    def restart_if_due(self) -> None:
+        if self.machine is None and self.world.true_ms >= self.down_until_ms:
+            self.start()
+
+    # ------------------------------------------------------------------ the machine and its effects
+
+    def feed(self, event: ev.Input) -> None:
+        if self.machine is not None:
+            self.perform(self.machine.handle(event, self.now()))
+
+    def perform(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, ev.Persist):
+                self.persist(effect.record)
+            elif isinstance(effect, ev.Announce):
+                self.announce(effect.lock, effect.holder)
+            elif is_virtual(getattr(effect, "conn", 0)):
+                self.do(self.members.fan_out(effect))
+
+    def announce(self, lock: str, holder: ev.Holder) -> None:
+        for conn in self.members.audience(holder.engine):
+            granted = me.SendGranted(conn, lock, holder.engine, holder.incarnation, holder.token)
+            self.world.network.send_down(conn, granted)
+
+    def persist(self, record: ev.Record) -> None:
+        if self.world.true_ms < self.disk_fails_until_ms:
+            self.feed(ev.PersistFailed("a full disk"))
+            return
+        self.slots = [self.slots[1], record]
+        self.world.law.written(record)
+        if self.world.random.random() < DIES_AFTER_WRITE:
+            self.world.trace.append("server dies between writing and sending")
+            self.kill()
+        else:
+            self.feed(ev.Persisted())
+
+    # ------------------------------------------------------------------ the members and theirs
+
+    def hear(self, event: me.MemberInput) -> None:
+        if self.machine is not None:
+            self.do(self.members.handle(event, self.now()))
+
+    def do(self, outputs: list[me.MemberOutput]) -> None:
+        network = self.world.network
+        for output in outputs:
+            if self.machine is None:
+                return
+            if isinstance(output, me.Feed):
+                self.feed(output.event)
+            elif isinstance(output, ev.Refuse | ev.Close):
+                network.send_down(output.conn, output)
+                line = network.lines.get(output.conn)
+                if line is not None and line.server_open:
+                    network.close_by_server(line)
+                    self.closed.append(output.conn)
+            elif not isinstance(output, ev.Happened):
+                network.send_down(output.conn, output)
+
+    # ------------------------------------------------------------------ its loop
+
+    def step(self) -> None:
+        """All that it has to do by now, in some order."""
+        true_ms = self.world.true_ms
+        if self.machine is None or true_ms < self.stalls_until_ms:
+            return
+        jobs: list[Callable[[], None]] = []
+        if self.now() >= self.ticks_at_ms:
+            jobs.append(self.tick)
+        lines = self.world.network.lines.values()
+        jobs += [partial(self.read, line) for line in lines if line.has_for_server(true_ms)]
+        jobs += [partial(self.hear, me.MemberClosed(conn)) for conn in self.closed]
+        self.closed.clear()
+        self.world.random.shuffle(jobs)
+        for job in [*jobs, self.probe]:
+            if self.machine is not None:
+                job()
+
+    def tick(self) -> None:
+        self.ticks_at_ms = self.now() + TICK_MS
+        self.hear(ev.Tick())
+        self.feed(ev.Tick())
+
+    def read(self, line: Line) -> None:
+        if not line.is_known:
+            line.is_known = True
+            self.hear(me.MemberOpened(line.id))
+        while self.machine is not None and line.server_open and line.up:
+            arrives_ms, message = line.up[0]
+            if arrives_ms > self.world.true_ms:
+                return
+            line.up.popleft()
+            self.hear(message)
+        if line.server_open and not line.up and line.eof_up_ms <= self.world.true_ms:
+            line.server_open = False
+            self.hear(me.MemberClosed(line.id))
+
+    def probe(self) -> None:
+        assert self.machine is not None
+        locks, supervisors = self.machine.locks, self.machine.supervisors
+        for lock, holder in evidence.probes_due(locks, supervisors):
+            assert holder.lease is not None
+            if self.leases.is_free(holder.lease):
+                self.leases.seal(holder.lease)
+                self.feed(ev.WitnessFree(lock, holder.incarnation))
+        is_due = self.machine is not None and evidence.scan_is_due(locks)
+        if is_due and self.leases.may_free_unknown(locks):
+            self.feed(ev.DirectoryScanned(frozenset()))
