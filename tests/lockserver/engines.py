@@ -119,6 +119,18 @@ class Engine:
     async def granted(self, lock: str = "active") -> int:
         return await auntil(lambda: self.token(lock), f"{self.client.engine} to be granted {lock}")
 
+    async def hold(self, lock: str = "active") -> int:
+        """Launch, want `lock` and be granted it: the token."""
+        self.launch()
+        self.want(lock)
+        return await self.granted(lock)
+
+    async def stand_by(self) -> None:
+        """Launch, want `active`, and hear for the first time who has it."""
+        self.launch()
+        self.want("active")
+        await auntil(lambda: self.heard, f"{self.client.engine} to hear who is active")
+
     async def __aenter__(self) -> Engine:
         self._task = asyncio.create_task(self.client.run())
         return self

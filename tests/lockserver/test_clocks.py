@@ -47,9 +47,7 @@ def test_monotonic_clock_moved_by_an_hour_between_two_servers_changes_nothing(
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
+            await standby.stand_by()
             server.kill()
             server.command = second
             await asyncio.to_thread(server.start)
@@ -85,9 +83,7 @@ def test_time_of_day_set_back_an_hour_while_held_only_shows_in_what_is_printed(
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
+            await standby.stand_by()
             offset.write_text(f"-{HOUR_S}")
             holder.signal(signal.SIGKILL, tree=True)
             assert await standby.granted() == 2

@@ -50,9 +50,7 @@ def test_server_killed_at_any_step_of_a_grant_one_is_granted_and_no_token_twice(
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as one, Engine(pod_dir, "engine-2") as two:
             for engine in (one, two):
-                engine.launch()
-                engine.want("active")
-                await auntil(lambda e=engine: e.heard, "the news of who is active")
+                await engine.stand_by()
             assert doomed.process is not None
             holder.signal(signal.SIGKILL, tree=True)
             assert await asyncio.to_thread(doomed.process.wait) == -signal.SIGKILL
@@ -85,13 +83,12 @@ def test_server_killed_again_and_again_holder_keeps_its_token_and_waiters_get_in
     async def scenario() -> None:
         async with contextlib.AsyncExitStack() as stack:
             engines = [Engine(pod_dir, f"engine-{number}") for number in range(4)]
-            for engine in engines:
-                await stack.enter_async_context(engine)
-                engine.launch()
-                engine.want("active")
-                await auntil(lambda e=engine: e.heard, "a first word")
             holder, *waiters = engines
-            token = await holder.granted()
+            await stack.enter_async_context(holder)
+            token = await holder.hold()
+            for waiter in waiters:
+                await stack.enter_async_context(waiter)
+                await waiter.stand_by()
             for kill in range(KILLS):
                 before = sum(engine.connects for engine in engines)
                 server.kill()
@@ -183,9 +180,7 @@ def test_server_stopped_for_longer_than_any_window_calls_nobody_dead(
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
+            await standby.stand_by()
             os.kill(server.pid, signal.SIGSTOP)
             await asyncio.sleep(2)  # the stall itself: twice patience.STALL_MS
             os.kill(server.pid, signal.SIGCONT)

@@ -71,6 +71,16 @@ async def running(member: Member) -> AsyncIterator[Member]:
             await task
 
 
+@contextlib.asynccontextmanager
+async def holding(server: LeaseServer, member: Member | None = None) -> AsyncIterator[Member]:
+    """A member that was granted `active`, by a server that grants it to whoever wants it."""
+    server.auto = ("active",)
+    async with running(member or Member(server.address)) as holder:
+        holder.want("active")
+        await auntil(lambda: holder.heard("active"), "the grant")
+        yield holder
+
+
 def with_server(test: Callable[[LeaseServer], Awaitable[None]]) -> Callable[[], None]:
     """Run `test` on a loop of its own, with a server."""
 
@@ -137,10 +147,7 @@ async def test_a_holder_is_armed_from_its_grant_until_it_is_reaped(server):
 async def test_a_server_that_falls_silent_costs_a_holder_its_lease_once(server):
     """Goal: lost at 60 % of the lease, before the kernel's 80 %, once, also when the server is
     heard again; the next incarnation begins afresh. Method: a deaf server, then one that hears."""
-    server.auto = ("active",)
-    async with running(Member(server.address)) as member:
-        member.want("active")
-        await auntil(lambda: member.heard("active"), "the grant")
+    async with holding(server) as member:
         server.is_deaf = True
         await auntil(lambda: member.heard("lease_lost"), "the lease to be lost")
         assert member.ender.at_ms is not None
@@ -207,10 +214,7 @@ async def test_of_another_s_grant_one_hears_without_a_lease(server):
 async def test_a_cut_is_no_loss_within_the_lease(server):
     """Goal: connections come and go, the lease stays. Method: cut again and again for longer than
     a lease while the server answers."""
-    server.auto = ("active",)
-    async with running(Member(server.address)) as member:
-        member.want("active")
-        await auntil(lambda: member.heard("active"), "the grant")
+    async with holding(server) as member:
         end = now_ms() + 1.5 * LEASE_MS
         while now_ms() < end:
             await beats(server, 1)
@@ -222,10 +226,7 @@ async def test_a_cut_is_no_loss_within_the_lease(server):
 @with_server
 async def test_a_server_that_restarts_within_the_lease_costs_nothing(server):
     """Goal: nobody loses by a restart. Method: stop the server, start it on the same port."""
-    server.auto = ("active",)
-    async with running(Member(server.address)) as member:
-        member.want("active")
-        await auntil(lambda: member.heard("active"), "the grant")
+    async with holding(server) as member:
         port = server.server.port
         await server.stop()
         await auntil(lambda: not member.client.is_connected, "the connection to end")
@@ -274,12 +275,9 @@ async def test_a_lost_member_is_told_for_this_incarnation_only(server):
 async def test_heartbeats_are_as_frequent_as_the_lease_asks(server):
     """Goal: a short lease is renewed often enough. Method: a usual heartbeat longer than the
     lease; the holder keeps it for several leases."""
-    server.auto = ("active",)
     member = Member(server.address)
     member.client._heartbeat_ms = 400  # the first one comes so late, then a tenth of the lease
-    async with running(member):
-        member.want("active")
-        await auntil(lambda: member.heard("active"), "the grant")
+    async with holding(server, member):
         await beats(server, 20)
         assert member.heard("lease_lost") == []
         assert member.client.lease["server_heard_ms_ago"] is not None

@@ -25,10 +25,8 @@ def test_failover_dirty_holder_killed_grant_comes_after_its_processes_are_gone(
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            standby.launch()
-            standby.want("active")
+            await standby.stand_by()
             was_gone: list[bool] = []
-            await auntil(lambda: standby.heard, "the news of who is active")
             standby.on_granted = lambda lock, who, token: was_gone.append(holder.is_gone())
             assert not holder.is_gone()
             holder.signal(signal.SIGKILL, tree=True)
@@ -52,9 +50,7 @@ def test_failover_without_the_witness_nobody_is_granted_and_status_says_the_mend
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
+            await standby.stand_by()
             holder.signal(signal.SIGKILL, tree=True)
             await auntil(holder.is_gone, "the end of the holder")
             await auntil(lambda: server.lock()["state"] == "releasing", "the lock to be released")
@@ -80,10 +76,8 @@ def test_failover_supervisor_killed_grant_waits_for_its_orphans(
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            standby.launch()
-            standby.want("active")
+            await standby.stand_by()
             was_gone: list[bool] = []
-            await auntil(lambda: standby.heard, "the news of who is active")
             standby.on_granted = lambda lock, who, token: was_gone.append(holder.is_gone())
             holder.signal(signal.SIGKILL, tree=False)
             await auntil(lambda: server.lock()["cause"] == "process_gone", "the death to be seen")
@@ -108,23 +102,19 @@ def test_server_killed_and_restarted_with_living_holder_same_token_no_failover(
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
-            incarnation = holder.launch()
-            holder.want("active")
-            token = await holder.granted()
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the standby to hear who is active")
+            token = await holder.hold()
+            await standby.stand_by()
             server.kill()
             await auntil(lambda: not holder.client.is_connected, "the holder to notice")
             heard = len(holder.heard)
             server.start()
             await auntil(lambda: len(holder.heard) > heard, "the same grant again")
             await auntil(lambda: standby.connects == 2, "the standby to be back")
-            assert holder.heard[-1] == ("active", incarnation, token)
+            assert holder.heard[-1] == ("active", holder.incarnation, token)
             lock = server.lock()
             assert (lock["state"], lock["holder"]["token"]) == ("held", token)
             assert standby.token() == 0
-            assert standby.heard[-1][1] == incarnation
+            assert standby.heard[-1][1] == holder.incarnation
 
     asyncio.run(scenario())
 
@@ -162,9 +152,7 @@ def test_stopped_holder_and_restarted_server_nobody_is_granted_after_the_window(
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
+            await standby.stand_by()
             holder.signal(signal.SIGSTOP, tree=True)
             server.kill()
             server.start()
@@ -197,9 +185,7 @@ def test_stopped_holder_is_reported_unresponsive_and_freed_when_its_processes_di
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
+            await standby.stand_by()
             holder.signal(signal.SIGSTOP, tree=False)
             await auntil(
                 lambda: server.lock()["holder"]["unresponsive"], "the holder to be reported"
@@ -242,10 +228,8 @@ def test_lock_server_memory_and_descriptors_after_many_failovers(pod_dir, start_
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-0") as one, Engine(pod_dir, "engine-1") as two:
-            for engine in (one, two):
-                engine.launch()
-                engine.want("active")
-                await auntil(lambda e=engine: e.heard, "a first word")
+            await one.hold()
+            await two.stand_by()
             await takeover(one, two)
             before = await asyncio.to_thread(settled_fds, server.pid)
             for _ in range(10):

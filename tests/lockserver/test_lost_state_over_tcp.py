@@ -11,6 +11,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -29,8 +31,17 @@ def server(start_server) -> ServerProcess:
     return start_server("--listen", f"tcp://127.0.0.1:{free_port()}", *lease)
 
 
-def member(server: ServerProcess, engine: str) -> Member:
-    return Member(server.flags[1], None, engine)
+@asynccontextmanager
+async def holder_and_other(server: ServerProcess) -> AsyncIterator[tuple[Member, Member]]:
+    """engine-0, which holds `active`, and engine-1, which is not connected yet."""
+    holder, other = (Member(server.flags[1], None, engine) for engine in ("engine-0", "engine-1"))
+    try:
+        await holder.join("active")
+        await holder.granted()
+        yield holder, other
+    finally:
+        await holder.close()
+        await other.close()
 
 
 async def restart_without_state(server: ServerProcess) -> None:
@@ -58,21 +69,15 @@ def test_state_lost_and_the_holder_silent_nobody_is_granted_before_its_lease_can
     anew; the other one asks at once and is granted, but not before a lease and the margin."""
 
     async def scenario() -> None:
-        holder, other = member(server, "engine-0"), member(server, "engine-1")
-        await holder.connect()
-        holder.launch("active")
-        await holder.granted()
-        holder.beats = False
-        await restart_without_state(server)
-        await other.connect()
-        other.launch("active")
-        await other.granted()
-        begun = await event(server, "lock.recovering")
-        granted = await event(server, "lock.granted")
-        assert granted["data"]["engine"] == "engine-1"
-        assert granted["mono_ms"] - begun["mono_ms"] >= LEASE_MS + MARGIN_MS - CLOCK_MS
-        await holder.close()
-        await other.close()
+        async with holder_and_other(server) as (holder, other):
+            holder.beats = False
+            await restart_without_state(server)
+            await other.join("active")
+            await other.granted()
+            begun = await event(server, "lock.recovering")
+            granted = await event(server, "lock.granted")
+            assert granted["data"]["engine"] == "engine-1"
+            assert granted["mono_ms"] - begun["mono_ms"] >= LEASE_MS + MARGIN_MS - CLOCK_MS
 
     asyncio.run(scenario())
 
@@ -82,21 +87,16 @@ def test_state_lost_and_the_holder_heard_it_keeps_its_grant(server):
     again; the other one is not granted, also after the lease."""
 
     async def scenario() -> None:
-        holder, other = member(server, "engine-0"), member(server, "engine-1")
-        await holder.connect()
-        holder.launch("active")
-        token = await holder.granted()
-        await restart_without_state(server)
-        await other.connect()
-        other.launch("active")
-        await holder.connect()
-        holder.want()
-        await auntil(lambda: server.lock()["state"] == "held", "the claim to be believed")
-        lock = server.lock()
-        assert (lock["holder"]["engine"], lock["holder"]["token"]) == ("engine-0", token)
-        holder.reap()
-        assert await other.granted() > token
-        await holder.close()
-        await other.close()
+        async with holder_and_other(server) as (holder, other):
+            token = holder.token()
+            await restart_without_state(server)
+            await other.join("active")
+            await holder.connect()
+            holder.want()
+            await auntil(lambda: server.lock()["state"] == "held", "the claim to be believed")
+            lock = server.lock()
+            assert (lock["holder"]["engine"], lock["holder"]["token"]) == ("engine-0", token)
+            holder.reap()
+            assert await other.granted() > token
 
     asyncio.run(scenario())

@@ -222,9 +222,7 @@ def test_engines_on_this_host_and_members_of_others_share_one_lock(server, pod_d
 
     async def scenario(member: Member) -> None:
         async with Engine(pod_dir, "engine-1") as engine:
-            engine.launch()
-            engine.want("active")
-            assert await engine.granted() == 1
+            assert await engine.hold() == 1
             await member.join("active")
             await auntil(lambda: member.of(Granted), "the news of who holds")
             engine.reap()

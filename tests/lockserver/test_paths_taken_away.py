@@ -43,18 +43,6 @@ def put_there(path: str, stranger: str):
         yield
 
 
-async def hold(engine: Engine) -> int:
-    engine.launch()
-    engine.want("active")
-    return await engine.granted()
-
-
-async def wait(engine: Engine) -> None:
-    engine.launch()
-    engine.want("active")
-    await auntil(lambda: engine.heard, "the news of who is active")
-
-
 @pytest.mark.parametrize("how", ["nothing", "a stale socket"])
 def test_socket_path_deleted_or_replaced_while_held_is_taken_back(pod_dir, start_server, how):
     """Goal: whoever was not connected can still come, and whoever was notices nothing. Method:
@@ -63,10 +51,10 @@ def test_socket_path_deleted_or_replaced_while_held_is_taken_back(pod_dir, start
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-0") as holder:
-            token = await hold(holder)
+            token = await holder.hold()
             take_away(os.path.join(pod_dir, SOCKET), how)
             async with Engine(pod_dir, "engine-1") as newcomer:
-                await wait(newcomer)
+                await newcomer.stand_by()
                 lock = server.lock()
                 assert (lock["state"], lock["holder"]["token"]) == ("held", token)
                 assert holder.connects == 1
@@ -89,7 +77,7 @@ def test_socket_path_that_is_a_strangers_is_said_and_taken_back_when_it_goes(
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            await wait(standby)
+            await standby.stand_by()
             with put_there(path, stranger):
                 await auntil(lambda: "lock.unreachable" in server.log(), "people to be told")
                 assert "nobody new can connect" in server.log()
@@ -113,8 +101,8 @@ def test_guard_and_socket_removed_a_second_server_cannot_take_over_and_the_first
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
-            token = await hold(holder)
-            await wait(standby)
+            token = await holder.hold()
+            await standby.stand_by()
             os.unlink(os.path.join(pod_dir, GUARD))
             os.unlink(os.path.join(pod_dir, SOCKET))
             await auntil(lambda: server.log().count("is made anew") == 2, "both to be taken back")
@@ -145,7 +133,7 @@ def test_second_server_in_an_emptied_directory_the_first_ends_and_grants_nothing
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            await wait(standby)
+            await standby.stand_by()
             assert first.process is not None
             os.kill(first.pid, signal.SIGSTOP)
             for name in (GUARD, SOCKET, STATE):
@@ -182,7 +170,7 @@ def test_directory_replaced_while_held_the_server_ends_and_grants_to_nobody(pod_
 
     async def scenario() -> None:
         async with Engine(place, "engine-1") as standby:
-            await wait(standby)
+            await standby.stand_by()
             if how == "moved":
                 os.rename(place, f"{place}.old")
             else:

@@ -97,9 +97,7 @@ def test_holder_killed_in_another_pid_namespace_or_on_an_older_kernel_its_proces
     async def scenario() -> None:
         was_gone: list[bool] = []
         async with standby_in(pod_dir, holder, was_gone) as standby:
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
+            await standby.stand_by()
             holder.signal(signal.SIGKILL, tree=False)
             assert await standby.granted() == 2
             assert all(was_gone)
@@ -118,9 +116,7 @@ def test_server_killed_holder_in_another_pid_namespace_or_on_an_older_kernel_kee
     async def scenario() -> None:
         was_gone: list[bool] = []
         async with standby_in(pod_dir, holder, was_gone) as standby:
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
+            await standby.stand_by()
             server.kill()
             await asyncio.to_thread(server.start)
             await auntil(lambda: server.lock()["state"] == "held", "the holder to be heard")
@@ -145,9 +141,7 @@ def test_orphans_of_a_supervisor_on_an_older_kernel_still_hold_the_lock(pod_dir,
     async def scenario(holder: EngineProcess) -> None:
         was_gone: list[bool] = []
         async with standby_in(pod_dir, holder, was_gone) as standby:
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
+            await standby.stand_by()
             holder.signal(signal.SIGKILL, tree=False)
             await auntil(lambda: server.lock()["state"] == "releasing", "the loss to be seen")
             await auntil(lambda: "lock.waiting_evidence" in server.log(), "people to be told")

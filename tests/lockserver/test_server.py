@@ -72,10 +72,8 @@ def test_server_bad_input_is_answered_with_a_code_and_disturbs_nobody(pod_dir, s
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
-            for engine in (holder, standby):
-                engine.launch()
-                engine.want("active")
-                await auntil(lambda e=engine: e.heard, "a first word")
+            await holder.hold()
+            await standby.stand_by()
             before = await asyncio.to_thread(settled_fds, server.pid)
             connects = holder.connects + standby.connects
             await asyncio.to_thread(misbehave, server, everything)
@@ -173,9 +171,7 @@ def test_server_twin_supervisor_is_refused_while_the_first_lives(pod_dir, start_
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-0") as first, Engine(pod_dir, "engine-0") as second:
-            first.launch()
-            first.want("active")
-            await first.granted()
+            await first.hold()
             await auntil(lambda: second.refused, "the twin to be refused")
             assert set(second.refused) == {"lock.engine_id_taken"}
             assert second.token() == 0
@@ -255,9 +251,7 @@ def test_server_closes_cleanly_and_unwatches_everything(pod_dir):
         server = LockServer(Settings(pod_dir))
         await server.start()
         async with Engine(pod_dir, "engine-0") as engine:
-            engine.launch()
-            engine.want("active")
-            await engine.granted()
+            await engine.hold()
         await server.close()
 
     before = open_fds()

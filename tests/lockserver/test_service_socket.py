@@ -168,9 +168,7 @@ def test_service_is_lent_and_handed_back_after_a_server_restart(pod_dir, start_s
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
-            holder.launch()
-            holder.want("active")
-            await holder.granted()
+            await holder.hold()
             await auntil(lambda: holder.services and standby.services, "the socket to be lent")
             server.kill()
             waiting = caller(port)

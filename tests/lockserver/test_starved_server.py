@@ -41,9 +41,7 @@ def test_server_out_of_descriptors_frees_nothing_says_so_and_goes_on_when_it_has
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
+            await standby.stand_by()
             with Hand(pod_dir, "engine-2") as hand, hand.connect() as client:
 
                 def document():

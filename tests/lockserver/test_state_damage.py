@@ -31,12 +31,8 @@ def test_broken_state_file_with_living_holder_same_token_and_a_higher_one_next(
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
-            holder.launch()
-            holder.want("active")
-            token = await holder.granted()
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
+            token = await holder.hold()
+            await standby.stand_by()
             server.kill()
             _damage(os.path.join(pod_dir, "lockserver.json"), damage)
             server.start()
@@ -80,9 +76,7 @@ def test_broken_state_file_with_stopped_holder_nobody_is_granted(
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            standby.launch()
-            standby.want("active")
-            await auntil(lambda: standby.heard, "the news of who is active")
+            await standby.stand_by()
             holder.signal(signal.SIGSTOP, tree=True)
             server.kill()
             os.unlink(os.path.join(pod_dir, "lockserver.json"))
@@ -115,18 +109,14 @@ def test_state_file_of_a_newer_version_its_tokens_still_count(pod_dir, start_ser
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-0") as engine:
             for token in range(1, 11):
-                engine.launch()
-                engine.want("active")
-                assert await engine.granted() == token
+                assert await engine.hold() == token
                 engine.reap()
                 engine.relent()
         server.kill()
         from_the_future(os.path.join(pod_dir, "lockserver.json"))
         server.start()
         async with Engine(pod_dir, "engine-1") as engine:
-            engine.launch()
-            engine.want("active")
-            assert await engine.granted() == 12
+            assert await engine.hold() == 12
 
     asyncio.run(scenario())
 
@@ -145,9 +135,7 @@ def test_state_that_cannot_be_written_grants_nothing_says_so_and_goes_on_when_it
             client.notify(hand.want())
             assert hand.granted(client) == 1
             async with Engine(pod_dir, "engine-1") as standby:
-                standby.launch()
-                standby.want("active")
-                await auntil(lambda: standby.heard, "the news of who is active")
+                await standby.stand_by()
                 _may_write(server, 0)
                 hand.end()
                 client.notify(hand.want(incarnation=None, witness=None, locks=()))

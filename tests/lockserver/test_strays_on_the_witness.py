@@ -57,12 +57,6 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-async def wait(engine: Engine) -> None:
-    engine.launch()
-    engine.want("active")
-    await auntil(lambda: engine.heard, "the news of who is active")
-
-
 def test_witness_held_by_a_stray_process_is_waited_for_and_named(
     pod_dir, start_server, start_engine
 ):
@@ -76,7 +70,7 @@ def test_witness_held_by_a_stray_process_is_waited_for_and_named(
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            await wait(standby)
+            await standby.stand_by()
             holder.signal(signal.SIGKILL, tree=True)
             await auntil(holder.is_gone, "the end of the holder")
             await auntil(lambda: "lock.waiting_evidence" in server.log(), "people to be told")
@@ -136,7 +130,7 @@ def test_child_forked_without_exec_keeps_the_connection_and_not_the_lock(pod_dir
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
-            await wait(standby)
+            await standby.stand_by()
             supervisor.kill()
             await auntil(lambda: server.lock()["cause"] == "process_gone", "its end to be seen")
             assert standby.token() == 0  # the backend has the witness
@@ -187,7 +181,7 @@ def test_something_else_at_a_witness_name_proves_nothing_and_blocks_nobody_else(
             client.notify(holder.want())
             assert holder.granted(client) == 1
             async with Engine(pod_dir, "engine-1") as standby:
-                await wait(standby)
+                await standby.stand_by()
                 at_the_name(holder.path, what)
                 holder.end()
                 client.notify(holder.want(incarnation=None, witness=None, locks=()))

@@ -68,9 +68,7 @@ def test_switchover_is_asked_shown_counted_and_answered(start_server: Any):
             Engine(server.directory, "e-1") as new,
         ):
             heard = hears(old)
-            old.launch()
-            old.want("active")
-            token = await old.granted()
+            token = await old.hold()
             new.launch()
             new.want("active")
             await auntil(lambda: server.lock()["waiters"], "the standby")
@@ -144,9 +142,7 @@ def test_command_says_in_a_sentence_what_came_of_it(start_server: Any):
             Engine(server.directory, "e-1") as new,
         ):
             heard = hears(old)
-            old.launch()
-            old.want("active")
-            await old.granted()
+            await old.hold()
             refused = command(server)
             _, told = refused.communicate(timeout=30)
             assert refused.returncode == 1

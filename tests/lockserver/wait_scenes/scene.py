@@ -46,9 +46,7 @@ class Scene:
         """A server, and engine-0, whose supervisor is this process, which holds `lock`."""
         server = self.server()
         async with Engine(self.directory, "engine-0") as holder:
-            holder.launch()
-            holder.want(lock)
-            await holder.granted(lock)
+            await holder.hold(lock)
             yield server, holder
 
     def witness(self) -> str:
