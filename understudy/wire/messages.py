@@ -91,12 +91,15 @@ class Catalogue:
     def __init__(self, *classes: type[Message], frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self.frame_bytes_max = frame_bytes_max
         self._classes: dict[str, type[Message]] = {}
+        self._fields: dict[str, tuple[str, ...]] = {}
         self._checkers: dict[str, Checker] = {}
         known: tuple[type[Message], ...] = (Hello, Welcome, Fault, *classes)
         for cls in known:
             if cls.TYPE in self._classes:
                 raise TypeError(f"two messages are called {cls.TYPE!r}")
             self._classes[cls.TYPE] = cls
+            fields = dataclasses.fields(cls)  # type: ignore[arg-type]  # each is a dataclass
+            self._fields[cls.TYPE] = tuple(field.name for field in fields)
             self._checkers[cls.TYPE] = _dataclass_checker(cls)
 
     def encode(self, message: Message, request_id: int = 0) -> bytes:
@@ -104,8 +107,8 @@ class Catalogue:
         if self._classes.get(message.TYPE) is not type(message):
             raise TypeError(f"{type(message).__name__} is not in this catalogue")
         body = {"type": message.TYPE, "id": request_id}
-        for field in dataclasses.fields(message):  # type: ignore[arg-type]  # each is a dataclass
-            body[field.name] = plain(getattr(message, field.name))
+        for name in self._fields[message.TYPE]:
+            body[name] = plain(getattr(message, name))
         packed: bytes = msgpack.packb(body)
         return packed
 
@@ -166,8 +169,13 @@ def shown(value: Any) -> str:
     return _repr.repr(value)[:SHOWN_CHARS_MAX]
 
 
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
+
+
 def plain(value: Any) -> Any:
     """`value` as MessagePack and JSON know it: dataclasses become maps, tuples become lists."""
+    if type(value) in _PLAIN:  # nearly all: what is asked first is what a message costs
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

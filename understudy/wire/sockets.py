@@ -19,7 +19,10 @@ from understudy.wire.limits import FDS_PER_FRAME_MAX, RECEIVE_BYTES, SOCKET_PATH
 
 _SCM_MAX_FD = 253  # the kernel's own limit: room for everything that it could deliver
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_SCM_MAX_FD * array.array("i").itemsize)
-_FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+# Plain numbers: an operation on an enum's members is a dozen calls, and these are for each message.
+_RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_CTRUNC = int(socket.MSG_CTRUNC)
 
 
 def receive(sock: socket.socket) -> tuple[bytes, list[OwnedFd]]:
@@ -30,7 +33,7 @@ def receive(sock: socket.socket) -> tuple[bytes, list[OwnedFd]]:
         ProtocolError: `wire.truncated_fds`: descriptors were lost because this process has no
             room for them; the rest has been closed.
     """
-    data, ancillary, flags, _ = sock.recvmsg(RECEIVE_BYTES, _ANCILLARY_BYTES, _FLAGS)
+    data, ancillary, flags, _ = sock.recvmsg(RECEIVE_BYTES, _ANCILLARY_BYTES, _RECEIVE_FLAGS)
     fds: list[OwnedFd] = []
     foreign = False
     for level, kind, raw in ancillary:
@@ -40,7 +43,7 @@ def receive(sock: socket.socket) -> tuple[bytes, list[OwnedFd]]:
             fds.extend(OwnedFd(number) for number in numbers)
         else:
             foreign = True
-    if flags & socket.MSG_CTRUNC or foreign:
+    if flags & _CTRUNC or foreign:
         close_all(fds)
         raise ProtocolError(
             "wire.truncated_fds",
@@ -63,7 +66,7 @@ def send(sock: socket.socket, data: memoryview, fds: Sequence[OwnedFd]) -> int:
         assert len(numbers) <= FDS_PER_FRAME_MAX
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)]
     try:
-        return sock.sendmsg([data], ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        return sock.sendmsg([data], ancillary, _SEND_FLAGS)
     except OSError as error:
         if error.errno == errno.ETOOMANYREFS:
             raise BlockingIOError(errno.ETOOMANYREFS, "too many descriptors in flight") from error

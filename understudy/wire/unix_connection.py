@@ -145,6 +145,6 @@ class UnixConnection(Connection):
 
     def _abandon(self) -> None:
         self._loop.remove_reader(self._sock.fileno())
-        self._loop.remove_writer(self._sock.fileno())
+        self._stop_writing()
         self._sock.close()
         self._drop_queue()
