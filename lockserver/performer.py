@@ -101,8 +101,9 @@ class Performer:
         except OSError as error:
             self.feed(ev.PersistFailed(f"{self.state.path}: {error.strerror}"))
             return
-        self.metrics.synced(time.perf_counter() - began)
+        took_s = time.perf_counter() - began
         self.feed(ev.Persisted())
+        self.metrics.synced(took_s)
 
     @_do.register
     def _discard(self, effect: ev.Discard) -> None:

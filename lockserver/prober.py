@@ -46,9 +46,10 @@ class Prober:
         self._began_s = 0.0
 
     def kick(self) -> None:
-        """Something has changed: look at once if there is anything to look at."""
+        """Something has changed: try at once what there is to try, and go on until it is over."""
         if self._timer is None and self._find_subject() is not None:
             self._timer = self._loop.call_soon(self._look)
+            self._try_holders()  # not a turn later: a dead process has more to be read than this
 
     def close(self) -> None:
         if self._timer is not None:

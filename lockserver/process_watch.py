@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from understudy.wire.fds import OwnedFd
-from understudy.wire.peer import Peer
+from understudy.wire.peer import Peer, is_gone
 
 
 class ProcessWatch:
@@ -25,6 +25,12 @@ class ProcessWatch:
         self.forget(supervisor)
         self._pidfds[supervisor] = pidfd
         self._loop.add_reader(pidfd.fileno(), self._readable, supervisor)
+
+    def look(self, supervisor: str) -> None:
+        """Ask now: its connection has ended, and as a rule it is the whole process that has."""
+        pidfd = self._pidfds.get(supervisor)
+        if pidfd is not None and is_gone(pidfd.fileno()):
+            self._readable(supervisor)
 
     def forget(self, supervisor: str) -> None:
         """Stop watching; again, or never watched, is harmless."""

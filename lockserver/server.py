@@ -190,6 +190,8 @@ class LockServer:
         self._observers.leave(conn)
         self._desk.left(conn.id)
         self._switchovers.left(conn)
+        if conn.state is not None:
+            self._processes.look(conn.state)
         self.feed(ev.ConnectionClosed(conn.id))
 
     def _want(self, conn: Connection, want: Want, fds: list[OwnedFd]) -> None:
@@ -200,6 +202,7 @@ class LockServer:
         self.feed(wanted(self.settings.directory, conn, want))
         known = self.machine.supervisors.get(want.supervisor)
         if known is not None and known.conn == conn.id:
+            conn.state = want.supervisor
             self._processes.watch(want.supervisor, conn.peer)
 
     # ------------------------------------------------------------------ time and telling

@@ -28,6 +28,7 @@ __all__ = ["FILE_BYTES", "NAME", "SLOT_BYTES", "Loaded", "StateFile", "read"]
 
 NAME = "lockserver.json"
 FORMAT = SlotFormat("understudy-lock 1")
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,11 @@ class StateFile:
         Raises:
             OSError: it may or may not be on disk; write again before anything depends on it.
         """
+        self._file.write(_text(record), self._check_place)
+
+    def _check_place(self) -> None:
         if identity(self._directory) != self._identity:  # not a place for what we know
             raise OSError(errno.ESTALE, "the directory was removed or replaced")
-        self._file.write(_text(record))
 
     def close(self) -> None:
         self._file.close()
@@ -151,7 +154,7 @@ def _text(record: Record) -> bytes:
         "holders": {name: holder.to_dict() for name, holder in record.holders.items()},
         "unknown": sorted(record.unknown),
     }
-    return json.dumps(body, separators=(",", ":")).encode()
+    return _encode(body).encode()
 
 
 def _meaning(sequence: int, text: bytes) -> tuple[int, Record] | None:

@@ -50,6 +50,7 @@ def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
     monkeypatch.setattr(prober.evidence, "scan_is_due", lambda *_: False)
     monkeypatch.setattr(prober, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
     Prober("/nowhere", SimpleNamespace(locks={}, supervisors={}), None, fed.append).kick()
+    assert len(fed) == (free_after == 1)  # tried within the very call
     while loop.next:
         loop.next.pop(0)()
     return loop.waits, fed
@@ -68,7 +69,8 @@ def test_a_dying_tree_is_looked_at_densely_then_less_and_less(monkeypatch):
     waits, fed = tried(monkeypatch, free_after=1500)
     assert waits[:99] == [DENSE_S] * 99
     dense, fast = waits.count(DENSE_S), waits.count(FAST_S)
-    assert waits == [DENSE_S] * dense + [FAST_S] * fast + [SLOW_S] * (1499 - dense - fast)
+    # No wait before the first try, nor before the second, which is the loop's next turn.
+    assert waits == [DENSE_S] * dense + [FAST_S] * fast + [SLOW_S] * (1498 - dense - fast)
     assert 0.019 < dense * DENSE_S < 0.021
     assert 0.97 < fast * FAST_S < 1.0
     assert len(fed) == 1

@@ -19,6 +19,7 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 SLOT_BYTES = 4096  # one page
@@ -103,16 +104,18 @@ class SlotFile:
             os.close(self._fd)
             raise
 
-    def write(self, text: bytes) -> None:
+    def write(self, text: bytes, check_place: Callable[[], None] | None = None) -> None:
         """Write the next slot and wait for the disk.
 
-        A file that was removed or replaced meanwhile is made anew: what goes to a file without a
-        name is gone with this process.
+        A file that was removed or replaced meanwhile is made anew, unless `check_place` raises:
+        what goes to a file without a name is gone with this process.
 
         Raises:
             OSError: it may or may not be on disk; write again before anything depends on it.
         """
         if not self._is_ours():
+            if check_place is not None:
+                check_place()
             logger.warning("%s was removed or replaced; it is made anew", self.path)
             self._replace(text)
             return

@@ -1,0 +1,83 @@
+"""The watch over supervisors' processes: real children, real pidfds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+
+from lockserver.process_watch import ProcessWatch
+from tests.helpers import auntil
+from understudy.wire.fds import OwnedFd
+from understudy.wire.peer import Peer
+
+SUPERVISOR = "0123456789abcdef"
+
+
+def start() -> tuple[subprocess.Popen[bytes], Peer]:
+    child = subprocess.Popen(["sleep", "60"])
+    pidfd = OwnedFd(os.pidfd_open(child.pid))
+    return child, Peer(uid=os.getuid(), pid=child.pid, pidfd=pidfd, pidfd_source="pidfd_open")
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_process_that_has_ended_is_told_of_within_the_look():
+    """Goal: its end is known with its connection's. Method: look while it lives, and once it has
+    ended, without a turn of the loop in between; later turns have nothing to add."""
+    gone: list[str] = []
+
+    async def scenario() -> None:
+        child, peer = start()
+        watch = ProcessWatch(gone.append)
+        watch.watch(SUPERVISOR, peer)
+        watch.look(SUPERVISOR)
+        assert gone == []
+        end(child)
+        watch.look(SUPERVISOR)
+        assert gone == [SUPERVISOR]
+        watch.look(SUPERVISOR)
+        watch.look("fedcba9876543210")  # never watched
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert gone == [SUPERVISOR]
+        watch.close()
+        child.wait()
+
+    asyncio.run(scenario())
+
+
+def test_an_end_that_nobody_looks_for_is_told_by_the_loop():
+    """Goal: no connection is needed for it. Method: the process ends; the loop runs."""
+    gone: list[str] = []
+
+    async def scenario() -> None:
+        child, peer = start()
+        watch = ProcessWatch(gone.append)
+        watch.watch(SUPERVISOR, peer)
+        end(child)
+        await auntil(lambda: gone == [SUPERVISOR], "the loop to tell of the end")
+        watch.close()
+        child.wait()
+
+    asyncio.run(scenario())
+
+
+def test_who_is_forgotten_is_not_told_of():
+    """Goal: what the machine has dropped is over. Method: forget, then the end, then a look."""
+    gone: list[str] = []
+
+    async def scenario() -> None:
+        child, peer = start()
+        watch = ProcessWatch(gone.append)
+        watch.watch(SUPERVISOR, peer)
+        watch.forget(SUPERVISOR)
+        end(child)
+        watch.look(SUPERVISOR)
+        assert gone == []
+        child.wait()
+
+    asyncio.run(scenario())
