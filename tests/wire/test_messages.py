@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, ClassVar
 
 import msgpack
@@ -139,6 +140,10 @@ def test_catalogue_refuses_what_cannot_travel():
         Catalogue().encode(Twice())
 
 
+class Mood(StrEnum):
+    CALM = "calm"
+
+
 def test_observers_words_survive_the_trip():
     """Goal: what observers say and hear is the same in every service's catalogue."""
     catalogue = Catalogue(observe.Status, observe.StatusReply, observe.Watch, observe.EventRecord)
@@ -150,6 +155,9 @@ def test_observers_words_survive_the_trip():
         observe.EventRecord({"id": 1}),
     ):
         assert catalogue.decode(catalogue.encode(message, 5), 0) == (message, 5)
+    state = observe.StatusReply({"state": Mood.CALM, "seen": {Mood.CALM: (1, 2)}})
+    told, _ = catalogue.decode(catalogue.encode(state), 0)
+    assert told == observe.StatusReply({"state": "calm", "seen": {"calm": [1, 2]}})
     late = msgpack.packb({"type": "watch", "id": 1, "since": -1})
     with pytest.raises(ProtocolError, match=r"watch\.since"):
         catalogue.decode(late, 0)

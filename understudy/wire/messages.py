@@ -182,7 +182,7 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
-    return value
+    return value  # a state that is a StrEnum travels as its text
 
 
 def _bad(path: str, wanted: str, value: Any) -> ProtocolError:
