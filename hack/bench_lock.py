@@ -35,7 +35,10 @@ from hack.machine import machine
 from lockserver.core.leases import LEASE_MS, MARGIN_MS
 
 CONTENDERS = ("unix", "tcp", "flock", "flock_poll_100ms", "redis", "etcd")
-VARIANTS = ("unix_disk", "unix_supervisor", "unix_tree", "unix_handback", "tcp_handback")
+VARIANTS = (
+    *("unix_disk", "unix_python", "unix_supervisor", "unix_tree", "unix_handback"),
+    *("tcp_handback", "flock_python"),
+)
 VARIANT_EVERY = 3  # rounds: what they add is a comparison, and their processes are slow to start
 LEASED = ("tcp", "redis", "etcd")  # a kill leaves a lease that must run out
 STARTED = ("unix", "redis", "etcd")

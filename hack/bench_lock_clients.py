@@ -98,6 +98,9 @@ class LockServerClient:
         payload = msgpack.packb({"id": 0, **message})
         self._sock.sendall(HEADER.pack(b"USDY", 1, 0, 0, len(payload)) + payload)
 
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
     def close(self) -> None:
         self._sock.close()
 

@@ -6,12 +6,16 @@ Writes lines of JSON: `{"waiting": …}` once it is in line, `{"granted_ns": …
 as read when it knew that it holds the lock. Every contender's process imports the same few modules
 at first, so that what is killed weighs the same and little (most of it is Python itself); what one
 needs besides is imported where it is used.
+
+Told by SIGUSR1 that it is about to be killed, a holder becomes `sleep`, with all that it holds: how
+long Python takes to die is not the lock's.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import sys
 import time
 
@@ -45,10 +49,18 @@ def rest() -> None:
         time.sleep(3600)
 
 
+def shrinks(*fds: int) -> None:
+    """On SIGUSR1 this process keeps `fds` and its pid, and has a sixth of its size."""
+    for fd in fds:
+        os.set_inheritable(fd, True)
+    signal.signal(signal.SIGUSR1, lambda *_: os.execvp("sleep", ["sleep", "3600"]))
+
+
 def small(address: str, name: str) -> None:
     """One process that is supervisor and backend: it holds its witness itself, on descriptor 0."""
     client = LockServerClient(address, name)
     os.dup2(client.launch(), 0)
+    shrinks(client.fileno())
     client.want("active")
     while True:
         heard = client.hear()
@@ -79,6 +91,7 @@ def handback(address: str, name: str) -> None:
 
 def flock(address: str, name: str) -> None:
     fd = os.open(address, os.O_RDWR | os.O_CREAT, 0o600)
+    shrinks(fd)
     tell("waiting", 1)
     fcntl.flock(fd, fcntl.LOCK_EX)
     granted()
@@ -87,6 +100,7 @@ def flock(address: str, name: str) -> None:
 
 def flock_poll(address: str, name: str) -> None:
     fd = os.open(address, os.O_RDWR | os.O_CREAT, 0o600)
+    shrinks(fd)
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,12 +147,14 @@ def etcd(address: str, name: str) -> None:
 PARTIES: dict[str, Callable[[str, str], None]] = {
     "unix": small,
     "unix_disk": small,
+    "unix_python": small,
     "unix_supervisor": supervisor,
     "unix_tree": tree,
     "unix_handback": handback,
     "tcp": supervisor,
     "tcp_handback": handback,
     "flock": flock,
+    "flock_python": flock,
     "flock_poll_100ms": flock_poll,
     "redis": redis,
     "etcd": etcd,

@@ -13,10 +13,12 @@ ROWS = {
     "redis": "Redis, `SET NX PX`",
     "etcd": "etcd, lease lock",
     "unix_disk": "Unix socket, state on disk",
+    "unix_python": "Unix socket, the holder is Python (11 MiB)",
     "unix_supervisor": "Unix socket, the product's own client",
     "unix_tree": "Unix socket, supervisor with two processes",
     "unix_handback": "Unix socket, backend killed, supervisor gives up",
     "tcp_handback": "TCP, backend killed, supervisor gives up",
+    "flock_python": "`flock`, blocking, the holder is Python",
     "unix_loader": "this server, plain lock `loader`",
 }
 
