@@ -53,7 +53,7 @@ def shrinks(*fds: int) -> None:
     """On SIGUSR1 this process keeps `fds` and its pid, and has a sixth of its size."""
     for fd in fds:
         os.set_inheritable(fd, True)
-    signal.signal(signal.SIGUSR1, lambda *_: os.execvp("sleep", ["sleep", "3600"]))
+    signal.signal(signal.SIGUSR1, lambda *_: os.execv("/bin/sleep", ["sleep", "3600"]))
 
 
 def small(address: str, name: str) -> None:
