@@ -93,11 +93,13 @@ class Launch:
         self._leftovers.starting()
         with theirs:
             try:
-                self.witness_path = witness.create(self._settings.directory, self.incarnation)
-                found = os.stat(self.witness_path)
-                self._witness_id = (found.st_dev, found.st_ino)
-                environ = self._environment(theirs.fileno())
-                self.tree.start(self._settings.command, environ, [theirs.fileno()])
+                place = self._settings.directory, self.incarnation
+                self.witness_path, held = witness.create_held(*place)
+                with OwnedFd(held):
+                    found = os.fstat(held)
+                    self._witness_id = (found.st_dev, found.st_ino)
+                    environ = self._environment(theirs.fileno())
+                    self.tree.start(self._settings.command, environ, held, [theirs.fileno()])
             except UnderstudyError as error:
                 self._post(Failed("cannot_start", error.message, error.exit_code))
             except OSError as error:

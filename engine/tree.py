@@ -124,8 +124,11 @@ class Tree:
 
     # ------------------------------------------------------------------ starting and knowing
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str], lend: Sequence[int]) -> int:
-        """Start the main process in a session of its own, with the descriptors `lend`; its pid.
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], stdin: int, lend: Sequence[int]
+    ) -> int:
+        """Start the main process in a session of its own, with `stdin` and the descriptors `lend`;
+        its pid.
 
         Raises:
             UsageError: `engine.cannot_start`, there is no such program.
@@ -133,7 +136,7 @@ class Tree:
         try:
             self._main = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 env=dict(environ),
                 pass_fds=lend,
                 start_new_session=True,

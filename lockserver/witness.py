@@ -30,6 +30,7 @@ from enum import StrEnum
 from understudy.errors import UnderstudyError, UsageError
 
 PREFIX = "witness_"
+UNBORN_PREFIX = "unborn_"  # until it is held; nobody looks for these
 STDIN = 0
 SEALED_BYTES = 1  # an unsealed witness is empty; any length says "this incarnation has ended"
 
@@ -85,15 +86,36 @@ def shown(name: str) -> str:
 
 
 def create(directory: str, incarnation: str) -> str:
-    """Make the witness of a new incarnation, mode 0600, and return its path.
+    """Make the witness of a new incarnation, mode 0600 and held by nobody, and return its path.
 
     Raises:
-        OSError: the directory is not there, or the file exists already.
+        OSError: the directory is not there, or not to be written.
+    """
+    path, fd = create_held(directory, incarnation)
+    os.close(fd)
+    return path
+
+
+def create_held(directory: str, incarnation: str) -> tuple[str, int]:
+    """As `create`, with a descriptor that holds it; the caller owns that.
+
+    To be the first process's descriptor 0. A server without its state seals every witness that it
+    finds free: nobody may ever see one that is free because its processes are only about to come.
+
+    Raises:
+        OSError: the directory is not there, or not to be written.
     """
     path = os.path.join(directory, name_of(incarnation))
+    unborn = os.path.join(directory, f"{UNBORN_PREFIX}{incarnation}")
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    os.close(os.open(path, flags, 0o600))
-    return path
+    fd = os.open(unborn, flags, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        os.rename(unborn, path)  # 64 random bits: what it could replace is not there
+    except BaseException:
+        os.close(fd)
+        raise
+    return path, fd
 
 
 def join(path: str) -> None:

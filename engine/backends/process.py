@@ -4,9 +4,9 @@ Owns the order: die with the parent, hold the witness on descriptor 0, then regi
 order a process could outlive its supervisor unseen, and the lock server would take its device
 for free. Must not know what the process is for, and must not import asyncio or numpy.
 
-The surprising thing: descriptor 0 is the witness from then on, so nothing here reads stdin. A
-child inherits it unless it is given another stdin, and then counts as alive for the lock server,
-which is what is wanted of a process that may touch the device.
+The surprising thing: descriptor 0 is the witness, for the main process from its first instruction
+on, so nothing here reads stdin. A child inherits it unless it is given another stdin, and then
+counts as alive for the lock server, which is what is wanted of a process that may touch the device.
 """
 
 from __future__ import annotations

@@ -134,6 +134,25 @@ def test_probe_missing_or_different_file_proves_nothing(path, tmp_path):
     assert witness.identify(str(tmp_path / "link")) == (None, Probe.UNPROVEN)
 
 
+def test_witness_that_is_born_held_is_never_seen_free(tmp_path, monkeypatch):
+    """Goal: a server that seals what is free cannot come before the first process. Method: look at
+    the very instant at which the name appears."""
+    rename, seen = os.rename, []
+
+    def look_at_once(source, target):
+        assert witness.scan(str(tmp_path), seal=True) == set()
+        rename(source, target)
+        seen.append(witness.probe(target, *ids(target)))
+
+    monkeypatch.setattr(os, "rename", look_at_once)
+    path, fd = witness.create_held(str(tmp_path), INCARNATION)
+    assert seen == [Probe.HELD]
+    assert os.fstat(fd).st_size == 0
+    assert os.listdir(tmp_path) == [os.path.basename(path)]
+    os.close(fd)
+    assert witness.probe(path, *ids(path)) is Probe.FREE
+
+
 def test_probe_that_cannot_seal_proves_nothing(path, monkeypatch):
     """Goal: free but joinable is not free. Method: an ftruncate that fails."""
 

@@ -1,0 +1,33 @@
+"""An engine and a lock server that start at the same time, in a directory that knows neither."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from lockserver.client import witness
+from tests.engine.pod import FAKE
+from tests.helpers import until
+
+SLOW_TO_COME = 'until [ -e "$0" ]; do sleep 0.01; done; exec "$@"'
+
+
+def test_lock_server_without_a_state_leaves_a_backend_alone_that_has_yet_to_join(pod):
+    """The server scans the directory while a supervisor has started its backend, has not
+    connected, and no process has joined: the witness is not sealed, so the first launch serves."""
+    go = pod.directory / "go"
+    shell = ("command", "sh", "-c", SLOW_TO_COME, str(go), sys.executable, FAKE)
+    engine = pod.engine("engine-0", backend=shell)
+    until(lambda: engine.status() is not None and engine.pids(), "the backend's start")
+    engine.process.send_signal(signal.SIGSTOP)
+    try:
+        pod.start_lock()
+        until((pod.directory / "lockserver.sock").exists, "the lock server")
+        assert pod.lock()["state"] == "recovering"
+        files = [each for each in os.listdir(pod.directory) if each.startswith(witness.PREFIX)]
+        assert [(pod.directory / each).stat().st_size for each in files] == [0]
+    finally:
+        engine.process.send_signal(signal.SIGCONT)
+        go.touch()
+    assert engine.until("active")["engine"]["number"] == 1
