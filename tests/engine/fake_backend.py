@@ -70,8 +70,9 @@ class Backend:
             waiting = [self.channel.fileno()]
             if self.serving and self.listener is not None:
                 waiting.append(self.listener.fileno())
-            ready, _, _ = select.select(waiting, [], [])
-            if self.channel.fileno() in ready:
+            # What was read along with the frame before is announced by no descriptor.
+            ready, _, _ = select.select(waiting, [], [], 0 if self.channel.has_pending else None)
+            if self.channel.has_pending or self.channel.fileno() in ready:
                 self.answer(self.channel.receive())
             else:
                 self.accept()

@@ -100,7 +100,10 @@ class Engine:
             engine = document["engine"]
             return document if engine["state"] == state and engine["number"] >= number else None
 
-        return until(reached, f"{self.name} to be {state}")
+        try:
+            return until(reached, f"{self.name} to be {state}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.status()}\n{self.errors.read_text()}") from None
 
     def pids(self) -> dict[str, int]:
         document = self.status()

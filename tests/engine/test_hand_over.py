@@ -11,6 +11,7 @@ from engine import messages as m
 from lockserver.messages import HandOver
 from tests.engine.pod import Engine, LoopThread, stub_lock
 from tests.engine.stub_lock import StubLock
+from tests.helpers import until
 
 QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
 
@@ -67,7 +68,7 @@ def test_hand_over_while_waking_begins_once_it_is_active(pod, directory):
     so that the engine wakes when it hears of the second."""
     with stub_lock(directory, auto=("loader",)) as (stub, loop):
         engine = pod.engine("e-0", flags=QUICK)
-        engine.until("standby")
+        until(lambda: stub.want is not None and "active" in stub.want.locks, "the want of active")
 
         def grant_and_ask() -> None:
             assert stub.want is not None
