@@ -47,9 +47,10 @@ class Processes:
 
 
 def kill(*pids: int) -> None:
-    """SIGKILL to each."""
+    """SIGKILL to each that is there: the first death may have ended the others."""
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def continue_all(pids: Iterable[int]) -> None:

@@ -94,7 +94,7 @@ def drain(sock: socket.socket) -> None:
 @pytest.fixture(scope="module")
 def gms() -> Iterator[GmsProcess]:
     directory = tempfile.mkdtemp(prefix="gms-")
-    server = GmsProcess(directory, stall_s=0.1).start()
+    server = GmsProcess(directory).start()
     yield server
     server.stop()
     shutil.rmtree(directory)

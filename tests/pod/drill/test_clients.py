@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from contextlib import asynccontextmanager
 
 import pytest
+import uvloop
 from aiohttp import web
 
 from tests.helpers import auntil
@@ -116,6 +118,49 @@ def test_send_to_a_server_in_each_mood_counts_as_it_should(mood, outcome):
             assert classify(exchange, expected) is outcome
 
     asyncio.run(main())
+
+
+def test_send_says_its_request_before_the_loop_turns():
+    """Goal: no drain takes it for a connection on which nobody speaks. Method: one step of the
+    coroutine, then a look at what the kernel has."""
+
+    async def main():
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            asking = asyncio.create_task(send(Target(*server.getsockname()), PROMPT))
+            await asyncio.sleep(0)
+            server.settimeout(60)
+            conn, _ = server.accept()
+            with conn:
+                assert conn.recv(1 << 16, socket.MSG_DONTWAIT).endswith(b'"stream": true}')
+            assert (await asking).end is End.CUT
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_send_waits_where_the_backlog_is_full(runner):
+    """Goal: the kernel need not connect at once. Method: a backlog of one that is taken, then not
+    any more: the kernel asks again after a second."""
+
+    async def main():
+        one = socket.create_server(("127.0.0.1", 0), backlog=0)
+        with one as server, socket.create_connection(server.getsockname()) as first:
+            asking = asyncio.create_task(send(Target(*server.getsockname()), PROMPT))
+            await asyncio.sleep(0)
+            server.settimeout(60)
+            server.accept()[0].close()
+            assert first.recv(1) == b""
+            server.setblocking(False)
+            with pytest.raises(BlockingIOError):  # or it had been let in, and nothing is tried here
+                server.accept()
+            server.settimeout(60)
+            conn, _ = await asyncio.to_thread(server.accept)
+            with conn:
+                said = await asyncio.to_thread(conn.recv, 1 << 16)
+            assert said.endswith(b'"stream": true}')
+            assert (await asking).end is End.CUT
+
+    runner(main())
 
 
 def test_send_where_nobody_listens_is_refused():

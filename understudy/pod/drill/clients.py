@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -121,8 +122,9 @@ async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MA
     loop = asyncio.get_running_loop()
     transport: asyncio.Transport | None = None
     try:
-        stream = _Stream(exchange, _request(target, prompt), target.turns)
-        transport, _ = await loop.create_connection(lambda: stream, target.host, target.port)
+        sock, rest = await _ask(target, _request(target, prompt))
+        stream = _Stream(exchange, rest, target.turns)
+        transport, _ = await loop.create_connection(lambda: stream, sock=sock)
         while not stream.finished.done():
             rest_s = silence_max_s - (clock.now_ms() - stream.heard_ms) / 1000
             if rest_s <= 0:
@@ -138,6 +140,28 @@ async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MA
             transport.abort()
         exchange.ended_ms = clock.now_ms()
     return exchange
+
+
+async def _ask(target: Target, request: bytes) -> tuple[socket.socket, bytes]:
+    """A connection on which `request` was said, and what of it the kernel did not take.
+
+    In one breath, where the kernel connects at once, as on one host: a drain closes connections on
+    which nothing was ever said, and a turn of the loop takes long on a busy machine.
+    """
+    address = target.host, target.port
+    sock = socket.socket(socket.AF_INET6 if ":" in target.host else socket.AF_INET)
+    try:
+        sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            sock.connect(address)
+        try:
+            return sock, request[sock.send(request) :]
+        except BlockingIOError:  # not connected yet
+            await asyncio.get_running_loop().sock_connect(sock, address)
+            return sock, request
+    except BaseException:
+        sock.close()
+        raise
 
 
 async def stream_without_pause(
