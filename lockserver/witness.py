@@ -114,6 +114,8 @@ def create_held(directory: str, incarnation: str) -> tuple[str, int]:
         os.rename(unborn, path)  # 64 random bits: what it could replace is not there
     except BaseException:
         os.close(fd)
+        with suppress(OSError):
+            os.unlink(unborn)
         raise
     return path, fd
 

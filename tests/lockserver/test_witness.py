@@ -153,6 +153,18 @@ def test_witness_that_is_born_held_is_never_seen_free(tmp_path, monkeypatch):
     assert witness.probe(path, *ids(path)) is Probe.FREE
 
 
+def test_witness_that_cannot_be_made_leaves_nothing_behind(tmp_path, monkeypatch):
+    """Goal: a launch that fails again and again fills no directory. Method: a rename that fails."""
+
+    def refuse(source, target):
+        raise OSError(5, "no")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(OSError, match="no"):
+        witness.create_held(str(tmp_path), INCARNATION)
+    assert os.listdir(tmp_path) == []
+
+
 def test_probe_that_cannot_seal_proves_nothing(path, monkeypatch):
     """Goal: free but joinable is not free. Method: an ftruncate that fails."""
 
