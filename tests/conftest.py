@@ -3,6 +3,9 @@
 A test asks the kernel for a free port and starts a server on it a moment later; two processes that
 do so meet once in a while. In a network namespace of its own nobody else is there to meet. Only
 root may make one: where it is refused, tests should run one after the other (`WORKERS=0`).
+
+And Ctrl-C means what it means at a terminal: a shell that starts the tests in the background lets
+them, and all that they start, ignore it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import signal
 import socket
 import struct
 
@@ -22,6 +26,8 @@ WORKER_ENV = "PYTEST_XDIST_WORKER"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if WORKER_ENV in os.environ and enter_own_network():
         bring_up("lo")
 
