@@ -93,8 +93,8 @@ class Launch:
         self._leftovers.starting()
         with theirs:
             try:
-                place = self._settings.directory, self.incarnation
-                self.witness_path, held = witness.create_held(*place)
+                directory = self._settings.directory
+                self.witness_path, held = witness.create(directory, self.incarnation)
                 with OwnedFd(held):
                     found = os.fstat(held)
                     self._witness_id = (found.st_dev, found.st_ino)

@@ -14,7 +14,6 @@ if not __package__:  # run as a file: the repository is where its neighbours are
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import asyncio
-import fcntl
 import json
 import os
 import subprocess
@@ -112,9 +111,7 @@ class Waiter:
             on_refused=self._refused,
         )
         incarnation = witness.new_incarnation(name)
-        path = witness.create(directory, incarnation)
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(self.fd, fcntl.LOCK_SH)
+        path, self.fd = witness.create(directory, incarnation)
         self.client.set_want(incarnation, path, ("active",))
 
     def _refused(self, error: UnderstudyError) -> None:

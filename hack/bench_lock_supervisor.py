@@ -14,6 +14,7 @@ import uvloop
 
 from lockserver import witness
 from lockserver.client import LockClient
+from tests.helpers import free_witness
 from understudy.service.parent import die_with_parent
 
 Tell = Callable[[str, Any], None]
@@ -29,7 +30,7 @@ class Supervisor:
         self.incarnation = witness.new_incarnation(name)
         self.witness = witness.name_of(self.incarnation)
         if not self.is_remote:
-            self.witness = witness.create(address, self.incarnation)
+            self.witness = free_witness(address, self.incarnation)
             address = os.path.join(address, "lockserver.sock")
         self.client = LockClient(address, engine=name, on_granted=self._heard)
 

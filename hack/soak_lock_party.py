@@ -22,6 +22,7 @@ import uvloop
 
 from lockserver import witness
 from lockserver.client import LockClient
+from tests.helpers import free_witness
 from understudy.service import procfs
 from understudy.service.parent import die_with_parent
 
@@ -46,7 +47,7 @@ class Party:
     def __init__(self, directory: str, plan: Plan, commands: int, reports: int) -> None:
         self.plan, self._commands, self._reports = plan, commands, reports
         self.incarnation = witness.new_incarnation(plan.engine)
-        self.witness = witness.create(directory, self.incarnation)
+        self.witness = free_witness(directory, self.incarnation)
         self.pids = [self._fork() for _ in range(plan.backends)]
         if not self.pids:
             self._join()

@@ -85,22 +85,12 @@ def shown(name: str) -> str:
     )
 
 
-def create(directory: str, incarnation: str) -> str:
-    """Make the witness of a new incarnation, mode 0600 and held by nobody, and return its path.
+def create(directory: str, incarnation: str) -> tuple[str, int]:
+    """Make the witness of a new incarnation, mode 0600, and hold it; its path and the descriptor.
 
-    Raises:
-        OSError: the directory is not there, or not to be written.
-    """
-    path, fd = create_held(directory, incarnation)
-    os.close(fd)
-    return path
-
-
-def create_held(directory: str, incarnation: str) -> tuple[str, int]:
-    """As `create`, with a descriptor that holds it; the caller owns that.
-
-    To be the first process's descriptor 0. A server without its state seals every witness that it
-    finds free: nobody may ever see one that is free because its processes are only about to come.
+    The caller owns the descriptor, which is to be the first process's descriptor 0. A server
+    without its state seals every witness that it finds free: nobody may ever see one that is free
+    because its processes are only about to come.
 
     Raises:
         OSError: the directory is not there, or not to be written.

@@ -1,4 +1,4 @@
-"""What tests share: waiting with a deadline instead of sleeping, and counting descriptors."""
+"""What tests share: waiting with a deadline instead of sleeping, counting descriptors, a witness."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
+
+from lockserver import witness
 
 T = TypeVar("T")
 
@@ -47,3 +49,10 @@ def open_fds(pid: int | None = None) -> dict[int, str]:
         except FileNotFoundError:
             continue  # the descriptor of the listing itself
     return found
+
+
+def free_witness(directory: str, incarnation: str) -> str:
+    """The path of a new witness that nobody holds yet: whom a test starts is to join it."""
+    path, fd = witness.create(directory, incarnation)
+    os.close(fd)
+    return path

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -105,15 +105,21 @@ async def until_not_waiting(pod: Pod, engine: str) -> None:
     await until_so(look, f"{engine} to leave the queue")
 
 
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        continue_all([pid])
+
+
 @asynccontextmanager
 async def stopped_model(pod: Pod, engine: str) -> AsyncIterator[None]:
     """Nothing that `engine` has begun ends as long as this lasts."""
     *_, model = await pod.engine_tree(engine)
-    os.kill(model, signal.SIGSTOP)
-    try:
+    with stopped(model):
         yield
-    finally:
-        continue_all([model])
 
 
 @asynccontextmanager
@@ -262,19 +268,14 @@ def test_switchover_without_a_whole_standby_is_refused_and_changes_nothing(home:
 
         async with pod.load() as load:
             await refused("lock.unknown_engine", "engine-7", "--to=engine-7")
-            os.kill(supervisor, signal.SIGSTOP)
-            with contextlib.ExitStack() as stack:
-                stack.callback(continue_all, [supervisor])
-                with Processes(pod.tree(other)[1:]) as backend:
-                    backend.signal(signal.SIGKILL)
-                    await auntil(lambda: not backend.alive(), "the backend's end")
-                    await refused("lock.no_standby", "not all of it lives")
-                    await until_silent(pod, other)
-                    await refused("lock.no_standby", "has not been heard of", f"--to={other}")
+            with stopped(supervisor), Processes(pod.tree(other)[1:]) as backend:
+                backend.signal(signal.SIGKILL)
+                await auntil(lambda: not backend.alive(), "the backend's end")
+                await refused("lock.no_standby", "not all of it lives")
+                await until_silent(pod, other)
+                await refused("lock.no_standby", "has not been heard of", f"--to={other}")
             await until_not_waiting(pod, other)
-            os.kill(supervisor, signal.SIGSTOP)  # or it may be back before a slow command asks
-            with contextlib.ExitStack() as stack:
-                stack.callback(continue_all, [supervisor])
+            with stopped(supervisor):  # or it may be back before a slow command asks
                 await refused("lock.no_standby", "nobody waits for active")
             after = await pod.whole()
             assert (after.engine, after.token) == (before.engine, before.token)

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from engine import cli
 from lockserver import witness
 from tests.engine.pod import Engine, LoopThread, Pod
-from tests.helpers import until
+from tests.helpers import free_witness, until
 from tests.lockserver.lease_server import LeaseServer
 from tests.wire.certificates import Authority
 from understudy.service import procfs
@@ -243,9 +243,9 @@ def test_what_an_earlier_supervisor_left_is_waited_for(pod, server, tmp_path):
     itself. Method: a stray process holds the witness of an earlier launch; another's are not its
     business, and a free one is removed."""
     stray = witness.new_incarnation("engine-0")
-    path = witness.create(str(pod.directory), stray)
-    free = witness.create(str(pod.directory), witness.new_incarnation("engine-0"))
-    others = witness.create(str(pod.directory), witness.new_incarnation("engine-0_1"))
+    path = free_witness(str(pod.directory), stray)
+    free = free_witness(str(pod.directory), witness.new_incarnation("engine-0"))
+    others = free_witness(str(pod.directory), witness.new_incarnation("engine-0_1"))
     held = (
         "import sys; from lockserver.witness import join; join(sys.argv[1]);"
         "print(flush=True); import signal; signal.pause()"
@@ -269,7 +269,7 @@ def test_what_an_earlier_supervisor_left_is_waited_for(pod, server, tmp_path):
 
 def test_leaving_while_it_waits_for_what_was_left(pod, server):
     """Goal: SIGTERM is heeded then, too. Method: as above, and told to end."""
-    path = witness.create(str(pod.directory), witness.new_incarnation("engine-0"))
+    path = free_witness(str(pod.directory), witness.new_incarnation("engine-0"))
     with open(path) as stream:
         fcntl.flock(stream, fcntl.LOCK_SH)
         engine = pod.engine("engine-0", flags=over_tcp(server, pod))

@@ -13,6 +13,7 @@ from typing import Any
 
 from lockserver import witness
 from lockserver.messages import CATALOGUE, Beat, Granted, Want
+from tests.helpers import free_witness
 from tests.lockserver.engines import spawn_backend
 from understudy.wire.blocking import BlockingClient
 
@@ -33,7 +34,7 @@ class Hand:
         self.engine = engine
         self.supervisor = supervisor or secrets.token_hex(8)
         self.incarnation = witness.new_incarnation(engine)
-        self.path = witness.create(directory, self.incarnation)
+        self.path = free_witness(directory, self.incarnation)
         self.backend: subprocess.Popen[bytes] = spawn_backend(self.path, fate=fate)
 
     def connect(self) -> BlockingClient:

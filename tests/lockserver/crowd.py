@@ -7,7 +7,6 @@ answered, and the reasons of those who were refused; the end comes with its stdi
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import sys
@@ -27,9 +26,7 @@ class OneOfMany:
     def __init__(self, directory: str, number: int) -> None:
         self.engine = f"crowd-{number}"
         self.incarnation = witness.new_incarnation(self.engine)
-        path = witness.create(directory, self.incarnation)
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        path, self._fd = witness.create(directory, self.incarnation)
         self.client = BlockingClient(os.path.join(directory, "lockserver.sock"), CATALOGUE)
         name, supervisor = os.path.basename(path), f"{os.getpid():x}-{number}".rjust(16, "0")
         want = Want(supervisor, self.engine, self.incarnation, name, ("active",), {})

@@ -20,7 +20,7 @@ from typing import Any
 
 from lockserver import witness
 from lockserver.client import LockClient
-from tests.helpers import auntil
+from tests.helpers import auntil, free_witness
 from understudy.service import procfs
 from understudy.wire.fds import OwnedFd
 
@@ -91,7 +91,7 @@ class Engine:
 
     def launch(self, processes: int = 1, dirty_mib: int = 0, fate: str = "dies_with_parent") -> str:
         self.incarnation = witness.new_incarnation(self.client.engine)
-        self.witness = witness.create(self.directory, self.incarnation)
+        self.witness = free_witness(self.directory, self.incarnation)
         self.backends = [spawn_backend(self.witness, dirty_mib, fate) for _ in range(processes)]
         return self.incarnation
 

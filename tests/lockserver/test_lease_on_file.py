@@ -24,6 +24,7 @@ from lockserver.messages import MEMBERS_MAX as MEMBERS_SPOKEN_MAX
 from lockserver.messages import TOKEN_CLAIMED_MAX
 from lockserver.state_file import FORMAT, StateFile
 from lockserver.witness import Probe, WitnessFile
+from tests.helpers import free_witness
 
 LOCKS = ("active", "loader")
 
@@ -81,7 +82,7 @@ def test_older_server_that_reads_a_group_grants_nobody_and_seals_nothing(directo
     leases reads the record, while a witness of that very name lies free in its directory; another
     engine waits for an hour."""
     holder = leased("engine-0", 2)
-    path = witness.create(directory, holder.incarnation)
+    path = free_witness(directory, holder.incarnation)
     as_read = Holder.from_dict({k: v for k, v in holder.to_dict().items() if k != "lease"})
     assert as_read == replace(holder, lease=None)
     machine = Machine(Record(7, {"active": as_read}, frozenset()), 0.0)

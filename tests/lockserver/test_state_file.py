@@ -8,11 +8,10 @@ import sys
 
 import pytest
 
-from lockserver import witness
 from lockserver.core.events import Holder, Record
 from lockserver.state_file import FILE_BYTES, NAME, SLOT_BYTES, StateFile, read
 from lockserver.witness import WitnessFile
-from tests.helpers import open_fds
+from tests.helpers import free_witness, open_fds
 from understudy.errors import UnderstudyError
 
 LOCKS = ("active", "loader")
@@ -71,7 +70,7 @@ def test_state_file_first_start_is_empty_and_known(directory):
 
 def test_state_file_missing_with_witnesses_is_unknown(directory):
     """Goal: a deleted file is no fresh pod. Method: a witness lies in the directory."""
-    witness.create(directory, HOLDER.incarnation)
+    free_witness(directory, HOLDER.incarnation)
     state = StateFile(directory, LOCKS)
     assert state.loaded.record.unknown == {"active", "loader"}
     assert not state.loaded.is_first

@@ -13,7 +13,7 @@ import pytest
 
 from lockserver import witness
 from lockserver.witness import Probe
-from tests.helpers import open_fds, until
+from tests.helpers import free_witness, open_fds, until
 from tests.lockserver.engines import spawn_backend
 from understudy.errors import UnderstudyError, UsageError
 
@@ -40,7 +40,7 @@ signal.pause()
 
 @pytest.fixture
 def path(tmp_path):
-    return witness.create(str(tmp_path), INCARNATION)
+    return free_witness(str(tmp_path), INCARNATION)
 
 
 def ids(path):
@@ -145,7 +145,7 @@ def test_witness_that_is_born_held_is_never_seen_free(tmp_path, monkeypatch):
         seen.append(witness.probe(target, *ids(target)))
 
     monkeypatch.setattr(os, "rename", look_at_once)
-    path, fd = witness.create_held(str(tmp_path), INCARNATION)
+    path, fd = witness.create(str(tmp_path), INCARNATION)
     assert seen == [Probe.HELD]
     assert os.fstat(fd).st_size == 0
     assert os.listdir(tmp_path) == [os.path.basename(path)]
@@ -161,7 +161,7 @@ def test_witness_that_cannot_be_made_leaves_nothing_behind(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(OSError, match="no"):
-        witness.create_held(str(tmp_path), INCARNATION)
+        witness.create(str(tmp_path), INCARNATION)
     assert os.listdir(tmp_path) == []
 
 
@@ -178,7 +178,7 @@ def test_probe_that_cannot_seal_proves_nothing(path, monkeypatch):
 def test_scan_names_the_held_and_seals_only_strangers(tmp_path):
     """Goal: what an unreadable state file leaves as evidence. Method: held, kept and stray ones."""
     names = [f"engine-{n}-00112233445566aa" for n in range(3)]
-    held, kept, stray = (witness.create(str(tmp_path), name) for name in names)
+    held, kept, stray = (free_witness(str(tmp_path), name) for name in names)
     holder = spawn_backend(held)
     assert witness.scan(str(tmp_path)) == {os.path.basename(held)}
     assert os.path.getsize(stray) == 0

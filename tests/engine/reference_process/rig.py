@@ -32,7 +32,7 @@ from engine.messages import (
 from gms.server import DeviceServer
 from gms.vmm.host import HostMemory
 from lockserver.client import witness
-from tests.helpers import auntil
+from tests.helpers import auntil, free_witness
 from understudy.service import parent
 from understudy.wire.client import from_socket
 from understudy.wire.connection import Connection
@@ -80,7 +80,7 @@ class Supervisor:
         self.words: list[Message] = []
         self.is_channel_closed = False
         self.incarnation = witness.new_incarnation(engine)
-        self.witness_path = witness.create(str(directory), self.incarnation)
+        self.witness_path = free_witness(str(directory), self.incarnation)
         self.control_path = str(directory / f"engine_{engine}.sock")
         self.backend: subprocess.Popen[bytes]
         self.channel: Connection

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from lockserver.client import witness
-from tests.helpers import until
+from tests.helpers import free_witness, until
 from understudy.errors import UnderstudyError, WaitTimeoutError
 from understudy.pod.drill import part_killer
 from understudy.pod.drill.memory_killer import FIRST, hold
@@ -43,9 +43,10 @@ async def main():
     await Server(sys.argv[1], messages.CATALOGUE, Answers(), service="lockserver").start()
     print("up", flush=True)
     await asyncio.Event().wait()
+parent = os.getpid()
 if os.fork() == 0:
     from understudy.service.parent import die_with_parent
-    die_with_parent(os.getppid())
+    die_with_parent(parent)
     while True:
         signal.pause()
 asyncio.run(main())
@@ -78,7 +79,7 @@ def test_process_that_is_not_to_be_killed_from_here_is_refused(pid: int | None, 
 def test_witness_says_of_invisible_processes_whether_they_live(tmp_path: Path):
     """Goal: evidence across PID namespaces. Method: a real process that holds a real witness."""
     incarnation = witness.new_incarnation("engine-0")
-    path = witness.create(str(tmp_path), incarnation)
+    path = free_witness(str(tmp_path), incarnation)
     join = f"from lockserver.client import witness; witness.join({path!r}); {SLEEP}"
     with child(join) as process:
         tree = OldTree.by_witness(tmp_path, incarnation)
