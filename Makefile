@@ -53,7 +53,7 @@ test: setup ## every test that needs neither a GPU nor vLLM
 coverage: setup ## every branch of the lock's core and of the wire, by their own tests
 	$(PY) -m coverage run --data-file=.coverage.lock --branch --source=lockserver/core -m pytest -q tests/lockserver/core
 	$(PY) -m coverage report --data-file=.coverage.lock --show-missing --skip-covered --fail-under=100
-	$(PY) -m coverage run --data-file=.coverage.wire --branch --source=understudy/wire -m pytest -q tests/wire
+	$(PY) -m coverage run --data-file=.coverage.wire --branch --source=plumbing/wire -m pytest -q tests/plumbing/wire
 	$(PY) -m coverage report --data-file=.coverage.wire --show-missing --skip-covered --fail-under=100
 
 test-system: setup ## real containers, systemd and Slurm; as root, with podman, debootstrap, slurm-wlm, munge

@@ -10,17 +10,17 @@ from typing import Any
 
 import click
 
-from engine import state_file
 from engine.backends import asks_for_help, command_line
 from engine.messages import CONTROL, Leave, Ok, Status, StatusReply
-from engine.settings import OPTIONS, Settings, control_path, settle
-from understudy.errors import UnderstudyError, UnreachableError, WaitTimeoutError
-from understudy.service import log, parent
-from understudy.service.cli import options, run_async
-from understudy.service.config import Option, Resolved
-from understudy.service.files import read_json
-from understudy.service.paths import runtime_dir, socket_path
-from understudy.wire.blocking import BlockingClient
+from engine.supervisor import state_file
+from engine.supervisor.settings import OPTIONS, Settings, control_path, settle
+from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.service import log, parent
+from plumbing.service.cli import options, run_async
+from plumbing.service.config import Option, Resolved
+from plumbing.service.files import read_json
+from plumbing.service.paths import runtime_dir, socket_path
+from plumbing.wire.blocking import BlockingClient
 
 ANSWER_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 60.0  # longer than the drain budget and the reap budget together
@@ -55,7 +55,7 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
 
 
 async def _supervise(settings: Settings) -> None:
-    from engine.supervisor import Supervisor  # the other commands do without its imports
+    from engine.supervisor.supervisor import Supervisor  # the other commands do without its imports
 
     await Supervisor(settings).run()
 

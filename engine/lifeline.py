@@ -27,8 +27,8 @@ import struct
 import threading
 from collections.abc import Callable
 
-from understudy.errors import ProtocolError
-from understudy.wire.fds import OwnedFd
+from plumbing.errors import ProtocolError
+from plumbing.wire.fds import OwnedFd
 
 PTHREAD_PROCESS_SHARED = 1  # pthread.h
 PTHREAD_MUTEX_ROBUST = 1

@@ -1,6 +1,6 @@
 """What engines say: to their own backend, and to whoever asks on the control socket.
 
-Two protocols with the frames of `understudy.wire`. CHANNEL runs over a socketpair between the
+Two protocols with the frames of `plumbing.wire`. CHANNEL runs over a socketpair between the
 supervisor and the backend's main process. CONTROL is the Unix socket `engine_<id>.sock`, where
 every process of the backend registers and where people ask, drain and rehearse deaths. Must not
 know what a message leads to: that is `engine/core`.
@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from understudy.wire.messages import Catalogue, Length, Message, Range
-from understudy.wire.observe import EventRecord as EventRecord
-from understudy.wire.observe import Status as Status
-from understudy.wire.observe import StatusReply as StatusReply
-from understudy.wire.observe import Watch as Watch
+from plumbing.part.observe import EventRecord as EventRecord
+from plumbing.part.observe import Status as Status
+from plumbing.part.observe import StatusReply as StatusReply
+from plumbing.part.observe import Watch as Watch
+from plumbing.wire.messages import Catalogue, Length, Message, Range
 
 INT64_MAX = 2**63 - 1
 RANKS_MAX = 64  # one engine's tensor-parallel cohort in one pod; a node has 8 or 16 devices

@@ -11,18 +11,18 @@ from typing import Any
 
 import click
 
-from gms import report
-from gms.devices import VISIBLE, devices_to_serve
-from gms.server import STALL_MS, DeviceServer
+from gms.operate import report
+from gms.server.devices import VISIBLE, devices_to_serve
+from gms.server.server import STALL_MS, DeviceServer
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import Memory
-from understudy.errors import UsageError
-from understudy.service.cli import options, run_async
-from understudy.service.config import Option, Resolved, size_bytes
-from understudy.service.log import configure
-from understudy.service.parent import arm_from_environment
-from understudy.service.paths import runtime_dir
-from understudy.service.signals import wait_signals
+from plumbing.errors import UsageError
+from plumbing.service.cli import options, run_async
+from plumbing.service.config import Option, Resolved, size_bytes
+from plumbing.service.log import configure
+from plumbing.service.parent import arm_from_environment
+from plumbing.service.paths import runtime_dir
+from plumbing.service.signals import wait_signals
 
 DIRECTORY = Option(
     "dir", str, "/run/understudy", "The directory shared by all parts.", env="UNDERSTUDY_DIR"
@@ -75,7 +75,7 @@ def main() -> None:
 @options(SERVE, command="gms")
 def serve(config: Resolved) -> None:
     """Serve the devices' memory until SIGTERM."""
-    from gms.supervisor import Supervisor, device_names  # aiohttp comes with it
+    from gms.server.supervisor import Supervisor, device_names  # aiohttp comes with it
 
     configure("gms")
     arm_from_environment()
@@ -190,7 +190,7 @@ def verify(config: Resolved, as_json: bool) -> None:
     Exit codes: 0 intact or nothing there, 1 altered or not verified, 3 unreachable, 4 no digest yet
     or recovering; of several devices, that of the gravest.
     """
-    from gms import operate
+    from gms.operate import upkeep as operate
 
     document = operate.verify(config["dir"], config["device"])
     click.echo(json.dumps(document, indent=1) if as_json else operate.render(document))
@@ -207,7 +207,7 @@ def drop(
     config: Resolved, epoch: str | None, even_if_mapped: bool, yes: bool, as_json: bool
 ) -> None:
     """Take a device's committed weights out of service; the next engine loads anew."""
-    from gms import operate
+    from gms.operate import upkeep as operate
 
     name, _ = operate.the_device(config["dir"], config["device"])
     if not yes:

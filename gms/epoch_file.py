@@ -13,8 +13,8 @@ import errno
 import fcntl
 import os
 
-from understudy.errors import UnderstudyError
-from understudy.wire.fds import OwnedFd
+from plumbing.errors import UnderstudyError
+from plumbing.wire.fds import OwnedFd
 
 
 def create(path: str) -> None:

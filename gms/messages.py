@@ -1,6 +1,6 @@
 """What travels between the GPU memory service and its clients.
 
-Meaning of the messages only; frames are `understudy.wire`'s and legality is `gms/core`'s. One
+Meaning of the messages only; frames are `plumbing.wire`'s and legality is `gms/core`'s. One
 `attach` may be answered several times: `waiting` any number of times, then `writing`, or
 `attached` and the `slabs` frames that its descriptors did not fit in. All repeat its request id.
 Manifests are bytes, which `gms/core/manifest.py` makes and reads.
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from gms.core.capacity import SLABS_MAX
-from understudy.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
-from understudy.wire.messages import Catalogue, Length, Message, Range
-from understudy.wire.observe import EventRecord as EventRecord
-from understudy.wire.observe import Status as Status
-from understudy.wire.observe import StatusReply as StatusReply
+from plumbing.part.observe import EventRecord as EventRecord
+from plumbing.part.observe import Status as Status
+from plumbing.part.observe import StatusReply as StatusReply
+from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
+from plumbing.wire.messages import Catalogue, Length, Message, Range
 
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
 WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: longer waits are a unit mistaken for another

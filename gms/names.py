@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from understudy.errors import UsageError
+from plumbing.errors import UsageError
 
 WEIGHTS = "weights"  # the first tag; `kv` comes later
 

@@ -31,9 +31,9 @@ from gms.core.suballocator import ALIGNMENT_BYTES
 from hack.bench_lock_trees import spread
 from hack.bench_shapes import waste
 from hack.machine import machine
+from plumbing.service import procfs
 from tests.gms.bench import IDENTITY, MIB, GmsProcess
 from tests.helpers import until
-from understudy.service import procfs
 
 COUNTS = (10, 100, 1000, 3435)  # the last: allocations of a 120-layer mixture of experts
 SLAB_BYTES = 2 * MIB

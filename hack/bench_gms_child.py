@@ -24,11 +24,11 @@ from gms import names
 from gms.client import Reader, open_session
 from gms.vmm.host import HostMemory
 from hack import per_allocation
-from understudy.service.cli import run_async
-from understudy.service.fd_limit import make_fd_room
-from understudy.service.parent import arm_from_environment
-from understudy.service.signals import wait_signals
-from understudy.wire.blocking import BlockingClient
+from plumbing.service.cli import run_async
+from plumbing.service.fd_limit import make_fd_room
+from plumbing.service.parent import arm_from_environment
+from plumbing.service.signals import wait_signals
+from plumbing.wire.blocking import BlockingClient
 
 DEVICE = "HOST-0"
 ASK_EVERY_S = 0.002

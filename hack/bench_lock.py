@@ -32,7 +32,7 @@ from hack.bench_lock_servers import Servers, missing, start_to_grant, versions
 from hack.bench_lock_table import markdown, put_into, text
 from hack.bench_lock_trees import spread
 from hack.machine import machine
-from lockserver.core.leases import LEASE_MS, MARGIN_MS
+from lockserver.members.leases import LEASE_MS, MARGIN_MS
 
 CONTENDERS = ("unix", "tcp", "flock", "flock_poll_100ms", "redis", "etcd")
 VARIANTS = (

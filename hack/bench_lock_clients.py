@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 BEAT_S = 0.5  # lockserver.client.HEARTBEAT_MS
-HEADER = struct.Struct(">4sBBHI")  # understudy/wire/frames.py
+HEADER = struct.Struct(">4sBBHI")  # plumbing/wire/frames.py
 
 REDIS_PX_MS = 10_000  # the usual lifetime of a lock there; renewed at a third of it
 REDIS_RETRY_S = 0.1  # redis-py's Lock: sleep=0.1

@@ -28,11 +28,11 @@ from hack.bench_lock_servers import folder, lockserver
 from hack.bench_lock_trees import spread
 from lockserver import witness
 from lockserver.client import LockClient
+from plumbing.errors import UnderstudyError
+from plumbing.service import procfs
+from plumbing.service.fd_limit import raise_fd_limit
+from plumbing.service.parent import arm_from_environment, environment
 from tests.helpers import auntil
-from understudy.errors import UnderstudyError
-from understudy.service import procfs
-from understudy.service.fd_limit import raise_fd_limit
-from understudy.service.parent import arm_from_environment, environment
 
 PER_PROCESS = 250  # of the crowd: four processes are enough for a thousand
 LINE_S = 60.0

@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from plumbing.service.parent import die_with_parent
 from tests.helpers import until
-from understudy.service.parent import die_with_parent
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 PARTY = str(Path(__file__).with_name("bench_lock_party.py"))

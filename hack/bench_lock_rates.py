@@ -20,8 +20,8 @@ from typing import Any
 from hack.bench_lock_clients import Etcd, LockServerClient, Redis
 from hack.bench_lock_servers import START, folder, lockserver, missing
 from hack.bench_lock_trees import spread
+from plumbing.service.slots import SlotFile, SlotFormat
 from tests.lockserver.processes import ServerProcess, free_port
-from understudy.service.slots import SlotFile, SlotFormat
 
 CONTENDERS = ("unix", "unix_disk", "unix_loader", "flock", "redis", "etcd")
 RECORD = b"{%s}" % (b" " * 600)  # as long as the lock server's own with two holders

@@ -16,11 +16,11 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from hack.bench_lock_clients import Etcd, LockServerClient, Redis
+from plumbing import __version__
+from plumbing.service import procfs
+from plumbing.service.parent import environment
 from tests.helpers import until
 from tests.lockserver.processes import ServerProcess, free_port
-from understudy import __version__
-from understudy.service import procfs
-from understudy.service.parent import environment
 
 MEMORY = "/dev/shm"  # as the pod's shared volume: an emptyDir of medium Memory
 PROGRAMS = {"redis": "redis-server", "etcd": "etcd"}

@@ -14,8 +14,8 @@ import uvloop
 
 from lockserver import witness
 from lockserver.client import LockClient
+from plumbing.service.parent import die_with_parent
 from tests.helpers import free_witness
-from understudy.service.parent import die_with_parent
 
 Tell = Callable[[str, Any], None]
 

@@ -14,10 +14,10 @@ import tempfile
 import time
 from typing import Any
 
+from plumbing.service import procfs
 from tests.helpers import auntil
 from tests.lockserver.engines import Engine, EngineProcess
 from tests.lockserver.processes import ServerProcess
-from understudy.service import procfs
 
 
 def kill_to_grant(kills: int, dirty_mib: int = 0) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, 
 
 def _run_part(name: str, device: str, limit_s: float, flags: argparse.Namespace) -> dict[str, Any]:
     """One part in its process; whatever becomes of it, what it had found by then."""
-    from understudy.service import parent
+    from plumbing.service import parent
 
     if limit_s < PART_S_MIN:
         return {"status": "skipped", "reason": "out of time"}

@@ -33,17 +33,17 @@ from hack.device.part import Nvml
 from hack.device_check import _commit as commit
 from hack.machine import machine
 from hack.vllm_stock import Question, Stock, measure
-from understudy.errors import UnderstudyError
-from understudy.pod.drill.clients import Target
-from understudy.pod.drill.expected import write_expected
-from understudy.pod.drill.run import Drill, DrillPlan
-from understudy.pod.gather import gather
-from understudy.pod.kubelet.runner import Runner, run_pod
-from understudy.pod.local_pod import LocalPod, free_pod_ports
-from understudy.pod.random_model import VLLM_RANDOM_MODEL, make_random_model
-from understudy.pod.sessions import DrillResult, run_drill
-from understudy.service.cli import INTERRUPTED, run_async
-from understudy.service.signals import SignalInbox
+from plumbing.errors import UnderstudyError
+from plumbing.service.cli import INTERRUPTED, run_async
+from plumbing.service.signals import SignalInbox
+from understudy.drill.clients import Target
+from understudy.drill.expected import write_expected
+from understudy.drill.run import Drill, DrillPlan
+from understudy.kubelet.runner import Runner, run_pod
+from understudy.status.gather import gather
+from understudy.up.local_pod import LocalPod, free_pod_ports
+from understudy.up.random_model import VLLM_RANDOM_MODEL, make_random_model
+from understudy.up.sessions import DrillResult, run_drill
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench" / "device"

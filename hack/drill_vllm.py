@@ -27,25 +27,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine import shared_names
+from engine.supervisor import shared_names
 from hack.machine import machine
 from hack.vllm_figures import Figures, look_at, private_bytes, workers_below
 from hack.vllm_pod import environment, make_pod, model_of, temporary
 from hack.vllm_stock import Question, Speed, Stock, measure
-from understudy.errors import UnderstudyError, UsageError
-from understudy.pod.drill.clients import Target
-from understudy.pod.drill.expected import write_expected
-from understudy.pod.drill.page.write import check_destination
-from understudy.pod.drill.report import print_report
-from understudy.pod.drill.run import Drill, DrillPlan
-from understudy.pod.kubelet.runner import Runner, run_pod
-from understudy.pod.random_model import VLLM_RANDOM_MODEL
-from understudy.pod.sessions import DrillResult, Say, run_drill
-from understudy.pod.settings import DRILL_OPTIONS
-from understudy.pod.words import size
-from understudy.service.cli import INTERRUPTED, fail, run_async
-from understudy.service.config import Option, Resolved, resolve
-from understudy.service.signals import SignalInbox
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.part.format import size
+from plumbing.service.cli import INTERRUPTED, fail, run_async
+from plumbing.service.config import Option, Resolved, resolve
+from plumbing.service.signals import SignalInbox
+from understudy.drill.clients import Target
+from understudy.drill.expected import write_expected
+from understudy.drill.page.write import check_destination
+from understudy.drill.report import print_report
+from understudy.drill.run import Drill, DrillPlan
+from understudy.kubelet.runner import Runner, run_pod
+from understudy.settings import DRILL_OPTIONS
+from understudy.up.random_model import VLLM_RANDOM_MODEL
+from understudy.up.sessions import DrillResult, Say, run_drill
 
 DEFAULTS: Mapping[str, Any] = {"kills": 15, "target": ("api", "core", "worker")}
 TAKEN = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from understudy.pod.drill import report
+from understudy.drill import report
 
 
 def machine() -> dict[str, Any]:

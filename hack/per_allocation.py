@@ -13,16 +13,16 @@ from typing import ClassVar
 
 from gms import messages as msg
 from gms import names
-from gms.server import DeviceServer
+from gms.server.server import DeviceServer
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, Memory, Reservation
-from understudy.errors import ProtocolError
-from understudy.wire.blocking import BlockingClient
-from understudy.wire.connection import Connection
-from understudy.wire.fds import OwnedFd
-from understudy.wire.limits import MANIFEST_FRAME_BYTES_MAX
-from understudy.wire.messages import Catalogue, Fault, Hello, Message, Welcome
-from understudy.wire.server import Server
+from plumbing.errors import ProtocolError
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
+from plumbing.wire.messages import Catalogue, Fault, Hello, Message, Welcome
+from plumbing.wire.server import Server
 
 
 @dataclass(frozen=True, slots=True)

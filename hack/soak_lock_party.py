@@ -22,9 +22,9 @@ import uvloop
 
 from lockserver import witness
 from lockserver.client import LockClient
+from plumbing.service import procfs
+from plumbing.service.parent import die_with_parent
 from tests.helpers import free_witness
-from understudy.service import procfs
-from understudy.service.parent import die_with_parent
 
 MIB = 1 << 20
 TRIES, TRY_S = 50, 0.001  # the server may lose its core in the middle

@@ -29,17 +29,17 @@ from typing import Any
 
 from hack.machine import machine
 from hack.vllm_pod import make_pod, model_of
-from understudy.pod.drill.clients import Target, stream_without_pause
-from understudy.pod.drill.memory_killer import Standing
-from understudy.pod.drill.prompts import learn_answers
-from understudy.pod.drill.records import Exchange, Outcome, Prompt
-from understudy.pod.drill.run import Drill, DrillPlan
-from understudy.pod.drill.verdict import classify, spread
-from understudy.pod.gather import gather
-from understudy.pod.kubelet.runner import Runner, run_pod
-from understudy.pod.random_model import VLLM_RANDOM_MODEL
-from understudy.service.cli import INTERRUPTED, run_async
-from understudy.service.signals import SignalInbox
+from plumbing.service.cli import INTERRUPTED, run_async
+from plumbing.service.signals import SignalInbox
+from understudy.drill.clients import Target, stream_without_pause
+from understudy.drill.memory_killer import Standing
+from understudy.drill.prompts import learn_answers
+from understudy.drill.records import Exchange, Outcome, Prompt
+from understudy.drill.run import Drill, DrillPlan
+from understudy.drill.verdict import classify, spread
+from understudy.kubelet.runner import Runner, run_pod
+from understudy.status.gather import gather
+from understudy.up.random_model import VLLM_RANDOM_MODEL
 
 SAID_EVERY_S = 30.0
 LONG_WORDS = 700  # bytes, which are tokens of the random model: most of its context

@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 
-from understudy.errors import UnderstudyError
-from understudy.pod.drill.memory_killer import committed_devices
-from understudy.pod.drill.physical import MEMFD, physical_bytes, roots_of
-from understudy.pod.gather import gather, pids_of
-from understudy.service.procfs import descendants
+from plumbing.errors import UnderstudyError
+from plumbing.service.procfs import descendants
+from understudy.drill.memory_killer import committed_devices
+from understudy.drill.physical import MEMFD, physical_bytes, roots_of
+from understudy.status.gather import gather, pids_of
 
 # A parked engine is asked once in so long, for each rank, whether it could be woken, and vLLM's
 # workers spin for a second after that: so long is watched, no more and no less.

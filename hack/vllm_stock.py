@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import shared_names
-from understudy.errors import UnderstudyError
-from understudy.pod.drill.clients import Target, stream_without_pause
-from understudy.pod.drill.prompts import all_prompts, learn_answers
-from understudy.pod.drill.records import End, Exchange, Prompt
-from understudy.pod.drill.verdict import Spread, spread
-from understudy.pod.kubelet.containers import Container, Restart
-from understudy.pod.kubelet.probes import quick_startup
-from understudy.pod.kubelet.runner import Runner
-from understudy.pod.ports import free_ports
-from understudy.service.procfs import descendants
+from engine.supervisor import shared_names
+from plumbing.errors import UnderstudyError
+from plumbing.service.procfs import descendants
+from understudy.drill.clients import Target, stream_without_pause
+from understudy.drill.prompts import all_prompts, learn_answers
+from understudy.drill.records import End, Exchange, Prompt
+from understudy.drill.verdict import Spread, spread
+from understudy.kubelet.containers import Container, Restart
+from understudy.kubelet.probes import quick_startup
+from understudy.kubelet.runner import Runner
+from understudy.up.ports import free_ports
 
 STARTUP_S = 600.0  # seconds on an idle machine; a real model is read from a real disk
 ANSWER_S = 120.0  # vLLM compiles what computes log probabilities at the first request for them

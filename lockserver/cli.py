@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from understudy.errors import RemoteError, UnreachableError, WaitTimeoutError
-from understudy.service.cli import INTERRUPTED, options, run_async
-from understudy.service.config import Option, Resolved
+from plumbing.errors import RemoteError, UnreachableError, WaitTimeoutError
+from plumbing.service.cli import INTERRUPTED, options, run_async
+from plumbing.service.config import Option, Resolved
 
 if TYPE_CHECKING:
-    from understudy.wire.address import TcpAddress
-    from understudy.wire.security import Security
+    from plumbing.wire.tcp.address import TcpAddress
+    from plumbing.wire.tcp.security import Security
 
 DIR_DEFAULT = "/run/understudy"
 STATUS_TIMEOUT_S = 5.0
@@ -33,13 +33,13 @@ DIR = Option("dir", str, DIR_DEFAULT, "The pod's shared directory.", env="UNDERS
 
 
 def _tcp(text: str) -> TcpAddress:
-    from understudy.wire.address import TcpAddress
+    from plumbing.wire.tcp.address import TcpAddress
 
     return TcpAddress.parse(text)
 
 
 def _service(text: str) -> tuple[str, str]:
-    from lockserver.service_socket import parse_service
+    from lockserver.server.service_socket import parse_service
 
     return parse_service(text)
 
@@ -85,11 +85,11 @@ def main() -> None:
 @options(SERVE, command="lockserver")
 def serve(config: Resolved) -> None:
     """Run the lock server until SIGTERM."""
-    from lockserver.daemon import run
-    from lockserver.settings import Settings
-    from understudy.service.log import configure
-    from understudy.service.parent import arm_from_environment
-    from understudy.service.paths import runtime_dir
+    from lockserver.server.daemon import run
+    from lockserver.server.settings import Settings
+    from plumbing.service.log import configure
+    from plumbing.service.parent import arm_from_environment
+    from plumbing.service.paths import runtime_dir
 
     configure("lockserver")
     arm_from_environment()
@@ -110,8 +110,8 @@ def serve(config: Resolved) -> None:
 
 def _security(config: Resolved) -> Security | None:
     """How members prove who they are; what cannot be is a `UsageError`."""
-    from understudy.errors import UsageError
-    from understudy.wire.security import settle
+    from plumbing.errors import UsageError
+    from plumbing.wire.tcp.security import settle
 
     if config["service"]:
         raise UsageError(
@@ -146,7 +146,7 @@ def status(config: Resolved, as_json: bool, watch: bool) -> None:
 def events(config: Resolved, as_json: bool, follow: bool) -> None:
     """What happened, as far as the server remembers: its last thousand events."""
     from lockserver.messages import CATALOGUE, EventRecord, StatusReply, Watch
-    from understudy.wire.blocking import BlockingClient
+    from plumbing.wire.blocking import BlockingClient
 
     path = _socket(os.path.abspath(config["dir"]))
     with _until_interrupted(), BlockingClient(path, CATALOGUE) as client:
@@ -206,7 +206,7 @@ def _switch_over(directory: str, lock: str, to: str | None, timeout_s: float) ->
         UnreachableError: no server, or it ended meanwhile.
     """
     from lockserver.messages import CATALOGUE, SwitchedOver, SwitchOver
-    from understudy.wire.blocking import BlockingClient
+    from plumbing.wire.blocking import BlockingClient
 
     question = SwitchOver(lock, to, round(timeout_s * 1000))
     with BlockingClient(_socket(directory), CATALOGUE) as client:
@@ -275,7 +275,7 @@ def _document(directory: str) -> dict[str, Any]:
     try:
         return _ask(directory)
     except UnreachableError as error:
-        from lockserver.offline import offline
+        from lockserver.status.offline import offline
 
         found = offline(directory)
         if found is None:
@@ -289,7 +289,7 @@ def _socket(directory: str) -> str:
 
 def _ask(directory: str) -> dict[str, Any]:
     from lockserver.messages import CATALOGUE, Status, StatusReply
-    from understudy.wire.blocking import BlockingClient
+    from plumbing.wire.blocking import BlockingClient
 
     with BlockingClient(_socket(directory), CATALOGUE) as client:
         reply = client.request(Status(), timeout_s=STATUS_TIMEOUT_S).message
@@ -298,7 +298,7 @@ def _ask(directory: str) -> dict[str, Any]:
 
 
 def _text(document: dict[str, Any]) -> str:
-    from lockserver.status_text import text_of
+    from lockserver.status.text import text_of
 
     return text_of(document)
 

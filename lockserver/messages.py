@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from understudy.wire.messages import Catalogue, Length, Message, Range
-from understudy.wire.observe import EventRecord as EventRecord
-from understudy.wire.observe import Status as Status
-from understudy.wire.observe import StatusReply as StatusReply
-from understudy.wire.observe import Watch as Watch
+from plumbing.part.observe import EventRecord as EventRecord
+from plumbing.part.observe import Status as Status
+from plumbing.part.observe import StatusReply as StatusReply
+from plumbing.part.observe import Watch as Watch
+from plumbing.wire.messages import Catalogue, Length, Message, Range
 
 TOKEN_CLAIMED_MAX = 2**62  # leaves room above any claim, so that a wild one cannot exhaust tokens
 SERVICES_MAX = 8  # listening sockets in one hand-back; the standard pod has one

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 from lockserver import witness
 from lockserver.core.events import Holder, Record
-from lockserver.place import identity
-from understudy.errors import UnderstudyError
-from understudy.service.slots import FILE_BYTES, SLOT_BYTES, SlotFile, SlotFormat, put_aside
+from lockserver.server.place import identity
+from plumbing.errors import UnderstudyError
+from plumbing.service.slots import FILE_BYTES, SLOT_BYTES, SlotFile, SlotFormat, put_aside
 
 __all__ = ["FILE_BYTES", "NAME", "SLOT_BYTES", "Loaded", "StateFile", "read"]
 

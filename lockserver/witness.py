@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from understudy.errors import UnderstudyError, UsageError
+from plumbing.errors import UnderstudyError, UsageError
 
 PREFIX = "witness_"
 UNBORN_PREFIX = "unborn_"  # until it is held; nobody looks for these

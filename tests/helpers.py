@@ -1,4 +1,4 @@
-"""What tests share: waiting with a deadline instead of sleeping, counting descriptors, a witness."""
+"""What tests share: waiting with a deadline, counting descriptors, making a free witness."""
 
 from __future__ import annotations
 

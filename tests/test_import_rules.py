@@ -15,21 +15,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("lockserver", "gms", "engine", "understudy")
+PACKAGES = ("plumbing", "lockserver", "gms", "engine", "understudy")
 
 # Who may import whom, by dotted prefix; the longest prefix that fits a module is its layer. What
 # is in none of our packages is not looked at here.
-SHARED = ("understudy.wire", "understudy.service", "understudy.errors", "understudy.__version__")
+PLUMBING = ("plumbing",)
 CLIENTS = ("gms.client", "lockserver.client")
 LAYERS = {
-    "understudy": (),
-    "understudy.errors": (),
-    "understudy.wire": ("understudy.wire", "understudy.errors", "understudy.__version__"),
-    "understudy.service": ("understudy.service", "understudy.errors", "understudy.__version__"),
-    "lockserver": ("lockserver", *SHARED),
-    "gms": ("gms", *SHARED),
-    "engine": ("engine", *CLIENTS, *SHARED),
-    "understudy.pod": ("understudy.pod", "engine", *CLIENTS, *SHARED),
+    "plumbing": ("plumbing.errors",),
+    "plumbing.errors": (),
+    "plumbing.wire": ("plumbing.wire", "plumbing.errors", "plumbing.__version__"),
+    "plumbing.service": ("plumbing.service", "plumbing.errors", "plumbing.__version__"),
+    "plumbing.part": PLUMBING,
+    "lockserver": ("lockserver", *PLUMBING),
+    "gms": ("gms", *PLUMBING),
+    "engine": ("engine", *CLIENTS, *PLUMBING),
+    "understudy": ("understudy", "engine", *CLIENTS, *PLUMBING),
 }
 
 # Libraries that live in a few places only: a path is a directory with its slash, or a file's name
@@ -43,17 +44,17 @@ PLACES = {
     "safetensors": NUMERIC,
     "tokenizers": NUMERIC,
     "jinja2": NUMERIC,
-    "cryptography": ("understudy/wire/psk.py",),
+    "cryptography": ("plumbing/wire/tcp/psk.py",),
 }
 
 # A core is told the time and tells what should happen; it opens, logs and waits for nothing.
 NOT_IN_A_CORE = (
     *("asyncio", "uvloop", "aiohttp", "socket", "select", "selectors", "signal", "subprocess"),
     *("threading", "multiprocessing", "logging", "time", "datetime", "click"),
-    *("understudy.service", "understudy.wire.connection", "understudy.wire.server"),
-    *("understudy.wire.client", "understudy.wire.blocking", "understudy.wire.fds"),
-    *("understudy.wire.listener", "understudy.wire.unix_connection", "understudy.wire.tcp"),
-    *("understudy.wire.tcp_connection", "understudy.wire.security", "ssl"),
+    *("plumbing.service", "plumbing.wire.connection", "plumbing.wire.server"),
+    *("plumbing.wire.client", "plumbing.wire.blocking", "plumbing.wire.fds"),
+    *("plumbing.wire.listener", "plumbing.wire.unix_connection", "plumbing.wire.tcp.server"),
+    *("plumbing.wire.tcp.connection", "plumbing.wire.tcp.security", "ssl"),
 )
 
 # Loading these at start would cost the lock server and the supervisors their memory limits.
@@ -122,7 +123,7 @@ def is_in(module: str, prefixes) -> bool:
 def breaks_layers(found: Import) -> bool:
     module = found.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     layer = max((name for name in LAYERS if is_in(module, (name,))), key=len)
-    if found.module == "understudy":  # the package itself holds the version and nothing else
+    if found.module == "plumbing":  # the package itself holds the version and nothing else
         return False
     return is_in(found.module, PACKAGES) and not is_in(found.module, LAYERS[layer])
 
@@ -162,21 +163,25 @@ def test_pynvml_is_in_one_file_at_most():
 @pytest.mark.parametrize(
     ("rule", "path", "source"),
     [
-        (breaks_layers, "gms/server.py", "def f():\n    from lockserver.client import LockClient"),
+        (
+            breaks_layers,
+            "gms/server/server.py",
+            "def f():\n    from lockserver.client import LockClient",
+        ),
         (breaks_layers, "lockserver/x.py", "import engine.tree"),
         (breaks_layers, "engine/x.py", "from gms.server import Server"),
         (breaks_layers, "engine/x.py", "from lockserver import witness"),
-        (breaks_layers, "understudy/wire/x.py", "from understudy.service.clock import Clock"),
-        (breaks_layers, "understudy/service/x.py", "from ..wire import frames"),
-        (breaks_layers, "understudy/errors.py", "import understudy.wire"),
-        (breaks_layers, "engine/x.py", "import understudy.pod.cli"),
-        (breaks_places, "engine/supervisor.py", "import numpy as np"),
+        (breaks_layers, "plumbing/wire/x.py", "from plumbing.service.clock import Clock"),
+        (breaks_layers, "plumbing/service/x.py", "from ..wire import frames"),
+        (breaks_layers, "plumbing/errors.py", "import plumbing.wire"),
+        (breaks_layers, "engine/x.py", "import understudy.cli"),
+        (breaks_places, "engine/supervisor/supervisor.py", "import numpy as np"),
         (breaks_places, "gms/vmm/host.py", "from cuda.bindings import driver"),
-        (breaks_places, "gms/client.py", "importlib.import_module('torch')"),
+        (breaks_places, "gms/client/client.py", "importlib.import_module('torch')"),
         (breaks_core, "gms/core/epochs.py", "from asyncio import Queue"),
         (breaks_core, "engine/core/probes.py", "if TYPE_CHECKING:\n    import logging"),
-        (breaks_click, "lockserver/server.py", "import click"),
-        (breaks_rich, "understudy/pod/cli.py", "from rich.table import Table"),
+        (breaks_click, "lockserver/server/server.py", "import click"),
+        (breaks_rich, "understudy/cli.py", "from rich.table import Table"),
     ],
 )
 def test_each_rule_catches_what_it_forbids(rule, path, source):
@@ -187,15 +192,15 @@ def test_each_rule_catches_what_it_forbids(rule, path, source):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("engine/supervisor.py", "from gms.client import Reader"),
-        ("engine/supervisor.py", "from lockserver.client import LockClient"),
-        ("understudy/pod/drill/killer.py", "import engine.messages"),
+        ("engine/supervisor/supervisor.py", "from gms.client import Reader"),
+        ("engine/supervisor/supervisor.py", "from lockserver.client import LockClient"),
+        ("understudy/drill/killer.py", "import engine.messages"),
         ("gms/__init__.py", "from . import client"),
-        ("understudy/service/metrics.py", "from understudy import __version__"),
-        ("understudy/pod/cli.py", "import understudy"),
-        ("understudy/service/cli.py", "import click"),
+        ("plumbing/service/metrics.py", "from plumbing import __version__"),
+        ("understudy/cli.py", "import understudy"),
+        ("plumbing/service/cli.py", "import click"),
         ("gms/vmm/cuda_driver.py", "from cuda.bindings import driver"),
-        ("understudy/pod/cli.py", "def show():\n    from rich.table import Table"),
+        ("understudy/cli.py", "def show():\n    from rich.table import Table"),
     ],
 )
 def test_no_rule_forbids_what_is_meant(path, source):
@@ -245,7 +250,7 @@ def test_long_lived_processes_load_nothing_heavy_at_start():
     lean = [
         module
         for module in modules_without_gpu()
-        if not is_in(module, ("engine.backends", "understudy.pod"))
+        if not is_in(module, ("engine.backends", "understudy"))
     ]
     heavy = run_importing(lean, f"print(*sorted(set({NOT_LOADED_AT_START}) & set(sys.modules)))")
     assert heavy.split() == []

@@ -1,3 +1,5 @@
-"""Understudy: what the packages share, and the whole for people."""
+"""The whole, for people: the `understudy` command and what is behind it."""
 
-__version__ = "0.1.0"
+from plumbing import __version__
+
+__all__ = ["__version__"]

@@ -6,13 +6,13 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from understudy.errors import UsageError
+from plumbing.errors import UsageError
 
 Launcher = Callable[[Sequence[str]], list[str]]
 
 
 def _reference(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "engine.backends.reference.http", *arguments]
+    return [sys.executable, "-m", "engine.backends.reference.http.main", *arguments]
 
 
 def _vllm(arguments: Sequence[str]) -> list[str]:
@@ -22,7 +22,7 @@ def _vllm(arguments: Sequence[str]) -> list[str]:
             f"--backend vllm needs vLLM beside {sys.executable}: install `understudy[vllm]`, or see"
             " docs/vllm.md for a machine without a GPU",
         )
-    return [sys.executable, "-m", "engine.backends.vllm.api", *arguments]
+    return [sys.executable, "-m", "engine.backends.vllm.api.main", *arguments]
 
 
 def _command(arguments: Sequence[str]) -> list[str]:

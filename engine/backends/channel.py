@@ -27,11 +27,11 @@ from engine.messages import (
     Wake,
     Woken,
 )
-from understudy.errors import ProtocolError, UnderstudyError
-from understudy.wire.client import from_socket
-from understudy.wire.connection import Connection
-from understudy.wire.fds import OwnedFd, close_all
-from understudy.wire.messages import Message
+from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.wire.client import from_socket
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Message
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from understudy.errors import UsageError, WaitTimeoutError
+from plumbing.errors import UsageError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 

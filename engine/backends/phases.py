@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from enum import StrEnum
 
-from understudy.errors import ProtocolError
+from plumbing.errors import ProtocolError
 
 logger = logging.getLogger(__name__)
 

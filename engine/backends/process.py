@@ -30,9 +30,9 @@ from engine.messages import (
     Register,
 )
 from lockserver.client import witness
-from understudy.errors import UnderstudyError, UsageError
-from understudy.service import parent
-from understudy.wire.blocking import BlockingClient
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.service import parent
+from plumbing.wire.blocking import BlockingClient
 
 CHANNEL_ENV = "UNDERSTUDY_CHANNEL"
 WITNESS_ENV = "UNDERSTUDY_WITNESS"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from engine.backends.process import Member
-from understudy.errors import UnderstudyError, UnreachableError
+from plumbing.errors import UnderstudyError, UnreachableError
 
 if TYPE_CHECKING:
     from gms.client import Reader, Writer

@@ -12,7 +12,7 @@ from typing import Any
 
 from gms.core.events import EpochPhase
 from gms.core.state import Epoch, Session
-from understudy.errors import UnderstudyError
+from plumbing.errors import UnderstudyError
 
 SLABS_MAX = 4096  # 250 are usual; this is 16 frames of descriptors, and a bound on a mad writer
 EPOCHS_MAX = 8  # one is committed, one superseded; each keeps a manifest of up to 15 MiB here

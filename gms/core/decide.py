@@ -14,7 +14,7 @@ from gms.core.capacity import EPOCHS_MAX
 from gms.core.events import Attach, EpochPhase, Mode
 from gms.core.identity import first_mismatch
 from gms.core.state import Epoch, Session
-from understudy.errors import UnderstudyError
+from plumbing.errors import UnderstudyError
 
 
 @dataclass(frozen=True, slots=True)

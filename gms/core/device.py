@@ -15,7 +15,7 @@ from gms.core.capacity import free_bytes
 from gms.core.effects import Effect
 from gms.core.events import EpochPhase, SessionState
 from gms.core.state import HANDING_BACK, WRITER_STATES, Epoch, Session
-from understudy.errors import InvariantError, ProtocolError, UnderstudyError
+from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 
 WAITERS_MAX = 64  # eight engines of eight ranks; more is a client that attaches in a loop
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gms.core.events import JournalRecord
-from understudy.errors import UnderstudyError
+from plumbing.errors import UnderstudyError
 
 
 @dataclass(frozen=True, slots=True)

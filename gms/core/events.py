@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from gms.core.manifest import LayoutHash
-from understudy.errors import UnderstudyError
+from plumbing.errors import UnderstudyError
 
 
 class Mode(StrEnum):

@@ -16,7 +16,7 @@ from gms.core.device import Device
 from gms.core.effects import Effect
 from gms.core.events import EpochPhase, SessionState
 from gms.core.state import Epoch, Session
-from understudy.errors import InvariantError, UnderstudyError
+from plumbing.errors import InvariantError, UnderstudyError
 
 Effects = list[Effect]
 

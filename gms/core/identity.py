@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from understudy.errors import ProtocolError
+from plumbing.errors import ProtocolError
 
 IDENTITY_CHARS_MAX = 256 << 10  # as JSON: two hashes and a name for each of 1,300 shards
 FIELD_CHARS_MAX = 200  # of a dotted path in an error; the longest of ours have sixty

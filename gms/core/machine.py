@@ -38,7 +38,7 @@ from gms.core.recovery import Recovery
 from gms.core.state import COMPLETIONS, HANDING_BACK, Epoch, Session
 from gms.core.upkeep import Upkeep
 from gms.core.writing import JOURNAL_RETRY_MS, Writing
-from understudy.errors import InvariantError, UnderstudyError, WaitTimeoutError
+from plumbing.errors import InvariantError, UnderstudyError, WaitTimeoutError
 
 Effects = list[Effect]
 

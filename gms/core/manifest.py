@@ -21,7 +21,7 @@ from typing import Any, NewType
 
 import msgpack
 
-from understudy.errors import ProtocolError
+from plumbing.errors import ProtocolError
 
 LayoutHash = NewType("LayoutHash", str)
 

@@ -27,7 +27,7 @@ from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.identity import check_identity, identity_hash
 from gms.core.manifest import check_size, layout_hash
 from gms.core.state import HANDING_BACK, Epoch, Session
-from understudy.errors import InvariantError, ProtocolError, UnderstudyError
+from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 
 # The descriptors of 4,096 slabs arrive in milliseconds; a survivor that was stopped in the middle
 # of its offer must not keep the others from making theirs.

@@ -15,7 +15,7 @@ from gms.core.events import EpochPhase as P
 from gms.core.events import SessionState as S
 from gms.core.identity import identity_hash
 from gms.core.manifest import LayoutHash
-from understudy.errors import InvariantError, ProtocolError, UnderstudyError
+from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 
 SESSION_TRANSITIONS: Mapping[tuple[S, type[ev.SessionEvent]], S] = {
     (S.OPEN, ev.Attach): S.WAITING,

@@ -15,7 +15,7 @@ from gms.core import events as ev
 from gms.core.device import Device
 from gms.core.effects import Effect
 from gms.core.events import EpochPhase, SessionState
-from understudy.errors import ProtocolError, UnderstudyError, WaitTimeoutError
+from plumbing.errors import ProtocolError, UnderstudyError, WaitTimeoutError
 
 # One failed canary may be the engine's own fault; the same failure of another process is not.
 CANARIES_MAX = 2

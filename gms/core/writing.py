@@ -16,7 +16,7 @@ from gms.core.events import SessionState
 from gms.core.grants import Grants
 from gms.core.identity import check_identity, first_mismatch
 from gms.core.manifest import check_size, layout_hash
-from understudy.errors import InvariantError, ProtocolError, UnderstudyError
+from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 
 # A full device becomes free when a process that died has been reaped, which takes seconds where it
 # had pinned memory; the driver does not say when, so it is asked again.

@@ -18,8 +18,8 @@ from typing import Any
 
 from gms.vmm.cuda_driver import Driver
 from gms.vmm.interface import Allocation
-from understudy.errors import InvariantError, UnderstudyError, UsageError
-from understudy.wire.fds import OwnedFd
+from plumbing.errors import InvariantError, UnderstudyError, UsageError
+from plumbing.wire.fds import OwnedFd
 
 # Handles above about 4 GiB have tripped the driver's memory scrubber on some machines.
 ALLOCATION_BYTES_MAX = 2 << 30

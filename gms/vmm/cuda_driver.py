@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from understudy.errors import UnderstudyError, UsageError
+from plumbing.errors import UnderstudyError, UsageError
 
 # How the driver says that a call needs a context: the first for copies always, both for memory
 # calls where a driver wants one.

@@ -11,7 +11,7 @@ import json
 import sys
 
 from gms.vmm.cuda_driver import initialised, visible_ids
-from understudy.errors import UnderstudyError
+from plumbing.errors import UnderstudyError
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from understudy.errors import UnderstudyError
+from plumbing.errors import UnderstudyError
 
 # How long a thread that computes (the check of a large manifest) keeps the loop waiting, at each of
 # the half dozen system calls that an answer to `status` takes. Python's 5 ms make 30 ms of that.

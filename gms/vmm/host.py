@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gms.vmm.interface import Allocation
-from understudy.errors import InvariantError, UnderstudyError
-from understudy.wire.fds import OwnedFd
+from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.wire.fds import OwnedFd
 
 # man 2 mmap; the mmap module has these too, but not MAP_FIXED and MAP_NORESERVE on 3.11.
 PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2

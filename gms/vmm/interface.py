@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from understudy.wire.fds import OwnedFd
+from plumbing.wire.fds import OwnedFd
 
 
 class Allocation(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 
 from hack.device.part import GIB, MIB, NOISE_BYTES, Part, Skipped, mib
 from hack.device.remote import Peer, PeerError
-from understudy.wire.fds import OwnedFd
+from plumbing.wire.fds import OwnedFd
 
 SIZE = 64 * MIB
 OURS, THEIRS = 7, 9  # what the owner wrote, what an importer tries to write

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 PROGRAM = (
-    "import sys; from gms.devices import devices_to_serve; from understudy.errors import *\n"
+    "import sys; from gms.server.devices import devices_to_serve; from plumbing.errors import *\n"
     "try: print(*devices_to_serve([w for w in sys.argv[1:] if w]))\n"
     "except UnderstudyError as error: sys.exit(error.message)"
 )

@@ -11,8 +11,8 @@ import sys
 
 from hack.device import death, driver, service
 from hack.device.part import Part, Skipped
-from understudy.service.fd_limit import raise_fd_limit
-from understudy.service.parent import arm_from_environment
+from plumbing.service.fd_limit import raise_fd_limit
+from plumbing.service.parent import arm_from_environment
 
 # Each with its limit in seconds. What everything rests on comes first: what the budget leaves no
 # time for is skipped. The first line of a function's docstring is its question.

@@ -21,10 +21,10 @@ from typing import Any
 
 from gms.client import Keeper, Reader, Writer, open_session
 from gms.vmm.cuda import CudaAllocation, CudaMemory, CudaReservation
-from understudy.errors import UnderstudyError
-from understudy.service.fd_limit import raise_fd_limit
-from understudy.service.parent import arm_from_environment
-from understudy.wire.fds import OwnedFd
+from plumbing.errors import UnderstudyError
+from plumbing.service.fd_limit import raise_fd_limit
+from plumbing.service.parent import arm_from_environment
+from plumbing.wire.fds import OwnedFd
 
 FDS_MAX = 250  # in one message: Linux takes at most 253
 REQUEST_BYTES_MAX = 64 << 10

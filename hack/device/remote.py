@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hack.device.peer import FDS_MAX
-from understudy.service import parent
-from understudy.wire.fds import OwnedFd, close_all
+from plumbing.service import parent
+from plumbing.wire.fds import OwnedFd, close_all
 
 ANSWER_BYTES_MAX = 64 << 10
 ANSWER_S = 60.0

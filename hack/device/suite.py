@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from understudy.service import parent
+from plumbing.service import parent
 
 # Read by tests/standin/build.py: leave the stand-in out, use this device of the real driver.
 REAL_ENV = "UNDERSTUDY_TEST_GPU"
 # Arming takes the parent's id out of the environment, which pytest's own children would inherit.
 PYTEST = """
 import sys
-from understudy.service.parent import arm_from_environment
+from plumbing.service.parent import arm_from_environment
 arm_from_environment()
 import pytest
 sys.exit(pytest.main(sys.argv[1:]))

@@ -25,7 +25,7 @@ from enum import StrEnum
 
 from lockserver.core.events import Holder
 from lockserver.core.queue import Waiter
-from understudy.errors import InvariantError
+from plumbing.errors import InvariantError
 
 
 class LockState(StrEnum):

@@ -52,7 +52,7 @@ from lockserver.core.supervisor import Supervisor
 from lockserver.core.switchover import Switchovers
 from lockserver.core.wants import check_want
 from lockserver.witness import Probe, WitnessFile
-from understudy.errors import InvariantError
+from plumbing.errors import InvariantError
 
 KINDS: Mapping[str, bool] = {"active": True, "loader": False}  # name → is it fenced
 

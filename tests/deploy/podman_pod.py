@@ -20,7 +20,7 @@ from typing import Any
 from hack.container_image import PODMAN
 from tests.deploy.manifests import Document, containers, environment, pod_spec, words
 from tests.e2e.processes import pod_ports
-from understudy.pod.http_get import get
+from understudy.kubelet.http_get import get
 
 OVERLAY = "cpu"
 SERVICE_PORT = 8000  # in the manifests

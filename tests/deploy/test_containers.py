@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 
 from hack import container_image
+from plumbing.service.procfs import rss_bytes
 from tests.deploy.manifests import OVERLAYS, containers
 from tests.deploy.podman_pod import LIMITS, PodmanPod, pid_namespace, podman
 from tests.e2e.pods import CLIENTS, grants_in, load_on, make_model
 from tests.e2e.processes import Processes, kill
 from tests.helpers import POLL_S, auntil
-from understudy.pod.drill.clients import Target
-from understudy.pod.drill.killer import Whole, wait_whole
-from understudy.pod.drill.run import Drill, DrillPlan
-from understudy.pod.gather import gather
-from understudy.service.procfs import rss_bytes
+from understudy.drill.clients import Target
+from understudy.drill.killer import Whole, wait_whole
+from understudy.drill.run import Drill, DrillPlan
+from understudy.status.gather import gather
 
 WHOLE_DEADLINE_S = 90.0
 KILLED = 137  # a shell's and podman's code for SIGKILL

@@ -22,12 +22,12 @@ from pathlib import Path
 import pytest
 
 from hack.container_image import PODMAN
+from plumbing.service import procfs
+from plumbing.wire.fds import OwnedFd
 from tests.deploy.podman_pod import LIMITS, pid_namespace
 from tests.helpers import auntil, until
 from tests.lockserver.engines import Engine, is_readable
 from tests.lockserver.processes import ServerProcess, free_port
-from understudy.service import procfs
-from understudy.wire.fds import OwnedFd
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DIRTY_MIB = 256  # in each of two backends: time for who believes in connections to be wrong

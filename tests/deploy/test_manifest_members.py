@@ -20,7 +20,11 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from engine.settings import OPTIONS, settle
+from engine.supervisor.settings import OPTIONS, settle
+from plumbing.errors import UsageError
+from plumbing.service.config import resolve
+from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.security import Security
 from tests.deploy.manifests import (
     DEPLOY,
     LOCK_POD,
@@ -42,10 +46,6 @@ from tests.deploy.test_manifests import PROGRAMS, kubectl
 from tests.helpers import until
 from tests.lockserver.engines import EngineProcess
 from tests.lockserver.processes import ServerProcess
-from understudy.errors import UsageError
-from understudy.service.config import resolve
-from understudy.wire.address import TcpAddress
-from understudy.wire.security import Security
 
 needs_kubectl = pytest.mark.skipif(kubectl() is None, reason="needs kubectl 1.28 or newer")
 HOLD_S = 10.0

@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from engine import settings as engine_settings
+from engine.supervisor import settings as engine_settings
 from tests.deploy.manifests import (
     IN_ONE_POD,
     ON_HOST_MEMORY,

@@ -19,10 +19,12 @@ import pytest
 import engine.cli
 import gms.cli
 import lockserver.cli
-import understudy.pod.cli
-from engine import settings as engine_settings
+import understudy.cli
 from engine.core import probes
 from engine.core.events import State
+from engine.supervisor import settings as engine_settings
+from plumbing.errors import UsageError
+from plumbing.service.config import resolve
 from tests.deploy.manifests import (
     DEPLOY,
     IN_MANY_CONTAINERS,
@@ -42,15 +44,13 @@ from tests.deploy.manifests import (
     words,
     workload,
 )
-from understudy.errors import UsageError
-from understudy.service.config import resolve
 
 KUBECTL_MIN = (1, 28)
 PROGRAMS: dict[str, click.Group] = {
     "lockserver": lockserver.cli.main,
     "gms": gms.cli.main,
     "engine": engine.cli.main,
-    "understudy": understudy.pod.cli.main,
+    "understudy": understudy.cli.main,
 }
 PROBES = {
     "lockserver": {"live", "ready"},

@@ -25,8 +25,8 @@ import yaml
 from tests.deploy.manifests import DEPLOY, PODS, ROOT, labels, workload
 from tests.e2e.pods import Pod, PodHome, make_model
 from tests.helpers import POLL_S
-from understudy.pod.http_get import get
-from understudy.pod.ports import free_ports
+from understudy.kubelet.http_get import get
+from understudy.up.ports import free_ports
 
 MONITORING = DEPLOY / "monitoring"
 NEEDS_PROMETHEUS = pytest.mark.skipif(

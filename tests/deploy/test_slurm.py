@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
+from plumbing.service.procfs import descendants
 from tests.deploy.manifests import DEPLOY
 from tests.deploy.one_node_slurm import Slurm, why_not
 from tests.e2e.pods import make_model
 from tests.e2e.processes import Processes, kill, port_flags
 from tests.helpers import until
-from understudy.pod.drill.killer import Whole, wait_whole
-from understudy.pod.gather import gather
-from understudy.pod.random_model import ONE_THREAD
-from understudy.service.procfs import descendants
+from understudy.drill.killer import Whole, wait_whole
+from understudy.status.gather import gather
+from understudy.up.random_model import ONE_THREAD
 
 SCRIPT = DEPLOY / "slurm/understudy.sbatch"
 WHOLE_DEADLINE_S = 90.0

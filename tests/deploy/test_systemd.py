@@ -17,12 +17,12 @@ import pytest
 import engine.cli
 import gms.cli
 import lockserver.cli
-from engine import settings as engine_settings
 from engine.backends import REGISTRY
 from engine.core.relaunch import BACKOFF_FIRST_MS, BACKOFF_MAX_MS
+from engine.supervisor import settings as engine_settings
+from plumbing.service.fd_limit import FDS_ADVISED
 from tests.deploy.manifests import DEPLOY
-from understudy.pod.settings import DIRECTORY
-from understudy.service.fd_limit import FDS_ADVISED
+from understudy.settings import DIRECTORY
 
 SYSTEMD = DEPLOY / "systemd"
 SERVICES = ("lockserver.service", "gms.service", "engine@.service")

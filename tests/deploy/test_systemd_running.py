@@ -19,8 +19,8 @@ from tests.deploy.manifests import DEPLOY
 from tests.deploy.podman_pod import LIMITS, podman
 from tests.e2e.pods import make_model
 from tests.helpers import until
-from understudy.pod.drill.killer import Whole, wait_whole
-from understudy.pod.gather import gather
+from understudy.drill.killer import Whole, wait_whole
+from understudy.status.gather import gather
 
 UNITS = ("lockserver", "gms", "engine@0", "engine@1")
 WHOLE_DEADLINE_S = 90.0

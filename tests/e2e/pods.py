@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from lockserver.client import messages as lock_messages
+from plumbing.part.peers import Watch
+from plumbing.service.procfs import children, descendants, is_spent
+from plumbing.wire.messages import Message
 from tests.e2e.processes import Processes, continue_all, pod_ports
 from tests.helpers import POLL_S, auntil
-from understudy.pod.drill.clients import Target, stream_without_pause
-from understudy.pod.drill.killer import Whole, backend_processes, wait_whole
-from understudy.pod.drill.records import End, Exchange, Outcome
-from understudy.pod.drill.run import Drill, DrillPlan
-from understudy.pod.drill.verdict import classify, served_out_of_order
-from understudy.pod.gather import LOCKSERVER_SOCKET, gather
-from understudy.pod.kubelet.runner import Runner
-from understudy.pod.local_pod import LocalPod
-from understudy.pod.peers import Watch
-from understudy.pod.random_model import ONE_THREAD, make_random_model
-from understudy.service.procfs import children, descendants, is_spent
-from understudy.wire.messages import Message
+from understudy.drill.clients import Target, stream_without_pause
+from understudy.drill.killer import Whole, backend_processes, wait_whole
+from understudy.drill.records import End, Exchange, Outcome
+from understudy.drill.run import Drill, DrillPlan
+from understudy.drill.verdict import classify, served_out_of_order
+from understudy.kubelet.runner import Runner
+from understudy.status.gather import LOCKSERVER_SOCKET, gather
+from understudy.up.local_pod import LocalPod
+from understudy.up.random_model import ONE_THREAD, make_random_model
 
 WHOLE_DEADLINE_S = 60.0
 GRACE_S = 20.0  # a test that fails must not wait the forty seconds that users' requests get

@@ -26,17 +26,17 @@ from click.testing import CliRunner
 import engine.cli
 import gms.cli
 import lockserver.cli
-import understudy.pod.cli
+import understudy.cli
 from gms.client import messages as gms_messages
 from gms.client import open_session
-from gms.writer import Writer
+from gms.client.writer import Writer
+from plumbing.wire.blocking import BlockingClient
 from tests.e2e import json_page
 from tests.e2e.json_page import TABLES, rows_of
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.helpers import POLL_S
 from tests.lockserver.processes import ServerProcess, free_port
-from understudy.pod.http_get import get
-from understudy.wire.blocking import BlockingClient
+from understudy.kubelet.http_get import get
 
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
@@ -45,7 +45,7 @@ AT_ONCE = 2  # commands: the pod has work to do meanwhile
 UNREACHABLE = 3
 DEGRADED = 4
 PROGRAMS = {
-    "understudy": understudy.pod.cli.main,
+    "understudy": understudy.cli.main,
     "lockserver": lockserver.cli.main,
     "gms": gms.cli.main,
     "engine": engine.cli.main,

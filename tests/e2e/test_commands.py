@@ -16,11 +16,11 @@ from urllib.request import urlopen
 
 import pytest
 
+from plumbing.service.procfs import children, descendants, rss_bytes
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.e2e.processes import Processes, port_flags, same_fds, settled_fds
 from tests.helpers import until
-from understudy.pod.drill.records import PHASES, TARGETS
-from understudy.service.procfs import children, descendants, rss_bytes
+from understudy.drill.records import PHASES, TARGETS
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}

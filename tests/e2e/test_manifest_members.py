@@ -23,13 +23,13 @@ import pytest
 import yaml
 
 from lockserver.messages import CATALOGUE, EventRecord, Status, Watch
+from plumbing.errors import UnderstudyError
+from plumbing.service.procfs import descendants
+from plumbing.wire.blocking import BlockingClient
 from tests.deploy.manifests import LOCK_POD, NODES, Document, containers, one, workload
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
 from tests.helpers import until
 from tests.lockserver.processes import free_port
-from understudy.errors import UnderstudyError
-from understudy.service.procfs import descendants
-from understudy.wire.blocking import BlockingClient
 
 START_S = 120.0  # four engines, two memory services and a lease, on a busy machine
 LEASE_MS = 10_000  # of the twenty seconds that the manifest says: the first start waits for one
@@ -121,7 +121,7 @@ class Nodes:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 is_its = f"ENGINE_ID={engine}".encode() in env
-                if is_its and b"engine.backends.reference.http" in words:
+                if is_its and b"engine.backends.reference.http.main" in words:
                     return pid
         raise AssertionError(f"member {member} of {engine} has no backend")
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from plumbing.service.procfs import descendants
 from tests.deploy.manifests import DEPLOY, RENDERED
 from tests.e2e.processes import Processes, fresh_ports
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY, check_status, running_pod
 from tests.helpers import until
-from understudy.pod.drill.records import PARTS, TARGETS
-from understudy.pod.gather import pids_of
-from understudy.pod.kubelet import namespaces
-from understudy.service.procfs import descendants
+from understudy.drill.records import PARTS, TARGETS
+from understudy.kubelet import namespaces
+from understudy.status.gather import pids_of
 
 HAS_NAMESPACES = asyncio.run(namespaces.wanted("auto"))
 WITHOUT_A_GPU = {

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from plumbing.errors import DegradedError
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.e2e.processes import kill
-from tests.pod.test_top import Terminal
-from understudy.errors import DegradedError
-from understudy.pod.drill.prompts import CHATS, COMPLETIONS
+from tests.understudy.test_top import Terminal
+from understudy.drill.prompts import CHATS, COMPLETIONS
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}

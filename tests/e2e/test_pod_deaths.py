@@ -204,7 +204,7 @@ async def incarnations(pod: Pod) -> list[str]:
 
 def test_memory_of_supervisors_and_lock_server_after_requests(home: PodHome):
     """Goal: supervisors at most 64 MiB resident, the lock server 56. Method: /proc, after use."""
-    from understudy.service.procfs import rss_bytes
+    from plumbing.service.procfs import rss_bytes
 
     async def scenario(pod: Pod) -> None:
         async with pod.load() as load:

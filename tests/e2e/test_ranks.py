@@ -21,11 +21,11 @@ from tests.e2e.pods import AS_USERS_RUN_IT, GRACE_S, WHOLE_DEADLINE_S
 from tests.e2e.processes import Processes, kill, pod_ports
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
 from tests.helpers import POLL_S
-from understudy.pod.drill.killer import wait_whole
-from understudy.pod.drill.records import TARGETS
-from understudy.pod.gather import engine_sockets, engine_status, status_of
-from understudy.pod.kubelet.runner import Runner
-from understudy.pod.local_pod import LocalPod
+from understudy.drill.killer import wait_whole
+from understudy.drill.records import TARGETS
+from understudy.kubelet.runner import Runner
+from understudy.status.gather import engine_sockets, engine_status, status_of
+from understudy.up.local_pod import LocalPod
 
 
 def drill(temporary: Path, *flags: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from engine.backends.drain import QUIET_MS
 from tests.e2e.pods import AS_USERS_RUN_IT, CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, continue_all, kill
 from tests.helpers import POLL_S, auntil
-from understudy.pod.drill.killer import Whole
+from understudy.drill.killer import Whole
 
 LOCKSERVER = str(Path(sys.executable).parent / "lockserver")
 DEADLINE_S = 60.0

@@ -24,8 +24,8 @@ from collections.abc import Callable
 
 from engine import messages as m
 from engine.backends import process
-from understudy.errors import UnreachableError
-from understudy.wire.blocking import BlockingClient, Reply
+from plumbing.errors import UnreachableError
+from plumbing.wire.blocking import BlockingClient, Reply
 
 
 def arguments() -> argparse.Namespace:

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from engine import messages as m
-from engine.settings import control_path
+from engine.supervisor.settings import control_path
 from lockserver.messages import CATALOGUE as LOCK_CATALOGUE
 from lockserver.messages import Status as LockStatus
 from lockserver.messages import StatusReply as LockStatusReply
+from plumbing.errors import UnderstudyError
+from plumbing.service import procfs
+from plumbing.wire.blocking import BlockingClient
 from tests.engine.stub_lock import StubLock
 from tests.helpers import until
-from understudy.errors import UnderstudyError
-from understudy.service import procfs
-from understudy.wire.blocking import BlockingClient
 
 FAKE = str(Path(__file__).with_name("fake_backend.py"))
 ROOT = str(Path(__file__).parents[2])

@@ -6,10 +6,10 @@ import socket
 from dataclasses import dataclass, field
 
 from lockserver.messages import CATALOGUE, Beat, Granted, Service, Want
-from understudy.wire.connection import Connection
-from understudy.wire.fds import OwnedFd, close_all
-from understudy.wire.messages import Message
-from understudy.wire.server import Server
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Message
+from plumbing.wire.server import Server
 
 
 @dataclass

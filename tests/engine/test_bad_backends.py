@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from plumbing.service import procfs
 from tests.engine.pod import Engine, stub_lock
 from tests.helpers import open_fds, until
-from understudy.service import procfs
 
 QUICK = ("--backoff-first-ms", "50", "--yield-ms", "50")
 

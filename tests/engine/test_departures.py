@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from engine import messages as m
+from plumbing.errors import RemoteError
+from plumbing.service import procfs
 from tests.engine.pod import Engine, environment, program, stub_lock
 from tests.helpers import until
-from understudy.errors import RemoteError
-from understudy.service import procfs
 
 QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
 

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
+from plumbing.service import procfs
 from tests.engine.pod import Pod
 from tests.helpers import until
-from understudy.service import procfs
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import sys
 from typing import Any
 
 from lockserver.client import witness
+from plumbing.errors import UnreachableError
 from tests.engine.pod import FAKE, Pod
 from tests.helpers import until
-from understudy.errors import UnreachableError
 
 SLOW_TO_COME = 'until [ -e "$0" ]; do sleep 0.01; done; exec "$@"'
 

@@ -15,7 +15,7 @@ from engine.backends.free_memory import (
     read_room,
     wait_for_room,
 )
-from understudy.errors import UnderstudyError, WaitTimeoutError
+from plumbing.errors import UnderstudyError, WaitTimeoutError
 
 MIB = 1 << 20
 

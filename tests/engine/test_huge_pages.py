@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import huge_pages
+from engine.supervisor import huge_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CHILD = """

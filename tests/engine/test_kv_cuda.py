@@ -16,14 +16,14 @@ from collections.abc import Iterator
 import pytest
 
 from engine.backends.free_memory import Room
-from engine.backends.vllm import kv_cuda
-from engine.backends.vllm.kv_cuda import CudaRange
+from engine.backends.vllm.worker import kv_cuda
+from engine.backends.vllm.worker.kv_cuda import CudaRange
 from gms.vmm.cuda import CudaMemory
+from plumbing.errors import UnderstudyError, WaitTimeoutError
 from tests.engine.pod import ROOT
 from tests.helpers import open_fds
 from tests.standin import build
 from tests.standin.driver import call as standin
-from understudy.errors import UnderstudyError, WaitTimeoutError
 
 STEP = 2 << 20  # the granularity
 SIZE = 5 * STEP + 100  # no multiple of anything
@@ -130,7 +130,7 @@ TOUCHES = {
 CHILD = f"""
 import ctypes
 from engine.backends.free_memory import Room
-from engine.backends.vllm.kv_cuda import CudaRange
+from engine.backends.vllm.worker.kv_cuda import CudaRange
 r = CudaRange({build.GPU_A!r}, {SIZE}, lambda: Room(0, 0, "a test"))
 write = lambda: ctypes.memset(r.address, 1, 1)
 """

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from engine.backends.free_memory import RESERVE_BYTES, Room
-from engine.backends.vllm.kv_host import HostRange
+from engine.backends.vllm.worker.kv_host import HostRange
+from plumbing.errors import WaitTimeoutError
 from tests.engine.pod import ROOT
-from understudy.errors import WaitTimeoutError
 
 MIB = 1 << 20
 SIZE = 8 * MIB
@@ -83,7 +83,7 @@ TOUCHES = {
 CHILD = """
 import ctypes
 from engine.backends.free_memory import Room
-from engine.backends.vllm.kv_host import HostRange
+from engine.backends.vllm.worker.kv_host import HostRange
 r = HostRange(1 << 20, read=lambda: Room(1 << 40, 1 << 40, "a test"))
 read = lambda at=0: ctypes.string_at(r.address + at, 1)
 write = lambda at=0: ctypes.memset(r.address + at, 1, 1)
@@ -136,7 +136,7 @@ def limited(limit: int, body: str) -> str:
     use = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}[limit]
     program = f"""
     import resource
-    from understudy.errors import UnderstudyError
+    from plumbing.errors import UnderstudyError
     used = [line for line in open("/proc/self/status") if line.startswith("{use}")][0].split()[1]
     def limit(more):
         most = int(used) * 1024 + more

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.kv_layout import NAME, KvLayout
+from engine.supervisor.kv_layout import NAME, KvLayout
+from plumbing.errors import UsageError
 from tests.engine.pod import ROOT, Pod
 from tests.helpers import until
-from understudy.errors import UsageError
 
 SMALL, LARGE = 1 << 20, 3 << 20
 
@@ -153,7 +153,7 @@ def test_disk_that_fails_stops_no_engine(layouts: Layouts):
 RACER = """
 import json, sys
 from engine.kv_layout import KvLayout
-from understudy.errors import UsageError
+from plumbing.errors import UsageError
 directory, engine, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 counts = dict.fromkeys(("agreed", "refused", "asked again", "wrong"), 0)
 input()

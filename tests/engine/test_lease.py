@@ -18,11 +18,11 @@ from click.testing import CliRunner
 
 from engine import cli
 from lockserver import witness
+from plumbing.service import procfs
 from tests.engine.pod import Engine, LoopThread, Pod
 from tests.helpers import free_witness, until
 from tests.lockserver.lease_server import LeaseServer
-from tests.wire.certificates import Authority
-from understudy.service import procfs
+from tests.plumbing.wire.certificates import Authority
 
 LEASE_MS = 3000  # a machine with much to do stops a process for a second
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")

@@ -24,13 +24,13 @@ from engine.backends.reference.random_model import write_random_model
 from lockserver.messages import CATALOGUE
 from lockserver.messages import EventRecord as LockEvent
 from lockserver.messages import Watch as LockWatch
+from plumbing.errors import WaitTimeoutError
+from plumbing.service import procfs
+from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import Engine, Pod, environment, free_port, program
 from tests.engine.wire_cut import Proxy
 from tests.helpers import until
 from tests.lockserver.processes import ServerProcess
-from understudy.errors import WaitTimeoutError
-from understudy.service import procfs
-from understudy.wire.blocking import BlockingClient
 
 LEASE_MS = 3000  # a machine with much to do stops a process for a second
 LONG_LEASE_MS = 60_000  # where no lease may run out, however busy the machine is

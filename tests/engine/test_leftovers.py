@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import shared_names
+from engine.supervisor import shared_names
 from tests.engine.pod import Engine, Pod, stub_lock
 from tests.helpers import until
 

@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 
 from engine import lifeline
+from plumbing.errors import ProtocolError
 from tests.helpers import auntil, open_fds, until
-from understudy.errors import ProtocolError
 
 HOLDS = textwrap.dedent("""
     import ctypes, os, socket, sys, threading, time

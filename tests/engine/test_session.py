@@ -10,9 +10,9 @@ import pytest
 
 from engine.backends import session
 from gms.client import Writer
+from plumbing.errors import UnderstudyError, UnreachableError
 from tests.gms.bench import GmsProcess
 from tests.helpers import until
-from understudy.errors import UnderstudyError, UnreachableError
 
 MEMBER: Any = SimpleNamespace(engine="engine-0", incarnation="engine-0-1")
 DEVICE = session.host_device(0)

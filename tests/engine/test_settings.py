@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.settings import OPTIONS, settle
-from understudy.errors import UsageError
-from understudy.service.config import resolve
-from understudy.wire.address import TcpAddress
+from engine.supervisor.settings import OPTIONS, settle
+from plumbing.errors import UsageError
+from plumbing.service.config import resolve
+from plumbing.wire.tcp.address import TcpAddress
 
 TCP = {"lockserver_socket": "tcp://127.0.0.1:9500"}
 SERVES = {**TCP, "service_address": "127.0.0.1:8000"}

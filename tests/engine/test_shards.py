@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.backends.shards import FILE_SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES, sample_of
-from understudy.errors import UsageError
+from plumbing.errors import UsageError
 
 LARGE = 3 * FILE_SAMPLE_WINDOWS * SAMPLE_WINDOW_BYTES
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from engine.backends import timer_slack
+from engine.backends.vllm.worker import timer_slack
 
 
 def slack_of_a_new_thread() -> int:

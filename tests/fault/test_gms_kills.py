@@ -17,9 +17,9 @@ from collections.abc import Iterator
 import pytest
 
 from gms import names
+from plumbing.wire.frames import encode_frame
 from tests.gms.bench import DEVICE, MIB, ClientProcess, GmsProcess
 from tests.helpers import until
-from understudy.wire.frames import encode_frame
 
 KILLS = int(os.environ.get("GMS_KILLS", "24"))
 SEED = int(os.environ.get("GMS_KILLS_SEED", "0")) or random.randrange(1, 1 << 32)

@@ -17,13 +17,13 @@ import pytest
 from engine import messages as engine_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
+from plumbing.errors import RemoteError
+from plumbing.part.peers import ask
+from plumbing.wire.frames import HEADER, MAGIC, VERSION, FrameDecoder, encode_frame
+from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
+from plumbing.wire.messages import Catalogue, Fault, Message
 from tests.e2e.pods import Pod, PodHome
 from tests.e2e.processes import same_fds, settled_fds
-from understudy.errors import RemoteError
-from understudy.pod.peers import ask
-from understudy.wire.frames import HEADER, MAGIC, VERSION, FrameDecoder, encode_frame
-from understudy.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
-from understudy.wire.messages import Catalogue, Fault, Message
 
 ANSWER_S = 30.0  # longer than every deadline of the wire
 SILENT = 20  # connections per socket that never say a whole word

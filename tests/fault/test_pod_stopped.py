@@ -9,7 +9,7 @@ from tests.e2e.pods import Pod, PodHome
 from tests.e2e.processes import Processes, kill
 from tests.fault.conftest import SILENT_MS
 from tests.helpers import auntil
-from understudy.pod.gather import lock_status
+from understudy.status.gather import lock_status
 
 STATUS_ASKED = 20  # after the window: how often nobody may have been granted
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from plumbing.errors import UnderstudyError, UsageError
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.e2e.processes import port_flags
-from understudy.errors import UnderstudyError, UsageError
 
 BIN = Path(sys.executable).parent
 FAILED, USAGE = UnderstudyError.exit_code, UsageError.exit_code

@@ -23,7 +23,7 @@ from gms.core.machine import Machine
 from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.snapshot import epochs_in_full, snapshot
 from gms.core.state import WRITER_STATES, Epoch, Session
-from understudy.errors import UnderstudyError
+from plumbing.errors import UnderstudyError
 
 MIB = 1 << 20
 CAPACITY = 10 * MIB

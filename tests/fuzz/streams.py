@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import msgpack
 from hypothesis import strategies as st
 
-from understudy.wire.frames import HEADER, MAGIC, VERSION
-from understudy.wire.limits import FDS_PER_FRAME_MAX
-from understudy.wire.messages import Catalogue, Length, Message, Range
+from plumbing.wire.frames import HEADER, MAGIC, VERSION
+from plumbing.wire.limits import FDS_PER_FRAME_MAX
+from plumbing.wire.messages import Catalogue, Length, Message, Range
 
 CORPUS = Path(__file__).parent / "corpus"
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))  # 0: a short run, with every test run

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from gms import messages as msg
 from gms import names
 from gms.core.manifest import TensorRecord, encode, layout_hash
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.frames import encode_frame
+from plumbing.wire.messages import Message
 from tests.fuzz.streams import EXAMPLES
 from tests.gms.bench import DEVICE, IDENTITY, GmsProcess
 from tests.helpers import open_fds, until
-from understudy.wire.fds import OwnedFd, close_all
-from understudy.wire.frames import encode_frame
-from understudy.wire.messages import Message
 
 EMPTY = encode([])
 ONE = encode([TensorRecord("t", 0, 16, (4,), "float32")])

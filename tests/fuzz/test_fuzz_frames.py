@@ -21,14 +21,14 @@ from engine import messages as engine_messages
 from gms import messages as gms_messages
 from gms import names
 from lockserver import messages as lock_messages
+from plumbing.errors import ProtocolError
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.frames import FrameDecoder
+from plumbing.wire.limits import FRAME_BYTES_MAX
+from plumbing.wire.messages import Catalogue, Hello, Welcome, fault_of
 from tests.fuzz.streams import EXAMPLES, classes, corpus, frame, keep, scripts, seeds, valid
 from tests.gms.bench import DEVICE, IDENTITY, GmsProcess
 from tests.helpers import open_fds, until
-from understudy.errors import ProtocolError
-from understudy.wire.fds import OwnedFd, close_all
-from understudy.wire.frames import FrameDecoder
-from understudy.wire.limits import FRAME_BYTES_MAX
-from understudy.wire.messages import Catalogue, Hello, Welcome, fault_of
 
 CATALOGUES = {
     "gms": gms_messages.CATALOGUE,

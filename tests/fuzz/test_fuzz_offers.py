@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from gms import messages as msg
 from gms.client import Keeper, Reader
+from plumbing.errors import UnderstudyError
+from plumbing.wire.fds import OwnedFd, close_all
 from tests.fuzz.streams import EXAMPLES, anything
 from tests.gms.bench import IDENTITY, MIB, GmsProcess
 from tests.helpers import open_fds, until
-from understudy.errors import UnderstudyError
-from understudy.wire.fds import OwnedFd, close_all
 
 SLABS = 3
 

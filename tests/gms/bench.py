@@ -14,10 +14,10 @@ from typing import Any
 from gms import messages as msg
 from gms import names
 from gms.client import Reader, Writer, open_session
+from plumbing.errors import UnderstudyError
+from plumbing.wire.blocking import BlockingClient
 from tests.helpers import until
 from tests.standin import build
-from understudy.errors import UnderstudyError
-from understudy.wire.blocking import BlockingClient
 
 DEVICE = "HOST-0"
 GPU = build.GPU_A

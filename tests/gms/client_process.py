@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gms.client import Keeper, Reader, Writer, open_session
-from understudy.errors import UnderstudyError
-from understudy.service.parent import arm_from_environment
+from plumbing.errors import UnderstudyError
+from plumbing.service.parent import arm_from_environment
 
 MIB = 1 << 20
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 
 from gms import names
 from gms.messages import CATALOGUE
-from understudy.wire.fds import OwnedFd, close_all
-from understudy.wire.frames import FrameDecoder, encode_frame
-from understudy.wire.limits import FDS_PER_FRAME_MAX
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.frames import FrameDecoder, encode_frame
+from plumbing.wire.limits import FDS_PER_FRAME_MAX
 
 
 class CountingProxy:

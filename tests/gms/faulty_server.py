@@ -19,12 +19,12 @@ import threading
 from typing import Any
 
 from gms.cli import _crash
-from gms.server import DeviceServer
+from gms.server.server import DeviceServer
 from gms.vmm.host import HostMemory
+from plumbing.errors import UnderstudyError
+from plumbing.service.parent import arm_from_environment
+from plumbing.service.signals import wait_signals
 from tests.gms.bench import DEVICE
-from understudy.errors import UnderstudyError
-from understudy.service.parent import arm_from_environment
-from understudy.service.signals import wait_signals
 
 ERRORS: dict[str, BaseException] = {
     "driver": UnderstudyError("gms.driver_failed", "CUDA_ERROR_UNKNOWN: as told"),

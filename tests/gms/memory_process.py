@@ -13,8 +13,8 @@ import sys
 
 from gms.vmm.interface import Allocation
 from gms.vmm.kinds import memory_for
-from understudy.service.parent import arm_from_environment
-from understudy.wire.fds import OwnedFd
+from plumbing.service.parent import arm_from_environment
+from plumbing.wire.fds import OwnedFd
 
 WORD_BYTES_MAX = 100
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from gms import journal, names
+from gms import names
 from gms.core.events import JournalRecord
 from gms.core.manifest import LayoutHash
+from gms.server import journal
+from plumbing.errors import UnderstudyError, UnreachableError
 from tests.gms.bench import DEVICE, ClientProcess, GmsProcess
 from tests.helpers import until
-from understudy.errors import UnderstudyError, UnreachableError
 
 Start = Callable[..., ClientProcess]
 

@@ -15,12 +15,12 @@ from gms.vmm.cuda import ALLOCATION_BYTES_MAX, CudaAllocation, CudaMemory
 from gms.vmm.cuda_driver import MENDS
 from gms.vmm.host import HostMemory
 from gms.vmm.kinds import memory_for
+from plumbing.errors import InvariantError, UnderstudyError, UsageError
+from plumbing.wire.fds import OwnedFd
 from tests.gms.kinds import stand_in_only
 from tests.helpers import open_fds
 from tests.standin import build
 from tests.standin.driver import call as standin
-from understudy.errors import InvariantError, UnderstudyError, UsageError
-from understudy.wire.fds import OwnedFd
 
 STEP = 2 << 20
 GPU = build.GPU_A

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from plumbing.wire.fds import OwnedFd
 from tests.gms.bench import IDENTITY, ClientProcess, GmsProcess
 from tests.gms.kinds import stand_in_only
 from tests.gms.memory_process import Holder
 from tests.helpers import until
 from tests.standin import build
-from understudy.wire.fds import OwnedFd
 
 MIB = 1 << 20
 SIZE = 512 * MIB

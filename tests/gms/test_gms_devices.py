@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from gms import devices
-from gms.devices import devices_to_serve
+from gms.server import devices
+from gms.server.devices import devices_to_serve
+from plumbing.errors import UnderstudyError, UsageError
 from tests.standin import build
-from understudy.errors import UnderstudyError, UsageError
 
 # In NVML's order; CUDA counts the GPUs the other way round.
 GPUS = [f"GPU-cccccc{n}{n}-0000-0000-0000-000000000000" for n in range(3)]

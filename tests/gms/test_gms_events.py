@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 
 from gms import messages as msg
-from gms.metrics import GmsMetrics
-from gms.observers import QUEUED_BYTES_MAX, Observers
-from gms.supervisor import Child
+from gms.server.metrics import GmsMetrics
+from gms.server.observers import QUEUED_BYTES_MAX, Observers
+from gms.server.supervisor import Child
+from plumbing.errors import UnderstudyError
+from plumbing.service.clock import FakeClock
+from plumbing.service.events import EventLog
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.frames import encode_frame
+from plumbing.wire.messages import Message
+from plumbing.wire.server import Server
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.gms.test_gms_supervisor import Serve
 from tests.helpers import auntil, until
-from understudy.errors import UnderstudyError
-from understudy.service.clock import FakeClock
-from understudy.service.events import EventLog
-from understudy.wire.blocking import BlockingClient
-from understudy.wire.connection import Connection
-from understudy.wire.fds import OwnedFd
-from understudy.wire.frames import encode_frame
-from understudy.wire.messages import Message
-from understudy.wire.server import Server
 
 Record = dict[str, Any]
 Start = Callable[..., ClientProcess]

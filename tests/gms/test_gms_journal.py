@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from gms import journal
 from gms.core.events import JournalRecord
 from gms.core.manifest import LayoutHash
+from gms.server import journal
 
 RECORD = JournalRecord("a" * 32, 8192, LayoutHash("h"), "i", "d" * 64)
 

@@ -14,17 +14,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from gms import epoch_file, names, survivor
+from gms import epoch_file, names
 from gms import messages as msg
-from gms.client import Reader
+from gms.client import Reader, survivor
+from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.frames import encode_frame
+from plumbing.wire.messages import Message
 from tests.gms.bench import IDENTITY, GmsProcess
 from tests.gms.kinds import cuda_only, host_only, stand_in_only
 from tests.gms.test_gms_recovery import crash_in_commit, is_committed_with, kept
 from tests.helpers import open_fds, until
-from understudy.errors import UnderstudyError, UnreachableError
-from understudy.wire.blocking import BlockingClient
-from understudy.wire.frames import encode_frame
-from understudy.wire.messages import Message
 
 NOBODY = "nobody listens"  # what a keeper says of a server that was killed
 

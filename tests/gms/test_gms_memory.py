@@ -19,15 +19,15 @@ import pytest
 
 from gms import epoch_file
 from gms.client import open_session
-from gms.server import DeviceServer
+from gms.server.server import DeviceServer
 from gms.vmm.host import HostAllocation, HostMemory
 from gms.vmm.kinds import memory_for
+from plumbing.errors import InvariantError, RemoteError, UnderstudyError
+from plumbing.wire.fds import OwnedFd
 from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess
 from tests.gms.kinds import host_only
 from tests.helpers import auntil, open_fds
 from tests.standin import build
-from understudy.errors import InvariantError, RemoteError, UnderstudyError
-from understudy.wire.fds import OwnedFd
 
 Start = Callable[..., ClientProcess]
 PAGE = HostMemory.granularity_bytes

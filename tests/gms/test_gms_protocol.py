@@ -14,13 +14,13 @@ import pytest
 from gms import epoch_file, names
 from gms import messages as msg
 from gms.core.manifest import Manifest, TensorRecord, encode, layout_hash
+from plumbing.errors import ProtocolError, RemoteError
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Message
 from tests.gms.bench import DEVICE, IDENTITY, MIB, GmsProcess
 from tests.gms.kinds import host_only
 from tests.helpers import open_fds, until
-from understudy.errors import ProtocolError, RemoteError
-from understudy.wire.blocking import BlockingClient
-from understudy.wire.fds import OwnedFd, close_all
-from understudy.wire.messages import Message
 
 PAGE = 4096
 

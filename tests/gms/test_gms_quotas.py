@@ -1,8 +1,9 @@
 """What one session, connection or process can make grow in a server: each has a limit with a name,
 and who hits it is told its number. One test per thing that grows.
 
-The wire's own limits (frames, queued bytes, connections, silence) are in `tests/wire`; here is what
-a memory server adds, and what it does when it runs out of descriptors itself.
+The wire's own limits (frames, queued bytes, connections, silence) are in
+`tests/plumbing/wire`; here is what a memory server adds, and what it does when it runs out of
+descriptors itself.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from gms.core.device import WAITERS_MAX
 from gms.core.identity import IDENTITY_CHARS_MAX
 from gms.core.manifest import MANIFEST_BYTES_MAX, TENSORS_MAX, TensorRecord, encode, layout_hash
 from gms.messages import CATALOGUE, REQUEST_BYTES_MAX, Attached
+from plumbing.errors import ProtocolError, RemoteError, UnderstudyError
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import close_all
+from plumbing.wire.frames import encode_frame
+from plumbing.wire.messages import Message
 from tests.gms.bench import DEVICE, IDENTITY, GmsProcess
 from tests.gms.core.driver import MIB, Bench
 from tests.helpers import open_fds, until
-from understudy.errors import ProtocolError, RemoteError, UnderstudyError
-from understudy.wire.blocking import BlockingClient
-from understudy.wire.fds import close_all
-from understudy.wire.frames import encode_frame
-from understudy.wire.messages import Message
 
 EPOCH = "e" * 32
 

@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
-from gms import journal, names
 from gms import messages as msg
+from gms import names
 from gms.client import Keeper, Reader
+from gms.server import journal
+from gms.server.watch import EpochWatch
 from gms.vmm.driver_thread import DriverThread
-from gms.watch import EpochWatch
+from plumbing.errors import RemoteError, UnreachableError
+from plumbing.service.clock import SystemClock
+from plumbing.wire.fds import OwnedFd
 from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess
 from tests.gms.kinds import host_only
 from tests.helpers import auntil, until
-from understudy.errors import RemoteError, UnreachableError
-from understudy.service.clock import SystemClock
-from understudy.wire.fds import OwnedFd
 
 Start = Callable[..., ClientProcess]
 OTHER = {"model": "tiny", "shards": {"a": "2"}}

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from gms import names, operate, report
+from gms import names
+from gms.operate import report
+from gms.operate import upkeep as operate
+from plumbing.errors import DegradedError
+from plumbing.service.procfs import children
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.gms.kinds import host_only
 from tests.helpers import until
-from understudy.errors import DegradedError
-from understudy.service.procfs import children
 
 
 def words(gms: GmsProcess, *, in_full: bool = False) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from gms.client import Reader, Writer
+from plumbing.errors import InvariantError, RemoteError, UnderstudyError
+from plumbing.service.procfs import rss_bytes
 from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess
 from tests.helpers import open_fds, until
-from understudy.errors import InvariantError, RemoteError, UnderstudyError
-from understudy.service.procfs import rss_bytes
 
 Start = Callable[..., ClientProcess]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from plumbing.errors import UnderstudyError
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.helpers import until
-from understudy.errors import UnderstudyError
 
 Start = Callable[..., ClientProcess]
 STALL_S = 0.8

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from gms.client import Reader, open_session
+from plumbing.service import procfs
+from plumbing.service.config import size_bytes
 from tests.gms.bench import IDENTITY, GmsProcess
 from tests.gms.kinds import host_only
 from tests.helpers import until
 from tests.standin import build
-from understudy.service import procfs
-from understudy.service.config import size_bytes
 
 RSS_MAX = size_bytes("64MiB")
 DEVICES = {"host": ("HOST-0", "HOST-1"), "cuda": (build.GPU_A, build.GPU_B)}

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from gms import names, operate
+from gms import names
 from gms.client import Reader
 from gms.messages import Digest
+from gms.operate import upkeep as operate
+from plumbing.errors import WaitTimeoutError
 from tests.gms.bench import GmsProcess
 from tests.gms.kinds import host_only
 from tests.gms.test_gms_recovery import OTHER, inodes, journalled, kept
 from tests.helpers import until
-from understudy.errors import WaitTimeoutError
 
 
 def command(gms: GmsProcess, *words: str) -> tuple[int, Any]:

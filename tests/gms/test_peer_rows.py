@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.reference.checkpoint import identity, open_checkpoint
-from gms import journal, names
+from engine.backends.reference.model.checkpoint import identity, open_checkpoint
+from gms import names
 from gms.client import Reader
+from gms.server import journal
 from gms.vmm.host import HostMemory
+from plumbing.errors import RemoteError
 from tests.engine.reference.support import copy_of
 from tests.gms.bench import DEVICE, IDENTITY, MIB, ClientProcess, GmsProcess
 from tests.gms.counting_proxy import counting_proxy
 from tests.gms.faulty import FaultyGms
 from tests.helpers import until
-from understudy.errors import RemoteError
 
 Start = Callable[..., ClientProcess]
 PAGE = 4096

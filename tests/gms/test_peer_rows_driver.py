@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from gms.client import Reader, Writer
+from plumbing.errors import UnderstudyError
 from tests.gms.bench import IDENTITY, GmsProcess
 from tests.gms.faulty import FaultyGms
 from tests.gms.kinds import cuda_only, stand_in_only
 from tests.helpers import open_fds, until
-from understudy.errors import UnderstudyError
 
 KINDS = ["driver", "oserror", "memory", "runtime"]
 

@@ -18,9 +18,9 @@ from hack.drill_vllm import OPTIONS, Run
 from hack.soak_vllm import heavy
 from hack.vllm_figures import Figures, cpu_percent, kv_resident, mappings, private_bytes
 from hack.vllm_stock import smallest_gap
-from understudy.errors import UnderstudyError, UsageError
-from understudy.pod.drill.prompts import all_prompts
-from understudy.service.config import resolve
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.service.config import resolve
+from understudy.drill.prompts import all_prompts
 
 MIB = 1 << 20
 KV_BYTES = 37 * MIB  # no mapping of a fresh Python process has this size

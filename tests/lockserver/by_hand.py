@@ -13,9 +13,9 @@ from typing import Any
 
 from lockserver import witness
 from lockserver.messages import CATALOGUE, Beat, Granted, Want
+from plumbing.wire.blocking import BlockingClient
 from tests.helpers import free_witness
 from tests.lockserver.engines import spawn_backend
-from understudy.wire.blocking import BlockingClient
 
 ANSWER_S = 30.0
 

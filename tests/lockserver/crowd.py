@@ -13,9 +13,9 @@ import sys
 
 from lockserver import witness
 from lockserver.messages import CATALOGUE, Granted, Want
-from understudy.errors import RemoteError
-from understudy.service.fd_limit import raise_fd_limit
-from understudy.wire.blocking import BlockingClient
+from plumbing.errors import RemoteError
+from plumbing.service.fd_limit import raise_fd_limit
+from plumbing.wire.blocking import BlockingClient
 
 ANSWER_S = 60.0
 

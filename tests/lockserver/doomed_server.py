@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from lockserver import cli
 from lockserver.messages import Granted
 from lockserver.state_file import StateFile
-from understudy.wire.connection import Connection
+from plumbing.wire.connection import Connection
 
 # In the order in which a grant meets them.
 MOMENTS = ("before_write", "half_written", "before_sync", "before_send", "after_send")

@@ -20,9 +20,9 @@ from typing import Any
 
 from lockserver import witness
 from lockserver.client import LockClient
+from plumbing.service import procfs
+from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil, free_witness
-from understudy.service import procfs
-from understudy.wire.fds import OwnedFd
 
 BACKEND = """
 import ctypes, signal, sys

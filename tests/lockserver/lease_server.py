@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lockserver.messages import CATALOGUE, Beat, Granted, MemberLost, Renewed, Want
-from understudy.wire.address import TcpAddress
-from understudy.wire.connection import Connection
-from understudy.wire.fds import OwnedFd
-from understudy.wire.messages import Message
-from understudy.wire.security import Security
-from understudy.wire.tcp import TcpServer
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.messages import Message
+from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp.server import TcpServer
 
 
 @dataclass

@@ -20,14 +20,14 @@ from typing import Any
 
 from lockserver.messages import CATALOGUE, Beat, Granted, MemberLost, Renewed, Want
 from lockserver.witness import name_of, new_incarnation
+from plumbing.errors import UnderstudyError
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.messages import Fault, Message
+from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp.server import connect_tcp
 from tests.helpers import auntil
-from understudy.errors import UnderstudyError
-from understudy.wire.address import TcpAddress
-from understudy.wire.connection import Connection
-from understudy.wire.fds import OwnedFd
-from understudy.wire.messages import Fault, Message
-from understudy.wire.security import Security
-from understudy.wire.tcp import connect_tcp
 
 BEAT_S = 0.05
 

@@ -11,9 +11,9 @@ import sys
 from typing import Any
 
 from lockserver.messages import CATALOGUE, Status
+from plumbing.errors import UnderstudyError
+from plumbing.wire.blocking import BlockingClient
 from tests.helpers import open_fds, until
-from understudy.errors import UnderstudyError
-from understudy.wire.blocking import BlockingClient
 
 
 def free_port() -> int:

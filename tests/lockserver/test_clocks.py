@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from lockserver.messages import CATALOGUE, EventRecord, Watch
+from plumbing.wire.blocking import BlockingClient
 from tests.helpers import auntil
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess
-from understudy.wire.blocking import BlockingClient
 
 HOUR = timedelta(hours=1)
 HOUR_S = int(HOUR.total_seconds())

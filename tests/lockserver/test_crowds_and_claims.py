@@ -11,13 +11,13 @@ import sys
 import pytest
 
 from lockserver.core.roster import SUPERVISORS_MAX
+from plumbing.errors import RemoteError, UnreachableError
+from plumbing.service import procfs
+from plumbing.wire.blocking import BlockingClient
 from tests.helpers import auntil, until
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.engines import Engine, EngineProcess
 from tests.lockserver.processes import ServerProcess
-from understudy.errors import RemoteError, UnreachableError
-from understudy.service import procfs
-from understudy.wire.blocking import BlockingClient
 
 WAITERS = 1000
 # What a thousand waiters may weigh: 24 KiB each is twice what was seen.

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
+from plumbing.service import procfs
 from tests.helpers import until
-from understudy.service import procfs
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 may_unshare = pytest.mark.skipif(
@@ -182,7 +182,7 @@ def test_without_a_timer_there_is_a_clear_error(start):
     process, so the kernel refuses a timer."""
     program = start(
         "import resource\n"
-        "from understudy.errors import UnderstudyError\n"
+        "from plumbing.errors import UnderstudyError\n"
         f"resource.setrlimit({resource.RLIMIT_SIGPENDING}, (0, 0))\n"
         "try: DeadMan()\n"
         "except UnderstudyError as error: print(error, flush=True)"

@@ -11,10 +11,10 @@ import pytest
 
 from lockserver import witness
 from lockserver.client import LockClient
-from lockserver.dead_man import now_ms
+from lockserver.client.dead_man import now_ms
+from plumbing.errors import UnderstudyError
 from tests.helpers import auntil
 from tests.lockserver.lease_server import LeaseServer
-from understudy.errors import UnderstudyError
 
 LEASE_MS = 2000  # a machine with much to do stops a process for a second
 
@@ -295,6 +295,6 @@ def test_over_tcp_no_timer_no_client(monkeypatch):
     def refuse() -> None:
         raise UnderstudyError("lock.no_dead_man", "no timer")
 
-    monkeypatch.setattr("lockserver.lease_watch.dead_man.DeadMan", refuse)
+    monkeypatch.setattr("lockserver.client.lease_watch.dead_man.DeadMan", refuse)
     with pytest.raises(UnderstudyError, match="no_dead_man"):
         LockClient("tcp://127.0.0.1:1", engine="engine-0")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lockserver.client import FENCED
+from lockserver.client.lease_keeper import SENT_MAX, Lease, LeaseKeeper
 from lockserver.core.machine import KINDS
-from lockserver.lease_keeper import SENT_MAX, Lease, LeaseKeeper
 from tests.lockserver.lease_world import World
 
 SEEDS = range(1500)

@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 
+from plumbing.service import procfs
 from tests.helpers import auntil, open_fds
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess, free_port, settled_fds
-from understudy.service import procfs
 
 
 def test_failover_dirty_holder_killed_grant_comes_after_its_processes_are_gone(

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from lockserver.messages import Granted, Status
+from plumbing.errors import UnreachableError
 from tests.helpers import auntil, until
 from tests.lockserver.engines import Engine
 from tests.lockserver.members import Member, MemberProcess
 from tests.lockserver.processes import free_port
-from tests.wire.certificates import write_secret
-from understudy.errors import UnreachableError
+from tests.plumbing.wire.certificates import write_secret
 
 LEASE_MS, MARGIN_MS, SILENT_MS = 2000, 500, 1000  # a busy machine may be late by so much
 FLAGS = (

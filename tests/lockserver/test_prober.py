@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from lockserver import prober, witness
+from lockserver import witness
 from lockserver.core.events import WitnessFree
-from lockserver.prober import DENSE_S, FAST_S, SLOW_S, Prober
+from lockserver.server import prober
+from lockserver.server.prober import DENSE_S, FAST_S, SLOW_S, Prober
 
 HOLDER = SimpleNamespace(
     incarnation="engine-0-0123456789abcdef",

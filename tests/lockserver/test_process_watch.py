@@ -6,10 +6,10 @@ import asyncio
 import os
 import subprocess
 
-from lockserver.process_watch import ProcessWatch
+from lockserver.server.process_watch import ProcessWatch
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.peer import Peer
 from tests.helpers import auntil
-from understudy.wire.fds import OwnedFd
-from understudy.wire.peer import Peer
 
 SUPERVISOR = "0123456789abcdef"
 

@@ -16,13 +16,13 @@ import urllib.request
 import pytest
 
 from lockserver.messages import CATALOGUE, Beat, EventRecord, Granted, Want, Watch
+from plumbing.errors import RemoteError
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.frames import encode_frame
 from tests.helpers import auntil, open_fds, until
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess, settled_fds
-from understudy.errors import RemoteError
-from understudy.wire.blocking import BlockingClient
-from understudy.wire.fds import OwnedFd
-from understudy.wire.frames import encode_frame
 
 
 def connect(server: ServerProcess) -> BlockingClient:
@@ -205,8 +205,8 @@ def test_server_that_cannot_write_says_so_and_grants_once_it_can(pod_dir):
 
 
 async def _with_a_failing_disk(pod_dir: str) -> None:
-    from lockserver.server import LockServer
-    from lockserver.settings import Settings
+    from lockserver.server.server import LockServer
+    from lockserver.server.settings import Settings
 
     server = LockServer(Settings(pod_dir))
     await server.start()
@@ -245,8 +245,8 @@ def test_server_closes_cleanly_and_unwatches_everything(pod_dir):
     """Goal: no descriptor survives a stop. Method: a server in this process, used and closed."""
 
     async def scenario() -> None:
-        from lockserver.server import LockServer
-        from lockserver.settings import Settings
+        from lockserver.server.server import LockServer
+        from lockserver.server.settings import Settings
 
         server = LockServer(Settings(pod_dir))
         await server.start()

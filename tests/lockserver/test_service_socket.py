@@ -12,12 +12,12 @@ import sys
 
 import pytest
 
-from lockserver.service_socket import ServiceSocket, parse_service
+from lockserver.server.service_socket import ServiceSocket, parse_service
+from plumbing.errors import ProtocolError
+from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil, open_fds
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import free_port
-from understudy.errors import ProtocolError
-from understudy.wire.fds import OwnedFd
 
 REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 

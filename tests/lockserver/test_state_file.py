@@ -11,8 +11,8 @@ import pytest
 from lockserver.core.events import Holder, Record
 from lockserver.state_file import FILE_BYTES, NAME, SLOT_BYTES, StateFile, read
 from lockserver.witness import WitnessFile
+from plumbing.errors import UnderstudyError
 from tests.helpers import free_witness, open_fds
-from understudy.errors import UnderstudyError
 
 LOCKS = ("active", "loader")
 HOLDER = Holder(
@@ -173,7 +173,7 @@ def test_state_file_directory_of_its_name_or_no_room_is_one_sentence(directory):
     script = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "from lockserver.state_file import StateFile\n"
-        "from understudy.errors import UnderstudyError\n"
+        "from plumbing.errors import UnderstudyError\n"
         "try: StateFile(sys.argv[1], ('active',))\n"
         "except UnderstudyError as error: print(error.code)"
     )

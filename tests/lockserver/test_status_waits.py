@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 
-from lockserver.status_text import span, text_of
+from lockserver.status.text import span, text_of
 from tests.helpers import auntil
 from tests.lockserver.engines import EngineProcess
 from tests.lockserver.processes import ServerProcess, free_port
 from tests.lockserver.wait_scenes import holder, line, over_tcp, restart, surroundings, switchover
 from tests.lockserver.wait_scenes.scene import Scene, Told
-from understudy.pod.http_get import get
+from understudy.kubelet.http_get import get
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCENES = Path(__file__).resolve().parent / "wait_scenes"

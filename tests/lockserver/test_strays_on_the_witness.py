@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from lockserver import witness
+from plumbing.errors import RemoteError
+from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.engines import Engine, is_readable
-from understudy.errors import RemoteError
-from understudy.wire.fds import OwnedFd
 
 STRAY = """
 import fcntl, os, signal, sys

@@ -10,10 +10,10 @@ import urllib.request
 from typing import Any
 
 from lockserver.messages import CATALOGUE, SwitchedOver, SwitchOver
+from plumbing.wire.client import connect
 from tests.helpers import auntil
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess
-from understudy.wire.client import connect
 
 INTERRUPTED = 130
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from lockserver.core.events import Happened
-from lockserver.teller import Teller
+from lockserver.server.teller import Teller
+from plumbing.service.clock import FakeClock
+from plumbing.service.events import Event, EventLog
 from tests.helpers import auntil
-from understudy.service.clock import FakeClock
-from understudy.service.events import Event, EventLog
 
 
 def test_what_is_told_late_carries_the_time_at_which_it_happened():

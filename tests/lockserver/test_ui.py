@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from lockserver.daemon import UI
+from lockserver.server.daemon import UI
 from tests.browser import Tab, needs_chromium, tab
 from tests.e2e import pods
 from tests.e2e.pods import Pod, PodHome, make_model
 from tests.e2e.processes import fresh_ports, kill
-from understudy.pod.local_pod import Ports
+from understudy.up.local_pod import Ports
 
 SIZE_MAX_BYTES = 30_000  # it is read as often as changed, and sent at every look
 

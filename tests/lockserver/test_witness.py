@@ -13,9 +13,9 @@ import pytest
 
 from lockserver import witness
 from lockserver.witness import Probe
+from plumbing.errors import UnderstudyError, UsageError
 from tests.helpers import free_witness, open_fds, until
 from tests.lockserver.engines import spawn_backend
-from understudy.errors import UnderstudyError, UsageError
 
 INCARNATION = "engine-0-00112233445566aa"
 

@@ -21,10 +21,10 @@ from gms.core.events import EpochPhase
 from gms.core.machine import Machine
 from gms.core.recovery import HANDING_BACK, Recovery
 from gms.core.upkeep import Upkeep
+from plumbing.errors import UnderstudyError
 from tests.sim.faults import Hazard
 from tests.sim.gms_device import SimDevice
 from tests.sim.tp_world import World
-from understudy.errors import UnderstudyError
 
 CRASHES = Hazard.DEATHS | Hazard.SERVER
 CHANGES = Hazard.DEATHS | Hazard.CHECKPOINT

@@ -21,7 +21,7 @@ from gms.core.machine import Machine
 from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.recovery import orphans_of
 from gms.core.state import WRITER_STATES, Epoch
-from understudy.errors import UnderstudyError
+from plumbing.errors import UnderstudyError
 
 MIB = 1 << 20
 SLAB_BYTES = MIB

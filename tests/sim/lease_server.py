@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from lockserver.core import events as ev
 from lockserver.core import evidence
-from lockserver.core import member_events as me
 from lockserver.core.machine import Machine
-from lockserver.core.members import Members, is_virtual
+from lockserver.members import events as me
+from lockserver.members.members import Members, is_virtual
 from tests.sim.lease_parts import DRIFT, LASTS_MS, LEASE_MS, Line
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable
 from operator import itemgetter
 
-from lockserver.core.leases import Leases
+from lockserver.members.leases import Leases
 from tests.sim.lease_faults import Faults
 from tests.sim.lease_law import Law
 from tests.sim.lease_network import Network

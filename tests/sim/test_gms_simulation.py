@@ -23,8 +23,8 @@ from gms.core.machine import Machine
 from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.snapshot import snapshot
 from gms.core.state import WRITER_STATES, Epoch
+from plumbing.errors import UnderstudyError
 from tests.sim.seeds import replayable, seeds
-from understudy.errors import UnderstudyError
 
 MIB = 1 << 20
 CAPACITY = 10 * MIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockserver.core.leases import Leases
+from lockserver.members.leases import Leases
 from tests.sim.lease_world import LeaseWorld
 from tests.sim.seeds import replayable, seeds
 

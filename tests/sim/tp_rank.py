@@ -1,8 +1,8 @@
 """One process of a backend's tree: it takes its device's weights and keeps them.
 
-What `gms.client`, `gms.sessions` and `gms.keeper` do, one step at a time. A rank dies in two steps:
-its sockets close at once, what it maps goes only when it is reaped. A rank that reads goes on
-without its session and comes back with it (`rejoins`) for as long as it lives.
+What `gms.client` does, one step at a time. A rank dies in two steps: its sockets close at once,
+what it maps goes only when it is reaped. A rank that reads goes on without its session and comes
+back with it (`rejoins`) for as long as it lives.
 """
 
 from __future__ import annotations

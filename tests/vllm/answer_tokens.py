@@ -12,8 +12,8 @@ import json
 import os
 import sys
 
-from engine import shared_names
-from understudy.service.procfs import descendants
+from engine.supervisor import shared_names
+from plumbing.service.procfs import descendants
 
 
 def main(job_path: str, answer_path: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.pods import PodHome, make_model
-from understudy.pod.random_model import VLLM_RANDOM_MODEL
+from understudy.up.random_model import VLLM_RANDOM_MODEL
 
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]

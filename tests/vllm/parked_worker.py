@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from engine.backends.vllm.worker_cpu import CPUWorker, StockCPUWorker  # isort: skip - comes first
+from engine.backends.vllm.worker.worker_cpu import CPUWorker, StockCPUWorker  # isort: skip - comes first
 from engine.backends.free_memory import Room
-from engine.backends.vllm import membership, weights
-from engine.backends.vllm.kv_arena import Range
-from engine.backends.vllm.kv_host import HostRange
+from engine.backends.vllm.worker import membership, weights
+from engine.backends.vllm.worker.kv_arena import Range
+from engine.backends.vllm.worker.kv_host import HostRange
 
 
 class PrivateWorker(CPUWorker):

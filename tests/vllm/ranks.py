@@ -27,14 +27,14 @@ with warnings.catch_warnings():
     from vllm.model_executor.model_loader import get_model, register_model_loader
     from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
-    from engine.backends.vllm.loader import Loader
-    from engine.backends.vllm.weights import Weights
+    from engine.backends.vllm.worker.loader import Loader
+    from engine.backends.vllm.worker.weights import Weights
 
 from torch import nn
 
 from engine.backends.reference.random_model import write_random_model
-from engine.backends.vllm import weights
 from engine.backends.vllm.words import LOAD_FORMAT
+from engine.backends.vllm.worker import weights
 from gms.client import Reader
 
 # The smallest that vLLM's attention on the CPU takes: heads of 32.

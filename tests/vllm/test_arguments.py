@@ -7,8 +7,9 @@ import warnings
 
 import pytest
 
-from engine.backends.vllm import arguments, shim
-from understudy.errors import UsageError
+from engine.backends.vllm import shim
+from engine.backends.vllm.api import arguments
+from plumbing.errors import UsageError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.backends.vllm.gate import Desk
-from understudy.errors import UnderstudyError
-from understudy.wire.fds import OwnedFd
+from engine.backends.vllm.api.gate import Desk
+from plumbing.errors import UnderstudyError
+from plumbing.wire.fds import OwnedFd
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from engine.backends.vllm import backend as backend_module
-    from engine.backends.vllm.backend import Backend
-    from engine.backends.vllm.progress import Progress
+    from engine.backends.vllm.api import backend as backend_module
+    from engine.backends.vllm.api.backend import Backend
+    from engine.backends.vllm.api.progress import Progress
 
 FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
 STATUS = {**FINE, "weights_bytes": 10, "kv_bytes": 20, "epoch": "e", "identity": {"a": 1}}

@@ -21,14 +21,14 @@ import tests.vllm.ranks  # noqa: F401  # first: it imports vLLM quietly
 import torch
 from torch import nn
 
-from engine.backends.vllm import sharing
-from engine.backends.vllm.binding import Binding, forms_of
-from engine.backends.vllm.pulse import Meter
-from engine.backends.vllm.registries import Registered, Registries
-from engine.backends.vllm.rehome import ABOUT, About, name_in_epoch, rehome
-from engine.backends.vllm.tensors import Layout, bytes_of, tensor_at
+from engine.backends.vllm.worker import sharing
+from engine.backends.vllm.worker.binding import Binding, forms_of
+from engine.backends.vllm.worker.pulse import Meter
+from engine.backends.vllm.worker.registries import Registered, Registries
+from engine.backends.vllm.worker.rehome import ABOUT, About, name_in_epoch, rehome
+from engine.backends.vllm.worker.tensors import Layout, bytes_of, tensor_at
 from gms.client import TensorRecord
-from understudy.errors import UnderstudyError
+from plumbing.errors import UnderstudyError
 
 CPU = torch.device("cpu")
 MODEL_CONFIG: Any = SimpleNamespace(

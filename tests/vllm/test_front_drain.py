@@ -13,13 +13,13 @@ import pytest
 import uvicorn
 import uvloop
 
-from engine.backends.vllm.gate import Gate
+from engine.backends.vllm.api.gate import Gate
+from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil
-from understudy.wire.fds import OwnedFd
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from engine.backends.vllm.http import Front
+    from engine.backends.vllm.api.http import Front
 
 REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 BUDGET_S = 60.0

@@ -12,8 +12,8 @@ from tests.vllm.ranks import config_of, written  # first: it imports vLLM quietl
 # isort: split
 from vllm.config import MultiModalConfig
 
-from engine.backends.vllm import identity
-from understudy.errors import UsageError
+from engine.backends.vllm.worker import identity
+from plumbing.errors import UsageError
 
 MIB = 1 << 20
 

@@ -16,17 +16,17 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from engine.backends.vllm import worker_cpu
-    from engine.backends.vllm.worker_cpu import CPUWorker, StockCPUWorker
+    from engine.backends.vllm.worker import worker_cpu
+    from engine.backends.vllm.worker.worker_cpu import CPUWorker, StockCPUWorker
 
 import torch
 
 from engine.backends.free_memory import RESERVE_BYTES, Room
-from engine.backends.vllm import membership, worker
-from engine.backends.vllm.kv_arena import Hold, KVArena
-from engine.backends.vllm.kv_host import HostRange
-from engine.backends.vllm.worker import StockGPUWorker
-from understudy.errors import InvariantError, UnderstudyError, UsageError, WaitTimeoutError
+from engine.backends.vllm.worker import membership, worker
+from engine.backends.vllm.worker.kv_arena import Hold, KVArena
+from engine.backends.vllm.worker.kv_host import HostRange
+from engine.backends.vllm.worker.worker import StockGPUWorker
+from plumbing.errors import InvariantError, UnderstudyError, UsageError, WaitTimeoutError
 
 SIZE = (4 << 20) + 64
 

@@ -10,17 +10,18 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from engine.backends.vllm.worker_cpu import CPUWorker
+    from engine.backends.vllm.worker.worker_cpu import CPUWorker
 
 # isort: split
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from engine.backends.vllm import membership, shim
-from engine.backends.vllm.kv_check import check_holds_a_sequence
-from engine.backends.vllm.worker import GPUWorker
+from engine.backends.vllm import shim
+from engine.backends.vllm.worker import membership
+from engine.backends.vllm.worker.kv_check import check_holds_a_sequence
+from engine.backends.vllm.worker.worker import GPUWorker
+from plumbing.errors import UsageError
 from tests.vllm.ranks import config_of
-from understudy.errors import UsageError
 
 LAYERS, BLOCK = 2, 16
 TOKENS = 256  # of `config_of`

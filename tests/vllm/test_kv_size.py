@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
     from vllm.engine.arg_utils import EngineArgs
 
-from engine.backends.vllm import kv_size
+from engine.backends.vllm.api import kv_size
 
 LAYERS, KV_HEADS, HEAD = 2, 2, 64  # of the small random checkpoint
 

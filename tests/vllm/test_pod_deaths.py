@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from engine import shared_names
+from engine.supervisor import shared_names
 from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, kill
 from tests.e2e.test_switchover import kept_connections, switch

@@ -10,7 +10,7 @@ import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engine.backends.vllm import shim
-from understudy.errors import UsageError
+from plumbing.errors import UsageError
 
 # torch and vLLM say of themselves that they use what torch is about to drop.
 pytestmark = pytest.mark.filterwarnings(

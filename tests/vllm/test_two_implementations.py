@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import shared_names
 from engine.backends.reference.random_model import PRINTABLE, write_random_model
-from engine.shared_names import Name
+from engine.supervisor import shared_names
+from engine.supervisor.shared_names import Name
 from tests.engine.reference.support import cache_for, decoder_of
 
 TOKENS = 24

@@ -22,11 +22,11 @@ from torch import nn
 
 from engine.backends import session
 from engine.backends.reference.random_model import write_random_model
-from engine.backends.vllm import identity, rehome, sharing
-from engine.backends.vllm.binding import SHARED_BYTES_MIN
+from engine.backends.vllm.worker import identity, rehome, sharing
+from engine.backends.vllm.worker.binding import SHARED_BYTES_MIN
+from plumbing.errors import RemoteError, UnderstudyError, UsageError
 from tests.gms.bench import GmsProcess
 from tests.helpers import until
-from understudy.errors import RemoteError, UnderstudyError, UsageError
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
 from engine.backends.shards import read_json
-from understudy.errors import UsageError
+from plumbing.errors import UsageError
 
 ARCHITECTURE = "LlamaForCausalLM"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from engine.messages import RANKS_MAX, Count, Id, Rank, Sentence
-from understudy.wire.messages import Catalogue, Length, Message, Range
+from plumbing.wire.messages import Catalogue, Length, Message, Range
 
 LINK_ENV = "UNDERSTUDY_LINK"  # the number of the model process's end, in its environment
 # Its sockets to the other ranks, comma-separated: on rank 0 those to ranks 1, 2, …, else one.

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from engine.backends.reference.config import LlamaConfig, parse_config
-from understudy.errors import UnderstudyError, UsageError
+from plumbing.errors import UnderstudyError, UsageError
 
 SPECIALS = ("<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 BOS, EOS, END_OF_TURN = "<s>", "</s>", "<|end|>"

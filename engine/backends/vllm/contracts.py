@@ -18,10 +18,11 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from understudy.errors import UsageError
+from plumbing.errors import UsageError
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = Path(__file__).resolve().parent
 PACKAGE = "vllm"
 
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -213,11 +214,9 @@ def broken(sources: Sources) -> list[Broken]:
 def imported() -> set[tuple[str, str, str]]:
     """File, module, name: every `from vllm… import …` of this package."""
     found = set()
-    for file in sorted(os.listdir(HERE)):
-        if not file.endswith(".py"):
-            continue
-        with open(os.path.join(HERE, file), encoding="utf-8") as stream:
-            tree = ast.parse(stream.read())
+    for path in sorted(HERE.rglob("*.py")):
+        file = path.relative_to(HERE).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
                 found |= {(file, str(node.module), each.name) for each in node.names}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from understudy.errors import UsageError
+from plumbing.errors import UsageError
 
 # The first and the last minor version against which every contract was read and the newest that
 # could be run was run. Both ends belong to the range.

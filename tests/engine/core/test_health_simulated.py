@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.health import ANSWER_MS, HANG_MS, IDLE_CANARY_MS, INTERVAL_MS
-from engine.health_watch import HealthWatch
 from engine.messages import Healthy
+from engine.supervisor.health_watch import HealthWatch
 
 LAG_MS = 60  # the longest way of an answer; also how late a timer is
 LOOK_MS = INTERVAL_MS + 2 * LAG_MS

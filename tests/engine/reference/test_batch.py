@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.backends.reference.batch import (
+from engine.backends.reference.model.batch import (
     PREFILL_CHUNK,
     Request,
     SamplingParams,
@@ -15,7 +15,7 @@ from engine.backends.reference.batch import (
     Work,
     prefill_end,
 )
-from understudy.errors import InvariantError, UnderstudyError, UsageError
+from plumbing.errors import InvariantError, UnderstudyError, UsageError
 
 CONTEXT = 100
 VOCABULARY = 10

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.backends.reference.binding import check_bound
-from engine.backends.reference.checkpoint import DTYPE, Checkpoint, open_checkpoint
+from engine.backends.reference.model.binding import check_bound
+from engine.backends.reference.model.checkpoint import DTYPE, Checkpoint, open_checkpoint
 from gms.core.manifest import TensorRecord
+from plumbing.errors import UnderstudyError
 from tests.engine.reference.support import golden
-from understudy.errors import UnderstudyError
 
 EPOCH = "e" * 32
 

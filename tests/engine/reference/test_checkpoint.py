@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import safetensors
 
-from engine.backends.reference import checkpoint as module
-from engine.backends.reference.checkpoint import identity, open_checkpoint
+from engine.backends.reference.model import checkpoint as module
+from engine.backends.reference.model.checkpoint import identity, open_checkpoint
+from plumbing.errors import UsageError
 from tests.engine.reference.support import (
     GOLDEN_NAMES,
     copy_of,
@@ -20,7 +21,6 @@ from tests.engine.reference.support import (
     golden,
     load,
 )
-from understudy.errors import UsageError
 
 SHARDED = "llama3-rope-sharded-bf16"
 

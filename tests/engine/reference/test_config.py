@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from engine.backends.reference.config import Rope, parse_config, read_config
+from plumbing.errors import UsageError
 from tests.engine.reference.support import copy_of, edit_json, golden
-from understudy.errors import UsageError
 
 with open(os.path.join(golden("untied-gqa-bf16"), "config.json"), encoding="utf-8") as file:
     GOOD: dict[str, Any] = json.load(file)

@@ -5,9 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from engine.backends.reference.batch import Request, SamplingParams
-from engine.backends.reference.decoder import Decoder, KVCache
-from engine.backends.reference.generation import Generator, canary
+from engine.backends.reference.model.batch import Request, SamplingParams
+from engine.backends.reference.model.decoder import Decoder, KVCache
+from engine.backends.reference.model.generation import Generator, canary
+from plumbing.errors import UnderstudyError
 from tests.engine.reference.support import (
     GOLDEN_NAMES,
     GREEDY,
@@ -17,7 +18,6 @@ from tests.engine.reference.support import (
     run,
     tokens_of,
 )
-from understudy.errors import UnderstudyError
 
 LOGPROBS = SamplingParams(temperature=0.9, top_p=0.9, seed=7, logprobs=3)
 

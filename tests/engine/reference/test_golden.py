@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from engine.backends.reference.batch import Request
-from engine.backends.reference.generation import Generator
+from engine.backends.reference.model.batch import Request
+from engine.backends.reference.model.generation import Generator
 from tests.engine.reference.support import (
     GOLDEN_NAMES,
     GREEDY,

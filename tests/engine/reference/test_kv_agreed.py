@@ -8,9 +8,9 @@ import pytest
 from engine.backends import free_memory
 from engine.backends.free_memory import RESERVE_BYTES, Room
 from engine.backends.reference.link import Configure
-from engine.backends.reference.rank import Rank
+from engine.backends.reference.model.rank import Rank
+from plumbing.errors import UnderstudyError
 from tests.engine.reference.support import golden
-from understudy.errors import UnderstudyError
 
 MIB = 1 << 20
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from engine.backends.reference.batch import Request
-from engine.backends.reference.checkpoint import identity
-from engine.backends.reference.generation import Generator
+from engine.backends.reference.http.text import Tokenizer
+from engine.backends.reference.model.batch import Request
+from engine.backends.reference.model.checkpoint import identity
+from engine.backends.reference.model.generation import Generator
 from engine.backends.reference.random_model import main, write_random_model
-from engine.backends.reference.text import Tokenizer
+from plumbing.errors import UsageError
 from tests.engine.reference.support import GREEDY, cache_for, decoder_of, run, tokens_of
-from understudy.errors import UsageError
 
 PROMPTS = [f"Tell me about the number {number}." for number in range(10)]
 

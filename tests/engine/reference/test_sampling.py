@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from engine.backends.reference.batch import SamplingParams
-from engine.backends.reference.sampling import choose, logprobs, uniform
-from understudy.errors import UnderstudyError
+from engine.backends.reference.model.batch import SamplingParams
+from engine.backends.reference.model.sampling import choose, logprobs, uniform
+from plumbing.errors import UnderstudyError
 
 LOGITS = arrays.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1000, 1000, width=32))
 PARAMS = st.builds(

@@ -12,13 +12,18 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from engine.backends.reference.batch import Request
-from engine.backends.reference.checkpoint import identity, open_checkpoint, same_on_every_rank
 from engine.backends.reference.config import head_span, read_config
-from engine.backends.reference.decoder import Array, Decoder, KVCache, weights_from
-from engine.backends.reference.exchange import Follower, Leader
-from engine.backends.reference.generation import Generator, canary
+from engine.backends.reference.model.batch import Request
+from engine.backends.reference.model.checkpoint import (
+    identity,
+    open_checkpoint,
+    same_on_every_rank,
+)
+from engine.backends.reference.model.decoder import Array, Decoder, KVCache, weights_from
+from engine.backends.reference.model.exchange import Follower, Leader
+from engine.backends.reference.model.generation import Generator, canary
 from engine.backends.reference.random_model import write_random_model
+from plumbing.errors import UnderstudyError, UsageError
 from tests.engine.reference.support import (
     GREEDY,
     cache_for,
@@ -28,7 +33,6 @@ from tests.engine.reference.support import (
     run,
     tokens_of,
 )
-from understudy.errors import UnderstudyError, UsageError
 
 # Those with an even number of key heads; tied and not, in one file and in three.
 CUT = [name for name in sorted(os.listdir(golden(""))) if read_config(golden(name)).kv_heads > 1]

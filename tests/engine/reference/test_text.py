@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 
+from engine.backends.reference.http.text import StopStrings, Tokenizer
 from engine.backends.reference.random_model import SPECIALS, byte_tokenizer, write_random_model
-from engine.backends.reference.text import StopStrings, Tokenizer
+from plumbing.errors import UsageError
 from tests.engine.reference.support import edit_json
-from understudy.errors import UsageError
 
 BYTES = Tokenizer(byte_tokenizer(), {}, None)
 # Without "<": a special token written out in a text becomes that token, as everywhere.

@@ -29,18 +29,18 @@ from engine.messages import (
     Register,
     Registered,
 )
-from gms.server import DeviceServer
+from gms.server.server import DeviceServer
 from gms.vmm.host import HostMemory
 from lockserver.client import witness
+from plumbing.service import parent
+from plumbing.wire.client import from_socket
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Fault, Message
+from plumbing.wire.server import Server
 from tests.helpers import auntil, free_witness
-from understudy.service import parent
-from understudy.wire.client import from_socket
-from understudy.wire.connection import Connection
-from understudy.wire.fds import OwnedFd, close_all
-from understudy.wire.messages import Fault, Message
-from understudy.wire.server import Server
 
-COMMAND = [sys.executable, "-m", "engine.backends.reference.http"]
+COMMAND = [sys.executable, "-m", "engine.backends.reference.http.main"]
 DEADLINE_S = 60.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.backends.reference.answer import Answer, Piece
+from engine.backends.reference.http.answer import Answer, Piece
 from engine.backends.reference.link import Alternative, Token
 
 

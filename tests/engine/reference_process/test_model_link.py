@@ -14,7 +14,9 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
-from engine.backends.reference.batch import SamplingParams
+from engine.backends.reference.http.model_link import ModelLink
+from engine.backends.reference.http.routes import Service, make_app
+from engine.backends.reference.http.text import Tokenizer
 from engine.backends.reference.link import (
     LINK,
     PROMPT_TOKENS_MAX,
@@ -31,15 +33,13 @@ from engine.backends.reference.link import (
     pack,
     unpack,
 )
-from engine.backends.reference.model_link import ModelLink
-from engine.backends.reference.routes import Service, make_app
-from engine.backends.reference.text import Tokenizer
+from engine.backends.reference.model.batch import SamplingParams
+from plumbing.errors import UnderstudyError
+from plumbing.wire.client import from_socket
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.messages import Message
 from tests.helpers import auntil
-from understudy.errors import UnderstudyError
-from understudy.wire.client import from_socket
-from understudy.wire.connection import Connection
-from understudy.wire.fds import OwnedFd
-from understudy.wire.messages import Message
 
 READY = Ready(1, 1, 64, 512, (0,), "epoch", {})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from engine.backends.reference.openai.replies import (
+from engine.backends.reference.http.openai.replies import (
     ChatShape,
     CompletionShape,
     TokenInfo,

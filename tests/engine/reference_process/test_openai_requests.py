@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from engine.backends.reference.openai.errors import ApiError, from_understudy
-from engine.backends.reference.openai.requests import (
+from engine.backends.reference.http.openai.errors import ApiError, from_understudy
+from engine.backends.reference.http.openai.requests import (
     NEUTRAL,
     parse_chat,
     parse_completion,
     parse_json,
 )
-from understudy.errors import UnderstudyError, UsageError
+from plumbing.errors import UnderstudyError, UsageError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

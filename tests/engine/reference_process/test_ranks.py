@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from plumbing.service import procfs
 from tests.engine.reference_process.active import activate
 from tests.engine.reference_process.rig import (
     listening,
@@ -24,7 +25,6 @@ from tests.engine.reference_process.rig import (
     supervisor,
 )
 from tests.helpers import auntil
-from understudy.service import procfs
 
 GREEDY = {"prompt": "hello", "temperature": 0, "max_tokens": 40, "ignore_eos": True}
 TWO = ("--tensor-parallel", "2")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from engine.backends.reference.config import read_config
-from engine.backends.reference.http import parse
+from engine.backends.reference.http.main import parse
 from engine.backends.reference.link import Configure
-from engine.backends.reference.rank import DEFAULT_CONTEXT, choose_context
+from engine.backends.reference.model.rank import DEFAULT_CONTEXT, choose_context
+from plumbing.errors import UsageError
 from tests.engine.reference_process.rig import COMMAND, DEADLINE_S
-from understudy.errors import UsageError
 
 PER_POSITION = 1000
 

@@ -23,6 +23,10 @@ from engine.messages import (
     Woken,
 )
 from gms.messages import Allocate
+from plumbing.service import procfs
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.messages import Message
 from tests.engine.reference_process.active import LONG, activate, active_engine, complete, health
 from tests.engine.reference_process.rig import (
     is_fault,
@@ -31,10 +35,6 @@ from tests.engine.reference_process.rig import (
     memory_service,
     supervisor,
 )
-from understudy.service import procfs
-from understudy.wire.connection import Connection
-from understudy.wire.fds import OwnedFd
-from understudy.wire.messages import Message
 
 
 async def progressed(stub: Any, target: int) -> None:

@@ -5,8 +5,8 @@ Method: the names that vLLM gives its processes; a process that nobody spawned.
 
 import pytest
 
-from engine.backends.vllm import membership
-from understudy.errors import InvariantError
+from engine.backends.vllm.worker import membership
+from plumbing.errors import InvariantError
 
 
 @pytest.mark.parametrize(

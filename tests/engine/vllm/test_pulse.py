@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.backends.vllm.pulse import ALIVE_CPU_S, Meter, Pulse
+from engine.backends.vllm.worker.pulse import ALIVE_CPU_S, Meter, Pulse
+from plumbing.errors import UnreachableError
 from tests.helpers import until
-from understudy.errors import UnreachableError
 
 
 class Writer:
@@ -71,7 +71,7 @@ def test_what_is_told_only_grows():
 
 def test_service_that_dies_ends_the_pulse_and_not_the_load(monkeypatch):
     """The thread leaves; who loads finds out when it next asks the service."""
-    monkeypatch.setattr("engine.backends.vllm.pulse.PERIOD_S", 0.001)
+    monkeypatch.setattr("engine.backends.vllm.worker.pulse.PERIOD_S", 0.001)
     writer = Writer()
     _, pulse = pulse_of(writer)
     writer.is_gone = True

@@ -10,8 +10,8 @@ from gms.core.device import WAITERS_MAX
 from gms.core.events import EpochPhase
 from gms.core.state import Epoch
 from gms.core.writing import JOURNAL_RETRY_MS
+from plumbing.errors import InvariantError, UnderstudyError
 from tests.gms.core.driver import IDENTITY, MIB, Bench
-from understudy.errors import InvariantError, UnderstudyError
 
 OTHER = {"model": "tiny", "shards": {"a": "2"}}
 

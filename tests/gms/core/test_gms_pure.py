@@ -14,7 +14,7 @@ from gms.core.identity import DEPTH_MAX, check_identity, first_mismatch
 from gms.core.manifest import Manifest, TensorRecord, check_manifest, encode, layout_hash
 from gms.core.restart import DEATHS_MAX, GiveUp, Restarts, StartAgain
 from gms.core.suballocator import ALIGNMENT_BYTES, SLAB_BYTES_MIN, NeedSlab, Suballocator
-from understudy.errors import ProtocolError
+from plumbing.errors import ProtocolError
 
 GIB = 1 << 30
 PAGE = 4096

@@ -18,8 +18,8 @@ from gms.core.state import (
     Epoch,
     Session,
 )
+from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 from tests.gms.core.driver import IDENTITY, Bench
-from understudy.errors import InvariantError, ProtocolError, UnderstudyError
 
 EVENTS: list[type[ev.SessionEvent]] = sorted(
     {kind for _, kind in SESSION_TRANSITIONS}, key=lambda kind: kind.__name__

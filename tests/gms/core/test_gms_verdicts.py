@@ -10,8 +10,8 @@ from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.upkeep import ASK_MS, VERIFY_MS
 from gms.core.writing import DEVICE_FULL_RETRY_MS, DEVICE_FULL_WAIT_MS
+from plumbing.errors import ProtocolError, UnderstudyError
 from tests.gms.core.driver import MIB, Bench
-from understudy.errors import ProtocolError, UnderstudyError
 
 DIGEST, OTHER_DIGEST = "d" * 64, "e" * 64
 FULL = UnderstudyError("gms.device_full", "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY")

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from lockserver.core import events as ev
 from lockserver.core import evidence
-from lockserver.core import member_events as me
-from lockserver.core.leases import Leases
 from lockserver.core.machine import Machine
-from lockserver.core.members import Members, is_virtual
+from lockserver.members import events as me
+from lockserver.members.leases import Leases
+from lockserver.members.members import Members, is_virtual
 from lockserver.witness import name_of
 
 LEASE_MS, MARGIN_MS, SILENT_MS = 5000, 1000, 3000.0

@@ -9,6 +9,7 @@ from lockserver.core.ledger import ENDED_MAX
 from lockserver.core.lock import LockState
 from lockserver.core.machine import Machine
 from lockserver.witness import Probe, WitnessFile
+from plumbing.errors import InvariantError
 from tests.lockserver.core.shell import (
     A,
     B,
@@ -19,7 +20,6 @@ from tests.lockserver.core.shell import (
     sent,
     want,
 )
-from understudy.errors import InvariantError
 
 
 def test_grant_is_on_disk_before_it_is_sent_and_the_socket_is_prepared_first():

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockserver.core.events import Holder
-from lockserver.core.leases import SPENT_MAX, Leases
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.patience import STALL_MS
 from lockserver.core.terms import LeaseTerms, MemberId
+from lockserver.members.leases import SPENT_MAX, Leases
 from lockserver.witness import WitnessFile
 
 A = MemberId("a" * 16, "engine-0-000000000000000a")

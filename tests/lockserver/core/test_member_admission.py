@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from lockserver.core import events as ev
-from lockserver.core import member_events as me
 from lockserver.core.lock import LockState
-from lockserver.core.member_wants import MEMBERS_KNOWN_MAX
+from lockserver.members import events as me
+from lockserver.members.wants import MEMBERS_KNOWN_MAX
 from lockserver.witness import name_of
 from tests.lockserver.core.member_shell import A0, A1, S0, S1, S1_OTHER, SILENT_MS, Shell, cut, held
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockserver.core import events as ev
-from lockserver.core import member_events as me
+from lockserver.members import events as me
 from tests.lockserver.core.member_shell import LEASE_MS, MARGIN_MS, S0, S1, SB, B, Shell
 
 ENGINE_A = {0: (S0, 10), 1: (S1, 11)}

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from lockserver.core import events as ev
-from lockserver.core import member_events as me
 from lockserver.core.lock import LockState
 from lockserver.core.patience import STALL_MS
+from lockserver.members import events as me
 from tests.lockserver.core.member_shell import (
     A0,
     A0_NEXT,

@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 
 from lockserver.core import events as ev
-from lockserver.core import member_events as me
 from lockserver.core.lock import LockState
 from lockserver.core.terms import LeaseTerms, MemberId
+from lockserver.members import events as me
 from lockserver.witness import WitnessFile, name_of
+from plumbing.errors import InvariantError
 from tests.lockserver.core.member_shell import (
     A0,
     A1,
@@ -22,7 +23,6 @@ from tests.lockserver.core.member_shell import (
     held,
     whole,
 )
-from understudy.errors import InvariantError
 
 
 def test_group_forms_when_all_are_here_and_each_is_granted_as_itself():

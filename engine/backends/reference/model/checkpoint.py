@@ -1,0 +1,277 @@
+"""A Hugging Face checkpoint directory: what it must hold, its bytes as float32, its identity.
+
+Owns the way from files to memory. Knows no arithmetic of the model and no shared memory: it asks
+the caller for a place per tensor and writes there. The surprising thing: nothing is ever held
+twice. float32 is read straight into its place; bfloat16 and float16 go through one small scratch
+buffer, because a loader that needs a second copy of the weights does not fit beside them. A
+tensor-parallel rank reads its own part of each file and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.reference.config import LlamaConfig, read_config
+from engine.backends.shards import Shard, StoredTensor, read_json, read_shards
+from plumbing.errors import UnderstudyError, UsageError
+
+Place = Callable[[str, int, tuple[int, ...], str], memoryview]
+"""`place(name, nbytes, shape, dtype)` gives a writable view of exactly `nbytes` bytes."""
+Progress = Callable[[int, int], None]
+"""`progress(done_bytes, total_bytes)`, in float32 bytes."""
+Bytes = NDArray[np.uint8]
+
+READ_BYTES = 4 << 20  # per read: long enough for full disk speed, short enough to report progress
+FLOAT_DTYPES = ("F32", "BF16", "F16")
+DTYPE = "float32"
+
+# Left by old exporters; the decoder computes the same numbers itself.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A tensor that the decoder needs, or one rank's part of it: `nbytes` in float32.
+
+    `origin` is where that part begins in the stored tensor, an index per axis.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    stored: StoredTensor
+    origin: tuple[int, ...]
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """First element and length of each unbroken stretch of the stored tensor, in order."""
+        row = self.stored.shape[-1]
+        if self.shape[-1] == row:  # whole rows: they lie side by side
+            yield self.origin[0] * math.prod(self.shape[1:]), math.prod(self.shape)
+        else:
+            for index in range(self.origin[0], self.origin[0] + self.shape[0]):
+                yield index * row + self.origin[1], self.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checked directory: every tensor is there, with the right shape and a known dtype.
+
+    `config` and `tensors` are those of one tensor-parallel rank, `rank` of `ranks`.
+    """
+
+    directory: str
+    config: LlamaConfig
+    shards: tuple[Shard, ...]
+    tensors: tuple[TensorSource, ...]
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all tensors of this rank in float32."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def load_into(self, place: Place, progress: Progress) -> None:
+        """Write every tensor, as float32, into the view that `place` gives for it.
+
+        Raises:
+            UsageError: `model.broken` when a file changed or shrank since it was opened.
+        """
+        total, done = self.weights_bytes, 0
+        scratch = np.empty(READ_BYTES, dtype=np.uint8)
+        for shard in self.shards:
+            wanted = [tensor for tensor in self.tensors if tensor.stored.shard == shard.path]
+            if not wanted:
+                continue
+            with shard.open() as file:
+                for tensor in sorted(wanted, key=lambda tensor: tensor.stored.offset):
+                    view = place(tensor.name, tensor.nbytes, tensor.shape, DTYPE)
+                    for piece_bytes in _load_tensor(file.fileno(), tensor, view, scratch):
+                        done += piece_bytes
+                        progress(done, total)
+                    view.release()  # else the caller could not resize or unmap what is under it
+
+
+def open_checkpoint(directory: str, rank: int = 0, ranks: int = 1) -> Checkpoint:
+    """Read `config.json` and all safetensors headers, and check them against each other.
+
+    What is found is cut for `rank` of `ranks`.
+
+    Raises:
+        UsageError: `model.missing`, `model.broken` or `model.unsupported`, one sentence with the
+            cause and the mend; `engine.bad_tensor_parallel`.
+    """
+    config = read_config(directory)
+    mine = config.of_rank(rank, ranks)
+    shards = read_shards(directory)
+    stored: dict[str, StoredTensor] = {}
+    for tensor in (tensor for shard in shards for tensor in shard.tensors):
+        if tensor.name in stored:
+            raise UsageError(
+                "model.broken",
+                f"{directory}: tensor {tensor.name} is in two shards, "
+                f"{os.path.basename(stored[tensor.name].shard)} and "
+                f"{os.path.basename(tensor.shard)}; download the checkpoint again.",
+            )
+        stored[tensor.name] = tensor
+    shapes = config.tensor_shapes()
+    _refuse_missing(directory, [name for name in shapes if name not in stored])
+    _refuse_unknown(directory, [name for name in stored if name not in shapes], config)
+    for name, shape in shapes.items():
+        _check(directory, stored[name], shape)
+    tensors = [
+        _part(stored[name], shape, rank, ranks) for name, shape in mine.tensor_shapes().items()
+    ]
+    return Checkpoint(directory, mine, shards, tuple(tensors), rank, ranks)
+
+
+def identity(
+    directory: str, *, model: str | None = None, rank: int = 0, size: int = 1
+) -> dict[str, Any]:
+    """What the weights are, read anew from disk; equal for two processes only if they may share.
+
+    `model` defaults to the directory's name. Computed before the load and again before commit, so
+    that a checkpoint that is replaced while it is read is never published under the old name.
+    """
+    shards = read_shards(directory)
+    config = json.dumps(read_json(os.path.join(directory, "config.json")), sort_keys=True)
+    blas = cast("dict[str, Any]", np.show_config(mode="dicts"))["Build Dependencies"]["blas"]
+    return {
+        "model": model or os.path.basename(os.path.realpath(directory)),
+        "config": hashlib.sha256(config.encode()).hexdigest(),
+        "shards": {
+            shard.name: {"header": shard.header_hash, "sample": shard.sample_hash()}
+            for shard in shards
+        },
+        "dtype": DTYPE,
+        "quantization": "none",
+        "kernels": f"numpy {np.__version__}, {blas['name']} {blas['version']}",
+        "architecture": platform.machine(),
+        "engine": "reference",
+        "engine_version": _package_version(),
+        "tp_rank": rank,
+        "tp_size": size,
+    }
+
+
+def same_on_every_rank(identity: dict[str, Any]) -> dict[str, Any]:
+    """The part of an identity in which the ranks of one engine must not differ."""
+    return {name: value for name, value in identity.items() if name != "tp_rank"}
+
+
+def _load_tensor(fd: int, tensor: TensorSource, view: memoryview, scratch: Bytes) -> Iterator[int]:
+    """Fill `view` piece by piece; yields float32 bytes as they get there, not for every row."""
+    target = np.frombuffer(view, dtype=np.float32)
+    done = told = 0
+    for first, length in tensor.runs():
+        for start in range(first, first + length, READ_BYTES // 4):
+            piece = target[done : done + min(READ_BYTES // 4, first + length - start)]
+            _read_piece(fd, tensor.stored, start, piece, scratch)
+            done += piece.size
+            if 4 * (done - told) >= READ_BYTES or done == target.size:
+                yield 4 * (done - told)
+                told = done
+
+
+def _read_piece(
+    fd: int, stored: StoredTensor, start: int, target: NDArray[np.float32], scratch: Bytes
+) -> None:
+    """Read elements `start …` of `stored` into `target` (float32), widening where needed."""
+    item_bytes = 4 if stored.dtype == "F32" else 2
+    nbytes = target.size * item_bytes
+    raw: Bytes = target.view(np.uint8) if item_bytes == 4 else scratch[:nbytes]
+    _read_fully(fd, raw, stored.offset + start * item_bytes, stored)
+    if stored.dtype == "F16":
+        np.copyto(target, raw.view("<f2"))
+    elif stored.dtype == "BF16":
+        bits = target.view(np.uint32)  # bfloat16 is the upper half of a float32
+        np.copyto(bits, raw.view("<u2"))
+        np.left_shift(bits, 16, out=bits)
+
+
+def _read_fully(fd: int, target: Bytes, offset: int, stored: StoredTensor) -> None:
+    done = 0
+    while done < target.size:
+        try:
+            count = os.preadv(fd, [target[done:].data], offset + done)
+        except OSError as error:
+            raise UnderstudyError(
+                "model.unreadable",
+                f"{stored.shard} cannot be read at byte {offset + done}: {error.strerror}; check "
+                "the disk and copy the file again.",
+            ) from error
+        if count == 0:
+            raise UsageError(
+                "model.broken",
+                f"{stored.shard} ended at byte {offset + done} inside tensor {stored.name}: it "
+                "was replaced or cut while it was read; load again when it is whole.",
+            )
+        done += count
+
+
+def _check(directory: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
+    shard = os.path.basename(stored.shard)
+    if stored.shape != shape:
+        raise UsageError(
+            "model.broken",
+            f"{directory}: tensor {stored.name} in {shard} has shape {list(stored.shape)}, and "
+            f"config.json asks for {list(shape)}; the two are not of one checkpoint, download it "
+            "again.",
+        )
+    if stored.dtype not in FLOAT_DTYPES:
+        raise UsageError(
+            "model.unsupported",
+            f"{directory}: tensor {stored.name} in {shard} has dtype {stored.dtype}, and the "
+            f"reference backend reads {', '.join(FLOAT_DTYPES)}; choose an unquantised checkpoint.",
+        )
+
+
+def _part(stored: StoredTensor, shape: tuple[int, ...], rank: int, ranks: int) -> TensorSource:
+    """The part of `stored` that has `shape`: the axis that is shorter there is the one cut."""
+    origin = tuple(
+        whole * rank // ranks if mine != whole else 0
+        for mine, whole in zip(shape, stored.shape, strict=True)
+    )
+    return TensorSource(stored.name, shape, 4 * math.prod(shape), stored, origin)
+
+
+def _refuse_missing(directory: str, missing: list[str]) -> None:
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UsageError(
+            "model.broken",
+            f"{directory}: tensor {missing[0]}{more} is in no safetensors file; a shard is "
+            "missing or config.json is of another checkpoint, download it again.",
+        )
+
+
+def _refuse_unknown(directory: str, unknown: list[str], config: LlamaConfig) -> None:
+    """A tensor that nobody reads is a part of the model that would silently not be computed."""
+    for name in sorted(unknown):
+        if name.endswith(IGNORED_SUFFIXES):
+            continue
+        if name == "lm_head.weight" and config.tie_embeddings:
+            continue  # some exporters store the tied tensor twice
+        raise UsageError(
+            "model.unsupported",
+            f"{directory}: tensor {name} belongs to no part of the Llama that config.json "
+            "describes; choose another checkpoint or the vllm backend.",
+        )
+
+
+def _package_version() -> str:
+    try:
+        return version("understudy")
+    except PackageNotFoundError:
+        return "uninstalled"

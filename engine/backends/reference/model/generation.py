@@ -1,0 +1,109 @@
+"""What the model process loops over: one unit of work, from the scheduler through the decoder.
+
+Owns nothing but the wiring of batch (who), decoder (logits) and sampling (which token). Knows no
+sockets: the caller asks for a step, sends what came out, and looks at its messages between steps.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.backends.reference.model.batch import QUEUE_MAX, FinishReason, Request, Scheduler
+from engine.backends.reference.model.decoder import Decoder, KVCache
+from engine.backends.reference.model.sampling import TokenLogprob, choose, logprobs
+from plumbing.errors import UnderstudyError
+
+CANARY_PROMPT_TOKENS = 8  # enough that attention has something to look back at
+CANARY_NEW_TOKENS = 2  # one from prefill, one from a decode step: both paths are run
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """A new token. With `finish_reason` "stop" it is the stop token: count it, show no text."""
+
+    request_id: int
+    token: int
+    finish_reason: FinishReason | None
+    logprob: TokenLogprob | None
+
+
+class Generator:
+    """Serves requests over one decoder and one KV cache; not thread-safe, never blocks."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, *, queue_max: int = QUEUE_MAX) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._scheduler = Scheduler(
+            cache.slots, cache.max_context, decoder.config.vocab_size, queue_max=queue_max
+        )
+        self._requests: dict[int, tuple[Request, int]] = {}  # with the seed that counts
+        self.progress = 0
+        """Grows with every prefill chunk and every token: what "not hung" means."""
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.running > 0
+
+    @property
+    def in_flight(self) -> int:
+        """Requests accepted and not finished, waiting ones included."""
+        return self._scheduler.running + self._scheduler.waiting
+
+    def submit(self, request: Request) -> None:
+        """Accept a request, or raise as `Scheduler.submit` does."""
+        self._scheduler.submit(request)
+        seed = request.sampling.seed
+        self._requests[request.id] = (request, secrets.randbits(63) if seed is None else seed)
+
+    def cancel(self, request_id: int) -> bool:
+        """Drop a request; its slot is free when this returns. False if unknown or finished."""
+        self._requests.pop(request_id, None)
+        return self._scheduler.cancel(request_id)
+
+    def step(self) -> Produced | None:
+        """One unit for one sequence; None after a prefill chunk, or with nothing to do."""
+        work = self._scheduler.next_work()
+        if work is None:
+            return None
+        logits = self._decoder.forward(self._cache, work.slot, work.tokens, work.start)
+        self.progress += 1
+        if not work.samples:
+            self._scheduler.done(work, None)
+            return None
+        request, seed = self._requests[work.request_id]
+        token = choose(logits, request.sampling, seed, work.index)
+        wanted = request.sampling.logprobs
+        logprob = None if wanted is None else logprobs(logits, token, wanted)
+        reason = self._scheduler.done(work, token)
+        if reason is not None:
+            del self._requests[work.request_id]
+        return Produced(work.request_id, token, reason, logprob)
+
+
+def canary(decoder: Decoder, cache: KVCache) -> tuple[int, ...]:
+    """One tiny real inference over slot 0 of an idle cache: its greedy tokens.
+
+    The same weights give the same tokens, so the result before parking and after waking must be
+    equal. It also makes BLAS set itself up before the first request does.
+
+    Raises:
+        UnderstudyError: `engine.canary_failed`: logits that are not finite.
+    """
+    vocab_size = decoder.config.vocab_size
+    tokens = [1 + index * 7 % (vocab_size - 1) for index in range(CANARY_PROMPT_TOKENS)]
+    position, made = 0, list[int]()
+    for _ in range(CANARY_NEW_TOKENS):
+        logits = decoder.forward(cache, 0, tokens, position)
+        if not np.isfinite(logits).all():
+            raise UnderstudyError(
+                "engine.canary_failed",
+                "The canary's logits are not finite: the weights in memory are damaged; they must "
+                "be loaded anew.",
+            )
+        position += len(tokens)
+        tokens = [int(logits.argmax())]
+        made += tokens
+    return tuple(made)

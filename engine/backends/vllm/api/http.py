@@ -1,0 +1,228 @@
+"""vLLM's own HTTP server: on a private socket from the start, on the lent one once it serves.
+
+Owns both sockets. Building the server takes half a second, so it is built and tried while the
+engine prepares; at the grant only a listening socket is added to it.
+
+The surprising thing: the private socket has a name for as long as the trial takes. After that
+nobody can connect to it, and nothing is left of it when this process is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from typing import Any
+
+import aiohttp
+from vllm import envs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from engine.backends.drain import until_done
+from engine.backends.vllm.api.gate import Desk, Gate, body_bytes_max
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.wire.fds import OwnedFd
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 4096  # the lock server's own: listening again with less would cut it for everybody
+START_WAIT_S = 60.0
+START_POLL_S = 0.005
+TRIAL_PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)  # every vocabulary has them
+TRIAL_TOKENS = 2  # a prefill and a decode
+TRIAL_WAIT_S = 600.0  # the first inference may compile kernels
+
+
+def bind(args: argparse.Namespace, path: str) -> socket.socket:
+    """The private socket, at `path`; vLLM also checks what only its server takes, such as parsers
+    of tool calls, and fetches what `args` names of them.
+
+    Raises:
+        UsageError: `vllm.arguments`.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    args.uds = path
+    try:
+        sock: socket.socket = setup_server(args, reuse_port=False)[1]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {error}") from error
+    return sock
+
+
+class Front:
+    """The server of one engine; made by `start`."""
+
+    def __init__(self, args: argparse.Namespace, model_config: Any) -> None:
+        self.desk = Desk()
+        self._args = args
+        self._model_config = model_config
+        self._app: Any = None
+        self._task: asyncio.Task[Any] | None = None
+        self._lent: asyncio.Server | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        engine: AsyncLLM,
+        args: argparse.Namespace,
+        sock: socket.socket,
+        body_max: int | None = None,
+    ) -> Front:
+        """Build vLLM's application and serve it on the private `sock`. `body_max` in bytes: the
+        largest request that is read, if not what follows from the model.
+
+        Raises:
+            UsageError: `vllm.not_generative`.
+            UnderstudyError: `vllm.front_failed`.
+        """
+        tasks = await engine.get_supported_tasks()
+        if "generate" not in tasks:
+            raise UsageError(
+                "vllm.not_generative",
+                f"{args.model} does not generate text (it can {', '.join(sorted(tasks))}), and the"
+                " canary that gates a takeover is a generation; serve it with `vllm serve`",
+            )
+        front, model = cls(args, engine.model_config), engine.model_config
+        level = logging.getLogger().level
+        front._app = build_app(args, tasks, model)
+        logging.getLogger().setLevel(level)  # a library that it loads silences all but errors
+        await init_app_state(engine, front._app.state, args, tasks)
+        await front._listen_privately(sock)
+        config = front._app.state.server.config
+        if body_max is None:
+            body_max = body_bytes_max(model.max_model_len, is_multimodal=model.is_multimodal_model)
+        front.desk.is_dead = lambda: engine.errored
+        front.desk.on_dead = front.close
+        # uvicorn gives it to each connection that comes from now on.
+        config.loaded_app = Gate(config.loaded_app, front.desk, body_max)
+        return front
+
+    async def _listen_privately(self, sock: socket.socket) -> None:
+        self._task = asyncio.create_task(self._serve(sock))
+        end = asyncio.get_running_loop().time() + START_WAIT_S
+        while not getattr(getattr(self._app.state, "server", None), "started", False):
+            if self._task.done() or asyncio.get_running_loop().time() > end:
+                raise UnderstudyError(
+                    "vllm.front_failed", "vLLM's HTTP server did not start; its log says why"
+                )
+            await asyncio.sleep(START_POLL_S)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """As `vllm serve` does, with the same settings."""
+        args, more = self._args, {}
+        log_config = get_uvicorn_log_config(args)
+        if log_config is not None:
+            more["log_config"] = log_config
+        await serve_http(
+            self._app,
+            sock=sock,
+            enable_ssl_refresh=args.enable_ssl_refresh,
+            host=args.host,
+            port=args.port,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers,
+            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+            h11_max_header_count=args.h11_max_header_count,
+            **more,
+        )
+
+    async def warm_up(self) -> None:
+        """One request through the whole of it, so that the first one after a grant is not the
+        first; then nobody reaches the private socket any more.
+
+        Raises:
+            UnderstudyError: `vllm.trial_failed`.
+        """
+        room = max(1, self._model_config.max_model_len - TRIAL_TOKENS)
+        body = {
+            "model": (self._args.served_model_name or [self._args.model])[0],
+            "prompt": list(TRIAL_PROMPT[:room]),
+            "max_tokens": TRIAL_TOKENS,
+            "temperature": 0,
+            "stream": True,
+        }
+        try:
+            status, text = await self._ask_privately("/v1/completions", body)
+        except aiohttp.ClientError as error:  # such as a server that wants a client's certificate
+            logger.warning("the trial request was not answered: %s", error)
+            return
+        finally:
+            os.unlink(self._args.uds)
+        if status >= 500:
+            raise UnderstudyError(
+                "vllm.trial_failed", f"the first request failed with {status}: {text[:500]}"
+            )
+        if status >= 400:  # a model of another kind; the canary does without this
+            logger.warning("the trial request was refused with %d: %s", status, text[:500])
+
+    async def _ask_privately(self, path: str, body: Any) -> tuple[int, str]:
+        keys = self._args.api_key or [envs.VLLM_API_KEY]
+        headers = {"Authorization": f"Bearer {keys[0]}"} if keys[0] else {}
+        scheme = "https" if self._args.ssl_keyfile else "http"
+        timeout = aiohttp.ClientTimeout(total=TRIAL_WAIT_S)
+        connector = aiohttp.UnixConnector(self._args.uds)
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+            # The certificate is for the name that clients know, and this is a socket of our own.
+            session.post(f"{scheme}://trial{path}", json=body, headers=headers, ssl=False) as reply,
+        ):
+            return reply.status, await reply.text()
+
+    # ------------------------------------------------------------------ the lent socket
+
+    @property
+    def is_open(self) -> bool:
+        return self._lent is not None and self._lent.is_serving()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether vLLM has stopped the server by itself, as it does when its engine dies."""
+        return self._task is not None and self._task.done()
+
+    async def open(self, listening: OwnedFd) -> None:
+        """Accept from `listening`, and take it; the server is the one that runs already."""
+        server = self._app.state.server
+        config = server.config
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = config.http_protocol_class(
+                config=config, server_state=server.server_state, app_state=server.lifespan.state
+            )
+            return made
+
+        sock = socket.socket(fileno=listening.detach())
+        sock.setblocking(False)
+        self._lent = await loop.create_server(protocol, sock=sock, ssl=config.ssl, backlog=BACKLOG)
+
+    def close(self) -> None:
+        """Accept no more from the lent socket; what waits there is for the next engine."""
+        if self._lent is not None:
+            self._lent.close()
+
+    async def drain(self, budget_s: float) -> None:
+        """Accept no more, serve what comes on open connections, and send what is written."""
+        self.desk.is_draining = True
+        self.close()
+        connections = self._app.state.server.server_state.connections
+        await until_done(
+            lambda: [connection.transport for connection in connections],
+            self.desk.idle.is_set,
+            budget_s,
+        )
+        for connection in list(connections):
+            connection.shutdown()

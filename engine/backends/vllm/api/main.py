@@ -1,0 +1,160 @@
+"""The backend's main process: vLLM's API server, embedded.
+
+    python -m engine.backends.vllm.api.main MODEL [vLLM's own flags]
+
+Started by `engine run --backend vllm -- …`. Owns the start: witness first, then the channel on a
+thread of its own, then vLLM, whose processes join by the plugin. It ends only by its own end, which
+the supervisor decides.
+
+The surprising thing: this module is imported again, under another name, by every process that
+multiprocessing spawns from here. So its top imports nothing slow and does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from engine.backends import asks_for_help, process
+from engine.messages import FaultReport
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.service.fd_limit import raise_fd_limit
+from plumbing.service.log import configure
+
+if TYPE_CHECKING:
+    from engine.backends.vllm.api.channel_thread import ChannelThread
+
+logger = logging.getLogger(__name__)
+
+NAME = "api"
+
+# For every process of vLLM's. Spawned, because a forked engine core would keep our sockets; what
+# waits for weights may wait for another engine's load, which vLLM would give up after ten minutes;
+# and tensors of up to 32 MiB stay in glibc's heap after they are freed unless they are mapped: the
+# writer of weights would need twice the memory (mallopt(3), M_MMAP_THRESHOLD).
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_ENGINE_READY_TIMEOUT_S": str(2 * 3600),
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+}
+
+
+def main() -> int:
+    if asks_for_help("vllm", sys.argv[1:]):
+        from engine.backends.vllm.api import arguments
+
+        sys.stdout.write(arguments.help_text(sys.argv[1:]))
+        return 0
+    configure("backend-api")
+    try:
+        sock = process.take_channel()
+    except UnderstudyError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    from engine.backends.vllm.api.channel_thread import ChannelThread
+
+    channel = ChannelThread(sock)
+    try:
+        process.enter(NAME)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
+        os.environ.update(ENVIRONMENT)
+        raise_fd_limit()
+        _serve(channel)
+    except UnderstudyError as error:
+        channel.end(process.fault_report(error))
+    except Exception as error:
+        logger.exception("vLLM failed")
+        text = f"vLLM failed: {type(error).__name__}: {error}"
+        channel.end(FaultReport("vllm.failed", text[:4096], permanent=False))
+
+
+def _serve(channel: ChannelThread) -> NoReturn:
+    import uvloop
+
+    from engine.backends.vllm.api import arguments
+
+    parsed = arguments.parse(sys.argv[1:])
+    _fit_cpu(parsed.vllm.tensor_parallel_size)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(parsed.vllm, parsed.body_bytes_max, channel))
+    raise AssertionError("it serves until the process ends")
+
+
+async def _run(args: argparse.Namespace, body_max: int | None, channel: ChannelThread) -> None:
+    from engine.backends.vllm.api.backend import Backend
+    from engine.backends.vllm.api.http import Front, bind
+    from engine.backends.vllm.api.progress import Progress
+
+    progress = Progress()
+    sock = bind(args, _private_path())
+    engine, warnings = _make_engine(args, progress)
+    front = await Front.start(engine, args, sock, body_max)
+    backend = Backend(engine, front, progress)
+    prepared = await backend.prepare()
+    channel.prepared(backend, dataclasses.replace(prepared, warnings=warnings))
+    await backend.watch(lambda error: channel.end(process.fault_report(error)))
+
+
+def _make_engine(args: argparse.Namespace, progress: Any) -> tuple[Any, tuple[str, ...]]:
+    """Start the engine core and its workers; blocks until they have their weights. The engine, and
+    what people should be warned of.
+
+    Raises:
+        UsageError: `vllm.configuration`, `vllm.no_kv_size`.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from engine.backends.vllm.api import kv_size
+
+    usage = UsageContext.OPENAI_API_SERVER
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    try:
+        config = engine_args.create_engine_config(usage_context=usage)
+    except ValueError as error:  # pydantic's are of this kind too
+        raise UsageError(
+            "vllm.configuration", f"vLLM refuses its configuration: {error}"
+        ) from error
+    if args.kv_cache_memory_bytes is None:
+        raise kv_size.refusal(config)
+    warnings = tuple(kv_size.warnings(config))
+    for warning in warnings:
+        logger.warning("%s", warning)
+    engine = AsyncLLM.from_vllm_config(
+        config,
+        usage_context=usage,
+        stat_loggers=[progress.factory],
+        enable_log_requests=engine_args.enable_log_requests,
+        aggregate_engine_logging=engine_args.aggregate_engine_logging,
+    )
+    return engine, warnings
+
+
+def _private_path() -> str:
+    """Of an engine, not of an incarnation: what a killed one left is overwritten by the next."""
+    engine = os.environ[process.ENGINE_ID_ENV]
+    return os.path.join(os.environ["UNDERSTUDY_DIR"], f"trial_{engine}.sock")
+
+
+def _fit_cpu(ranks: int) -> None:
+    """On the CPU vLLM binds each rank to a memory node of its own, and stops where there are
+    fewer; there, each rank gets its share of the cores unless the user has said otherwise."""
+    from vllm.platforms import current_platform
+
+    nodes = len([name for name in os.listdir("/sys/devices/system/node") if name[4:].isdigit()])
+    if current_platform.is_cpu() and ranks > max(1, nodes):
+        cores = len(os.sched_getaffinity(0))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""What the weights of this rank are: equal for two processes only if they may share them.
+
+Owns the mapping that the memory service compares. Knows nothing of sessions. The settings are read
+once, before anything is loaded, because vLLM changes the model's configuration while it processes
+weights; the files are read anew each time, so that a checkpoint that is replaced while it is loaded
+is never published under the old name.
+
+The surprising thing: the order of names matters. The service tells people the first field, in
+sorted order, in which two identities differ, so what they can read sorts before hashes.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import platform
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
+from vllm.platforms import current_platform
+
+from engine.backends.shards import read_shard, sample_of
+from engine.backends.vllm import shim
+from plumbing.errors import UsageError
+
+FORMAT = 2  # of our records in an epoch
+SAFETENSORS = "*.safetensors"
+OTHER_FILES = ("*.bin", "*.pt", "*.pth", "*.gguf")
+DUMMY = "dummy"  # vLLM's load format that reads no files
+# Variables of vLLM that choose kernels, and with them how processed weights lie in memory. Only
+# those that somebody has set are compared; the defaults belong to the version.
+KERNEL_WORDS = ("MOE", "GEMM", "MARLIN", "FLASHINFER", "CUTLASS", "FP8", "FP4", "MLA", "AITER")
+# Facts of the copy of a configuration, not of the model.
+NO_SETTINGS = ("_name_or_path", "transformers_version")
+
+Document = dict[str, Any]
+
+
+class Identity:
+    """The identity of one rank of one engine, target and draft model together."""
+
+    def __init__(self, vllm_config: Any, load_config: Any, load_format: str) -> None:
+        """`load_format` is the user's own, `load_config` names ours.
+
+        Raises:
+            UsageError: `model.missing`, the checkpoint is not where it could be looked at.
+        """
+        self._load_format, self._load_config = load_format, load_config
+        self._configs = {"target": vllm_config.model_config}
+        draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+        if draft is not None:
+            self._configs["draft"] = draft
+        self._settings = _settings(vllm_config, load_format)
+        self._models = {
+            role: _model_settings(config, vllm_config) for role, config in self._configs.items()
+        }
+
+    def read(self) -> Document:
+        """The identity, with the checkpoint's files as they are now."""
+        models = {
+            role: {**self._models[role], "shards": self._files(config)}
+            for role, config in self._configs.items()
+        }
+        # By itself too, or the difference that people are told is a whole model's settings.
+        draft = self._models["draft"]["name"] if "draft" in self._models else "none"
+        return {**self._settings, "draft": draft, "models": models}
+
+    def _files(self, config: Any) -> Document:
+        if self._load_format == DUMMY:
+            return {}
+        return files_of(_location(config, self._load_config))
+
+
+def same_on_every_rank(identity: Document) -> Document:
+    """The part of an identity in which the ranks of one engine must not differ."""
+    return {name: value for name, value in identity.items() if name != "rank"}
+
+
+def files_of(path: str) -> Document:
+    """By name, header and sample of every weight file in the directory `path`, or of that file.
+
+    Raises:
+        UsageError: `model.missing`, `model.broken`.
+    """
+    if os.path.isfile(path):
+        return {os.path.basename(path): {"sample": sample_of(path)}}
+    found = sorted(glob.glob(os.path.join(glob.escape(path), SAFETENSORS)))
+    if found:
+        shards = [read_shard(name) for name in found]
+        return {
+            shard.name: {"header": shard.header_hash, "sample": shard.sample_hash()}
+            for shard in shards
+        }
+    others = sorted(
+        name for kind in OTHER_FILES for name in glob.glob(os.path.join(glob.escape(path), kind))
+    )
+    if not others:
+        raise UsageError(
+            "model.missing",
+            f"{path} holds no {SAFETENSORS}, {', '.join(OTHER_FILES)}; download the checkpoint",
+        )
+    return {os.path.basename(name): {"sample": sample_of(name)} for name in others}
+
+
+def _location(config: Any, load_config: Any) -> str:
+    """The checkpoint's directory or file on this machine; downloaded if it is nowhere."""
+    model = str(getattr(config, "model_weights", "") or config.model)
+    if os.path.exists(model):
+        return model
+    if "://" in model:
+        raise UsageError(
+            "model.missing",
+            f"{model} cannot be looked at before it is loaded, and without that nobody could tell"
+            " it from another checkpoint; copy it to a directory",
+        )
+    try:
+        place = download_weights_from_hf(
+            model,
+            load_config.download_dir,
+            [SAFETENSORS, *OTHER_FILES],
+            config.revision,
+            ignore_patterns=load_config.ignore_patterns,
+        )
+    except Exception as error:  # huggingface_hub raises a dozen unrelated classes
+        raise UsageError(
+            "model.missing",
+            f"{model} is no directory here and cannot be downloaded"
+            f" ({type(error).__name__}: {error}); name a directory that holds it",
+        ) from error
+    return str(place)
+
+
+def _settings(vllm_config: Any, load_format: str) -> Document:
+    parallel, kernel = vllm_config.parallel_config, vllm_config.kernel_config
+    return {
+        "architecture": _architecture(),
+        "engine": "vllm",
+        "engine_version": shim.vllm_version(),
+        "format": FORMAT,
+        "kernels": {
+            "environment": {
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith("VLLM_") and any(word in name for word in KERNEL_WORDS)
+            },
+            "linear": str(getattr(kernel, "linear_backend", "")),
+            "linear_per_method": str(getattr(kernel, "linear_backend_per_quant", "")),
+            "moe": str(getattr(kernel, "moe_backend", "")),
+        },
+        "load_format": load_format,
+        "lora": vllm_config.lora_config is not None,
+        "parallel": {
+            "all2all": str(parallel.all2all_backend),
+            "data": parallel.data_parallel_size,
+            "decode_context": parallel.decode_context_parallel_size,
+            "expert": bool(parallel.enable_expert_parallel),
+            "expert_placement": str(parallel.expert_placement_strategy),
+            "hyper_connections": bool(getattr(parallel, "enable_hc_sp", False)),
+            "pipeline": parallel.pipeline_parallel_size,
+            "query_replicated": bool(getattr(parallel, "dcp_q_replicate", False)),
+            "tensor": parallel.tensor_parallel_size,
+            "tensor_draft": _draft_ranks(vllm_config),
+        },
+        "rank": parallel.rank,
+        "torch": shim.torch_version(),
+    }
+
+
+def _model_settings(config: Any, vllm_config: Any) -> Document:
+    cache, settings = vllm_config.cache_config, config.hf_config.to_dict()
+    for name in NO_SETTINGS:
+        settings.pop(name, None)
+    return {
+        "architectures": list(getattr(config.hf_config, "architectures", None) or []),
+        "dtype": str(config.dtype),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_cache_skipped": [str(layer) for layer in cache.kv_cache_dtype_skip_layers or []],
+        "implementation": str(config.model_impl),
+        "max_model_len": config.max_model_len,
+        "multimodal": _multimodal(config),
+        "name": _name(str(config.model)),
+        "quantization": str(config.quantization),
+        "quantization_settings": _hash(str(config.quantization_config)),
+        "revision": str(config.revision),
+        "settings": _hash(json.dumps(settings, sort_keys=True, default=str)),
+    }
+
+
+def _draft_ranks(vllm_config: Any) -> int:
+    draft = getattr(vllm_config.speculative_config, "draft_parallel_config", None)
+    return 0 if draft is None else int(draft.tensor_parallel_size)
+
+
+def _multimodal(config: Any) -> Document:
+    """What decides which parts beside the language model there are, and how they are split."""
+    found = config.multimodal_config
+    if found is None:
+        return {}
+    limits = getattr(found, "limit_per_prompt", {})
+    return {
+        "absent": sorted(kind for kind in limits if found.get_limit_per_prompt(kind) == 0),
+        "encoder_attention": str(getattr(found, "mm_encoder_attn_dtype", None)),
+        "encoder_only": bool(getattr(found, "mm_encoder_only", False)),
+        "encoder_split": str(found.mm_encoder_tp_mode),
+        "language_only": bool(found.language_model_only),
+    }
+
+
+def _name(model: str) -> str:
+    """A directory's own name: it may be mounted elsewhere in another container."""
+    return os.path.basename(os.path.realpath(model)) if os.path.exists(model) else model
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _architecture() -> str:
+    if current_platform.is_cpu():
+        return platform.machine()
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"

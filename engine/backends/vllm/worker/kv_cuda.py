@@ -1,0 +1,124 @@
+"""Addresses for a KV cache on a GPU, with or without memory behind them.
+
+Owns one range of the device's addresses and what is mapped there; the driver calls are `gms`'s.
+Knows no tensors. The surprising thing: CUDA graphs keep addresses, not memory. While the engine
+warms up and captures its graphs, one block of scratch memory is mapped over the whole range, again
+and again, so that no address in it is a hole; what is written there is garbage, which no capture
+reads. The graphs are good for whatever is mapped at the same addresses later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from engine.backends.free_memory import Room, keep_trying
+from gms.client import Allocation, memory_for
+from plumbing.errors import UnderstudyError
+
+# Of the scratch block: 80 GiB of KV cache are 320 mappings of it, at some 10 µs each, and it is
+# what a standby needs besides its graphs until it parks.
+SCRATCH_BYTES_MAX = 256 << 20
+
+
+class CudaRange:
+    """`size_bytes` of a device's addresses; parked, which is without memory, until told otherwise.
+
+    What is touched while parked ends the CUDA context, and with it the process.
+    """
+
+    def __init__(self, device: str, size_bytes: int, read: Callable[[], Room]) -> None:
+        """`read` says how much the device has free, for the sentence of a wait.
+
+        Raises:
+            UsageError: this process cannot use the GPU called `device`.
+            UnderstudyError: `gms.driver_failed`, there are not so many addresses.
+        """
+        self.size_bytes = size_bytes
+        self._read = read
+        self._memory = memory_for(device)
+        step = self._memory.granularity_bytes
+        self._needed_bytes = _up(size_bytes, step)
+        self._scratch_bytes = min(_up(SCRATCH_BYTES_MAX, step), self._needed_bytes)
+        # Whole blocks of scratch: a mapping is of a whole allocation, and addresses cost nothing.
+        self._range = self._memory.reserve(_up(size_bytes, self._scratch_bytes))
+        self._resident_bytes = 0
+        self._undo = contextlib.ExitStack()
+
+    @property
+    def address(self) -> int:
+        return self._range.address
+
+    def scratch(self) -> None:
+        """One block of memory behind every part of the range.
+
+        Raises:
+            UnderstudyError: `gms.device_full`.
+        """
+        with contextlib.ExitStack() as undo:
+            block = self._memory.create(self._scratch_bytes, "kv-scratch")
+            undo.callback(block.release)
+            undo.callback(self._range.unmap)
+            times = self._range.size_bytes // self._scratch_bytes
+            self._range.map(0, [block] * times, writable=True)
+            self._range.clear()  # whoever warms up on another's leftovers may meet no numbers
+            self._undo = undo.pop_all()
+        self._resident_bytes = self._scratch_bytes
+
+    def park(self) -> None:
+        """Give all memory back and keep the addresses."""
+        self._resident_bytes = 0
+        self._undo.close()
+
+    def take(self, deadline_s: float) -> None:
+        """Zeroed memory behind all of a parked range, once the device has it free.
+
+        A process that has just died may hold its memory for a moment longer, so a device that is
+        full is asked again.
+
+        Raises:
+            WaitTimeoutError: `engine.kv_memory_busy`; the range is parked as before.
+            UnderstudyError: `gms.driver_failed`; so it is then.
+        """
+        parts = _parts(self._needed_bytes, self._memory.allocation_bytes_max)
+        with contextlib.ExitStack() as undo:
+            blocks: list[Allocation] = []
+
+            def attempt() -> int | None:
+                while len(blocks) < len(parts):
+                    try:
+                        blocks.append(self._memory.create(parts[len(blocks)], "kv"))
+                    except UnderstudyError as error:
+                        if error.code != "gms.device_full":
+                            raise
+                        # What we have of it already was free too.
+                        return self._read().free_bytes + sum(parts[: len(blocks)])
+                    undo.callback(blocks[-1].release)
+                return None
+
+            keep_trying(attempt, self._needed_bytes, deadline_s)
+            undo.callback(self._range.unmap)
+            self._range.map(0, blocks, writable=True)
+            self._range.clear()
+            self._undo = undo.pop_all()
+        self._resident_bytes = self._needed_bytes
+
+    def resident_bytes(self) -> int:
+        """What is mapped: on a device that is what is there."""
+        return self._resident_bytes
+
+    def free(self) -> None:
+        """Give the addresses back too; harmless to repeat."""
+        self.park()
+        self._range.free()
+
+
+def _up(size_bytes: int, step_bytes: int) -> int:
+    return -(-size_bytes // step_bytes) * step_bytes
+
+
+def _parts(size_bytes: int, most_bytes: int | None) -> list[int]:
+    """`size_bytes` in parts of at most `most_bytes`."""
+    most = most_bytes or size_bytes
+    whole, rest = divmod(size_bytes, most)
+    return [most] * whole + ([rest] if rest else [])

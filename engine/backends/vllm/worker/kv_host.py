@@ -1,0 +1,144 @@
+"""Addresses for a KV cache on host memory, with or without memory behind them.
+
+Owns one range of this process's addresses. Knows no tensors and not what a KV cache is. What is
+parked may not be touched: a read or a write of it ends the process (SIGSEGV), which is the bug that
+we want to see instead of memory that a standby quietly takes.
+
+The surprising thing: memory is taken by `mprotect`, not by a new mapping. Parking puts a fresh
+anonymous mapping over the range, so what is opened later is zero; and a kernel that refuses to open
+it leaves it as it was, where a refused MAP_FIXED may have taken the old mapping away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Callable
+
+from engine.backends.free_memory import RESERVE_BYTES, Room, keep_trying, read_room
+from plumbing.errors import UnderstudyError
+
+logger = logging.getLogger(__name__)
+
+# man 2 mmap; the mmap module lacks these on Python 3.11, and cannot choose an address.
+PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
+OPEN = mmap.PROT_READ | mmap.PROT_WRITE
+MAP_FAILED = ctypes.c_void_p(-1).value
+PAGE_BYTES = mmap.PAGESIZE
+# Where large pages may begin. As much is kept free around a range, so that the kernel merges it
+# with nobody else's mapping, and whoever runs over its end is caught.
+ALIGN_BYTES = 2 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
+for _name in ("mprotect", "madvise"):
+    getattr(_libc, _name).argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class HostRange:
+    """`size_bytes` of addresses; parked, which is without memory, until told otherwise."""
+
+    def __init__(
+        self, size_bytes: int, ranks: int = 1, read: Callable[[], Room] = read_room
+    ) -> None:
+        """`ranks` ranges of this size are taken from this machine at the same time.
+
+        Raises:
+            UnderstudyError: `engine.kv_addresses`, there are not so many addresses.
+        """
+        self.size_bytes = size_bytes
+        self._room_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._needed_bytes = self._room_bytes * ranks
+        self._read = read
+        self._reserved_bytes = self._room_bytes + 3 * ALIGN_BYTES
+        self._reserved_at = self._map(None, self._reserved_bytes)
+        self.address = -(-self._reserved_at // ALIGN_BYTES) * ALIGN_BYTES + ALIGN_BYTES
+
+    def scratch(self) -> None:
+        """Let all of it be touched while the engine warms up; what is touched takes memory."""
+        if not self._open():
+            raise _refused("open", self._room_bytes)
+
+    def park(self) -> None:
+        """Give all memory back and keep the addresses."""
+        self._map(self.address, self._room_bytes)
+
+    def take(self, deadline_s: float) -> None:
+        """Zeroed memory behind all of a parked range, once the machine has it free.
+
+        Raises:
+            WaitTimeoutError: `engine.kv_memory_busy`; the range is parked as before.
+        """
+
+        def attempt() -> int | None:
+            free_bytes = self._read().free_bytes
+            has_room = free_bytes >= self._needed_bytes + RESERVE_BYTES
+            return None if has_room and self._open() else free_bytes
+
+        keep_trying(attempt, self._needed_bytes, deadline_s, RESERVE_BYTES)
+        # A process with small pages takes 72 ms per GiB to die, between a death and the next grant.
+        if _libc.madvise(self.address, self._room_bytes, mmap.MADV_HUGEPAGE):
+            logger.debug("no large pages here")
+
+    def resident_bytes(self) -> int:
+        """What the kernel says is really there."""
+        return sum(
+            rss_bytes
+            for start, end, rss_bytes in _mappings()
+            if self.address <= start and end <= self.address + self._room_bytes
+        )
+
+    def free(self) -> None:
+        """Give the addresses back too; harmless to repeat."""
+        if self.address:
+            _libc.munmap(self._reserved_at, self._reserved_bytes)
+            self.address = 0
+
+    def _map(self, address: int | None, size_bytes: int) -> int:
+        """Fresh addresses without memory, or over those at `address`, whose memory goes."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        flags |= MAP_FIXED if address else 0
+        mapped = _libc.mmap(address, size_bytes, PROT_NONE, flags, -1, 0)
+        if mapped is None or mapped == MAP_FAILED:
+            raise _refused("reserve", size_bytes)
+        return int(mapped)
+
+    def _open(self) -> bool:
+        """Whether the kernel lets us have it; a kernel that does not overcommit may say no."""
+        if not _libc.mprotect(self.address, self._room_bytes, OPEN):
+            return True
+        if ctypes.get_errno() != errno.ENOMEM:
+            raise _refused("open", self._room_bytes)
+        return False
+
+
+def _refused(what: str, size_bytes: int) -> UnderstudyError:
+    number = ctypes.get_errno()
+    return UnderstudyError(
+        "engine.kv_addresses",
+        f"the kernel refused to {what} {size_bytes} bytes of addresses for the KV cache"
+        f" ({os.strerror(number)}); look at `ulimit -v` and vm.overcommit_memory",
+        errno=errno.errorcode.get(number, str(number)),
+    )
+
+
+def _mappings() -> list[tuple[int, int, int]]:
+    """Start, end and resident bytes of every mapping of this process (man 5 proc, smaps)."""
+    found: list[tuple[int, int, int]] = []
+    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            head, _, rest = line.partition(" ")
+            if head == "Rss:":
+                start, end, _ = found[-1]
+                found[-1] = (start, end, int(rest.split()[0]) * 1024)
+            elif not head.endswith(":"):
+                start, end = (int(number, 16) for number in head.split("-"))
+                found.append((start, end, 0))
+    return found

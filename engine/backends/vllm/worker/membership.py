@@ -1,0 +1,58 @@
+"""This process's membership in the tree of its incarnation: made once by the plugin, used by all.
+
+Needs neither vLLM nor torch. The surprising thing: vLLM makes our loader and our worker itself, so
+what they need of the process cannot be handed to them, and is found here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+
+from engine.backends import process
+from engine.backends.process import Member
+from plumbing.errors import InvariantError
+from plumbing.service import parent
+
+CORE = "core"
+WORKER = "worker"
+
+_member: Member | None = None
+
+
+def join() -> Member | None:
+    """Enter the incarnation, if this is a process that vLLM's main process has spawned.
+
+    Armed with the parent that multiprocessing names: the environment that a spawned process
+    inherits is older than that parent.
+
+    Raises:
+        UnderstudyError: this incarnation is over, or its supervisor is gone: the process must end.
+    """
+    global _member
+    spawner = multiprocessing.parent_process()
+    if _member is None and spawner is not None and spawner.pid is not None:
+        parent.die_with_parent(spawner.pid)
+        _member = process.enter(name_of(multiprocessing.current_process().name))
+    return _member
+
+
+def current() -> Member:
+    """The membership of this process.
+
+    Raises:
+        InvariantError: `join` has not been called, or not in a spawned process.
+    """
+    if _member is None:
+        raise InvariantError("this process has not joined an incarnation; the plugin does that")
+    return _member
+
+
+def name_of(process_name: str) -> str:
+    """How the supervisor calls a process by the name that vLLM gives it: `VllmWorker-1` is
+    `worker-1`, rank 0 is `worker`, everything else is the engine core."""
+    found = re.fullmatch(r"VllmWorker-(\d+)", process_name)
+    if found is None:
+        return CORE
+    rank = int(found.group(1))
+    return WORKER if rank == 0 else f"{WORKER}-{rank}"

@@ -1,0 +1,204 @@
+"""One model of a rank on its way to shared weights, as the writer's or as a reader's.
+
+Owns which model is built when: first the one that will run, without memory, because it says
+whether it can be shared; a writer then loads another beside it, as vLLM does, moves its tensors
+into the epoch and drops it. Knows neither supervisor nor commit.
+
+The surprising thing: vLLM's own loader is hooked at two of its public methods, on the one object
+and for one load: between creating a model and reading weights lies the only moment at which the
+CPU build can be kept from packing them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from engine.backends.vllm.words import PRIVATE
+from engine.backends.vllm.worker import binding, rehome, sharing
+from engine.backends.vllm.worker.pulse import Meter, Pulse
+from engine.backends.vllm.worker.registries import Registries
+from engine.backends.vllm.worker.rehome import About
+from gms.client import Reader, Writer
+from plumbing.errors import UnderstudyError, UsageError
+
+logger = logging.getLogger(__name__)
+
+# What `load_weights` sets on draft models, and what a model that was not loaded has to be told.
+FLAGS = ("has_own_embed_tokens", "has_own_lm_head")
+
+
+def inner_loader(config: LoadConfig) -> BaseModelLoader:
+    """vLLM's own loader for the load format that the user asked for."""
+    ours = config.model_loader_extra_config
+    inner = dataclasses.replace(
+        config, load_format=ours["load_format"], model_loader_extra_config=ours["extra"]
+    )
+    return get_model_loader(inner)
+
+
+class ModelLoad:
+    """Model `number` of an epoch: the target is 0, a draft is 1.
+
+    Making one builds the model without memory and asks whether it can be shared. `needed_bytes` is
+    what its parameters take as they are loaded.
+
+    Raises:
+        UsageError: `model.unshareable`, where private copies were not asked for.
+    """
+
+    def __init__(
+        self,
+        attached: Reader | Writer,
+        number: int,
+        config: LoadConfig,
+        vllm_config: Any,
+        model_config: Any,
+        prefix: str,
+    ) -> None:
+        self.name, self.dtype = str(model_config.model), str(model_config.dtype)
+        self._attached, self._number, self._config = attached, number, config
+        self._vllm_config, self._model_config, self._prefix = vllm_config, model_config, prefix
+        self._device = _torch_device(vllm_config)
+        self._registries = Registries(vllm_config)
+        self._before = self._registries.now()
+        self._model = binding.skeleton(vllm_config, model_config, prefix)
+        self.needed_bytes = sum(tensor.nbytes for tensor in self._model.parameters())
+        sharing.keep_in_place(self._model, self._device)
+        why = sharing.obstacle(self._model, self._device)
+        self._is_shared = why is None
+        if why is not None:
+            if config.model_loader_extra_config["unshareable"] != PRIVATE:
+                raise sharing.refusal(self.name, why)
+            logger.warning("%s is loaded privately, by every engine: %s", self.name, why)
+
+    def read(self) -> nn.Module:
+        """The model, with the epoch's tensors.
+
+        Raises:
+            UnderstudyError: `model.unbound`, `model.written`.
+        """
+        assert isinstance(self._attached, Reader)
+        about = rehome.read_about(self._attached, self._number)
+        if about is None or about.is_shared != self._is_shared:
+            raise self._of_another_kind(about)
+        return self._bound(about) if self._is_shared else self._loaded(inner_loader(self._config))
+
+    def write(self, meter: Meter) -> nn.Module:
+        """The model, after its tensors were loaded and moved into the epoch.
+
+        Raises:
+            UsageError: `model.unshareable`; what vLLM's loader raises.
+            UnderstudyError: `model.unbound`, `model.written`; from the service.
+        """
+        assert isinstance(self._attached, Writer)
+        if self._is_shared:
+            return self._bound(self._write(self._attached, meter))
+        meter.expect(self.needed_bytes)
+        with Pulse(meter):
+            model = self._loaded(inner_loader(self._config))
+        about = About(type(model).__name__, is_shared=False)
+        rehome.write_about(self._attached, self._number, about)
+        return model
+
+    def _bound(self, about: About) -> nn.Module:
+        attached, prefix = self._attached, rehome.name_in_epoch(self._number, "")
+        records = {
+            name.removeprefix(prefix): record
+            for name, record in attached.tensors.items()
+            if name.startswith(prefix)
+        }
+        bound = binding.Binding(
+            self._model,
+            attached.epoch,
+            records,
+            lambda name: attached.address(prefix + name),
+            self._device,
+        )
+        return bound.run(about, self._model_config)
+
+    def _of_another_kind(self, about: About | None) -> UnderstudyError:
+        there = "lacks" if about is None else "shares" if about.is_shared else "does not share"
+        return UnderstudyError(
+            "model.unbound",
+            f"epoch {self._attached.epoch} {there} {self.name}, which this engine would"
+            f" {'share' if self._is_shared else 'load privately'}; run the same release of"
+            " understudy and of vLLM, with the same flags, in every container",
+        )
+
+    # ------------------------------------------------------------------ vLLM's own load
+
+    def _write(self, writer: Writer, meter: Meter) -> About:
+        """Load the model as vLLM does, beside the one that will run, and move it into the epoch."""
+        inner, created = inner_loader(self._config), dict[str, str]()
+        _after_creation(inner, lambda model: self._note(model, created))
+        _before_reading(inner, meter)
+        meter.expect(2 * self.needed_bytes)  # to be read, and to be moved
+        running = self._registries.now()
+        with Pulse(meter):
+            loaded = self._loaded(inner)
+        self._registries.put(running)
+        if not created:
+            raise UsageError(
+                "model.unshareable",
+                f"--load-format {self._config.model_loader_extra_config['load_format']} builds"
+                " models in a way of its own that cannot be shared; choose another, such as auto",
+            )
+        left = {name for name, _ in loaded.named_parameters(remove_duplicate=False)}
+        about = About(
+            type(loaded).__name__,
+            created=created,
+            dropped=sorted(created.keys() - left),
+            flags={flag: bool(getattr(loaded, flag)) for flag in FLAGS if hasattr(loaded, flag)},
+        )
+        rehome.rehome(loaded, self._number, writer, self._device, about, meter)
+        rehome.write_about(writer, self._number, about)
+        del loaded
+        gc.collect()
+        return about
+
+    def _note(self, model: nn.Module, created: dict[str, str]) -> None:
+        sharing.keep_in_place(model, self._device)
+        created.update(binding.forms_of(model))
+
+    def _loaded(self, loader: BaseModelLoader) -> nn.Module:
+        """What `loader` makes, as if nothing had been built before."""
+        self._registries.put(self._before)
+        model: nn.Module = loader.load_model(
+            vllm_config=self._vllm_config, model_config=self._model_config, prefix=self._prefix
+        )
+        return model
+
+
+def _after_creation(loader: Any, then: Any) -> None:
+    """Have `then(model)` called when this loader has created its model, before anything is read."""
+    create = loader.create_model
+
+    def created(*args: Any, **kwargs: Any) -> nn.Module:
+        model: nn.Module = create(*args, **kwargs)
+        then(model)
+        return model
+
+    loader.create_model = created
+
+
+def _before_reading(loader: Any, meter: Meter) -> None:
+    """Count what this loader reads, if it is one that says."""
+    weights = getattr(loader, "get_all_weights", None)
+    if weights is not None:
+        loader.get_all_weights = lambda *args, **kwargs: meter.counted(weights(*args, **kwargs))
+
+
+def _torch_device(vllm_config: Any) -> torch.device:
+    device = torch.device(vllm_config.device_config.device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

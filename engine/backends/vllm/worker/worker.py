@@ -1,0 +1,285 @@
+"""vLLM's workers, parked and woken: weights through gms, a KV cache that a standby does not hold.
+
+Owns what a worker of ours does otherwise than vLLM's: three steps of its start, sleep and wake, and
+three methods that the backend calls in every worker (`understudy_…`); and the GPU's worker. Knows
+nothing of the lock. The CPU's is in a file of its own (`worker_cpu.py` says why).
+
+Methods that the backend calls never raise and answer with a dictionary: after an exception on one
+rank vLLM leaves the other ranks' answers in their queues, and every later answer is that to an
+earlier question. What goes wrong before there is anybody to ask is told to the supervisor at once.
+
+Surprising: `wake_up` takes no memory. The backend has taken it on every rank before (`understudy_
+take_kv`), has looked at every answer, and only then lets vLLM believe that it is awake.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+
+import torch
+from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
+
+from engine.backends.free_memory import Room, check_can_ever_fit
+from engine.backends.vllm.worker import membership, weights
+from engine.backends.vllm.worker.kv_arena import Hold, KVArena, Range
+from engine.backends.vllm.worker.kv_check import check_holds_a_sequence
+from engine.backends.vllm.worker.kv_cuda import CudaRange
+from plumbing.errors import UnderstudyError, UsageError
+
+logger = logging.getLogger(__name__)
+
+MEND = "lower --kv-cache-memory-bytes"
+CODE_UNEXPECTED = "vllm.worker_failed"
+MEETING_FILE = "file://"  # torch's FileStore; over TCP there is nothing to remove
+
+Answer = dict[str, Any]
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Whoever cannot go on says why to the supervisor; vLLM would say that its core has failed."""
+    try:
+        yield
+    except UnderstudyError as error:
+        membership.current().report(error)
+        raise
+
+
+def answering(method: Callable[..., Answer]) -> Callable[..., Answer]:
+    """`method`, which never raises and says which rank answers and whether it did it."""
+
+    @functools.wraps(method)
+    def answer(self: Any, *args: Any) -> Answer:
+        about: Answer = {"rank": self.rank, "ok": True, "code": "", "error": ""}
+        try:
+            return about | method(self, *args)
+        except UnderstudyError as error:
+            logger.error("%s: %s", method.__name__, error)
+            return about | {"ok": False, "code": error.code, "error": error.message}
+        except Exception as error:
+            logger.exception("%s failed", method.__name__)
+            text = f"{method.__name__} failed: {type(error).__name__}: {error}"
+            return about | {"ok": False, "code": CODE_UNEXPECTED, "error": text}
+
+    return answer
+
+
+class Parking(StockGPUWorker):
+    """What both workers have in common; its `super()` is the worker of the platform, which on the
+    CPU is a kind of the GPU's."""
+
+    arena: KVArena | None = None
+    _expected_bytes = 0
+
+    # ------------------------------------------------------------------ what differs
+
+    # Each platform's worker has these four. vLLM's worker is no abstract class, so one that lacks
+    # some fails when they are first asked, while it starts.
+
+    def room(self) -> Room:
+        """What memory there is for KV caches."""
+        raise NotImplementedError
+
+    def kv_bytes_of_all(self, kv_bytes: int) -> int:
+        """What all ranks that share this memory need together."""
+        raise NotImplementedError
+
+    def reserve(self, kv_bytes: int) -> Range:
+        raise NotImplementedError
+
+    def tensor_at(self, address: int, size_bytes: int) -> torch.Tensor:
+        """A tensor of int8 over bare addresses; it keeps nothing alive and owns nothing."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ the start
+
+    def init_device(self) -> None:
+        with reporting():
+            super().init_device()
+            self._tell_of_meeting_place()
+            kv_bytes = self._kv_bytes_asked()
+            check_can_ever_fit(self.kv_bytes_of_all(kv_bytes), self.room(), MEND)
+
+    def _tell_of_meeting_place(self) -> None:
+        """Ranks on one machine meet over a file that none keeps open, and that outlives SIGKILL."""
+        place = str(self.distributed_init_method)
+        if self.rank == 0 and place.startswith(MEETING_FILE):
+            membership.current().leftover(place.removeprefix(MEETING_FILE))
+
+    def load_model(self, **kwargs: Any) -> None:
+        """As vLLM loads, which calls our loader; a draft model is loaded after the target, so that
+        only now everything is there that belongs to one epoch."""
+        with reporting():
+            super().load_model(**kwargs)
+            weights.of_this_process().settle()
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        with reporting():
+            sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
+            if len(sizes) != 1:
+                raise UsageError(
+                    "vllm.kv_contract",
+                    f"this model has a KV cache of {len(sizes)} buffers, and one can be parked",
+                )
+            self._expected_bytes = sizes.pop()
+            super().initialize_from_config(kv_cache_config)
+            if self.arena is None:
+                raise UsageError(
+                    "vllm.kv_contract",
+                    "this vLLM allocated its KV cache without asking its worker for a place; was"
+                    " it given a KV connector?",
+                )
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        if tag != "kv_cache":
+            elsewhere: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)
+            return elsewhere
+        self.arena = KVArena(self.reserve(self._expected_bytes), self.tensor_at)
+        return self.arena
+
+    def _kv_bytes_asked(self) -> int:
+        asked = self.cache_config.kv_cache_memory_bytes
+        if not asked:
+            raise UsageError(
+                "vllm.no_kv_size",
+                "the KV cache has no size: give --kv-cache-memory-bytes, the same to every engine",
+            )
+        return int(asked)
+
+    def _enough_for_a_sequence(self, kv_bytes: int) -> int:
+        """`kv_bytes`; the engine core would refuse too few of them after us, and tell nobody.
+
+        Raises:
+            UsageError: `vllm.kv_too_small`.
+        """
+        check_holds_a_sequence(self.vllm_config, self.get_kv_cache_spec(), kv_bytes)
+        return kv_bytes
+
+    # ------------------------------------------------------------------ vLLM's words for park, wake
+
+    def sleep(self, level: int = 1) -> None:
+        """Park, at any level: the weights are mapped read-only and cost a standby nothing."""
+        weights.of_this_process().is_awake = False
+        if self.arena is not None:
+            self.arena.release()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Nothing, where the memory was taken; again is harmless.
+
+        Raises:
+            UnderstudyError: `engine.not_awake`; going on would touch what is not there.
+        """
+        if self.arena is not None and self.arena.hold is not Hold.TAKEN:
+            raise UnderstudyError(
+                "engine.not_awake",
+                f"rank {self.rank} is {self.arena.hold}: its KV memory has to be taken first",
+            )
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        if "kv_cache" in tags:
+            self.sleep()
+
+    # ------------------------------------------------------------------ what the backend calls
+
+    @answering
+    def understudy_status(self) -> Answer:
+        ours, arena = weights.of_this_process(), self.arena
+        return {
+            "weights_bytes": ours.bytes,
+            "kv_bytes": arena.kv_bytes if arena else 0,
+            "kv_resident_bytes": arena.resident_bytes() if arena else 0,
+            "kv_hold": str(arena.hold) if arena else "",
+            "epoch": ours.epoch,
+            "identity": weights.same_on_every_rank(ours.identity),
+        }
+
+    @answering
+    def understudy_take_kv(self, deadline_s: float) -> Answer:
+        """The second fence, then memory behind the addresses; `ms` is what both took."""
+        began = time.monotonic()
+        weights.of_this_process().is_awake = True  # from now on nobody may read all of them
+        if self.arena is not None:
+            self.arena.take(deadline_s)
+        ms = (time.monotonic() - began) * 1000
+        return {"kv_bytes": self.arena.kv_bytes if self.arena else 0, "ms": round(ms, 3)}
+
+    @answering
+    def understudy_distrust(self, detail: str) -> Answer:
+        weights.of_this_process().distrust(detail)
+        return {}
+
+    # ------------------------------------------------------------------ what no worker of ours does
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnderstudyError(
+            "vllm.weights_are_shared",
+            "this worker shares its weights, read-only, with the other engine and cannot change"
+            " them; start engines with the new weights instead",
+        )
+
+    reload_weights = update_weights = reset_weights = _refuse
+    init_weight_transfer_engine = start_weight_update = start_draft_weight_update = _refuse
+    finish_weight_update = elastic_ep_execute = _refuse
+
+
+class GPUWorker(Parking):
+    """On a GPU of its own."""
+
+    _are_comms_suspended = False
+
+    def room(self) -> Room:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        return Room(free_bytes, total_bytes, f"the memory of {self._device()}")
+
+    def kv_bytes_of_all(self, kv_bytes: int) -> int:
+        return kv_bytes
+
+    def reserve(self, kv_bytes: int) -> Range:
+        return CudaRange(self._device(), kv_bytes, self.room)
+
+    def tensor_at(self, address: int, size_bytes: int) -> torch.Tensor:
+        return torch.as_tensor(_OnDevice(address, size_bytes), device=self.device)
+
+    def determine_available_memory(self) -> int:
+        with reporting():
+            self._enough_for_a_sequence(self._kv_bytes_asked())
+            # Again: vLLM may keep a part of what was asked for back.
+            return self._enough_for_a_sequence(int(super().determine_available_memory()))
+
+    def sleep(self, level: int = 1) -> None:
+        from vllm.distributed.parallel_state import suspend_device_comms
+
+        torch.cuda.synchronize()
+        super().sleep(level)
+        torch.cuda.empty_cache()  # what torch keeps for later would be missing to whoever wakes
+        if self.model_config.enable_nccl_comm_suspend and not self._are_comms_suspended:
+            suspend_device_comms()
+            self._are_comms_suspended = True
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        from vllm.distributed.parallel_state import resume_device_comms
+
+        super().wake_up(tags)
+        if self._are_comms_suspended:
+            resume_device_comms()
+            self._are_comms_suspended = False
+
+    def _device(self) -> str:
+        return weights.device_of(self.rank)
+
+
+class _OnDevice:
+    """What torch makes a tensor of, without a copy (CUDA array interface, version 3)."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|i1",
+            "data": (address, False),
+            "version": 3,
+        }

@@ -1,0 +1,144 @@
+"""The engine's metrics, all derived from the one record of events; zeros from the first scrape.
+
+Owns names and buckets (CONVENTIONS §2.4). Must not be told anything that is not an event, but for
+the two figures that are no transition: requests in flight and requests refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.core.events import State
+from engine.core.lifecycle import TRANSITIONS
+from engine.core.loading import Role
+from engine.supervisor.state_file import Memory
+from plumbing.service.events import Event
+from plumbing.service.metrics import Metrics
+
+PHASES = ("detect", "fence", "grant", "wake", "serve")
+LOST = ("lock_lost", "lease_lost", "member_lost")
+STATE_BUCKETS_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class EngineMetrics:
+    """Subscribe `observe` to the event log."""
+
+    def __init__(self, engine: str, role: Role, memory: Memory) -> None:
+        self.page = page = Metrics()
+        self._id = {"engine_id": engine}
+        self._role = role
+        states = tuple(State)
+        self._state = page.one_hot(
+            "engine_state",
+            "The engine's state; one of them is 1.",
+            states,
+            ("engine_id", "role"),
+            {"engine_id": (engine,), "role": (role,)},
+        )
+        self._entered = page.gauge(
+            "engine_state_entered_timestamp_seconds",
+            "When the engine entered its state.",
+            ("engine_id",),
+            {"engine_id": (engine,)},
+        )
+        self._transitions = page.counter(
+            "engine_transitions_total",
+            "Changes of state.",
+            ("engine_id", "from_state", "to_state"),
+        )
+        for (source, _), target in TRANSITIONS.items():
+            if source is not target:
+                self._transitions.labels(from_state=source, to_state=target, **self._id)
+        self._durations = page.histogram(
+            "engine_state_duration_seconds",
+            "How long a state lasted that was left.",
+            ("state",),
+            {"state": states},
+            buckets=STATE_BUCKETS_S,
+        )
+        self._attempts = page.counter(
+            "failover_attempts_total",
+            "Grants won from another engine; kept across restarts.",
+            ("engine_id",),
+        ).labels(**self._id)
+        self._attempts.inc(memory.failover_attempts)
+        self._successes = page.counter(
+            "failover_successes_total",
+            "Of these, those that led to active; kept across restarts.",
+            ("engine_id",),
+        ).labels(**self._id)
+        self._successes.inc(memory.failover_successes)
+        self._lost = page.counter(
+            "engine_lock_lost_total",
+            "Times that this engine had to end because the lock, its lease or one of its other"
+            " members was lost.",
+            ("reason",),
+            {"reason": LOST},
+        )
+        self._phases = page.histogram(
+            "failover_phase_duration_seconds",
+            "Parts of a failover as this process sees them: wake and serve, and of a rehearsed"
+            " death also detect; fence and grant are the lock server's to see.",
+            ("phase",),
+            {"phase": PHASES},
+        )
+        self._canaries = page.counter(
+            "engine_canary_total",
+            "Canary inferences by result.",
+            ("result",),
+            {"result": ("ok", "failed")},
+        )
+        self._in_flight = page.gauge(
+            "engine_inflight_requests", "Requests that the backend works on."
+        )
+        self._rejected = page.counter(
+            "engine_rejected_requests_total",
+            "Requests that the backend refused.",
+            ("reason",),
+            {"reason": ("backend",)},
+        )
+        self._rejected_known = 0
+
+    def watch_lease(self, lease: Callable[[], dict[str, Any] | None]) -> None:
+        """Over TCP: how long the lease is good for, as it is when asked."""
+
+        def seconds() -> float:
+            return float((lease() or {}).get("valid_for_ms", 0.0)) / 1000
+
+        self.page.gauge(
+            "engine_lease_valid_seconds",
+            "How long this engine may yet count on its lease, unless it is renewed; only where the"
+            " lock server is reached over TCP.",
+        ).set_function(seconds)
+
+    def observe(self, event: Event) -> None:
+        """Count what `event` says."""
+        data = event.data
+        match event.type:
+            case "engine.state":
+                source, target = data["from"], data["to"]
+                self._state.set(target, role=self._role, **self._id)
+                self._entered.labels(**self._id).set(event.ts.timestamp())
+                self._transitions.labels(from_state=source, to_state=target, **self._id).inc()
+                self._durations.labels(state=source).observe(data["lasted_ms"] / 1000)
+                if target == State.DEAD and data["cause"] in LOST:
+                    self._lost.labels(reason=data["cause"]).inc()
+                if target != State.ACTIVE:
+                    self._in_flight.set(0)
+                if target == State.INIT:
+                    self._rejected_known = 0
+            case "engine.canary":
+                self._canaries.labels(result="ok" if data["ok"] else "failed").inc()
+            case "engine.phase":
+                self._phases.labels(phase=data["phase"]).observe(data["ms"] / 1000)
+            case "engine.takeover":
+                self._attempts.inc()
+            case "engine.taken_over":
+                self._successes.inc()
+
+    def healthy(self, in_flight: int, rejected: int) -> None:
+        """What the backend's answers say; `rejected` counts since its launch."""
+        self._in_flight.set(in_flight)
+        self._rejected.labels(reason="backend").inc(max(0, rejected - self._rejected_known))
+        self._rejected_known = rejected

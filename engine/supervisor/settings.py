@@ -1,0 +1,273 @@
+"""The settings of `engine run`, as data, and what follows from them.
+
+Owns defaults and their reasons. Must not know what they are used for beyond that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.core import health, relaunch
+from engine.core.events import State
+from engine.core.loading import Role
+from lockserver.client import messages as lock
+from plumbing.errors import UsageError
+from plumbing.service.config import Option, Resolved
+from plumbing.wire.tcp.address import SCHEME, TcpAddress
+from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp.security import settle as settle_security
+
+MEMBERS_MAX = lock.MEMBERS_MAX
+PORT_FIRST = 9410  # engine n serves its probes on 9410 + n
+TERMINATION_LOG = "/dev/termination-log"  # where Kubernetes reads why a container ended
+TERMINATION_LOG_BYTES_MAX = 4096  # what the kubelet keeps of it
+
+INIT_MS = 7_200_000  # the first load of a large model from a slow disk, behind another engine's
+WAKING_MS = 60_000  # the old holder's memory may take half a minute to be freed
+DRAIN_MS = 30_000
+REAP_MS = 10_000  # SIGKILL to gone; 243 GB of pinned memory took 26 s, such machines raise this
+
+SECURITY = (
+    "lockserver_tls_cert",
+    "lockserver_tls_key",
+    "lockserver_tls_ca",
+    "lockserver_psk_file",
+)
+# vLLM can span nodes, but then its processes find one another by means of their own, and what we
+# have it share and park is arranged for ranks on one node.
+ONE_NODE_BACKENDS = frozenset({"vllm"})
+
+
+def duration(name: str, default_ms: int, text: str) -> Option:
+    return Option(name, int, default_ms, text, minimum=1)
+
+
+OPTIONS = (
+    Option("backend", str, "reference", "Which inference backend to run."),
+    Option("dir", str, "/run/understudy", "The directory that the pod's processes share."),
+    Option("engine_id", str, "engine-0", "The name of this engine in the pod.", env="ENGINE_ID"),
+    Option(
+        "role",
+        str,
+        Role.AUTO.value,
+        "Who may write weights; never who is active.",
+        env="ENGINE_ROLE",
+        choices=tuple(Role),
+    ),
+    Option(
+        "lockserver_socket",
+        str,
+        None,
+        "The lock server: tcp://HOST:PORT, or its socket; lockserver.sock in --dir unless given.",
+        env="LOCKSERVER_SOCKET",
+    ),
+    Option("lockserver_tls_cert", str, None, "Over TCP: this engine's certificate."),
+    Option("lockserver_tls_key", str, None, "Over TCP: its private key."),
+    Option("lockserver_tls_ca", str, None, "Over TCP: whose certificate the server's is from."),
+    Option(
+        "lockserver_psk_file",
+        str,
+        None,
+        "Over TCP, instead of certificates: a file with the key that the lock server has, too.",
+    ),
+    Option(
+        "members",
+        int,
+        1,
+        "So many nodes this engine spans, each with a supervisor; needs the lock over TCP.",
+        minimum=1,
+        maximum=MEMBERS_MAX,
+    ),
+    Option(
+        "member", int, 0, "Which of them this is; 0 serves.", minimum=0, maximum=MEMBERS_MAX - 1
+    ),
+    Option(
+        "service_address",
+        str,
+        None,
+        "HOST:PORT to serve on when active. Only where the lock is reached over TCP, and then"
+        " required of member 0; a lock server on a Unix socket lends the socket itself.",
+    ),
+    Option(
+        "gms_socket_dir",
+        str,
+        None,
+        "Where the sockets of the GPU memory service are, --dir unless given.",
+        env="GMS_SOCKET_DIR",
+    ),
+    Option("http_host", str, "127.0.0.1", "Where probes and metrics are served."),
+    Option(
+        "http_port",
+        int,
+        None,
+        f"Their port; {PORT_FIRST} plus the number that ends the engine's id unless given.",
+        minimum=0,
+        maximum=65535,
+    ),
+    Option(
+        "termination_log",
+        str,
+        None,
+        f"Where to write why this process ends; {TERMINATION_LOG} where that exists.",
+    ),
+    Option(
+        "kv_change",
+        bool,
+        False,
+        "Allow a KV cache of another size than the pod's other engines have: an upgrade is meant.",
+    ),
+    duration("init_ms", INIT_MS, "Budget from launch to standby."),
+    duration("waking_ms", WAKING_MS, "Budget from the grant to active."),
+    duration("drain_ms", DRAIN_MS, "Budget for requests in flight when told to end."),
+    duration("reap_ms", REAP_MS, "Budget for a killed tree to be gone."),
+    duration("answer_ms", health.ANSWER_MS, "Active: the backend answers within this."),
+    duration("hang_ms", health.HANG_MS, "Active, with requests in flight: a token within this."),
+    duration("idle_canary_ms", health.IDLE_CANARY_MS, "Active and idle: a canary this often."),
+    duration("backoff_first_ms", relaunch.BACKOFF_FIRST_MS, "First wait after a failed launch."),
+    duration("backoff_max_ms", relaunch.BACKOFF_MAX_MS, "Longest wait after a failed launch."),
+    duration("yield_ms", relaunch.YIELD_MS, "Longest wait for another engine to take over."),
+    Option("deaths_max", int, relaunch.DEATHS_MAX, "So many deaths are a crash loop …", minimum=1),
+    duration("deaths_window_ms", relaunch.DEATHS_WINDOW_MS, "… within this."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a supervisor is told, resolved: paths absolute, defaults filled in."""
+
+    config: Resolved
+    command: tuple[str, ...]
+    backend: str
+    directory: str
+    engine: str
+    role: Role
+    lockserver_socket: str
+    lockserver_security: Security | None
+    member: int
+    members: int
+    service_address: TcpAddress | None  # None: the lock server lends a socket, or nothing is served
+    gms_socket_dir: str
+    http_port: int
+    budgets_ms: Mapping[State, int]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the lock server is reached over TCP, so that a lease stands for the witness."""
+        return self.lockserver_socket.startswith(SCHEME)
+
+    @property
+    def control_path(self) -> str:
+        return control_path(self.directory, self.engine)
+
+
+def control_path(directory: str, engine: str) -> str:
+    return os.path.join(directory, f"engine_{engine}.sock")
+
+
+def settle(config: Resolved, command: list[str], directory: str) -> Settings:
+    """Fill in what depends on other settings. `directory` is the checked shared directory.
+
+    Raises:
+        UsageError: settings that do not go together; also security files that cannot be used.
+    """
+    engine, member = config["engine_id"], config["member"]
+    address = config["lockserver_socket"] or os.path.join(directory, "lockserver.sock")
+    is_remote = address.startswith(SCHEME)
+    _check_members(config, is_remote=is_remote)
+    port = config["http_port"]
+    return Settings(
+        config=config,
+        command=tuple(command),
+        backend=config["backend"],
+        directory=directory,
+        engine=engine,
+        role=Role(config["role"]),
+        lockserver_socket=address,
+        lockserver_security=_security(config, address) if is_remote else None,
+        member=member,
+        members=config["members"],
+        # The others serve nothing, whatever an environment that they share may say.
+        service_address=_service_address(config["service_address"] if member == 0 else None),
+        gms_socket_dir=config["gms_socket_dir"] or directory,
+        http_port=port if port is not None else PORT_FIRST + number_of(engine),
+        budgets_ms={
+            State.INIT: config["init_ms"],
+            State.WAKING: config["waking_ms"],
+            State.DRAINING: config["drain_ms"],
+            State.DEAD: config["reap_ms"],
+        },
+    )
+
+
+def _check_members(config: Resolved, *, is_remote: bool) -> None:
+    """What goes with the lock over TCP, and only there."""
+    member, members = config["member"], config["members"]
+    if member >= members:
+        raise UsageError(
+            "engine.bad_member",
+            f"--member {member} is none of {members}: they count from 0 to --members less 1",
+        )
+    if members > 1 and config["backend"] in ONE_NODE_BACKENDS:
+        raise UsageError(
+            "engine.cannot_span",
+            f"--members {members}: the {config['backend']} backend keeps all ranks of an engine on"
+            " one node, so there would be nothing for the others to do; leave --members out",
+        )
+    if is_remote:
+        if member == 0 and config["service_address"] is None:
+            raise UsageError(
+                "engine.no_service_address",
+                "a lock server over TCP has no socket to lend: say with --service-address"
+                " HOST:PORT where this engine is to serve when it is active",
+            )
+        return
+    for name in (*SECURITY, "service_address"):
+        if config[name] is not None:
+            raise UsageError(
+                "engine.only_over_tcp",
+                f"--{name.replace('_', '-')} is for a lock server over TCP, and this one is a"
+                " socket of this host; give --lockserver-socket tcp://HOST:PORT, or leave it out",
+            )
+    if members > 1:
+        raise UsageError(
+            "engine.only_over_tcp",
+            f"an engine of {members} members needs a lock server that each can reach: give"
+            " --lockserver-socket tcp://HOST:PORT",
+        )
+
+
+def _security(config: Resolved, address: str) -> Security | None:
+    security = settle_security(TcpAddress.parse(address), *(config[name] for name in SECURITY))
+    if security is not None:
+        security.client_context()  # files that cannot be used are better refused now than later
+    return security
+
+
+def _service_address(text: str | None) -> TcpAddress | None:
+    """With a numeric host, so that nothing is looked up when the engine is to serve."""
+    if text is None:
+        return None
+    try:
+        address = TcpAddress.parse(f"{SCHEME}{text}")
+        if not address.port:
+            raise ValueError("a port of 0 is known to nobody")
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (UsageError, ValueError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "an IPv6 address in brackets"
+        raise UsageError(
+            "engine.bad_service_address",
+            f"--service-address is {text!r}: it takes HOST:PORT of this host ({reason})",
+        ) from error
+    return TcpAddress(str(found[0][4][0]), address.port)
+
+
+def number_of(engine: str) -> int:
+    """The number that ends the id of an engine (`engine-1` → 1), 0 if none does."""
+    found = re.search(r"\d{1,3}$", engine)
+    return int(found.group()) if found else 0

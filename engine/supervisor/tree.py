@@ -1,0 +1,345 @@
+"""The processes of one incarnation: started, watched one by one, killed and reaped together.
+
+Owns pidfds, lifelines and the proof that nobody is left. Must not know what the processes do, nor
+what their death means for the engine.
+
+How it is certain: the supervisor is PID 1 of its container or a child subreaper, so an orphan of
+the tree becomes its child. `waitpid` answering ECHILD therefore means that the whole tree is gone,
+whatever it forked and whether or not it was ever seen in /proc. The supervisor starts nothing else
+than backends, so everything below it *is* the tree.
+
+The surprising thing: not every process of a tree must live. A backend that starts may run a
+compiler or look for hardware with short-lived programs. Those that must are the main process,
+those that registered, and, from the check for standby on, everybody alive at that check.
+
+A death is told twice: `on_dying` when a lifeline says that one begins, so that the others can be
+killed while the kernel still frees the memory of the first, and `on_death` when it is over and
+there is a status to tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.lifeline import Watch
+from plumbing.errors import InvariantError, UnderstudyError, UsageError
+from plumbing.service import procfs
+from plumbing.wire.fds import OwnedFd
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+MAIN = "main"
+
+# Programs of a backend's tree that never open a device and hold no witness, by a part of their
+# command line: Python's multiprocessing starts one that unlinks shared memory after a crash.
+HELPERS = ("multiprocessing.resource_tracker",)
+
+# While a tree dies, orphans that no pidfd has announced are looked for: at once again at first,
+# since a takeover waits, then less often, since a tree with much memory takes its time.
+SWEEP_S_MIN = 0.001
+SWEEP_S_MAX = 0.020
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A process that must live has ended. `status` is its wait status where it was our child."""
+
+    pid: int
+    name: str
+    status: int | None
+
+    @property
+    def signal(self) -> int | None:
+        if self.status is None or not os.WIFSIGNALED(self.status):
+            return None
+        return os.WTERMSIG(self.status)
+
+    @property
+    def exit_code(self) -> int | None:
+        if self.status is None or not os.WIFEXITED(self.status):
+            return None
+        return os.WEXITSTATUS(self.status)
+
+    def describe(self) -> str:
+        """`http (pid 12) was killed by SIGKILL`."""
+        if self.signal is not None:
+            how = f"was killed by {signal.Signals(self.signal).name}"
+        elif self.exit_code is not None:
+            how = f"exited with code {self.exit_code}"
+        else:
+            how = "has ended"
+        return f"{self.name} (pid {self.pid}) {how}"
+
+
+@dataclass
+class _Process:
+    pidfd: OwnedFd
+    name: str
+    must_live: bool
+    lifeline: Watch | None = None
+
+
+def become_subreaper() -> None:
+    """Adopt every orphan below this process from now on (prctl(2)); PID 1 does so by itself."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}")
+
+
+class Tree:
+    """One backend's processes. `on_dying` and `on_death` are called for the first death that
+    matters, the former only where a lifeline announced it; `on_gone` once, when none is left after
+    `kill`; all from the loop."""
+
+    def __init__(
+        self,
+        on_dying: Callable[[str], None],
+        on_death: Callable[[Death], None],
+        on_gone: Callable[[], None],
+        *,
+        helpers: Sequence[str] = HELPERS,
+    ) -> None:
+        self._on_dying = on_dying
+        self._on_death = on_death
+        self._on_gone = on_gone
+        self._helpers = tuple(helpers)
+        self._loop = asyncio.get_running_loop()
+        self._processes: dict[int, _Process] = {}
+        self._main: subprocess.Popen[bytes] | None = None
+        self._statuses: dict[int, int] = {}
+        self._sweep: asyncio.TimerHandle | None = None
+        self._sweep_s = SWEEP_S_MIN
+        self._is_dying = False
+        self._announced: int | None = None  # whose death a lifeline told and no status explains yet
+        self.is_gone = False
+
+    # ------------------------------------------------------------------ starting and knowing
+
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], stdin: int, lend: Sequence[int]
+    ) -> int:
+        """Start the main process in a session of its own, with `stdin` and the descriptors `lend`;
+        its pid.
+
+        Raises:
+            UsageError: `engine.cannot_start`, there is no such program.
+        """
+        try:
+            self._main = subprocess.Popen(
+                command,
+                stdin=stdin,
+                env=dict(environ),
+                pass_fds=lend,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UsageError(
+                "engine.cannot_start",
+                f"cannot start the backend {command[0]}: {error.strerror}; check --backend",
+                command=list(command),
+            ) from error
+        pid = self._main.pid
+        self._watch(pid, MAIN, must_live=True)
+        return pid
+
+    def register(self, name: str, pid: int, lifeline: int | None = None) -> None:
+        """`pid` says that it is `name`; from now on it must live. `lifeline` is lent.
+
+        Raises:
+            UnderstudyError: `engine.not_of_this_tree`.
+            ProtocolError: this is no lifeline.
+        """
+        if not self._is_ours(pid):
+            raise UnderstudyError(
+                "engine.not_of_this_tree",
+                f"pid {pid} is no descendant of this engine's supervisor (pid {os.getpid()})",
+                pid=pid,
+            )
+        self._watch(pid, name, must_live=True)
+        process = self._processes.get(pid)
+        if lifeline is not None and process is not None and process.lifeline is None:
+            # Without a thread or memory for it, its pidfd has to do.
+            with contextlib.suppress(OSError, RuntimeError):
+                process.lifeline = Watch(lifeline, functools.partial(self._dies, pid))
+
+    def scan(self) -> None:
+        """Look for processes that have come since, and bury orphans."""
+        if not self.is_gone:
+            self._collect()
+            for pid in procfs.descendants(os.getpid()):
+                self._watch(pid, procfs.name(pid), must_live=False)
+
+    def pids(self) -> dict[str, int]:
+        """The processes that must live, by name."""
+        return {each.name: pid for pid, each in self._processes.items() if each.must_live}
+
+    def everyone(self) -> list[int]:
+        """Every process of the tree that has been seen and lives."""
+        return list(self._processes)
+
+    def pid_of(self, name: str) -> int | None:
+        return next((pid for pid, each in self._processes.items() if each.name == name), None)
+
+    def check_witness(self, dev: int, ino: int) -> str | None:
+        """Whether every process of the tree holds the witness on descriptor 0; who does not.
+
+        From here on, everybody alive now must live.
+        """
+        self.scan()
+        for pid in procfs.descendants(os.getpid()):
+            if not procfs.is_alive(pid) or self._is_helper(pid):
+                continue
+            if not procfs.flock_held(pid, 0, dev, ino):
+                return (
+                    f"{procfs.name(pid) or 'a process'} (pid {pid}) of the backend does not hold"
+                    " the witness on descriptor 0, so its death could not be proven"
+                )
+            if pid in self._processes:
+                self._processes[pid].must_live = True
+        return None
+
+    # ------------------------------------------------------------------ ending
+
+    def signal_one(self, pid: int, signum: signal.Signals) -> bool:
+        """`signum` to one watched process; False if it is gone already."""
+        process = self._processes.get(pid)
+        if process is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process.pidfd.fileno(), signum)
+            return True
+        return False
+
+    def kill(self) -> None:
+        """SIGKILL to every process, again and again until none is left, then `on_gone`."""
+        if self.is_gone:
+            raise InvariantError("this tree was reaped already")
+        self._is_dying = True
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+            self._sweep = None
+        if self._collect():
+            self._finish()
+            return
+        self.scan()
+        for pid in list(self._processes):
+            self.signal_one(pid, signal.SIGKILL)
+        self._sweep = self._loop.call_later(self._sweep_s, self._kill_all)
+        self._sweep_s = min(2 * self._sweep_s, SWEEP_S_MAX)
+
+    def _collect(self) -> bool:
+        """Bury every child that has ended; True if there is no child left, dead or alive."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return True
+            if pid == 0:
+                return False
+            if pid in self._processes:  # of others, nobody will ask
+                self._statuses[pid] = status
+            if self._main is not None and pid == self._main.pid:
+                # Popen must not wait for it, nor warn that nobody did.
+                self._main.returncode = os.waitstatus_to_exitcode(status)
+
+    def _finish(self) -> None:
+        self.is_gone = True
+        for pid, process in self._processes.items():
+            self._forget(process)
+            self._explain(pid, process.name)
+        self._processes.clear()
+        self._loop.call_soon(self._on_gone)
+
+    # ------------------------------------------------------------------ watching
+
+    def _watch(self, pid: int, name: str, *, must_live: bool) -> None:
+        known = self._processes.get(pid)
+        if known is not None:
+            if must_live:
+                known.name, known.must_live = name, True
+            return
+        try:
+            pidfd = OwnedFd(os.pidfd_open(pid))
+        except ProcessLookupError:
+            return
+        # The pid may have been given to somebody else between the look and the open.
+        if not self._is_ours(pid):
+            pidfd.close()
+            return
+        self._processes[pid] = _Process(pidfd, name, must_live)
+        self._loop.add_reader(pidfd.fileno(), self._ended, pid)
+
+    def _dies(self, pid: int) -> None:
+        process = self._processes[pid]  # or its lifeline would be closed
+        if not self._is_dying:
+            self._is_dying = True  # one death is enough news; `kill` follows from it
+            self._announced = pid
+            self._on_dying(f"{process.name} (pid {pid}) is dying")
+
+    def _ended(self, pid: int) -> None:
+        is_last = self._collect()
+        process = self._processes.pop(pid)
+        self._forget(process)
+        self._explain(pid, process.name)
+        if self._is_dying:
+            if is_last:
+                self._kill_all()
+            return
+        if process.must_live:
+            self._is_dying = True
+            status = self._statuses.pop(pid, None)
+            self._on_death(self._first_death() or Death(pid, process.name, status))
+
+    def _explain(self, pid: int, name: str) -> None:
+        """The end of the death that a lifeline announced."""
+        if pid == self._announced:
+            self._announced = None
+            self._on_death(Death(pid, name, self._statuses.pop(pid, None)))
+
+    def _first_death(self) -> Death | None:
+        """The main process's, if it has ended too: its children die with it, and of all of them
+        it is the cause."""
+        main = self._main
+        if main is None or main.pid not in self._statuses or main.pid not in self._processes:
+            return None
+        return Death(main.pid, self._processes[main.pid].name, self._statuses[main.pid])
+
+    def _forget(self, process: _Process) -> None:
+        self._loop.remove_reader(process.pidfd.fileno())
+        process.pidfd.close()
+        if process.lifeline is not None:
+            process.lifeline.close()
+
+    def _is_ours(self, pid: int) -> bool:
+        """Whether `pid` is below this process. Parents only ever change towards us."""
+        seen = 0
+        ancestor: int | None = pid
+        while ancestor and seen < _DEPTH_MAX:
+            ancestor = procfs.parent(ancestor)
+            if ancestor == os.getpid():
+                return True
+            seen += 1
+        return False
+
+    def _is_helper(self, pid: int) -> bool:
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as stream:
+                line = stream.read().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            return False
+        return any(helper in line for helper in self._helpers)
+
+
+_DEPTH_MAX = 64  # deeper than any tree of processes, and an end should /proc change under our feet

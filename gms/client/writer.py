@@ -1,0 +1,214 @@
+"""A writer's session: a staging epoch, from the first tensor to the commit.
+
+Owns where tensors go and how a commit ends, also when the service dies under it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gms.client.attachment import Attachment
+from gms.client.reader import Reader
+from gms.client.sessions import Opening, Session, unexpected_answer
+from gms.core.manifest import TensorRecord, encode, layout_hash
+from gms.core.suballocator import NeedSlab, Suballocator
+from gms.messages import (
+    Allocate,
+    Allocated,
+    Attach,
+    Attached,
+    Commit,
+    Committed,
+    Progress,
+    Waiting,
+    Writing,
+)
+from plumbing.errors import InvariantError, RemoteError, UnderstudyError, UnreachableError
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import close_all
+
+# The longest that sealing and journalling may take: 2.3 ms per GiB, and a disk that is full for
+# a while (the server tries again every second).
+COMMIT_TIMEOUT_S = 120.0
+DOUBT_POLL_S = 0.05  # a server is restarted in half a second
+
+
+class Writer(Session):
+    """A staging epoch: place tensors, write them, commit. Closing it without loses it."""
+
+    def __init__(
+        self,
+        opening: Opening,
+        client: BlockingClient,
+        attachment: Attachment,
+        request: Attach,
+        grant: Writing,
+        on_wait: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """`on_wait` is called with a sentence while a slab waits for memory."""
+        super().__init__(opening, client, attachment, request)
+        self.epoch = grant.epoch
+        self._grant = grant
+        self._on_wait = on_wait
+        self._places = Suballocator(
+            grant.granularity_bytes, grant.free_bytes, opening.memory.allocation_bytes_max
+        )
+        self._records: dict[str, TensorRecord] = {}
+
+    def plan(self, total_bytes: int, tensor_bytes_max: int, slab_bytes: int | None = None) -> None:
+        """Say beforehand how much will be placed, and the largest tensor of it.
+
+        Args:
+            slab_bytes: the size of slabs, instead of what follows from the other two.
+        """
+        self._places.plan(total_bytes, tensor_bytes_max, slab_bytes)
+
+    def place(
+        self,
+        name: str,
+        nbytes: int,
+        shape: Sequence[int],
+        dtype: str,
+        strides: Sequence[int] | None = None,
+    ) -> int:
+        """The address of room for one tensor, writable until `commit`.
+
+        Args:
+            strides: in elements; None for one that is C-contiguous.
+
+        Raises:
+            RemoteError: `gms.out_of_memory`, naming what holds the device. The session is over.
+        """
+        if name in self._records:
+            raise InvariantError(f"tensor {name!r} was placed before")
+        offset = self._places.place(nbytes)
+        while isinstance(offset, NeedSlab):  # several times, for a tensor that spans slabs
+            self._open_slab(offset.size_bytes)
+            offset = self._places.place(nbytes)
+        layout = None if strides is None else tuple(strides)
+        self._records[name] = TensorRecord(name, offset, nbytes, tuple(shape), dtype, layout)
+        return self._attachment.range.address + offset
+
+    def alias(self, name: str, of: str) -> None:
+        """Let `name` be the tensor `of` too, in the same bytes: weights that are tied."""
+        if name in self._records:
+            raise InvariantError(f"tensor {name!r} was placed before")
+        self._records[name] = replace(self._records[of], name=name)
+
+    def view(self, name: str) -> memoryview:
+        """The bytes of tensor `name`, writable in place until `commit`.
+
+        Raises:
+            UnderstudyError: `gms.not_host_memory`.
+        """
+        record = self._records[name]
+        return self._attachment.range.view(record.offset, record.nbytes)
+
+    def write(self, name: str, data: bytes | memoryview, at: int = 0) -> None:
+        """Copy `data` to byte `at` of tensor `name`; into device memory too."""
+        record = self._records[name]
+        size_bytes = memoryview(data).nbytes
+        if not 0 <= at <= record.nbytes - size_bytes:
+            raise InvariantError(
+                f"bytes {at} to {at + size_bytes} are not inside tensor {name!r} of "
+                f"{record.nbytes} bytes"
+            )
+        self._attachment.range.write(record.offset + at, data)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorRecord]:
+        """What was placed so far, by name."""
+        return self._records
+
+    def address(self, name: str) -> int:
+        """Where the first byte of tensor `name` is, for good."""
+        return self._attachment.range.address + self._records[name].offset
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        """Tell the service that the load goes on; without it, the writer's deadline runs."""
+        self._client.notify(Progress(done_bytes, total_bytes))
+
+    def commit(self, identity: Mapping[str, Any]) -> Reader:
+        """Publish the epoch and go on as its reader: same session, same addresses, read-only.
+
+        Raises:
+            RemoteError: `gms.still_writable`, `gms.identity_changed`, …; the load is lost.
+        """
+        sizes, manifest = self._places.slab_sizes, encode(self._records.values())
+        computed = layout_hash(sizes, manifest)
+        self._attachment.make_read_only()
+        is_answered = self._ask_to_commit(Commit(dict(identity), manifest, computed))
+        epoch = Attached(
+            epoch=self.epoch,
+            epoch_file=self._grant.epoch_file,
+            identity=dict(identity),
+            layout_hash=computed,
+            slab_sizes=tuple(sizes),
+            manifest=manifest,
+        )
+        self.is_closed = True  # the reader owns everything from here on
+        reader = Reader(
+            self._opening, self._client, self._attachment, self._request, epoch, is_author=True
+        )
+        if not is_answered:
+            with contextlib.ExitStack() as stack:
+                stack.callback(reader.close)
+                _settle_doubt(reader, self._on_wait)
+                stack.pop_all()
+        return reader
+
+    def _ask_to_commit(self, commit: Commit) -> bool:
+        """Whether it was answered: a service that died may have committed or not."""
+        try:
+            message = self._client.request(commit, timeout_s=COMMIT_TIMEOUT_S).message
+        except UnreachableError:
+            return False
+        if not isinstance(message, Committed) or message.epoch != self.epoch:
+            raise unexpected_answer(message.TYPE, "commit")
+        return True
+
+    def abort(self) -> None:
+        """Give the staging epoch up."""
+        self.close()
+
+    def _open_slab(self, size_bytes: int) -> None:
+        # As long as a commit: the server may first wait for memory that another gave up.
+        reply = self._client.request(Allocate(size_bytes), timeout_s=COMMIT_TIMEOUT_S)
+        while isinstance(reply.message, Waiting):
+            self._on_wait(reply.message.message)
+            reply = self._client.receive(COMMIT_TIMEOUT_S)
+        message = reply.message
+        if not isinstance(message, Allocated) or message.slab != len(self._attachment.slabs):
+            close_all(reply.fds)
+            raise unexpected_answer(message.TYPE, "allocate")
+        self._attachment.adopt(reply.fds, [message.size_bytes], writable=True)
+        self._places.slab_opened(message.size_bytes)
+
+
+def _settle_doubt(reader: Reader, on_wait: Callable[[str], None]) -> None:
+    """Ask the next service whether the epoch was committed; it takes the memory back if so.
+
+    One word alone ends the doubt. Whatever else fails may succeed the next time, and giving up
+    loses an epoch that others were told of: this process may be all that holds it.
+
+    Raises:
+        RemoteError: `gms.not_committed`, the load is lost.
+        UnderstudyError: what failed last, after the time that a commit may take.
+    """
+    end, told = time.monotonic() + COMMIT_TIMEOUT_S, ""
+    while True:
+        try:
+            reader.rejoin(max(0.0, end - time.monotonic()), was_committed=False)
+            return
+        except UnderstudyError as error:
+            is_lost = isinstance(error, RemoteError) and error.code == "gms.not_committed"
+            if is_lost or time.monotonic() > end:
+                raise
+            if error.message != told:
+                told = error.message
+                on_wait(f"no answer yet whether epoch {reader.epoch[:8]} is committed: {told}")
+            time.sleep(DOUBT_POLL_S)

@@ -1,0 +1,254 @@
+"""What `gms status` and `gms inspect` collect from the sockets of a directory, and how it reads.
+
+Works with a server down: then the journal says what was committed, marked as an offline view.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+from gms import messages as msg
+from gms.core.manifest import Manifest
+from gms.server import journal
+from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.service.files import read_json
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.messages import Message
+
+CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error
+TIMEOUT_S = 5.0
+
+_SOCKET = re.compile(r"gms_([A-Za-z0-9-]+)_([a-z]+)\.(sock|json)")
+_ENGINE_STATE = re.compile(r"engine_.+\.json")
+
+
+def collect(directory: str, *, in_full: bool) -> dict[str, Any]:
+    """One document for every device that has, or had, a server in `directory`.
+
+    Raises:
+        UnreachableError: `gms.no_devices`, there is nothing of the service in that directory.
+    """
+    found = devices_in(directory)
+    with ThreadPoolExecutor(len(found)) as threads:  # one that hangs must not keep the others
+        devices = list(threads.map(lambda each: _ask(directory, *each, in_full=in_full), found))
+    return {"schema": 1, "online": all(d["online"] for d in devices), "devices": devices}
+
+
+def devices_in(directory: str) -> list[tuple[str, str]]:
+    """(device, tag) of every server that there is, or was, in `directory`.
+
+    Raises:
+        UnreachableError: `gms.no_devices`.
+    """
+    try:
+        found = sorted({m.group(1, 2) for m in map(_SOCKET.fullmatch, os.listdir(directory)) if m})
+    except OSError as error:
+        raise UnreachableError(
+            "gms.no_devices", f"cannot look into {directory}: {error.strerror}; check --dir"
+        ) from error
+    if not found:
+        raise UnreachableError(
+            "gms.no_devices",
+            f"no memory service in {directory}; start one with `gms serve --dir {directory}`",
+        )
+    return [(device, tag) for device, tag in found]
+
+
+def render(document: dict[str, Any]) -> str:
+    """The document for people."""
+    lines = []
+    for device in document["devices"]:
+        lines.append(_headline(device))
+        if not device["online"]:
+            continue
+        lines += [_session(session) for session in device["sessions"]]
+        lines += [_waiter(waiter) for waiter in device["waiting"]]
+        if device["superseded_bytes"]:
+            lines.append(_superseded(device))
+        for epoch in device["unowned"]:
+            # A server that has just started does not know yet how large what it found is.
+            size = f" {_size(epoch['size_bytes'])}," if epoch["size_bytes"] else ""
+            lines.append(
+                f"  epoch {epoch['epoch'][:8]} is {epoch['phase']},{size}"
+                f" mapped by {held_by([epoch])}"
+            )
+        if device["problem"]:
+            lines.append(f"  problem: {device['problem']}")
+    return "\n".join(lines)
+
+
+def render_in_full(document: dict[str, Any]) -> str:
+    """`render`, and every tensor."""
+    lines = [render(document)]
+    for device in document["devices"]:
+        for epoch in device.get("epochs", ()):
+            total = sum(epoch["slab_sizes"])
+            tensors = len(epoch["tensors"]) if epoch["has_manifest"] else "unknown"
+            lines.append(
+                f"\n{device['device_uuid']} epoch {epoch['epoch']} {epoch['phase']}: "
+                f"slabs {len(epoch['slab_sizes'])}, {_size(total)}, tensors {tensors}"
+            )
+            for tensor in epoch["tensors"]:
+                shape = "x".join(str(n) for n in tensor["shape"]) or "scalar"
+                lines.append(
+                    f"  {tensor['name']:48} {tensor['dtype']:10} {shape:16} "
+                    f"slab {tensor['slab']} offset {tensor['offset']} bytes {tensor['nbytes']}"
+                )
+    return "\n".join(lines)
+
+
+def name_holders(directory: str, device: dict[str, Any]) -> None:
+    """Say beside the pids that hold unowned epochs which engine each is, where that is known.
+
+    By the device's own sessions, and by the engines' state files: a process that is stopped, which
+    is the one that people look for, has no session with a fresh server.
+    """
+    if not any(epoch["holders"] for epoch in device["unowned"]):
+        return
+    engines = _engines_on_file(directory)
+    engines |= {each["pid"]: each["engine"] for each in device["sessions"] + device["waiting"]}
+    for epoch in device["unowned"]:
+        known = [pid for pid in epoch["holders"] if pid in engines]
+        epoch["holder_engines"] = {str(pid): engines[pid] for pid in known}
+
+
+def held_by(epochs: Iterable[dict[str, Any]]) -> str:
+    """`pid 17 (engine-0), pid 18`: the processes that hold `epochs`, which nobody here owns."""
+    engines: dict[str, str | None] = {}
+    for epoch in epochs:
+        known = epoch.get("holder_engines", {})
+        engines |= {str(pid): known.get(str(pid)) for pid in epoch["holders"]}
+    named = [f"pid {pid} ({engine})" if engine else f"pid {pid}" for pid, engine in engines.items()]
+    return ", ".join(named) or "processes not visible here"
+
+
+def end_at_once() -> NoReturn:
+    """End this process without cleaning up: what it would clean up with may be what is wrong."""
+    os._exit(CRASHED)
+
+
+def _ask(directory: str, device: str, tag: str, *, in_full: bool) -> dict[str, Any]:
+    path = os.path.join(directory, f"gms_{device}_{tag}.sock")
+    question: Message = msg.Inspect() if in_full else msg.Status()
+    try:
+        with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=TIMEOUT_S) as client:
+            answer = client.request(question, timeout_s=TIMEOUT_S).message
+        assert isinstance(answer, msg.StatusReply | msg.InspectReply)
+        for epoch in answer.document.get("epochs", ()):
+            manifest = epoch.pop("manifest")
+            # One that was handed back after a restart, and is history, came without its own.
+            epoch["has_manifest"] = bool(manifest)
+            epoch["tensors"] = _tensors(manifest, epoch["slab_sizes"])
+        name_holders(directory, answer.document)
+        return {**answer.document, "online": True}
+    except UnderstudyError as error:
+        record = journal.peek(path.removesuffix(".sock") + ".json")
+        return {
+            "device_uuid": device,
+            "tag": tag,
+            "online": False,
+            "state": "offline",
+            "reason": error.message,
+            "epoch": record.epoch if record else None,
+            "committed_bytes": record.size_bytes if record else 0,
+        }
+
+
+def _engines_on_file(directory: str) -> dict[int, str]:
+    """Which engine each pid belongs to, by what the engines last wrote of themselves."""
+    engines: dict[int, str] = {}
+    for name in filter(_ENGINE_STATE.fullmatch, os.listdir(directory)):
+        try:
+            document = read_json(os.path.join(directory, name)) or {}
+            engine, pids = document["engine"], document["backend"]["pids"]
+            engines |= dict.fromkeys((engine["pid"], *pids.values()), engine["id"])
+        except (UnderstudyError, OSError, KeyError, TypeError, AttributeError):
+            continue  # not ours to judge: the pid stands without a name
+    return engines
+
+
+def _tensors(manifest: bytes, slab_sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """What `inspect` shows of each tensor; `slab` is the one in which it begins."""
+    starts = list(itertools.accumulate(slab_sizes, initial=0))
+    return [
+        {
+            "name": t.name,
+            "slab": bisect.bisect_right(starts, t.offset, hi=len(slab_sizes)) - 1,
+            "offset": t.offset,
+            "shape": list(t.shape),
+            "dtype": t.dtype,
+            "nbytes": t.nbytes,
+        }
+        for t in (Manifest(manifest).values() if manifest else ())
+    ]
+
+
+def _headline(device: dict[str, Any]) -> str:
+    name = f"gms  {device['device_uuid']}"
+    if not device["online"]:
+        was = f"epoch {device['epoch'][:8]} was committed" if device["epoch"] else "was empty"
+        return f"{name}  offline view: {was}; {device['reason']}"
+    committed, sessions = _size(device["committed_bytes"]), len(device["sessions"])
+    return (
+        f"{name}  {device['state']}, {_memory(device)}, committed {committed}, "
+        f"staging {_size(device['staging_bytes'])} of {_size(device['capacity_bytes'])}, "
+        f"{sessions} session{'s' * (sessions != 1)}, {len(device['waiting'])} waiting"
+        f"{_restarts(device)}"
+    )
+
+
+def _restarts(device: dict[str, Any]) -> str:
+    count = device.get("restarts_total")
+    return f", restarts {count} (last {device['since']})" if count else ""
+
+
+def _superseded(device: dict[str, Any]) -> str:
+    """Who still maps what is out of service, and what that means where nothing else is there."""
+    shown = device["epoch"]  # what is committed, or being loaded
+    readers = dict.fromkeys(
+        each["engine"]
+        for each in device["sessions"]
+        if each["mode"] == "ro" and each["epoch"] not in (shown, None)
+    )
+    mapped = f", mapped by {', '.join(readers)}" if readers else ""
+    said = f"  superseded {_size(device['superseded_bytes'])}{mapped}"
+    if not device["committed_bytes"] and device["state"] != "recovering":
+        said += "; nothing is in service: the next relaunch loads a second copy"
+    return said
+
+
+def _memory(device: dict[str, Any]) -> str:
+    """The kind of memory, and what people should know of its driver."""
+    driver = device["driver"]
+    if not driver:
+        return f"{device['memory']} memory"
+    context = "with a context" if driver["has_context"] else "no context"
+    return f"{device['memory']} {driver['cuda_version']} memory ({context})"
+
+
+def _session(session: dict[str, Any]) -> str:
+    shown = f"  {session['engine']:12} {session['mode']:4} since {session['since']}"
+    if session.get("total_bytes"):
+        shown += f", {100 * session['done_bytes'] / session['total_bytes']:.0f} % loaded"
+    return shown
+
+
+def _waiter(waiter: dict[str, Any]) -> str:
+    return (
+        f"  {waiter['engine']:12} waits for {waiter['mode']} until {waiter['deadline']}: "
+        f"{waiter['message']}"
+    )
+
+
+def _size(size_bytes: int) -> str:
+    """GiB for people, and smaller units where that would print 0.00."""
+    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes * 100 >= unit_bytes:
+            return f"{size_bytes / unit_bytes:.2f} {unit}"
+    return f"{size_bytes} B"

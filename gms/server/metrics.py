@@ -1,0 +1,107 @@
+"""The metrics of the service, filled from what the devices' servers say.
+
+The supervisor serves them for all devices. What matters one by one is counted from events, because
+a server may die before it is asked again. The other counters grow by what its status document
+reports more than last time, so that a server's restart does not make them fall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from plumbing.service.events import Event
+from plumbing.service.metrics import Metrics
+
+STATES = ("empty", "staging", "committed", "recovering", "down")
+MODES = ("rw", "ro", "waiting")
+COUNTERS = (
+    "exports_total",
+    "reclaims_total",
+    "oom_waits_total",
+    "protocol_errors_total",
+)
+EVENTS = {"gms.recovered": "recoveries_total", "gms.condemned": "condemnations_total"}
+
+
+class GmsMetrics:
+    """`metrics` with the gauges and counters of CONVENTIONS for `devices`."""
+
+    def __init__(self, devices: Sequence[str], tag: str) -> None:
+        self.metrics = Metrics()
+        self._tag = tag
+        both = {"device_uuid": devices, "tag": (tag,)}
+        one = {"device_uuid": devices}
+        m = self.metrics
+        self._sessions = m.gauge(
+            "gms_sessions",
+            "Attached sessions and waiting ones, by mode.",
+            ("device_uuid", "mode"),
+            {**one, "mode": MODES},
+        )
+        self._state = m.one_hot(
+            "gms_epoch_state", "State of the device's memory.", STATES, ("device_uuid", "tag"), both
+        )
+        bytes_labels = ("device_uuid", "tag")
+        self._allocated = m.gauge(
+            "gms_allocated_bytes", "Memory of all epochs, shared by readers.", bytes_labels, both
+        )
+        self._exported = m.gauge(
+            "gms_exported_bytes", "Memory of the committed epoch.", bytes_labels, both
+        )
+        self._capacity = m.gauge(
+            "gms_capacity_bytes", "What the device may hold.", bytes_labels, both
+        )
+        self._fds = m.gauge(
+            "gms_open_fds", "Open descriptors of the device's server.", ("device_uuid",), one
+        )
+        self._restarts = m.counter(
+            "gms_restarts_total", "Restarts of the device's server.", ("device_uuid",), one
+        )
+        self._counters = {
+            name: m.counter(f"gms_{name}", _HELP[name], ("device_uuid",), one)
+            for name in (*COUNTERS, *EVENTS.values())
+        }
+        self._seen: dict[tuple[str, str], int] = {}
+
+    def restarted(self, device: str) -> None:
+        """The server of `device` is a new one: its counts begin at zero."""
+        self._restarts.labels(device_uuid=device).inc()
+        self._state.set("down", device_uuid=device, tag=self._tag)
+        for name in COUNTERS:
+            self._seen[device, name] = 0
+
+    def count(self, event: Event) -> None:
+        """Count an event of a device's server, which is relayed once."""
+        name = EVENTS.get(event.type)
+        if name is not None:
+            self._counters[name].labels(device_uuid=event.data["device_uuid"]).inc()
+
+    def update(self, document: Mapping[str, Any]) -> None:
+        """Take over what a server's status document says."""
+        device = document["device_uuid"]
+        labels = {"device_uuid": device, "tag": self._tag}
+        self._state.set(document["state"], **labels)
+        phases = ("committed_bytes", "staging_bytes", "superseded_bytes", "releasing_bytes")
+        self._allocated.labels(**labels).set(sum(document[name] for name in phases))
+        self._exported.labels(**labels).set(document["committed_bytes"])
+        self._capacity.labels(**labels).set(document["capacity_bytes"])
+        self._fds.labels(device_uuid=device).set(document["open_fds"])
+        modes = [session["mode"] for session in document["sessions"]]
+        modes += ["waiting"] * len(document["waiting"])
+        for mode in MODES:
+            self._sessions.labels(device_uuid=device, mode=mode).set(modes.count(mode))
+        for name in COUNTERS:
+            grown = document[name] - self._seen.get((device, name), 0)
+            self._seen[device, name] = document[name]
+            self._counters[name].labels(device_uuid=device).inc(max(0, grown))
+
+
+_HELP = {
+    "exports_total": "Epochs sent to readers.",
+    "reclaims_total": "Epochs whose memory became free.",
+    "recoveries_total": "Epochs that a restarted server got back from their readers.",
+    "condemnations_total": "Epochs that were taken out of service because their bytes were bad.",
+    "oom_waits_total": "Slabs that waited for memory to become free.",
+    "protocol_errors_total": "Requests that were refused as the peer's fault.",
+}

@@ -1,0 +1,295 @@
+"""`gms serve`: one server process per device, started, watched, and restarted in place.
+
+What the servers record is recorded here too, so that one address tells of all devices. It holds no
+memory and decides nothing about it. The servers die with it (PDEATHSIG), so that no server is ever
+left that nobody watches. A server that does not answer is killed: its memory lives on in its
+readers, and a fresh server is better than one that newcomers wait for in vain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gms import messages as msg
+from gms import names
+from gms.core.restart import GiveUp, Restarts
+from gms.server.metrics import GmsMetrics
+from plumbing.errors import UnreachableError
+from plumbing.service import parent
+from plumbing.service.clock import Clock, SystemClock
+from plumbing.service.events import EventLog
+from plumbing.service.http import HttpServer, Probe
+from plumbing.service.signals import SignalInbox
+from plumbing.wire.client import connect
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Hello, Message, Welcome
+from plumbing.wire.server import PathGuard
+
+PING_S = 1.0
+SILENT_MS = 5000.0  # several pings: what does not answer for so long is not ready
+# While a server starts: newcomers wait for the first answer, and what it records is lost if it dies
+# before we watch it.
+FIRST_PING_S = 0.005
+LAST_WORDS_S = 1.0  # for what a dead server has said to be read: it is all here already
+# Loop stalls of seconds happen on machines under load, of half a minute never.
+HANG_MS = 30_000.0
+STOP_S = 5.0  # for a server to end by itself; it has nothing to save
+
+logger = logging.getLogger(__name__)
+
+
+class Child:
+    """One device's server process, and what it said of itself last. The handler of its pings."""
+
+    def __init__(
+        self, device: str, path: str, clock: Clock, metrics: GmsMetrics, log: EventLog
+    ) -> None:
+        self.device, self.path = device, path
+        self.restarts = Restarts()
+        self.process: asyncio.subprocess.Process | None = None
+        self.answered_ms: float | None = None  # None: this process has not answered yet
+        self.started_ms = 0.0
+        self._document: dict[str, Any] | None = None
+        self._clock, self._metrics, self._log = clock, metrics, log
+        self._conn: Connection | None = None
+        self._heard_id = 0  # of this process's events: those up to here are in our log
+        self._hung_up = asyncio.Event()
+
+    @property
+    def is_answering(self) -> bool:
+        return self.answered_ms is not None
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether it has answered lately: a server that hangs is not there for newcomers."""
+        return self.answered_ms is not None and self._clock.now_ms() - self.answered_ms < SILENT_MS
+
+    def status(self) -> dict[str, Any]:
+        """The server's own document, or that there is none."""
+        base = {"online": self.is_heard, "restarts_total": self.restarts.deaths_total}
+        if self._document is None or not self.is_answering:
+            return {"device_uuid": self.device, "tag": names.WEIGHTS, "state": "down", **base}
+        return {**self._document, **base}
+
+    def begin(self, process: asyncio.subprocess.Process) -> None:
+        """Another process serves the device from now on."""
+        self.process, self.started_ms = process, self._clock.now_ms()
+        self.answered_ms, self._heard_id = None, 0
+
+    async def ping(self) -> None:
+        """Ask after the server for as long as it runs; kill it when it hangs."""
+        while True:
+            try:
+                if self._conn is None or self._conn.is_closed:
+                    self._conn = await connect(self.path, msg.CATALOGUE, self, deadline_s=PING_S)
+                    self._conn.send(Hello(), 1)  # first: it is believed when we know who it is
+                    self._conn.send(msg.Watch(since=self._heard_id), 2)
+                elif self.is_answering:
+                    self._conn.send(Hello(), 1)
+                    self._conn.send(msg.Status(), 2)
+            except UnreachableError as error:
+                logger.debug("%s does not answer yet: %s", self.device, error)
+            await asyncio.sleep(PING_S if self.is_answering else FIRST_PING_S)
+            heard_ms = self.answered_ms or self.started_ms
+            silent_ms = self._clock.now_ms() - heard_ms
+            if silent_ms > HANG_MS and self.process is not None:
+                logger.error("the server of %s is silent for %d s", self.device, silent_ms // 1000)
+                self.process.kill()
+                return
+
+    async def hear_out(self) -> None:
+        """The process is gone; what it said before is still to be read."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                while self._conn is not None and not self._conn.is_closed:
+                    self._hung_up.clear()
+                    await self._hung_up.wait()
+
+    def end(self) -> None:
+        """What we knew from the process is void."""
+        self.answered_ms = None
+        if self._conn is not None:
+            self._conn.close("the server is gone")
+
+    def opened(self, conn: Connection) -> None: ...
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        if isinstance(message, Welcome):
+            if self.process is None or message.pid != self.process.pid:
+                conn.close("that is the server before this one, on its way out")
+            else:
+                self.answered_ms = self._clock.now_ms()
+        elif isinstance(message, msg.StatusReply):
+            self._document = message.document
+            self._metrics.update(message.document)
+        elif isinstance(message, msg.EventRecord):
+            self._relay(message.record)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self._hung_up.set()
+
+    def _relay(self, record: Mapping[str, Any]) -> None:
+        missed = record["id"] - self._heard_id - 1
+        self._heard_id = record["id"]
+        about = {"device_uuid": self.device}
+        if missed:  # we were dropped, and away for longer than it keeps them
+            said = f"{missed} events of the server of {self.device} were missed"
+            self._log.record("gms.events_missed", said, "warning", {**about, "missed": missed})
+        self._log.relay(record, about)
+
+
+class Supervisor:
+    """Runs the servers of `devices`.
+
+    `command(device)` is how one is started, `environment(device)` what it has in its environment
+    beside our own.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        devices: Sequence[str],
+        command: Callable[[str], Sequence[str]],
+        *,
+        http_host: str,
+        http_port: int,
+        environment: Callable[[str], Mapping[str, str]] = lambda device: {},
+        clock: Clock | None = None,
+    ) -> None:
+        self.directory = directory
+        self.clock = clock or SystemClock()
+        self.log = EventLog("gms", self.clock)
+        self.metrics = GmsMetrics(devices, names.WEIGHTS)
+        self.log.subscribe(self.metrics.count)
+        self._command, self._environment = command, environment
+        self.children = [
+            Child(device, names.socket_path(directory, device), self.clock, self.metrics, self.log)
+            for device in devices
+        ]
+        self.http = HttpServer(
+            http_host,
+            http_port,
+            probes={"startup": self._startup, "live": self._live, "ready": self._startup},
+            status=self.status,
+            metrics=self.metrics.metrics,
+            events=self.log,
+        )
+        self._exit_code: asyncio.Future[int] | None = None
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT (0), or until a server cannot be kept alive (its code).
+
+        Raises:
+            UnderstudyError: another supervisor has the directory; the port is in use.
+        """
+        guard_path = os.path.join(self.directory, "gms.lock")
+        with contextlib.closing(PathGuard(guard_path, f"gms in {self.directory}")):
+            self._exit_code = asyncio.get_running_loop().create_future()
+            inbox = SignalInbox()
+            await self.http.start()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [tasks.create_task(self._keep(child)) for child in self.children]
+                    signals = tasks.create_task(self._obey(inbox))
+                    code = await self._exit_code
+                    for task in (*running, signals):
+                        task.cancel()
+            finally:
+                await self._stop_children()
+                await self.http.stop()
+                inbox.close()
+            return code
+
+    def status(self) -> dict[str, Any]:
+        """`{schema, as_of_event_id, devices: […]}`, as fresh as the last ping."""
+        return {
+            "schema": 1,
+            "as_of_event_id": self.log.last_id,
+            "pid": os.getpid(),
+            "devices": [child.status() for child in self.children],
+        }
+
+    async def _keep(self, child: Child) -> None:
+        """Start a server, wait for its end, start it again, until that makes no sense."""
+        while True:
+            child.begin(
+                await asyncio.create_subprocess_exec(
+                    *self._command(child.device),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env={
+                        **os.environ,
+                        **self._environment(child.device),
+                        **parent.environment(),
+                    },
+                )
+            )
+            assert child.process is not None
+            async with asyncio.TaskGroup() as tasks:
+                pinging = tasks.create_task(child.ping())
+                returncode = await child.process.wait()
+                pinging.cancel()
+            await child.hear_out()
+            had_answered = child.is_answering
+            child.end()
+            lived_ms = self.clock.now_ms() - child.started_ms
+            verdict = child.restarts.died(lived_ms, returncode, had_answered=had_answered)
+            how = signal.Signals(-returncode).name if returncode < 0 else f"code {returncode}"
+            said = f"the server of {child.device} ended ({how}) after {lived_ms / 1000:.1f} s"
+            data = {"device_uuid": child.device, "returncode": returncode}
+            if isinstance(verdict, GiveUp):
+                said += f"; giving up after {child.restarts.deaths} short lives in a row"
+                self.log.record("gms.child_exit", said, "error", data)
+                self._end(verdict.exit_code)
+                return
+            said += f"; starting it again in {verdict.delay_ms:g} ms"
+            self.log.record("gms.child_exit", said, "warning", data)
+            self.metrics.restarted(child.device)
+            await asyncio.sleep(verdict.delay_ms / 1000)
+
+    async def _obey(self, inbox: SignalInbox) -> None:
+        signum = await inbox.get()
+        self.log.record("gms.stopping", f"stopping: {signal.Signals(signum).name}")
+        self._end(0)
+
+    def _end(self, code: int) -> None:
+        if self._exit_code is not None and not self._exit_code.done():
+            self._exit_code.set_result(code)
+
+    async def _stop_children(self) -> None:
+        alive = [c.process for c in self.children if c.process and c.process.returncode is None]
+        for process in alive:
+            process.terminate()
+        for process in alive:
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        for child in self.children:
+            child.end()
+
+    def _startup(self) -> Probe:
+        silent = [child.device for child in self.children if not child.is_heard]
+        if silent:
+            said = f"no answer from {', '.join(silent)}"
+            return Probe(False, said, {"silent": silent})
+        return Probe(True, "every device's server answers", {})
+
+    def _live(self) -> Probe:
+        return Probe(True, "this loop runs", {})
+
+
+def device_names(count: int) -> list[str]:
+    """`HOST-0`, `HOST-1`, …: the devices that host memory stands in for."""
+    return [f"HOST-{index}" for index in range(count)]

@@ -1,0 +1,133 @@
+"""The physical memory that one device's server holds: per epoch, its slabs in order.
+
+Used by the driver thread, so it needs no locks and may block; only `export`, of epochs that no
+longer change, is called by another. It decides nothing: the machine says what to make, seal and
+give up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+
+from gms import epoch_file
+from gms.core.manifest import check_manifest
+from gms.vmm.interface import Allocation, Memory
+from plumbing.errors import UnderstudyError
+from plumbing.wire.fds import OwnedFd, close_all
+
+
+class Vault:
+    """Slabs by epoch."""
+
+    def __init__(self, memory: Memory, directory: str) -> None:
+        self.memory = memory
+        self._directory = directory
+        self._slabs: dict[str, list[Allocation]] = {}
+
+    def open_epoch(self, epoch: str, file_name: str) -> None:
+        """Make the file of a new epoch.
+
+        Raises:
+            UnderstudyError: `gms.epoch_file`, it cannot be made.
+        """
+        try:
+            epoch_file.create(os.path.join(self._directory, file_name))
+        except OSError as error:
+            raise UnderstudyError(
+                "gms.epoch_file",
+                f"cannot make {file_name} in {self._directory}: {error.strerror}; make room there",
+            ) from error
+        self._slabs[epoch] = []
+
+    def mark_history(self, file_name: str) -> None:
+        """Note on an epoch's file that it is out of service.
+
+        Raises:
+            UnderstudyError: `gms.epoch_file`, it cannot be marked.
+        """
+        try:
+            epoch_file.mark_history(os.path.join(self._directory, file_name))
+        except OSError as error:
+            raise UnderstudyError(
+                "gms.epoch_file", f"cannot mark {file_name} as out of service: {error.strerror}"
+            ) from error
+
+    def create(self, epoch: str, size_bytes: int) -> OwnedFd:
+        """One more slab; a writable descriptor for its writer.
+
+        Raises:
+            UnderstudyError: `gms.driver_failed`, …
+        """
+        slabs = self._slabs[epoch]
+        slab = self.memory.create(size_bytes, _slab_name(epoch, len(slabs)))
+        try:
+            fd = slab.export(writable=True)
+        except BaseException:
+            slab.release()
+            raise
+        slabs.append(slab)
+        return fd
+
+    def seal(self, epoch: str, manifest: bytes) -> int:
+        """Check the manifest and make every slab read-only for ever; the number of tensors.
+
+        Raises:
+            ProtocolError: `gms.bad_manifest`.
+            UnderstudyError: `gms.still_writable`, somebody can still write.
+        """
+        slabs = self._slabs[epoch]
+        tensors = check_manifest(manifest, [slab.size_bytes for slab in slabs])
+        for slab in slabs:
+            slab.seal()
+        return tensors
+
+    def adopt(
+        self, epoch: str, fds: Sequence[OwnedFd], slab_sizes: Sequence[int], manifest: bytes
+    ) -> int:
+        """Hold an epoch that a survivor hands back, if it is true; takes `fds`. How many tensors.
+
+        Raises:
+            ProtocolError: `gms.bad_manifest`.
+            UnderstudyError: `gms.bad_slab`, one is not of its size, or somebody can write to it,
+                or (host memory) it is not the one that was made for its place.
+        """
+        slabs: list[Allocation] = []
+        rest = deque(fds)
+        try:
+            tensors = check_manifest(manifest, slab_sizes)
+            for index, size_bytes in enumerate(slab_sizes):
+                slabs.append(self.memory.adopt(rest.popleft(), size_bytes))
+                slabs[-1].check(_slab_name(epoch, index))
+        except BaseException:
+            close_all(rest)
+            for slab in slabs:
+                slab.release()
+            raise
+        self._slabs[epoch] = slabs
+        return tensors
+
+    def export(self, epoch: str) -> list[OwnedFd]:
+        """Read-only descriptors of every slab, in order; the caller owns them.
+
+        Raises:
+            UnderstudyError: `gms.driver_failed`: no descriptors left, for one.
+        """
+        fds: list[OwnedFd] = []
+        try:
+            for slab in self._slabs.get(epoch, ()):  # empty: it was given up in the meantime
+                fds.append(slab.export(writable=False))  # noqa: PERF401 - closed if one fails
+        except BaseException:
+            close_all(fds)
+            raise
+        return fds
+
+    def take(self, epoch: str) -> list[Allocation]:
+        """Give an epoch's slabs away, to be released where that may take long."""
+        return self._slabs.pop(epoch, [])
+
+
+def _slab_name(epoch: str, index: int) -> str:
+    """What a slab is created as: no two of an epoch alike, so none passes in another's place."""
+    return f"understudy-{epoch[:8]}-{index}"

@@ -1,0 +1,93 @@
+"""An engine's members, and the group they form: one virtual supervisor to the lock machine.
+
+Records and what follows from them alone; who may join and when a group is over is in `members.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lockserver.core.events import Wanted
+from lockserver.core.terms import LeaseTerms, MemberId, unlockable_witness
+from lockserver.members.events import MemberWanted
+from lockserver.witness import Probe
+
+LEASE = "lease"  # what watches a virtual supervisor's process: `Wanted.process`
+
+
+@dataclass(slots=True)
+class Member:
+    """One supervisor of an engine that may span nodes, and what it said last."""
+
+    engine: str
+    index: int
+    count: int
+    supervisor: str
+    heard_ms: float
+    name: str = ""
+    conn: int | None = None
+    incarnation: str | None = None
+    locks: tuple[str, ...] = ()
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    progress: int = -1
+    has_beaten: bool = False  # since the group last did
+
+    @property
+    def id(self) -> MemberId | None:
+        return MemberId(self.supervisor, self.incarnation) if self.incarnation else None
+
+    def adopt(self, want: MemberWanted, now_ms: float) -> None:
+        """Be what `want` says, all of it."""
+        self.conn, self.count, self.name = want.conn, want.members, want.name
+        self.incarnation, self.locks, self.tokens = want.incarnation, want.locks, dict(want.tokens)
+        self.progress, self.heard_ms = want.progress, now_ms
+
+
+@dataclass(slots=True)
+class Group:
+    """Members that serve as one. `conn` is its virtual connection, None while one is missing."""
+
+    engine: str
+    terms: LeaseTerms
+    conn: int | None = None
+    is_over: bool = False
+    has_run_out: bool = False  # one of its leases ended by time, and not by a word
+    beats: int = 0
+
+    @property
+    def supervisor(self) -> str:
+        return self.terms.members[0].supervisor
+
+    @property
+    def incarnation(self) -> str:
+        return self.terms.members[0].incarnation
+
+    def has(self, member: Member) -> bool:
+        """Whether this member, as it is now, is the one that belongs to this group."""
+        count = len(self.terms.members)
+        return member.count == count and self.terms.members[member.index] == member.id
+
+    def wanted(self, members: Sequence[Member], kinds: Mapping[str, bool]) -> Wanted:
+        """What all of them say, as one supervisor. A fenced lock is wanted once all want it."""
+        assert self.conn is not None
+        locks = tuple(
+            name
+            for name, is_fenced in kinds.items()
+            if (all if is_fenced else any)(name in member.locks for member in members)
+        )
+        named = [(k, t) for member in members for k, t in member.tokens.items() if k in locks]
+        file = unlockable_witness(self.incarnation)
+        return Wanted(
+            conn=self.conn,
+            supervisor=self.supervisor,
+            engine=self.engine,
+            incarnation=self.incarnation,
+            witness=file.name,
+            locks=locks,
+            tokens=dict(sorted(named, key=lambda each: each[1])),  # the largest of each stays
+            witness_file=file,
+            witness_state=Probe.HELD,
+            process=LEASE,
+            lease=self.terms,
+        )

@@ -1,0 +1,343 @@
+"""Members over TCP, as one virtual supervisor per engine: the machine stays as it is.
+
+Theory of operation. A member is one supervisor of an engine that may span nodes. Once all of an
+engine's members are connected, each with an incarnation, they are a **group**, and the machine is
+told `Wanted` by a virtual connection in their name; with one member missing it is told that this
+connection is closed. The group's leases are to it what a witness and a pidfd are on one host:
+`process="lease"` while one of them lives, `ProcessGone` when the last has ended, and whoever probes
+for the evidence asks `leases`.
+
+    formed ──a connection is lost──▶ cut ──the same incarnations are back──▶ formed
+       └──────────────┬───────────────┘
+     a member is reaped, or, of a holder, a lease runs out
+                      ▼
+                    over ──the last lease has ended──▶ the machine is told; a new group may form
+
+Rules that are here because leaving them out breaks one owner:
+
+- A group is a set of incarnations that have served together. When one of them is gone, the others
+  are *spent*: they hear `member_lost`, and none of them is ever part of another group.
+- Only the supervisor that named an incarnation may say that it is reaped. Another one for the same
+  member is refused while the lease lives.
+- A member that claims a lock which is not its group's is over, whoever else is missing.
+
+Virtual connections have negative ids; those of real ones are positive.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from functools import singledispatchmethod
+
+from lockserver.core.events import (
+    Beaten,
+    Close,
+    ConnectionClosed,
+    Effect,
+    ProcessGone,
+    Refuse,
+    Tick,
+    Wanted,
+)
+from lockserver.core.evidence import Locks
+from lockserver.core.patience import STALL_MS
+from lockserver.core.terms import LeaseTerms
+from lockserver.members import sentences
+from lockserver.members.events import (
+    Feed,
+    MemberBeaten,
+    MemberClosed,
+    MemberInput,
+    MemberOpened,
+    MemberOutput,
+    MemberWanted,
+    SendMemberLost,
+    SendRenewed,
+)
+from lockserver.members.fan_out import fan_out
+from lockserver.members.group import LEASE, Group, Member
+from lockserver.members.leases import Lease, Leases
+from lockserver.members.roll import Roll
+from lockserver.members.wants import check_member
+from plumbing.errors import InvariantError
+
+
+def is_virtual(conn: int) -> bool:
+    """Whether this id stands for a group."""
+    return conn < 0
+
+
+class Members:
+    """All members and groups of one server. Reads the machine's locks and never changes them."""
+
+    def __init__(self, leases: Leases, locks: Locks, now_ms: float, *, silent_ms: float) -> None:
+        """Start from the holders on file: each of their members may live until its lease is out."""
+        self.leases = leases
+        self.silent_ms = silent_ms
+        self.roll = Roll()
+        self.groups: dict[str, Group] = {}  # by engine
+        self._locks = locks
+        self._kinds: Mapping[str, bool] = {lock.name: lock.is_fenced for lock in locks.values()}
+        self._virtual = itertools.count(-1, -1)
+        self._ticked_ms = now_ms
+        for lock in locks.values():
+            holder = lock.holder
+            if holder is not None and holder.lease is not None:
+                leases.presume(holder.engine, holder.lease, now_ms)
+                self.groups[holder.engine] = Group(holder.engine, holder.lease)
+
+    def handle(self, event: MemberInput, now_ms: float) -> list[MemberOutput]:
+        """Take one event; what comes of it is to be done at once and in order."""
+        return list(self._on(event, now_ms))
+
+    @singledispatchmethod
+    def _on(self, event: MemberInput, now_ms: float) -> Iterable[MemberOutput]:
+        raise InvariantError(f"unknown event {event!r}")
+
+    # ------------------------------------------------------------------ a member speaks
+
+    @_on.register
+    def _opened(self, event: MemberOpened, now_ms: float) -> Iterable[MemberOutput]:
+        self.roll.opened(event.conn, now_ms)
+        return ()
+
+    @_on.register
+    def _wanted(self, want: MemberWanted, now_ms: float) -> Iterable[MemberOutput]:
+        refusal = check_member(want, self.roll.known, self.leases, self._locks, now_ms)
+        if refusal is not None:
+            yield refusal
+            return
+        member, replaced = self.roll.enter(want, now_ms)
+        if replaced is not None:
+            yield Close(replaced, "a newer connection replaces this one")
+        for lease in self.leases.of(member.engine, member.index):
+            if lease.id != member.id:  # its own supervisor no longer names it: it is reaped
+                self.leases.end(lease.id.incarnation)
+        yield self._renew(member, now_ms)
+        yield from self._judge(member)
+        yield from self._settle(member.engine, is_spoken=True)
+
+    def _renew(self, member: Member, now_ms: float) -> SendRenewed:
+        """Answer: from here the server's side of the lease runs anew."""
+        assert member.conn is not None
+        lease_ms = self.leases.lease_ms
+        if member.id is not None:
+            renewed = self.leases.renew(
+                member.engine, member.index, member.id, member.tokens, now_ms
+            )
+            lease_ms = renewed.lease_ms
+        return SendRenewed(member.conn, member.progress, lease_ms)
+
+    @_on.register
+    def _beaten(self, beat: MemberBeaten, now_ms: float) -> Iterable[MemberOutput]:
+        member = self.roll.by_conn(beat.conn)
+        if member is None:
+            yield Refuse(beat.conn, "lock.want_first", "a member says `want` before it beats")
+            return
+        if beat.progress <= member.progress:
+            return  # the same count again: whatever sends it does not work any more
+        member.progress, member.heard_ms, member.has_beaten = beat.progress, now_ms, True
+        yield self._renew(member, now_ms)
+        group = self.groups.get(member.engine)
+        if group is not None and group.conn is not None:
+            yield from self._beat_as_one(group, group.conn)
+
+    def _beat_as_one(self, group: Group, conn: int) -> Iterable[MemberOutput]:
+        members = self.roll.of(group)
+        if all(member.has_beaten for member in members):
+            for member in members:
+                member.has_beaten = False
+            group.beats += 1
+            yield Feed(Beaten(conn, group.beats))
+
+    # ------------------------------------------------------------------ who is over
+
+    def _judge(self, member: Member) -> Iterable[MemberOutput]:
+        """Compare what a member says with what it was part of."""
+        group = self.groups.get(member.engine)
+        if group is not None and not group.is_over and not group.has(member):
+            yield from self._end(group, member.index, "it has been reaped")
+        incarnation = member.incarnation
+        if incarnation is None:
+            return
+        stale = self._stale_claim(member)
+        if stale is not None:
+            yield from self._end_member(member, f"nobody holds {stale} with the token it names")
+        spent = self.leases.spent(incarnation)
+        if spent is not None and member.conn is not None:
+            yield SendMemberLost(
+                member.conn, member.engine, incarnation, spent.member, spent.reason
+            )
+
+    def _stale_claim(self, member: Member) -> str | None:
+        """A lock that this member says it holds, and which is not its group's."""
+        for name in member.tokens:
+            lock = self._locks[name]
+            terms = lock.holder.lease if lock.holder is not None else None
+            is_its_own = terms is not None and member.id in terms.members
+            if not lock.is_unknown and not is_its_own:
+                return name
+        return None
+
+    def _end_member(self, member: Member, reason: str) -> Iterable[MemberOutput]:
+        """This member's incarnation is over, and its group with it if it has one."""
+        assert member.incarnation is not None
+        group = self.groups.get(member.engine)
+        if group is not None and not group.is_over and group.has(member):
+            yield from self._end(group, member.index, reason)
+        self.leases.spend(member.incarnation, member.index, reason)
+
+    def _end(self, group: Group, lost: int, reason: str) -> Iterable[MemberOutput]:
+        """The group is over: no incarnation of it will be part of anything again."""
+        group.is_over = True
+        for who in group.terms.members:
+            self.leases.spend(who.incarnation, lost, reason)
+        yield sentences.member_lost(group, lost, reason)
+        yield from self._cut(group)
+        for member in self.roll.of(group):
+            if member.conn is not None and member.index != lost and group.has(member):
+                own = group.terms.members[member.index].incarnation
+                yield SendMemberLost(member.conn, group.engine, own, lost, reason)
+
+    # ------------------------------------------------------------------ groups
+
+    def _settle(self, engine: str, *, is_spoken: bool = False) -> Iterable[MemberOutput]:
+        """Make the engine's group agree with its members, and the machine with the group."""
+        group = self.groups.get(engine)
+        if group is not None and self.leases.is_free(group.terms):
+            yield from self._cut(group)
+            if not group.has_run_out:
+                yield from self._give_up(group)
+            yield Feed(ProcessGone(group.supervisor))
+            del self.groups[engine]
+            group = None
+        present = self._present(engine)
+        if group is None and present is not None:
+            group = self.groups[engine] = Group(engine, self._terms(present))
+        if group is None or group.is_over:
+            return
+        if present is None:
+            if group.conn is not None:
+                absent = [m.index for m in self.roll.of(group) if m.conn is None]
+                yield from self._cut(group)
+                yield sentences.missing(group, absent)
+            return
+        if group.conn is None:
+            group.conn, group.beats, is_spoken = next(self._virtual), 0, True
+            yield sentences.whole(group)
+        if is_spoken:
+            yield Feed(group.wanted(present, self._kinds))
+
+    def _present(self, engine: str) -> list[Member] | None:
+        """The engine's members, if all are connected, with incarnations that may serve."""
+        first = self.roll.at(engine, 1)
+        count = first[0].count if first else 0
+        members = self.roll.at(engine, count)
+        found = [m for m in members if m.conn is not None and self._serves(m)]
+        return found if found and len(found) == count else None
+
+    def _serves(self, member: Member) -> bool:
+        incarnation = member.incarnation
+        return incarnation in self.leases.alive and self.leases.spent(incarnation) is None
+
+    def _terms(self, members: list[Member]) -> LeaseTerms:
+        ids = tuple(member.id for member in members if member.id is not None)
+        return LeaseTerms(max(self.leases.alive[who.incarnation].lease_ms for who in ids), ids)
+
+    def _give_up(self, group: Group) -> Iterable[MemberOutput]:
+        """Each member has said itself that it is reaped: to the machine, a supervisor's own word.
+        A switchover tells by it a holder that gave its lock back from one that died."""
+        conn = next(self._virtual)
+        yield Feed(
+            Wanted(
+                conn=conn,
+                supervisor=group.supervisor,
+                engine=group.engine,
+                incarnation=None,
+                witness=None,
+                locks=(),
+                tokens={},
+                process=LEASE,
+            )
+        )
+        yield Feed(ConnectionClosed(conn))
+
+    def _cut(self, group: Group) -> Iterable[MemberOutput]:
+        conn, group.conn = group.conn, None
+        if conn is not None:
+            yield Feed(ConnectionClosed(conn))
+
+    # ------------------------------------------------------------------ what is lost, and time
+
+    @_on.register
+    def _closed(self, event: MemberClosed, now_ms: float) -> Iterable[MemberOutput]:
+        member = self.roll.leave(event.conn)
+        if member is not None:
+            yield from self._settle(member.engine)
+
+    @_on.register
+    def _tick(self, event: Tick, now_ms: float) -> Iterable[MemberOutput]:
+        gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
+        for lease in self.leases.tick(now_ms):
+            yield from self._run_out(lease)
+        for member in self.roll.connected():
+            if gap_ms > STALL_MS:  # it was us who were stopped
+                member.heard_ms = now_ms
+            elif now_ms - member.heard_ms > self.silent_ms:
+                yield sentences.silent(member)
+                yield from self._hang_up(member, "nothing was heard of this member for too long")
+        for conn in self.roll.late(now_ms - self.silent_ms):
+            self.roll.leave(conn)
+            yield Close(conn, "no want was said for too long")
+        yield from self._end_claims()
+        for engine in sorted({*self.groups, *self.roll.engines()}):
+            yield from self._settle(engine)
+        self.roll.forget(self.leases, self.groups)
+
+    def _run_out(self, lease: Lease) -> Iterable[MemberOutput]:
+        yield sentences.lease_expired(lease)
+        member = self.roll.known.get((lease.engine, lease.member))
+        if member is not None and member.id == lease.id and member.conn is not None:
+            yield from self._hang_up(member, "its lease has run out")
+        group = self.groups.get(lease.engine)
+        is_part = group is not None and lease.id in group.terms.members
+        if group is not None and is_part:
+            group.has_run_out = True
+        if group is not None and is_part and not group.is_over and self._holds(group):
+            yield from self._end(group, lease.member, "its lease has run out")
+
+    def _hang_up(self, member: Member, why: str) -> Iterable[MemberOutput]:
+        conn = member.conn
+        assert conn is not None
+        self.roll.leave(conn)
+        yield Close(conn, why)
+
+    def _holds(self, group: Group) -> bool:
+        holders = [lock.holder for lock in self._locks.values()]
+        return any(h is not None and h.incarnation == group.incarnation for h in holders)
+
+    def _end_claims(self) -> Iterable[MemberOutput]:
+        """With the state lost: who claims a lock and has not been completed in time is over."""
+        if self.leases.may_have_strangers:
+            return
+        unknown = {lock.name for lock in self._locks.values() if lock.is_unknown}
+        for member in self.roll.known.values():
+            incarnation = member.incarnation
+            if not unknown & set(member.tokens) or incarnation not in self.leases.alive:
+                continue
+            if incarnation is not None and self.leases.spent(incarnation) is None:
+                yield from self._end_member(member, "not all members of its engine came back")
+                yield from self._judge(member)
+
+    # ------------------------------------------------------------------ what the machine says
+
+    def fan_out(self, effect: Effect) -> list[MemberOutput]:
+        """An effect on a virtual connection, as what each member is told."""
+        conn = getattr(effect, "conn", 0)
+        return fan_out(effect, self.roll.line(self.groups.values(), conn))
+
+    def audience(self, engine: str) -> list[int]:
+        """Connections that hear that `engine` was granted something: all but its own."""
+        others = (member for member in self.roll.connected() if member.engine != engine)
+        return [member.conn for member in others if member.conn is not None]

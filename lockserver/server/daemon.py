@@ -1,0 +1,66 @@
+"""The lock server as a process: the lock, its HTTP side, and the signal that ends both."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+from typing import Any
+
+from lockserver.core.lock import LockState
+from lockserver.server.server import LockServer
+from lockserver.server.settings import Settings
+from plumbing.service.http import HttpServer, Probe
+from plumbing.service.page import Page
+from plumbing.service.signals import wait_signals
+
+UI = Path(__file__).parent.parent / "ui" / "ui.html"
+
+
+async def run(settings: Settings, http_host: str, http_port: int) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        UnderstudyError: it could not start, or its service address turned out to be a stranger's.
+    """
+    server = LockServer(settings)
+    http = HttpServer(
+        http_host,
+        http_port,
+        probes={"live": lambda: Probe(True, "running"), "ready": lambda: ready(server)},
+        status=server.document,
+        metrics=server.metrics.metrics,
+        events=server.events,
+        pages={"ui": Page.load(UI)},
+    )
+    await server.start()
+    try:
+        await http.start()
+        message = f"lock server on {settings.directory}, probes on {http.host}:{http.port}"
+        server.events.record("lockserver.started", message, data={"http_port": http.port})
+        gc.freeze()  # what is here now stays: no later collection walks it while a grant waits
+        await _until_ended(server)
+    finally:
+        await http.stop()
+        await server.close()
+
+
+async def _until_ended(server: LockServer) -> None:
+    """A signal ends it well; a failure of the server is raised."""
+    signalled = asyncio.ensure_future(wait_signals())
+    ends: list[asyncio.Future[Any]] = [signalled, server.failed]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if server.failed.done():
+            server.failed.result()
+    finally:
+        signalled.cancel()
+        server.failed.cancel()
+
+
+def ready(server: LockServer) -> Probe:
+    """The pod's readiness: an engine is active."""
+    lock = server.machine.locks["active"]
+    holder = lock.holder
+    details = {"engine": holder.engine, "token": holder.token} if holder else {}
+    return Probe(lock.state is LockState.HELD, f"active_{lock.state}", details)

@@ -1,0 +1,152 @@
+"""The lock server's metrics: counters from events, gauges from the machine. Decides nothing."""
+
+from __future__ import annotations
+
+from lockserver.core.lock import LockState
+from lockserver.core.machine import Machine
+from lockserver.members.members import Members
+from lockserver.server.service_socket import STATES
+from lockserver.status.member_status import longest_left_ms, missing_of
+from plumbing.service.events import Event
+from plumbing.service.metrics import Metrics
+
+LOSS_REASONS = ("not_wanted", "process_gone", "connection_closed", "silent")
+GRANT_REASONS = ("first", "same_engine", "takeover")
+PHASES = ("fence", "grant")
+# An event that a switchover ends with, or that says it takes too long, and how it is counted.
+SWITCHOVER_RESULTS = {
+    "lock.switched_over": "done",
+    "lock.switchover_failed": "failed",
+    "lock.switchover_refused": "refused",
+    "lock.switchover_overdue": "overdue",
+}
+
+
+class LockMetrics:
+    """`metrics` is what is scraped; `update` is called before each scrape."""
+
+    def __init__(self, locks: tuple[str, ...]) -> None:
+        self.metrics = metrics = Metrics()
+        known = {"lock": locks}
+        self._held = metrics.gauge("lock_held", "1 while the lock is held.", ("lock",), known)
+        self._token = metrics.gauge(
+            "lock_token", "The token of the lock's holder, 0 without one.", ("lock",), known
+        )
+        self._waiters = metrics.gauge(
+            "lock_waiters", "Incarnations in the lock's queue.", ("lock",), known
+        )
+        self._unresponsive = metrics.gauge(
+            "lock_unresponsive", "1 while the lock's holder is silent.", ("lock",), known
+        )
+        self._state = metrics.one_hot(
+            "lock_state",
+            "The lock's state; in releasing and recovering nobody is granted.",
+            tuple(LockState),
+            ("lock",),
+            known,
+        )
+        self._grants = metrics.counter(
+            "lock_grants_total",
+            "Grants, by what went before.",
+            ("lock", "reason"),
+            {**known, "reason": GRANT_REASONS},
+        )
+        self._losses = metrics.counter(
+            "lock_losses_total",
+            "Locks lost by their holders, by cause.",
+            ("lock", "reason"),
+            {**known, "reason": LOSS_REASONS},
+        )
+        self._wait = metrics.histogram(
+            "lock_wait_duration_seconds", "From asking to the grant.", ("lock",), known
+        )
+        self._switching = metrics.gauge(
+            "lock_switchover",
+            "1 while the lock's holder is asked to hand it over.",
+            ("lock",),
+            known,
+        )
+        self._switchovers = metrics.counter(
+            "lock_switchovers_total",
+            "Switchovers asked for, by how they ended; an overdue one ends later, too.",
+            ("lock", "result"),
+            {**known, "result": tuple(SWITCHOVER_RESULTS.values())},
+        )
+        self._sync = metrics.histogram(
+            "lock_state_sync_duration_seconds", "One write of the state file, with its sync."
+        )
+        self._phases = metrics.histogram(
+            "failover_phase_duration_seconds",
+            "The phases of a takeover that this process sees.",
+            ("phase",),
+            {"phase": PHASES},
+        )
+        self._write_problem = metrics.gauge(
+            "lock_write_problem", "1 while grants cannot be written to the state file."
+        )
+        self._lease = metrics.gauge(
+            "lock_lease_remaining_seconds",
+            "Over TCP: how long the holder may live at most if nothing more is heard of it.",
+            ("lock",),
+            known,
+        )
+        self._missing = metrics.gauge(
+            "lock_members_missing",
+            "Over TCP: members of the holder that are not connected.",
+            ("lock",),
+            known,
+        )
+        self._members_lost = metrics.counter(
+            "lock_members_lost_total", "Over TCP: engines that had to end for one of their members."
+        )
+        self._services = metrics.one_hot(
+            "lock_service_state",
+            "The lock's service socket.",
+            STATES,
+            ("lock",),
+            known,
+        )
+
+    def synced(self, seconds: float) -> None:
+        self._sync.observe(seconds)
+
+    def service(self, lock: str, state: str) -> None:
+        self._services.set(state, lock=lock)
+
+    def update(self, machine: Machine, members: Members, now_ms: float) -> None:
+        for lock in machine.locks.values():
+            holder = lock.holder
+            supervisor = machine.supervisors.get(holder.supervisor) if holder else None
+            self._state.set(lock.state, lock=lock.name)
+            self._held.labels(lock=lock.name).set(lock.state is LockState.HELD)
+            self._token.labels(lock=lock.name).set(holder.token if holder else 0)
+            self._waiters.labels(lock=lock.name).set(len(lock.waiters))
+            is_silent = supervisor is not None and supervisor.is_silent
+            self._unresponsive.labels(lock=lock.name).set(is_silent)
+            left_ms = longest_left_ms(holder, members, now_ms)
+            self._lease.labels(lock=lock.name).set(left_ms / 1000)
+            self._missing.labels(lock=lock.name).set(missing_of(holder, members))
+            is_switching = lock.name in machine.switchovers.under_way
+            self._switching.labels(lock=lock.name).set(is_switching)
+        self._write_problem.set(machine.ledger.problem is not None)
+
+    def count(self, event: Event) -> None:
+        """An event's share in the counters; for `EventLog.subscribe`."""
+        data = event.data
+        if event.type == "lock.releasing":
+            self._losses.labels(lock=data["lock"], reason=data["cause"]).inc()
+        elif event.type == "lock.member_lost":
+            self._members_lost.inc()
+        elif event.type in SWITCHOVER_RESULTS:
+            result = SWITCHOVER_RESULTS[event.type]
+            self._switchovers.labels(lock=data["lock"], result=result).inc()
+        elif event.type == "lock.granted":
+            reason = "takeover" if data["contended"] else "same_engine"
+            reason = reason if data["previous"] else "first"
+            self._grants.labels(lock=data["lock"], reason=reason).inc()
+            self._wait.labels(lock=data["lock"]).observe(data["waited_ms"] / 1000)
+            if data["contended"] and data["lock"] == "active":
+                fenced_ms = data["fenced_mono_ms"]
+                fence_s = (fenced_ms - data["lost_mono_ms"]) / 1000
+                self._phases.labels(phase="fence").observe(fence_s)
+                self._phases.labels(phase="grant").observe((event.mono_ms - fenced_ms) / 1000)

@@ -1,0 +1,114 @@
+"""When to try the evidence: nothing announces that a witness is free, so it is tried often.
+
+At once, then every 0.2 ms for 20 ms, which is how long small processes take to die, every
+millisecond for the first second, then every 10 ms. A try takes microseconds, so it is done on the
+loop. Where a holder's evidence is a lease, `leases` is asked in place of the file. Must not decide
+what a free witness means.
+
+The surprising thing: the first 20 ms are slept on the loop, in steps, because uvloop's timers
+count whole milliseconds; between two steps the loop serves whoever has something to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from lockserver import witness
+from lockserver.core import evidence
+from lockserver.core.events import DirectoryScanned, Holder, Input, WitnessFree
+from lockserver.core.machine import Machine
+from lockserver.members.leases import Leases
+
+DENSE_S = 0.0002
+DENSE_FOR_S = 0.020
+FAST_S = 0.001
+SLOW_S = 0.010
+FAST_FOR_S = 1.0
+
+
+class Prober:
+    """Tries what the machine finds worth trying and hands the outcome to `feed`."""
+
+    def __init__(
+        self, directory: str, machine: Machine, leases: Leases, feed: Callable[[Input], None]
+    ) -> None:
+        self._directory = directory
+        self._machine = machine
+        self._leases = leases
+        self._feed = feed
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.Handle | None = None
+        self._subject: object = None
+        self._began_s = 0.0
+
+    def kick(self) -> None:
+        """Something has changed: try at once what there is to try, and go on until it is over."""
+        if self._timer is None and self._find_subject() is not None:
+            self._timer = self._loop.call_soon(self._look)
+            self._try_holders()  # not a turn later: a dead process has more to be read than this
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _find_subject(self) -> object | None:
+        """What is being tried, to tell a new wait from an old one."""
+        machine = self._machine
+        due = evidence.probes_due(machine.locks, machine.supervisors)
+        is_scan = evidence.scan_is_due(machine.locks)
+        return (tuple(due), is_scan) if due or is_scan else None
+
+    def _look(self) -> None:
+        self._timer = None
+        began_s = time.monotonic()
+        self._try_holders()
+        if evidence.scan_is_due(self._machine.locks):
+            with suppress(OSError):  # no descriptor left to read it with: tried again
+                self._try_directory()
+        subject = self._find_subject()
+        now_s = self._loop.time()
+        if subject != self._subject:
+            self._subject, self._began_s = subject, now_s
+        if subject is not None and self._timer is None:
+            self._look_again(now_s - self._began_s, time.monotonic() - began_s)
+
+    def _look_again(self, waited_s: float, took_s: float) -> None:
+        """A look that takes long, over thousands of leftovers, leaves as long for all else."""
+        if waited_s < DENSE_FOR_S and took_s < FAST_S:
+            time.sleep(DENSE_S)
+            self._timer = self._loop.call_soon(self._look)
+        else:
+            delay_s = FAST_S if waited_s < FAST_FOR_S else SLOW_S
+            self._timer = self._loop.call_later(max(delay_s, took_s), self._look)
+
+    def _try_holders(self) -> None:
+        for lock, holder in evidence.probes_due(self._machine.locks, self._machine.supervisors):
+            if self._is_free(holder):
+                self._feed(WitnessFree(lock, holder.incarnation))
+
+    def _is_free(self, holder: Holder) -> bool:
+        """Whether nothing of this holder can live any more; from then on nothing may."""
+        if holder.lease is not None:
+            is_free = self._leases.is_free(holder.lease)
+            if is_free:
+                self._leases.seal(holder.lease)
+            return is_free
+        file = holder.witness
+        path = os.path.join(self._directory, file.name)
+        return witness.probe(path, file.dev, file.ino) is witness.Probe.FREE
+
+    def _try_directory(self) -> None:
+        """Look first and seal only if that settles it: newcomers may be just about to lock."""
+        machine = self._machine
+        if not self._leases.may_free_unknown(machine.locks):
+            return
+        held = witness.scan(self._directory)
+        if evidence.scan_frees(machine.locks, machine.supervisors, held):
+            kept = evidence.kept_witnesses(machine.supervisors)
+            held = witness.scan(self._directory, seal=True, keep=kept)
+            self._feed(DirectoryScanned(frozenset(held)))

@@ -1,0 +1,279 @@
+"""The listening socket that belongs to a lock: bound here, lent to engines, answered while idle.
+
+Owns binding, taking a copy back after a restart, and the 503s while nobody is active. Must not
+know how a lock is granted; `prepare` is called right before, `watch` several times a second.
+
+The surprising things:
+
+- Every copy is the same socket: O_NONBLOCK, the backlog and `listen` are shared, and one
+  `shutdown` anywhere would end it for all; `listen` before each grant mends that.
+- While any copy lives, the address cannot be bound again. So a restarted server that finds it in
+  use waits for an engine to hand its copy back, and never uses SO_REUSEPORT, which would give half
+  of the connections to a backlog that nobody serves.
+- Connections that were accepted here are answered even if a grant comes in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import socket
+from collections.abc import Callable
+
+from plumbing.errors import ProtocolError, UnderstudyError, UsageError
+from plumbing.service import procfs
+from plumbing.wire.fds import OwnedFd
+
+BACKLOG = 4096  # net.core.somaxconn's default: what waits during a failover waits here
+HELD_MAX = 256  # connections answered at once; more wait in the backlog
+REQUEST_BYTES_MAX = 64 * 1024  # a request's head; whoever sends more is answered all the same
+REQUEST_DEADLINE_S = 5.0  # to send a request's head
+LINGER_S = 1.0  # to read the rest of the request, else the answer would be lost in a reset
+RETRY_AFTER_S = 1  # a takeover takes milliseconds, a relaunch seconds
+REBIND_MS = 1000.0
+
+LENT, HOLDING, AWAY = STATES = ("lent", "holding", "waiting_for_hand_back")
+
+
+class ServiceSocket:
+    """One service address."""
+
+    def __init__(
+        self, lock: str, address: str, hold_ms: float, describe: Callable[[], str]
+    ) -> None:
+        """`describe` says in a sentence why nobody is active."""
+        self.lock = lock
+        self.address = address
+        self.problem: str | None = None
+        self._family, self._sockaddr = _resolve(address)
+        self._hold_ms = hold_ms
+        self._describe = describe
+        self._sock: socket.socket | None = None
+        self._idle_since_ms: float | None = None
+        self._rebind_ms = 0.0
+        self._is_holding = False
+        self._callers: set[_Caller] = set()
+
+    @property
+    def state(self) -> str:
+        if self._sock is None:
+            return AWAY
+        return HOLDING if self._is_holding else LENT
+
+    def bind(self) -> bool:
+        """Bind and listen; False while somebody else has the address.
+
+        Raises:
+            UsageError: `service.cannot_bind`, it is no address of this machine, or refused.
+        """
+        sock = socket.socket(self._family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(self._sockaddr)
+            sock.listen(BACKLOG)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                self.problem = self.in_use().message
+                return False
+            raise UsageError(
+                "service.cannot_bind",
+                f"cannot listen on {self.address}: {error.strerror}; choose another address with"
+                f" --service {self.lock}=HOST:PORT",
+            ) from error
+        self._adopt(sock)
+        return True
+
+    def in_use(self) -> UnderstudyError:
+        """Who has the address, as an error with the way out."""
+        pid = procfs.listener_pid(self._sockaddr[1])
+        holder = f"pid {pid} ({procfs.name(pid)})" if pid else "a process not visible here"
+        return UnderstudyError(
+            "service.port_in_use",
+            f"{self.address} is in use by {holder}; if that is no engine of this pod, stop it or"
+            f" choose another address with --service {self.lock}=HOST:PORT",
+            address=self.address,
+            pid=pid,
+        )
+
+    def take(self, fd: OwnedFd) -> bool:
+        """Take a copy that an engine hands back; True if it was needed.
+
+        Raises:
+            ProtocolError: `lock.bad_service`, it is not the listening socket of this address.
+        """
+        try:
+            sock = socket.socket(fileno=fd.fileno())
+        except OSError as error:
+            fd.close()
+            raise ProtocolError(
+                "lock.bad_service", f"what was handed back for {self.lock} is not a socket"
+            ) from error
+        fd.detach()  # the socket has it now
+        try:
+            is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if not is_listening or sock.getsockname()[:2] != self._sockaddr[:2]:
+                raise ProtocolError(
+                    "lock.bad_service",
+                    f"what was handed back for {self.lock} is not the socket of {self.address}",
+                )
+        except BaseException:
+            sock.close()
+            raise
+        if self._sock is not None:
+            sock.close()
+            return False
+        self._adopt(sock)
+        return True
+
+    def copy(self) -> OwnedFd | None:
+        """A copy to lend, if the socket is here."""
+        return None if self._sock is None else OwnedFd(self._sock.dup().detach())
+
+    def prepare(self) -> None:
+        """A grant is about to be sent: accept nothing more, and undo anybody's `shutdown`."""
+        self._stop_holding()
+        self._idle_since_ms = None
+        if self._sock is not None:
+            self._sock.listen(BACKLOG)
+
+    def watch(self, *, may_serve: bool, now_ms: float) -> None:
+        """Begin or end answering, as time and the lock say; try a taken address again."""
+        if self._sock is None and now_ms >= self._rebind_ms:
+            self._rebind_ms = now_ms + REBIND_MS
+            self.bind()
+        if may_serve:
+            self._stop_holding()
+            self._idle_since_ms = None
+            return
+        if self._idle_since_ms is None:
+            self._idle_since_ms = now_ms
+        if now_ms - self._idle_since_ms >= self._hold_ms:
+            self._hold()
+
+    def close(self) -> None:
+        self._stop_holding()
+        for caller in tuple(self._callers):
+            caller.close()
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    # ------------------------------------------------------------------ answering
+
+    def _adopt(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock, self.problem = sock, None
+
+    def _hold(self) -> None:
+        if not self._is_holding and self._sock is not None and len(self._callers) < HELD_MAX:
+            self._is_holding = True
+            asyncio.get_running_loop().add_reader(self._sock.fileno(), self._accept)
+
+    def _stop_holding(self) -> None:
+        if self._is_holding and self._sock is not None:
+            self._is_holding = False
+            asyncio.get_running_loop().remove_reader(self._sock.fileno())
+
+    def _accept(self) -> None:
+        assert self._sock is not None
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:
+            return  # gone again, or no descriptor left: it stays in the backlog
+        self._callers.add(_Caller(sock, self._answer, self._callers.discard))
+        if len(self._callers) >= HELD_MAX:
+            self._stop_holding()  # `watch` begins again when there is room
+
+    def _answer(self) -> bytes:
+        error = {
+            "message": self._describe(),
+            "type": "service_unavailable",
+            "param": None,
+            "code": "no_active_engine",
+        }
+        body = json.dumps({"error": error}).encode() + b"\n"
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nRetry-After: {RETRY_AFTER_S}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+class _Caller:
+    """One connection that gets a 503: read the head, answer, read on until the end."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        answer: Callable[[], bytes],
+        done: Callable[[_Caller], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._answer = answer
+        self._done = done
+        self._head = b""
+        self._is_answered = False
+        sock.setblocking(False)
+        self._loop.add_reader(sock.fileno(), self._readable)
+        self._timer = self._loop.call_later(REQUEST_DEADLINE_S, self._finish)
+
+    def _readable(self) -> None:
+        try:
+            data = self._sock.recv(REQUEST_BYTES_MAX)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+        elif not self._is_answered:
+            self._head += data
+            if b"\r\n\r\n" in self._head or len(self._head) >= REQUEST_BYTES_MAX:
+                self._finish()
+
+    def _finish(self) -> None:
+        if self._is_answered:
+            self.close()
+            return
+        self._is_answered = True
+        self._timer.cancel()
+        try:
+            self._sock.send(self._answer())  # some hundred bytes: a fresh socket takes them whole
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.close()
+            return
+        self._timer = self._loop.call_later(LINGER_S, self.close)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        self._done(self)
+
+
+def parse_service(text: str) -> tuple[str, str]:
+    """`active=127.0.0.1:8000` → ("active", "127.0.0.1:8000"); ValueError says what is wrong."""
+    lock, _, address = text.partition("=")
+    host, _, port = address.rpartition(":")
+    if not lock or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError("a service is LOCK=HOST:PORT, like active=127.0.0.1:8000")
+    return lock, address
+
+
+def _resolve(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise UsageError(
+            "service.cannot_bind", f"{host} is no address of this machine: {error.strerror}"
+        ) from error
+    family, _, _, _, sockaddr = found[0]
+    return family, (str(sockaddr[0]), int(sockaddr[1]))

@@ -1,0 +1,28 @@
+"""What `lockserver serve` is told, as the server takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lockserver.core.machine import SILENT_MS, WINDOW_MS
+from lockserver.members.leases import LEASE_MS, MARGIN_MS
+from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.security import Security
+
+HOLD_MS = 10_000.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One directory's server."""
+
+    directory: str
+    services: Mapping[str, str] = field(default_factory=dict)  # lock → HOST:PORT
+    window_ms: float = WINDOW_MS
+    hold_ms: float = HOLD_MS
+    silent_ms: float = SILENT_MS
+    listen: TcpAddress | None = None  # for engines that span nodes; None: this host's alone
+    security: Security | None = None  # of `listen`; None is for loopback only
+    lease_ms: float = LEASE_MS
+    lease_margin_ms: float = MARGIN_MS

@@ -1,0 +1,82 @@
+"""Who asks for a switchover, and the answers that they wait for.
+
+Owns which connection is to be told what has come of it. Must not decide whether there may be a
+switchover or how it ended: `core/switchover` does. The surprising thing: who asks is free to leave,
+and what was asked for goes on; then nobody is told, and the events say it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+
+from lockserver import witness
+from lockserver.core.events import RefuseSwitchOver, ReportSwitchOver, SwitchOverAsked
+from lockserver.core.machine import Machine
+from lockserver.core.supervisor import Supervisor
+from lockserver.members.leases import Leases
+from lockserver.messages import SWITCHOVER_MS_MAX, SwitchedOver, SwitchOver
+from lockserver.witness import Probe
+from plumbing.errors import UnderstudyError
+from plumbing.wire.connection import Connection
+
+
+class SwitchoverDesk:
+    """Between the connections of those who ask and the machine."""
+
+    def __init__(self, machine: Machine, lives: Callable[[Supervisor], bool]) -> None:
+        """`lives` looks whether all of a waiting engine lives at this moment."""
+        self._machine = machine
+        self._lives = lives
+        self._asks: dict[int, tuple[Connection, int]] = {}  # who waits: connection and request
+        self._numbers = itertools.count(1)
+
+    def asked(self, conn: Connection, message: SwitchOver, request_id: int) -> SwitchOverAsked:
+        """What is to be fed to the machine, now."""
+        ask = next(self._numbers)
+        self._asks[ask] = conn, request_id
+        return SwitchOverAsked(
+            ask=ask,
+            pid=conn.peer.pid,
+            lock=message.lock,
+            to=message.to,
+            timeout_ms=message.timeout_ms,
+            whole=self._whole(message.lock),
+        )
+
+    def _whole(self, lock: str) -> frozenset[str]:
+        found = self._machine.locks.get(lock)
+        waiters = found.waiters if found is not None else []
+        supervisors = self._machine.supervisors
+        return frozenset(w.incarnation for w in waiters if self._lives(supervisors[w.supervisor]))
+
+    def left(self, conn: Connection) -> None:
+        """The connection is closed: nobody waits there any more."""
+        gone = [ask for ask, (waiting, _) in self._asks.items() if waiting is conn]
+        for ask in gone:
+            del self._asks[ask]
+
+    def report(self, effect: ReportSwitchOver) -> None:
+        conn, request_id = self._asks.pop(effect.ask, (None, 0))
+        if conn is not None:
+            holder, took_ms = effect.holder, min(round(effect.took_ms), SWITCHOVER_MS_MAX)
+            answer = SwitchedOver(effect.lock, effect.source, holder.engine, holder.token, took_ms)
+            conn.send(answer, request_id)
+
+    def refuse(self, effect: RefuseSwitchOver) -> None:
+        conn, request_id = self._asks.pop(effect.ask, (None, 0))
+        if conn is not None:
+            error = UnderstudyError(effect.code, effect.message, **effect.details)
+            conn.fault(error, request_id, close=False)
+
+
+def lives(directory: str, leases: Leases, supervisor: Supervisor) -> bool:
+    """Whether processes of this supervisor's backend hold the witness that it has named; over TCP,
+    whether the leases of all members live."""
+    if supervisor.lease is not None:
+        return leases.is_whole(supervisor.lease)
+    if supervisor.witness is None:
+        return False
+    found, state = witness.identify(os.path.join(directory, supervisor.witness.name))
+    return found == supervisor.witness and state is Probe.HELD

@@ -1,0 +1,49 @@
+"""People are told after engines: what happened is recorded a moment later, with its own time.
+
+Owns what has happened and is not yet recorded. A log line, an event for the observers and the
+counters cost as much as the whole way of a grant (half a millisecond, measured), and the first of
+them is due when a holder's connection ends, the last when the next holder is about to run. So all
+of it waits for `PUT_OFF_S`, or until somebody asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+
+from lockserver.core import events as ev
+from lockserver.status import document as status
+from lockserver.status.wait import named
+from plumbing.service.clock import Clock
+from plumbing.service.events import EventLog
+
+PUT_OFF_S = 0.005  # a small process is dead and its heir granted by then; nobody reads faster
+
+
+class Teller:
+    """Turns `Happened` into events of `log`, in order."""
+
+    def __init__(self, log: EventLog, clock: Clock) -> None:
+        self._log, self._clock = log, clock
+        self._loop = asyncio.get_running_loop()
+        self._pending: list[tuple[ev.Happened, datetime, float]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def happened(self, effect: ev.Happened) -> None:
+        """To be told in a moment, as of now."""
+        self._pending.append((effect, self._clock.wall(), self._clock.now_ms()))
+        if self._timer is None:
+            self._timer = self._loop.call_later(PUT_OFF_S, self.catch_up)
+
+    def catch_up(self) -> None:
+        """Tell all of it now: somebody is about to look, or nothing comes after this."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        pending, self._pending = self._pending, []
+        for effect, ts, mono_ms in pending:
+            data, message = dict(effect.data), effect.message
+            if effect.evidence is not None:
+                data["pids"] = status.processes_of(effect.evidence)
+                message = f"{message}: {named(data['pids'])}"
+            self._log.record(effect.type, message, effect.severity, data, at=(ts, mono_ms))

@@ -1,0 +1,216 @@
+"""What people and programs see of a running server: one document, from the machine.
+
+Reads, never changes. Looking for who has a witness open walks /proc, so it is done when somebody
+asks or when it is worth an event, never in the path of a grant.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from typing import Any
+
+from lockserver import witness
+from lockserver.core.events import Holder
+from lockserver.core.lock import Lock, LockState
+from lockserver.core.machine import Machine
+from lockserver.members.members import Members
+from lockserver.server.place import Place
+from lockserver.server.service_socket import AWAY, ServiceSocket
+from lockserver.status.wait import NAMED_MAX, Seen, Wait, since_ms
+from lockserver.status.wait_members import see_members
+from lockserver.status.wait_queue import address_away_wait, unreachable_wait
+from lockserver.status.waits import waits_of
+from lockserver.witness import WitnessFile
+from plumbing.service import procfs
+from plumbing.service.clock import Clock, rfc3339
+
+SCHEMA = 1
+# A document is one frame: more are counted, not named. A pod has a handful.
+WAITERS_NAMED_MAX = 100
+SUPERVISORS_NAMED_MAX = 100
+PIDS_MAX = 32  # processes named in one place; a backend with 8 ranks has a dozen
+
+
+def processes_of(file: WitnessFile) -> list[dict[str, Any]]:
+    """The processes that have this witness open, where they are visible from here."""
+    pids = procfs.holders_of(file.dev, file.ino)[:PIDS_MAX]
+    return [{"pid": pid, "name": procfs.name(pid)} for pid in pids if pid != os.getpid()]
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Where the facts are: the machine and what is around it."""
+
+    machine: Machine
+    members: Members
+    services: Mapping[str, ServiceSocket]
+    place: Place
+    clock: Clock
+    directory: str
+
+
+def lock_documents(here: Here) -> dict[str, Any]:
+    """The `locks` part of the status document."""
+    return {name: _lock_document(lock, here) for name, lock in here.machine.locks.items()}
+
+
+def _lock_document(lock: Lock, here: Here) -> dict[str, Any]:
+    machine, clock = here.machine, here.clock
+    now_ms = clock.now_ms()
+    seen = _look(lock, here, now_ms)
+    found = waits_of(lock, machine, here.members, seen, now_ms, here.directory)
+    problem = next((each.sentence for each in found if each.is_fault), None)
+    service = here.services.get(lock.name)
+    if service is not None and service.state == AWAY:  # a problem of its own: see `service`
+        found.append(address_away_wait(service.address, service.problem, machine))
+    if here.place.problem is not None and lock.is_fenced:  # the document's own, said once
+        found.append(unreachable_wait(here.place.problem, here.place.problem_ms, here.directory))
+    window_ms = max(0.0, machine.started_ms + machine.window_ms - now_ms)
+    return {
+        "kind": "fenced" if lock.is_fenced else "plain",
+        "state": str(lock.state),
+        **moment(since_ms(lock, machine), clock),
+        "cause": lock.cause,
+        "holder": _holder_document(lock, machine, clock, window_ms),
+        "waiters": [
+            {
+                "engine": waiter.engine,
+                "incarnation": waiter.incarnation,
+                "silent": machine.supervisors[waiter.supervisor].is_silent,
+                **moment(waiter.since_ms, clock),
+                "since_mono_ms": waiter.since_ms,
+            }
+            for waiter in lock.waiters[:WAITERS_NAMED_MAX]
+        ],
+        "waiters_total": len(lock.waiters),
+        "waiting_for": list(seen.processes),
+        "waits": [wait_document(each, clock) for each in found],
+        "problem": problem,
+        "window": {"ms": machine.window_ms, "left_ms": round(window_ms)},
+        "switchover": _switchover_document(lock, machine, clock),
+    }
+
+
+def _switchover_document(lock: Lock, machine: Machine, clock: Clock) -> dict[str, Any] | None:
+    """The switchover under way, if there is one."""
+    found = machine.switchovers.under_way.get(lock.name)
+    if found is None:
+        return None
+    return {
+        "from": found.source.engine,
+        "to": found.to,
+        "pid": found.pid,
+        **moment(found.since_ms, clock),
+        "since_mono_ms": found.since_ms,
+        "deadline_mono_ms": found.deadline_ms,
+        "left_ms": max(0, round(found.deadline_ms - clock.now_ms())),
+        "overdue": found.is_overdue,
+    }
+
+
+def _holder_document(
+    lock: Lock, machine: Machine, clock: Clock, window_ms: float
+) -> dict[str, Any] | None:
+    holder = lock.holder
+    if holder is None:
+        return None
+    supervisor = machine.supervisors.get(holder.supervisor)
+    process = supervisor.process if supervisor else "none"
+    is_silent = supervisor is not None and supervisor.is_silent
+    is_overdue = lock.state is LockState.RECOVERING and window_ms <= 0
+    return {
+        "engine": holder.engine,
+        "incarnation": holder.incarnation,
+        "token": holder.token,
+        **moment(holder.since_mono_ms, clock),
+        "since_mono_ms": holder.since_mono_ms,
+        "connected": supervisor is not None and supervisor.conn is not None,
+        "unresponsive": is_silent or is_overdue,
+        "pid": supervisor.pid if supervisor else None,
+        "evidence": _evidence(holder, process),
+        "pidfd_source": process,
+    }
+
+
+def _evidence(holder: Holder, process: str) -> str:
+    if holder.lease is not None:
+        return "lease"
+    return "witness" if process == "none" else "pidfd+witness"
+
+
+def wait_document(wait: Wait, clock: Clock) -> dict[str, Any]:
+    return {
+        "reason": wait.reason,
+        "message": wait.message,
+        "engine": wait.engine,
+        "incarnation": wait.incarnation,
+        "token": wait.token,
+        "pid": wait.pid,
+        **moment(wait.since_ms, clock),
+        "evidence": list(wait.evidence),
+        "mend": wait.mend,
+        "is_fault": wait.is_fault,
+    }
+
+
+def _look(lock: Lock, here: Here, now_ms: float) -> Seen:
+    """What there is to see of a lock's holder, and /proc only where somebody should look."""
+    holder, machine, leases = lock.holder, here.machine, here.members.leases
+    if holder is None:
+        if not lock.is_unknown:
+            return Seen()
+        left_ms = leases.strangers_until_ms - now_ms if leases.may_have_strangers else 0.0
+        return Seen(strangers=_strangers(lock, machine, here.directory), strangers_ms=left_ms)
+    if holder.lease is not None:
+        count = len(holder.lease.members)
+        return Seen(members=see_members(holder.engine, count, here.members, now_ms, holder.lease))
+    supervisor = machine.supervisors.get(holder.supervisor)
+    is_silent = supervisor is not None and supervisor.is_silent
+    is_suspect = lock.state is not LockState.HELD or is_silent
+    file, probe = witness.identify(os.path.join(here.directory, holder.witness.name))
+    processes = processes_of(holder.witness) if is_suspect else []
+    return Seen(file == holder.witness, probe, processes)
+
+
+def _strangers(lock: Lock, machine: Machine, directory: str) -> dict[str, list[dict[str, Any]]]:
+    """The witnesses that keep a lock unknown, by name, each with who holds it."""
+    known = {
+        each.witness_name
+        for each in machine.supervisors.values()
+        if each.conn is not None and lock.name not in each.tokens
+    }
+    strangers = {}
+    for name in sorted(witness.scan(directory) - known)[: NAMED_MAX + 1]:
+        file, _ = witness.identify(os.path.join(directory, name))
+        strangers[witness.shown(name)] = processes_of(file) if file is not None else []
+    return strangers
+
+
+def supervisor_documents(machine: Machine, clock: Clock) -> list[dict[str, Any]]:
+    """The `supervisors` part: who is known here, connected or not, the first of them."""
+    now_ms = clock.now_ms()
+    return [
+        {
+            "engine": each.engine,
+            "supervisor": each.id,
+            "incarnation": each.incarnation,
+            "pid": each.pid,
+            "pidfd_source": each.process,
+            "connected": each.conn is not None,
+            "silent": each.is_silent,
+            "heard_ms_ago": round(now_ms - each.heard_ms),
+            "wants": list(each.locks),
+        }
+        for each in islice(machine.supervisors.values(), SUPERVISORS_NAMED_MAX)
+    ]
+
+
+def moment(mono_ms: float, clock: Clock) -> dict[str, Any]:
+    """`since` and `for_ms`. A grant on file may be of a machine whose clock ran ahead of this."""
+    for_ms = max(0.0, clock.now_ms() - mono_ms)
+    since = clock.wall() - timedelta(milliseconds=for_ms)
+    return {"since": rfc3339(since), "for_ms": round(for_ms)}

@@ -1,0 +1,108 @@
+"""The status document while no server answers: what its state file says, and what can be seen.
+
+Reads, changes nothing. Must not guess: whether a holder lives is the witness's word, and who waits
+nobody knows until a server is back.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from lockserver import state_file, witness
+from lockserver.core.events import Holder, Record
+from lockserver.core.machine import KINDS
+from lockserver.status.document import SCHEMA, moment, processes_of, wait_document
+from lockserver.status.wait import Wait, named
+from plumbing.service.clock import Clock, SystemClock
+
+UNANSWERED = "no lock server answers; this is what its state file says"
+
+
+def offline(directory: str, clock: Clock | None = None) -> dict[str, Any] | None:
+    """The view from the state file while no server answers; None if there is none either.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    clock = clock or SystemClock()
+    found = state_file.read(directory, KINDS)
+    if found is None:
+        return None
+    written_s = os.stat(os.path.join(directory, state_file.NAME)).st_mtime
+    written_ms = clock.now_ms() - (time.time() - written_s) * 1000
+    return {
+        "schema": SCHEMA,
+        "as_of_event_id": 0,
+        "server": {"pid": None, "since": None, "dir": directory, "online": False},
+        "token": found.record.token,
+        "locks": {
+            name: _lock_document(directory, name, found.record, written_ms, clock) for name in KINDS
+        },
+        "tcp": None,
+        "members": {},
+        "supervisors": [],
+        "supervisors_total": 0,
+        "service": {},
+        "last_grants": [],
+        "problem": found.problem,
+    }
+
+
+def _lock_document(
+    directory: str, name: str, record: Record, written_ms: float, clock: Clock
+) -> dict[str, Any]:
+    holder = record.holders.get(name)
+    since_ms = written_ms if holder is None else holder.since_mono_ms
+    document: dict[str, Any] = {
+        "kind": "fenced" if KINDS[name] else "plain",
+        "state": "unknown",
+        **moment(since_ms, clock),
+        "holder": None,
+        "waiters": [],
+        "waiters_total": 0,
+        "waiting_for": [],
+        "waits": [],
+        "problem": UNANSWERED,
+    }
+    evidence = "nobody is on file" if name not in record.unknown else "who holds it is not on file"
+    if holder is not None:
+        processes = processes_of(holder.witness)
+        state = _witness_state(directory, holder)
+        document["holder"] = {
+            "engine": holder.engine,
+            "incarnation": holder.incarnation,
+            "token": holder.token,
+            **moment(holder.since_mono_ms, clock),
+            "since_mono_ms": holder.since_mono_ms,
+            "witness": state,
+        }
+        document["waiting_for"] = processes
+        who = f" by {named(processes)}" if state == str(witness.Probe.HELD) else ""
+        evidence = f"witness {holder.witness.name} {state}{who}"
+        if holder.lease is not None:
+            count, lease_s = len(holder.lease.members), holder.lease.lease_ms / 1000
+            evidence = (
+                f"leases of {count} members over TCP, {lease_s:g} s each, which they cannot renew"
+            )
+    goes_on = "who serves goes on meanwhile, and nobody is granted"
+    if holder is not None and holder.lease is not None:
+        goes_on = "who serves stops before its lease has run out"
+    wait = Wait(
+        "no_server",
+        UNANSWERED,
+        since_ms,
+        (evidence,),
+        f"start it: lockserver serve --dir {directory}; {goes_on}",
+        engine=holder.engine if holder else None,
+        incarnation=holder.incarnation if holder else None,
+        token=holder.token if holder else None,
+    )
+    document["waits"] = [wait_document(wait, clock)]
+    return document
+
+
+def _witness_state(directory: str, holder: Holder) -> str:
+    file, probe = witness.identify(os.path.join(directory, holder.witness.name))
+    return str(probe if file == holder.witness else witness.Probe.UNPROVEN)

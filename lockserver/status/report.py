@@ -1,0 +1,78 @@
+"""What one server says of itself: the status document, and what was found at the start.
+
+Reads everything, changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from lockserver.core.machine import Machine
+from lockserver.server.observers import Observers
+from lockserver.server.place import Place
+from lockserver.server.remote import Remote
+from lockserver.server.service_desk import ServiceDesk
+from lockserver.server.teller import Teller
+from lockserver.state_file import StateFile
+from lockserver.status import document as status
+from lockserver.status import member_status
+from plumbing.service.clock import Clock, rfc3339
+from plumbing.service.events import EventLog
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where the facts are."""
+
+    directory: str
+    started: datetime
+    clock: Clock
+    machine: Machine
+    remote: Remote
+    desk: ServiceDesk
+    observers: Observers
+    place: Place
+    teller: Teller
+    events: EventLog
+
+    def document(self) -> dict[str, Any]:
+        """The status document, the same for the CLI, `/status` and observers."""
+        self.teller.catch_up()
+        machine, members = self.machine, self.remote.members
+        here = status.Here(
+            machine, members, self.desk.sockets, self.place, self.clock, self.directory
+        )
+        return {
+            "schema": status.SCHEMA,
+            "as_of_event_id": self.events.last_id,
+            "server": {
+                "pid": os.getpid(),
+                "since": rfc3339(self.started),
+                "dir": self.directory,
+                "online": True,
+            },
+            "token": machine.ledger.token,
+            "problem": machine.ledger.problem or self.place.problem or self.remote.problem,
+            "locks": status.lock_documents(here),
+            "tcp": self.remote.document(),
+            "members": member_status.member_documents(members, self.clock.now_ms()),
+            "supervisors": status.supervisor_documents(machine, self.clock),
+            "supervisors_total": len(machine.supervisors),
+            "service": self.desk.documents(),
+            "last_grants": list(self.observers.last_grants),
+        }
+
+    def start(self, state: StateFile) -> None:
+        """What was found on disk, and which addresses are away."""
+        loaded = state.loaded
+        if loaded.problem is not None:
+            kept = f"; kept aside as {loaded.aside}" if loaded.aside else ""
+            message = f"{state.path}: {loaded.problem}{kept}"
+            self.events.record("lock.state_lost", message, "error", {"aside": loaded.aside})
+        for service in self.desk.sockets.values():
+            if service.problem is not None:
+                message = f"waiting for {service.address} to be handed back: {service.problem}"
+                self.events.record("lock.service_away", message, "warning", {"lock": service.lock})

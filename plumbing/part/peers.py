@@ -1,0 +1,139 @@
+"""Asking the parts of a pod over their Unix sockets: one question, or a watch that reconnects.
+
+Owns no meaning: callers bring the catalogue and the messages. A watch survives the death of what
+it watches, because that is what a drill is about; what was missed in between is not replayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.wire.client import connect
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Catalogue, Fault, Message
+
+ASK_TIMEOUT_S = 5.0
+RECONNECT_S = 0.05  # a restarted supervisor takes some 200 ms to listen again
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer and the pid of who gave it (0 if it lives in another PID namespace)."""
+
+    message: Message
+    pid: int
+
+
+class _Asker:
+    """A handler for one question: the first message that comes, or the reason why none did."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+    def opened(self, conn: Connection) -> None:
+        pass
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        if self.answer.done():
+            return
+        if isinstance(message, Fault):
+            self.answer.set_exception(RemoteError(message.code, message.message, **message.details))
+        elif request_id:
+            self.answer.set_result(message)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(
+                UnreachableError("wire.closed", f"it closed the connection: {reason}")
+            )
+
+
+async def ask(
+    path: str, catalogue: Catalogue, question: Message, timeout_s: float = ASK_TIMEOUT_S
+) -> Answered:
+    """Connect to `path`, ask, and hang up.
+
+    Raises:
+        UnreachableError: nobody listens there, or it hung up on us.
+        RemoteError: it answered with an error.
+        WaitTimeoutError: it did not answer in time.
+    """
+    asker = _Asker()
+    conn = await connect(path, catalogue, asker, deadline_s=timeout_s)
+    try:
+        conn.send(question, request_id=1)
+        async with asyncio.timeout(timeout_s):
+            return Answered(await asker.answer, conn.peer.pid)
+    except TimeoutError as error:
+        raise WaitTimeoutError(
+            "pod.no_answer", f"{path} took the question and did not answer in {timeout_s:g} s"
+        ) from error
+    finally:
+        conn.close("asked")
+        asker.answer.cancel()
+
+
+class Watch:
+    """A standing `watch` on one socket: every message goes to `heard`, a lost peer is redialled.
+
+    `lost` is called whenever a connection has ended, unless we ended it, and at every vain dial.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        catalogue: Catalogue,
+        question: Message,
+        heard: Callable[[Message], None],
+        lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._path = path
+        self._catalogue = catalogue
+        self._question = question
+        self._heard = heard
+        self._tell_lost = lost
+        self._lost = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"watch {path}")
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _run(self) -> None:
+        while True:
+            self._lost.clear()
+            try:
+                conn = await connect(self._path, self._catalogue, self, deadline_s=ASK_TIMEOUT_S)
+            except UnderstudyError:
+                self._tell_lost()
+                await asyncio.sleep(RECONNECT_S)  # its reason is in the status, where people look
+                continue
+            try:
+                conn.send(self._question, request_id=1)
+                await self._lost.wait()
+            finally:
+                conn.close("watch ended")
+
+    def opened(self, conn: Connection) -> None:
+        pass
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        if not isinstance(message, Fault):
+            self._heard(message)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self._lost.set()
+        if not self._task.cancelling():
+            self._tell_lost()

@@ -1,0 +1,177 @@
+"""What every command does alike: settings as flags, one sentence per error, one way to run.
+
+The only file outside the `cli.py` of a package that knows click. An `UnderstudyError` becomes one
+sentence on stderr and its exit code; any other exception is a bug and keeps its stack trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import click
+import uvloop
+
+from plumbing.errors import UnderstudyError
+from plumbing.service.config import Option, Resolved, resolve
+from plumbing.service.fd_limit import raise_fd_limit
+
+T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+OUR_FAULT = 70  # EX_SOFTWARE of sysexits.h
+INTERRUPTED = 130  # what shells report for a program that SIGINT ended
+
+
+def options(declared: Sequence[Option], command: str) -> Callable[[Command], Command]:
+    """Add the flags of `declared`, `--config FILE` and `--print-config` to a click command.
+
+    The command is called with `config: Resolved`. Put this directly under `@click.command()`. A
+    command that has a `--json` of its own names it `as_json`; others get one for `--print-config`.
+    """
+
+    def decorate(function: Command) -> Command:
+        @functools.wraps(function)
+        def wrapper(*args: Any, config_file: str | None, print_config: bool, **params: Any) -> Any:
+            flags = {option.name: params.pop(option.name) for option in declared}
+            as_json = bool(params["as_json"] if owns_json else params.pop("as_json"))
+            try:
+                config = resolve(declared, flags, os.environ, config_file, command=command)
+                if print_config:
+                    click.echo(_describe(config, as_json=as_json))
+                    return None
+                return function(*args, config=config, **params)
+            except UnderstudyError as error:
+                fail(error, as_json=as_json and owns_json)
+
+        owns_json = any(
+            "--json" in parameter.opts for parameter in getattr(function, "__click_params__", [])
+        )
+        for add in reversed(_click_options(declared, owns_json=owns_json)):
+            wrapper = add(wrapper)
+        return wrapper  # type: ignore[return-value] # click calls it by keyword only
+
+    return decorate
+
+
+def run_async(main: Callable[[], Coroutine[Any, Any, T]], *, as_json: bool = False) -> T:
+    """Run `main` on uvloop to its end, with as many descriptors as the machine allows.
+
+    An `UnderstudyError` ends the program as `fail` does, SIGINT with 130. Any other exception, also
+    in a callback of the loop, is our own fault and ends it with its trace.
+    """
+    raise_fd_limit()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.get_loop().set_exception_handler(_crash_on_our_fault)
+            return runner.run(main())
+    except UnderstudyError as error:
+        fail(error, as_json=as_json)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _crash_on_our_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A process that is wrong about itself must not go on, and nothing of it may run any more.
+
+    What the loop reports without an exception, or with a peer's OSError, is only logged.
+    """
+    error = context.get("exception")
+    if error is None or isinstance(error, OSError):
+        loop.default_exception_handler(context)
+        return
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(OUR_FAULT)
+
+
+def plain_errors(function: Command) -> Command:
+    """For commands without `@options`: an `UnderstudyError` ends them with its sentence."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **params: Any) -> Any:
+        try:
+            return function(*args, **params)
+        except UnderstudyError as error:
+            fail(error, as_json=bool(params.get("as_json")))
+
+    return wrapper  # type: ignore[return-value] # the same signature, by functools.wraps
+
+
+def fail(error: UnderstudyError, *, as_json: bool = False) -> NoReturn:
+    """End the program: `error: <sentence> [<code>]` on stderr, the error's exit code.
+
+    With `as_json` stdout gets `{"error": {code, message, details}}` besides.
+    """
+    if as_json:
+        click.echo(json.dumps({"error": error.to_dict()}, default=str))
+    click.echo(f"error: {error}", err=True)
+    sys.exit(error.exit_code)
+
+
+def _click_options(declared: Sequence[Option], *, owns_json: bool) -> list[Callable[[Any], Any]]:
+    # Every value reaches `resolve` as the user wrote it: one place understands and refuses values,
+    # wherever they come from. So click is told nothing of types and defaults.
+    added = []
+    for option in declared:
+        flag = f"{option.flag}/--no-{option.flag[2:]}" if option.type is bool else option.flag
+        shown = "" if option.default in (None, ()) else f" [default: {_text(option.default)}]"
+        added.append(
+            click.option(
+                *((option.short,) if option.short else ()),
+                flag,
+                option.name,
+                default=None,
+                multiple=option.many,
+                metavar=None if option.type is bool else "|".join(option.choices) or None,
+                help=f"{option.help} [env: {option.env_name}]{shown}",
+            )
+        )
+    added.append(
+        click.option(
+            "--config",
+            "config_file",
+            envvar="UNDERSTUDY_CONFIG",
+            metavar="FILE",
+            default=None,
+            help="A TOML file with settings, in a table named after the command.",
+        )
+    )
+    added.append(
+        click.option(
+            "--print-config", is_flag=True, help="Print every setting with its origin, and exit."
+        )
+    )
+    if not owns_json:
+        added.append(
+            click.option("--json", "as_json", is_flag=True, help="With --print-config: as JSON.")
+        )
+    return added
+
+
+def _describe(config: Resolved, *, as_json: bool) -> str:
+    settings = config.describe()
+    if as_json:
+        return json.dumps({"config": settings}, default=str, indent=2)
+    rows = [("setting", "value", "origin", "environment")] + [
+        (item["name"], _text(item["value"]), item["origin"], item["env"]) for item in settings
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, (tuple, list)):
+        return ",".join(str(item) for item in value) or "-"
+    return str(value)

@@ -1,0 +1,222 @@
+"""Settings: flag > environment > file > default, each value with where it came from.
+
+A command declares its settings once, as data; `plumbing.service.cli` turns them into flags.
+Must not know any command's settings, nor click. A setting that cannot be understood is refused
+with its origin, so that nobody searches the flags for what an environment variable said.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from plumbing.errors import UsageError
+
+TRUE = frozenset({"1", "true", "yes", "on"})
+FALSE = frozenset({"0", "false", "no", "off"})
+SIZE_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting.
+
+    `type` is bool or turns a string into the value (int, float, str, `size_bytes`, …), raising
+    ValueError with a reason. `many` makes it a tuple: a repeatable flag, a list in the file, a
+    comma-separated environment variable. A default of None means "not set". `short`: another name
+    of the flag, such as `-f`.
+    """
+
+    name: str
+    type: Callable[[str], Any]
+    default: Any = None
+    help: str = ""
+    env: str | None = None
+    many: bool = False
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    short: str = ""
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env_name(self) -> str:
+        return self.env or "UNDERSTUDY_" + self.name.upper()
+
+
+class Resolved:
+    """The settings of one command, each with its origin."""
+
+    def __init__(
+        self, options: Sequence[Option], values: dict[str, Any], origins: dict[str, str]
+    ) -> None:
+        self._options = tuple(options)
+        self._by_name = values
+        self._origins = origins
+        self.values = SimpleNamespace(**values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._by_name[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def origin(self, name: str) -> str:
+        """`flag`, `environment`, `file` or `default`."""
+        return self._origins[name]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """One entry per setting, in order of declaration: name, value, origin, env, flag."""
+        return [
+            {
+                "name": option.name,
+                "value": self._by_name[option.name],
+                "origin": self._origins[option.name],
+                "env": option.env_name,
+                "flag": option.flag,
+            }
+            for option in self._options
+        ]
+
+
+def resolve(
+    options: Sequence[Option],
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+    file: str | None = None,
+    *,
+    command: str = "",
+) -> Resolved:
+    """Decide every setting.
+
+    Args:
+        flags: by option name; None (or an empty tuple, for `many`) means not given.
+        file: a TOML file; its table named `command` is read, the whole file if `command` is "".
+
+    Raises:
+        UsageError: a value that is not what its setting takes, an unknown key in the file, a file
+            that is missing or is not TOML.
+    """
+    table = _read_table(file, command) if file else {}
+    unknown = sorted(set(table) - {option.name for option in options})
+    if unknown:
+        known = ", ".join(option.name for option in options)
+        raise UsageError(
+            "config.unknown_key",
+            f"{file} sets {unknown[0]!r} in [{command}], which does not exist; known are {known}",
+            file=file,
+            key=unknown[0],
+        )
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for option in options:
+        flag = flags.get(option.name)
+        if flag is not None and not (option.many and len(flag) == 0):
+            raw, origin, place = flag, "flag", option.flag
+        elif option.env_name in environ:
+            raw, origin, place = environ[option.env_name], "environment", option.env_name
+            if option.many:
+                raw = tuple(part.strip() for part in raw.split(",") if part.strip())
+        elif option.name in table:
+            raw, origin, place = table[option.name], "file", f"{option.name} in {file}"
+        else:
+            values[option.name], origins[option.name] = option.default, "default"
+            continue
+        values[option.name], origins[option.name] = _convert(option, raw, place), origin
+    return Resolved(options, values, origins)
+
+
+def size_bytes(text: str) -> int:
+    """`4GiB` → 4294967296; the units are powers of two (KiB, MiB, GiB, TiB) or plain bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = match.group(2).upper() if match else None
+    if match is None or unit not in SIZE_UNITS:
+        raise ValueError("a size is a number with one of the units KiB, MiB, GiB, TiB, like 4GiB")
+    return int(float(match.group(1)) * SIZE_UNITS[unit])
+
+
+def _read_table(file: str, command: str) -> dict[str, Any]:
+    import tomllib  # a process without a configuration file need not carry the parser
+
+    try:
+        with open(file, "rb") as stream:
+            document = tomllib.load(stream)
+    except OSError as error:
+        raise UsageError(
+            "config.file_unreadable", f"cannot read {file}: {error.strerror}", file=file
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError("config.file_broken", f"{file} is not TOML: {error}", file=file) from error
+    table = document.get(command, {}) if command else document
+    if not isinstance(table, dict):
+        raise UsageError("config.file_broken", f"{command!r} in {file} is not a table", file=file)
+    return {key.replace("-", "_"): value for key, value in table.items()}
+
+
+def _convert(option: Option, raw: Any, place: str) -> Any:
+    if option.many:
+        if isinstance(raw, str) or not isinstance(raw, Sequence):
+            raise _bad(option, raw, place, "it takes a list")
+        return tuple(_convert_one(option, item, place) for item in raw)
+    return _convert_one(option, raw, place)
+
+
+def _convert_one(option: Option, raw: Any, place: str) -> Any:
+    if isinstance(raw, bool) != (option.type is bool) and not isinstance(raw, str):
+        raise _bad(option, raw, place, "it takes " + _kind(option))
+    if not isinstance(raw, (str, int, float)):
+        raise _bad(option, raw, place, "it takes " + _kind(option))
+    try:
+        value = _to_bool(raw) if option.type is bool else option.type(str(raw))
+    except ValueError as error:
+        built_in = option.type in (int, float)  # whose own words are about Python, not about us
+        reason = "it takes " + _kind(option) if built_in else str(error)
+        raise _bad(option, raw, place, reason) from error
+    if option.choices and value not in option.choices:
+        raise _bad(option, raw, place, "it takes one of " + ", ".join(option.choices))
+    if option.minimum is not None and not value >= option.minimum:
+        raise _bad(option, raw, place, f"the least is {option.minimum:g}")
+    if option.maximum is not None and not value <= option.maximum:
+        raise _bad(option, raw, place, f"the most is {option.maximum:g}")
+    return value
+
+
+def _to_bool(raw: Any) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if str(raw).lower() in TRUE:
+        return True
+    if str(raw).lower() in FALSE:
+        return False
+    raise ValueError("it takes true or false")
+
+
+def _kind(option: Option) -> str:
+    if option.type is bool:
+        return "true or false"
+    if option.type is int:
+        return "a whole number"
+    return "a number" if option.type is float else "a text"
+
+
+def _bad(option: Option, raw: Any, place: str, reason: str) -> UsageError:
+    return UsageError(
+        "config.bad_value",
+        f"{place} is {raw!r}: {reason}",
+        name=option.name,
+        value=str(raw),
+    )

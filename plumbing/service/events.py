@@ -1,0 +1,163 @@
+"""The one record of what happened: logs, metrics, status and the event stream derive from it.
+
+Owns ids and the bounded ring. Must not know what an event means. Not thread-safe on purpose: a
+process records from one thread, the one that owns its state machine, so ids are the true order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from typing import Any
+
+from plumbing.errors import InvariantError
+from plumbing.service.clock import Clock, rfc3339
+
+logger = logging.getLogger(__name__)
+
+# Also the order of severities, lowest first, and the log level that each one maps to.
+SEVERITIES: Mapping[str, int] = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+RING_MAX = 1024  # about an hour of failovers every ten seconds, at some 300 KiB
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened, once."""
+
+    id: int
+    ts: datetime
+    mono_ms: float
+    type: str
+    severity: str
+    source: str
+    message: str
+    data: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as it travels: `mono_ms` is CLOCK_MONOTONIC, `ts` RFC 3339 in UTC."""
+        return {
+            "id": self.id,
+            "ts": rfc3339(self.ts),
+            "mono_ms": self.mono_ms,
+            "type": self.type,
+            "severity": self.severity,
+            "source": self.source,
+            "message": self.message,
+            "data": dict(self.data),
+        }
+
+
+Subscriber = Callable[[Event], None]
+
+
+class EventLog:
+    """A ring of events with ids from 1, that writes each to the log and hands it to subscribers."""
+
+    def __init__(self, source: str, clock: Clock, ring_max: int = RING_MAX) -> None:
+        self.source = source
+        self._clock = clock
+        self._ring: deque[Event] = deque(maxlen=ring_max)
+        self._subscribers: list[Subscriber] = []
+        self.last_id = 0
+
+    def record(
+        self,
+        type: str,  # noqa: A002 - the record's own key, in every consumer's JSON
+        message: str,
+        severity: str = "info",
+        data: Mapping[str, Any] | None = None,
+        at: tuple[datetime, float] | None = None,
+    ) -> Event:
+        """Append one event, log it as one line, then call every subscriber with it.
+
+        `at`: the time of day and the clock's `now_ms` when it happened, if that was not just now.
+        """
+        level = SEVERITIES[severity]
+        ts, mono_ms = at or (self._clock.wall(), self._clock.now_ms())
+        self.last_id += 1
+        event = Event(
+            id=self.last_id,
+            ts=ts,
+            mono_ms=mono_ms,
+            type=type,
+            severity=severity,
+            source=self.source,
+            message=message,
+            data=dict(data or {}),
+        )
+        fields = {"event": type, "event_id": event.id, **event.data}
+        logger.log(level, "%s", message, extra={"fields": fields})
+        self._append(event)
+        return event
+
+    def relay(self, record: Mapping[str, Any], data: Mapping[str, Any]) -> Event:
+        """Append what a child process recorded (`Event.to_dict`), with `data` beside its own.
+
+        It keeps its times and its source and gets an id of ours. It is not logged: its own process
+        has done that, mostly into the same stream.
+        """
+        self.last_id += 1
+        event = Event(
+            id=self.last_id,
+            ts=datetime.fromisoformat(record["ts"]),
+            mono_ms=record["mono_ms"],
+            type=record["type"],
+            severity=record["severity"],
+            source=record["source"],
+            message=record["message"],
+            data={**record["data"], **data},
+        )
+        self._append(event)
+        return event
+
+    def subscribe(self, callback: Subscriber) -> Callable[[], None]:
+        """Call `callback` with every later event; returns the way to end that (idempotent)."""
+        self._subscribers.append(callback)
+
+        def unsubscribe() -> None:
+            if callback in self._subscribers:
+                self._subscribers.remove(callback)
+
+        return unsubscribe
+
+    def since(self, event_id: int) -> list[Event] | None:
+        """The events after `event_id`; None if some of them have left the ring.
+
+        None too for an id that was never given out: it is one of an earlier process, whose ids
+        also began at 1. Either way the reader needs a snapshot.
+        """
+        oldest_id = self.last_id - len(self._ring) + 1
+        if not oldest_id - 1 <= event_id <= self.last_id:
+            return None
+        return list(islice(self._ring, event_id + 1 - oldest_id, None))
+
+    def kept_since(self, event_id: int) -> list[Event]:
+        """Those after `event_id` that are still in the ring, for readers that accept a gap."""
+        return [event for event in self._ring if event.id > event_id]
+
+    def _append(self, event: Event) -> None:
+        self._ring.append(event)
+        for subscriber in tuple(self._subscribers):
+            self._tell(subscriber, event)
+
+    def _tell(self, subscriber: Subscriber, event: Event) -> None:
+        try:
+            subscriber(event)
+        except InvariantError:
+            raise
+        except Exception:
+            # A listener's bug must not undo what happened, nor hide it from the other listeners;
+            # it is dropped so that the error is reported once, not once per event.
+            logger.exception("a subscriber to events raised and was dropped")
+            if subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)

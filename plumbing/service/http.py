@@ -1,0 +1,214 @@
+"""The HTTP side of a process: probes, status, metrics, events and pages, and only reading.
+
+Probe and status functions are called on the event loop at every request: an answer proves that
+the loop is alive, and it is as fresh as the process knows. They must not block. Whatever changes
+state goes through the Unix sockets, never through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.service import procfs, sse
+from plumbing.service.events import EventLog
+from plumbing.service.metrics import CONTENT_TYPE, Metrics
+from plumbing.service.page import Page, let_own_pages_read
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+logger = logging.getLogger(__name__)
+
+PORT_MAX = 65535
+STOP_GRACE_S = 0.5  # for answers under way, each of which takes milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The answer to one question: yes or no, why in one word, and what a reader needs to know."""
+
+    ok: bool
+    reason: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, "reason": self.reason, **self.details}
+
+
+class HttpServer:
+    """Serves on `host:port` only. `port` 0 takes a free one; `port` tells which after `start`."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        probes: Mapping[str, Callable[[], Probe]],
+        status: Callable[[], dict[str, Any]],
+        metrics: Metrics,
+        events: EventLog | None = None,
+        pages: Mapping[str, Page] | None = None,
+        heartbeat_s: float = sse.HEARTBEAT_S,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self._probes = dict(probes)
+        self._status = status
+        self._metrics = metrics
+        metrics.limit_hits.labels(limit="event_readers")  # a zero from the first scrape
+        self._events = events
+        self._pages = dict(pages or {})
+        self._heartbeat_s = heartbeat_s
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Bind and serve. Loads aiohttp, which holds the loop for 0.1 s: start this early.
+
+        Raises:
+            UnderstudyError: `service.port_in_use`, naming the port and who has it.
+            UsageError: `service.cannot_bind`, the address is not one of this machine, or refused.
+        """
+        from aiohttp import web
+
+        if not self.host or not 0 <= self.port <= PORT_MAX:  # "" would bind every interface
+            raise self._cannot_bind("that is no address and port")
+        app = web.Application()
+        for name in self._probes:
+            app.router.add_get(f"/{name}", self._answer_probe)
+        app.router.add_get("/status", self._answer_status)
+        app.router.add_get("/metrics", self._answer_metrics)
+        if self._events is not None:
+            app.router.add_get("/events", self._answer_events)
+        for name in self._pages:
+            app.router.add_get(f"/{name}", self._answer_page)
+        app.router.add_get("/", self._answer_index)
+        app.on_response_prepare.append(let_own_pages_read)
+        app.on_shutdown.append(self._cut_streams)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=logger,
+            handle_signals=False,
+            handler_cancellation=True,  # a reader that leaves is known at once, not at a heartbeat
+            shutdown_timeout=STOP_GRACE_S,
+        )
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self.host, self.port)
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            raise self._refused(error) from error
+        self._runner = runner
+        self.port = runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Stop listening and cut what is still open; idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _answer_probe(self, request: web.Request) -> web.Response:
+        name = request.path.strip("/")
+        probe = self._probes[name]()
+        body = probe.to_dict()
+        if "verbose" in request.query:
+            body["checks"] = {each: ask().to_dict() for each, ask in self._probes.items()}
+        return _json(body, status=200 if probe.ok else 503)
+
+    async def _answer_status(self, request: web.Request) -> web.Response:
+        return _json(self._status())
+
+    async def _answer_metrics(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _answer_index(self, request: web.Request) -> web.Response:
+        routes = [*self._probes, "status", "metrics", *(["events"] if self._events else [])]
+        routes += self._pages
+        return _json({"paths": [f"/{route}" for route in routes]})
+
+    async def _answer_page(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        page = self._pages[request.path.strip("/")]
+        return web.Response(body=page.body, headers=page.headers(request.headers.get("Host", "")))
+
+    async def _answer_events(self, request: web.Request) -> web.StreamResponse:
+        assert self._events is not None  # the route exists only then
+        if len(self._streams) >= sse.READERS_MAX:
+            self._metrics.limit_hits.labels(limit="event_readers").inc()
+            message = f"{sse.READERS_MAX} readers follow the events already, which is the most"
+            busy = UnderstudyError("service.too_many_readers", message)
+            return _json({"error": busy.to_dict()}, status=503)
+        task = asyncio.current_task()
+        assert task is not None  # aiohttp runs every handler in a task
+        self._streams.add(task)
+        try:
+            return await sse.stream(
+                request, self._events, self._status, heartbeat_s=self._heartbeat_s
+            )
+        except UsageError as error:
+            return _json({"error": error.to_dict()}, status=400)
+        finally:
+            self._streams.discard(task)
+
+    async def _cut_streams(self, app: web.Application) -> None:
+        # Event streams never end by themselves; left alone each stop would sit out the grace.
+        for task in tuple(self._streams):
+            task.cancel()
+
+    def _refused(self, error: OSError) -> UnderstudyError:
+        if isinstance(error, socket.gaierror):  # its numbers are not those of errno
+            return self._cannot_bind(str(error.strerror))
+        if error.errno != errno.EADDRINUSE:
+            return self._cannot_bind(os.strerror(error.errno or 0))
+        pid = procfs.listener_pid(self.port)
+        holder = f"pid {pid} ({procfs.name(pid)})" if pid else "a process not visible here"
+        return UnderstudyError(
+            "service.port_in_use",
+            f"port {self.port} on {self.host} is in use by {holder}; "
+            "stop that, or choose another with --http-port",
+            host=self.host,
+            port=self.port,
+            pid=pid,
+        )
+
+    def _cannot_bind(self, reason: str) -> UsageError:
+        return UsageError(
+            "service.cannot_bind",
+            f"cannot listen on {self.host}:{self.port}: {reason}; "
+            "use another --http-host or --http-port",
+            host=self.host,
+            port=self.port,
+        )
+
+
+class _NoPeerFaults(logging.Filter):
+    """Bytes that are no HTTP are their sender's fault: it gets 400, we need no stack trace."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        from aiohttp.http_exceptions import HttpProcessingError
+
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+logger.addFilter(_NoPeerFaults())
+
+
+def _json(document: dict[str, Any], status: int = 200) -> web.Response:
+    from aiohttp import web
+
+    text = json.dumps(document, default=str, ensure_ascii=False) + "\n"
+    return web.Response(text=text, status=status, content_type="application/json")

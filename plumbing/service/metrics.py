@@ -1,0 +1,151 @@
+"""Prometheus metrics, one registry per process: zeros from the first scrape, never absent.
+
+A metric that appears only when something happened cannot be alerted on: `rate()` over nothing is
+nothing. So every metric with labels is declared with the values it knows, and these are exported
+as zeros at once. States are gauges with a label `state`, one of them 1 (prometheus_client's own
+Enum repeats the metric's name as the label).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from plumbing.service.build import build_info
+
+PREFIX = "understudy"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# From a grant on an idle machine (1 ms) to a drain budget (30 s) and a first load (10 min).
+DURATION_BUCKETS_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 600.0),
+)
+
+# A `_created` series per counter doubles the page and nothing here restarts a counter by itself.
+disable_created_metrics()  # type: ignore[no-untyped-call] # the library has no annotation here
+
+Values = Mapping[str, Sequence[str]]
+
+
+class OneHot:
+    """A gauge per state, of which exactly one is 1 once `set` was called for these labels."""
+
+    def __init__(self, gauge: Gauge, states: Sequence[str]) -> None:
+        self._gauge = gauge
+        self.states = tuple(states)
+
+    def set(self, state: str, **labels: str) -> None:
+        """Make `state` the current one for `labels`, all labels but `state` given."""
+        if state not in self.states:
+            raise ValueError(f"{state!r} is none of {', '.join(self.states)}")
+        for each in self.states:
+            self._gauge.labels(state=each, **labels).set(1 if each == state else 0)
+
+    def clear(self, **labels: str) -> None:
+        """No state is current for `labels`: what they name is gone."""
+        for each in self.states:
+            self._gauge.labels(state=each, **labels).set(0)
+
+
+class Metrics:
+    """The metrics of one process. Names are given without the `understudy_` prefix.
+
+    `values` names the known values of the labels, `{"lock": ("active", "loader")}`: their product
+    is exported as zeros from the start. Leave out metrics whose labels are not known yet, and call
+    `.labels(…)` once when they are. `limits` are the limits that `limit_hits` will name.
+    """
+
+    def __init__(self, limits: Sequence[str] = ()) -> None:
+        self.refresh: Callable[[], None] = lambda: None  # called before each scrape is answered
+        self.registry = CollectorRegistry()
+        ProcessCollector(namespace=PREFIX, registry=self.registry)
+        self._build = self.gauge(
+            "build_info", "What runs here; always 1.", ("version", "commit", "python", "driver")
+        )
+        self.build_info()
+        self.limit_hits = self.counter(
+            "limit_hits_total",
+            "Times that a limit was reached, by limit.",
+            ("limit",),
+            {"limit": limits},
+        )
+
+    def gauge(
+        self,
+        name: str,
+        help_text: str,
+        labels: Sequence[str] = (),
+        values: Values | None = None,
+    ) -> Gauge:
+        metric = Gauge(name, help_text, labels, namespace=PREFIX, registry=self.registry)
+        for known in _products(labels, values):
+            metric.labels(**known)
+        return metric
+
+    def counter(
+        self,
+        name: str,
+        help_text: str,
+        labels: Sequence[str] = (),
+        values: Values | None = None,
+    ) -> Counter:
+        """A counter; `_total` is appended where `name` lacks it."""
+        metric = Counter(name, help_text, labels, namespace=PREFIX, registry=self.registry)
+        for known in _products(labels, values):
+            metric.labels(**known)
+        return metric
+
+    def histogram(
+        self,
+        name: str,
+        help_text: str,
+        labels: Sequence[str] = (),
+        values: Values | None = None,
+        buckets: Sequence[float] = DURATION_BUCKETS_S,
+    ) -> Histogram:
+        metric = Histogram(
+            name, help_text, labels, namespace=PREFIX, registry=self.registry, buckets=buckets
+        )
+        for known in _products(labels, values):
+            metric.labels(**known)
+        return metric
+
+    def one_hot(
+        self,
+        name: str,
+        help_text: str,
+        states: Sequence[str],
+        labels: Sequence[str] = (),
+        values: Values | None = None,
+    ) -> OneHot:
+        """A state as gauges labelled `state`, beside `labels`."""
+        known = {**(values or {}), "state": tuple(states)}
+        return OneHot(self.gauge(name, help_text, (*labels, "state"), known), states)
+
+    def build_info(self, driver: str = "none") -> None:
+        """Say what runs here; again once the GPU driver's version is known."""
+        self._build.clear()
+        self._build.labels(**build_info(), driver=driver).set(1)
+
+    def render(self) -> bytes:
+        """The page that Prometheus scrapes, of type `CONTENT_TYPE`."""
+        self.refresh()
+        return generate_latest(self.registry)
+
+
+def _products(labels: Sequence[str], values: Values | None) -> Iterator[dict[str, str]]:
+    if not labels or values is None or any(label not in values for label in labels):
+        return
+    for combination in itertools.product(*(values[label] for label in labels)):
+        yield dict(zip(labels, combination, strict=True))

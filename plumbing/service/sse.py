@@ -1,0 +1,152 @@
+"""The event stream, `/events`: server-sent events with a snapshot first and resumption by id.
+
+Owns one bounded queue per reader. A reader that is slower than events come loses its oldest ones
+and is told how many (`event: dropped`); it can then ask again from the last id it saw. Nothing a
+reader does can slow the process down or make it keep more than the queue.
+
+The snapshot's `id:` is where its reader stands, which for one that resumes is the id it asked to
+resume from and not the newest: a stream that breaks during the replay then resumes there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from plumbing.errors import UsageError
+from plumbing.service.events import SEVERITIES, Event, EventLog
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+HEARTBEAT_S = 15.0  # below the 30–60 s after which proxies cut a silent connection
+QUEUE_MAX = 256  # events kept for a reader that does not read; about 80 KiB
+DIGITS_MAX = 19  # of an id; int() takes some thousand, and no more
+READERS_MAX = 32  # people with a page open, and a few programs
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which events a reader asked for: `types` are globs, none means all."""
+
+    types: tuple[str, ...] = ()
+    min_severity: str = "debug"
+
+    @classmethod
+    def parse(cls, types: str, min_severity: str) -> Filter:
+        severity = {"": "debug", "warn": "warning"}.get(min_severity, min_severity)
+        if severity not in SEVERITIES:
+            raise UsageError(
+                "service.bad_severity",
+                f"min_severity is {min_severity!r}; use one of {', '.join(SEVERITIES)}",
+            )
+        return cls(tuple(part for part in types.split(",") if part), severity)
+
+    def wants(self, event: Event) -> bool:
+        if SEVERITIES[event.severity] < SEVERITIES[self.min_severity]:
+            return False
+        return not self.types or any(fnmatchcase(event.type, glob) for glob in self.types)
+
+
+class Reader:
+    """The queue between the event log and one connection."""
+
+    def __init__(self, wanted: Filter, queue_max: int) -> None:
+        self._wanted = wanted
+        self._queue: deque[Event] = deque(maxlen=queue_max)
+        self._arrived = asyncio.Event()
+        self.dropped = 0
+
+    def put(self, event: Event) -> None:
+        if not self._wanted.wants(event):
+            return
+        if len(self._queue) == self._queue.maxlen:
+            self.dropped += 1  # the deque lets go of its oldest by itself
+        self._queue.append(event)
+        self._arrived.set()
+
+    async def frames(self, heartbeat_s: float) -> bytes:
+        """Everything that waits, as one piece; a heartbeat if nothing comes for `heartbeat_s`."""
+        if not self._queue:
+            self._arrived.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(heartbeat_s):
+                    await self._arrived.wait()
+        if not self._queue:
+            return b": heartbeat\n\n"
+        parts = []
+        if self.dropped:
+            parts.append(frame("dropped", {"dropped": self.dropped}))
+            self.dropped = 0
+        # One at a time while the connection is slow, so that what is lost is lost here, counted.
+        parts.append(event_frame(self._queue.popleft()))
+        return b"".join(parts)
+
+
+def frame(kind: str, document: dict[str, Any], event_id: int | None = None) -> bytes:
+    head = f"id: {event_id}\n" if event_id is not None else ""
+    body = json.dumps(document, default=str, ensure_ascii=False)
+    return f"{head}event: {kind}\ndata: {body}\n\n".encode()
+
+
+def event_frame(event: Event) -> bytes:
+    return frame(event.type, event.to_dict(), event.id)
+
+
+async def stream(
+    request: web.Request,
+    events: EventLog,
+    status: Callable[[], dict[str, Any]],
+    *,
+    heartbeat_s: float = HEARTBEAT_S,
+    queue_max: int = QUEUE_MAX,
+) -> web.StreamResponse:
+    """Answer one reader until it leaves.
+
+    Raises:
+        UsageError: a query that is not understood.
+    """
+    from aiohttp import web
+
+    query = request.query
+    wanted = Filter.parse(query.get("types", ""), query.get("min_severity", ""))
+    position = _position(query.get("since") or request.headers.get("Last-Event-ID"))
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": "text/event-stream; charset=utf-8",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",  # nginx would keep the events until its buffer is full
+        }
+    )
+    await response.prepare(request)
+    # From here to the subscription nothing awaits: no event falls between snapshot and stream.
+    missed = events.since(position) if position is not None else None
+    snapshot = {**status(), "as_of_event_id": events.last_id}
+    reader = Reader(wanted, queue_max)
+    unsubscribe = events.subscribe(reader.put)
+    stands_at = events.last_id if position is None or missed is None else position
+    try:
+        await response.write(frame("snapshot", snapshot, stands_at))
+        for event in missed or ():
+            if wanted.wants(event):
+                await response.write(event_frame(event))
+        while True:
+            await response.write(await reader.frames(heartbeat_s))
+    except ConnectionError:
+        return response  # it left
+    finally:
+        unsubscribe()
+
+
+def _position(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > DIGITS_MAX:
+        raise UsageError("service.bad_since", f"since is {text!r}; it takes the id of an event")
+    return int(text)

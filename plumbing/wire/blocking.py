@@ -1,0 +1,252 @@
+"""The asking side without an event loop: for engine workers, whose loops belong to vLLM or numpy.
+
+The same frames as everywhere. One request at a time (a lock sees to it); notifications that come
+in between are kept in order for `receive`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from plumbing.errors import ProtocolError, RemoteError, UnreachableError, WaitTimeoutError
+from plumbing.wire import sockets
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.frames import Frame, FrameDecoder, encode_frame
+from plumbing.wire.limits import RETRY_S
+from plumbing.wire.messages import Catalogue, Fault, Message
+
+CONNECT_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 30.0
+
+# Frames that nobody has asked for yet. A server that floods a client is at fault.
+_PENDING_MAX = 1024
+
+
+@dataclass
+class Reply:
+    """A message and its descriptors, which the caller owns."""
+
+    message: Message
+    fds: list[OwnedFd] = field(default_factory=list)
+    request_id: int = 0
+
+
+class BlockingClient:
+    """A connection whose calls block, each with a deadline."""
+
+    def __init__(
+        self, path: str, catalogue: Catalogue, connect_timeout_s: float = CONNECT_TIMEOUT_S
+    ) -> None:
+        """Connect to `path`.
+
+        Raises:
+            UnreachableError: `wire.unreachable`, with the reason; `wire.no_descriptors`, this
+                process is at its limit.
+        """
+        sockets.check_path(path)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise sockets.no_descriptors(f"open a socket to {path}", error) from error
+        try:
+            _connect(sock, path, connect_timeout_s)
+        except BaseException:
+            sock.close()
+            raise
+        self._adopt(sock, catalogue)
+
+    @classmethod
+    def from_socket(cls, sock: socket.socket, catalogue: Catalogue) -> BlockingClient:
+        """A client over `sock`, which it owns from now on."""
+        client = cls.__new__(cls)
+        client._adopt(sock, catalogue)
+        return client
+
+    def _adopt(self, sock: socket.socket, catalogue: Catalogue) -> None:
+        self._sock = sock
+        self._catalogue = catalogue
+        self._decoder = FrameDecoder(catalogue.frame_bytes_max)
+        self._pending: deque[Reply] = deque()
+        self._lock = threading.RLock()
+        self._next_id = 1
+
+    def fileno(self) -> int:
+        """Lend the socket's number, to poll for its end."""
+        return self._sock.fileno()
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether `receive` has something to give that was read already: no poll shows that."""
+        return bool(self._pending)
+
+    def request(
+        self,
+        message: Message,
+        fds: Sequence[OwnedFd] = (),
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> Reply:
+        """Ask and wait for the answer; takes `fds`, the answer's belong to the caller.
+
+        Raises:
+            RemoteError: the answer is an error frame.
+            WaitTimeoutError: `wire.timeout`.
+            UnreachableError: `wire.closed`, the peer is gone.
+        """
+        with self._lock:
+            request_id, self._next_id = self._next_id, self._next_id + 1
+            end = time.monotonic() + timeout_s
+            self._send(message, request_id, fds, end)
+            return self._answer(message, request_id, end)
+
+    def notify(self, message: Message, fds: Sequence[OwnedFd] = (), *, request_id: int = 0) -> None:
+        """Say something that has no answer, or that is one (to the peer's `request_id`); takes
+        `fds`."""
+        with self._lock:
+            self._send(message, request_id, fds, time.monotonic() + REQUEST_TIMEOUT_S)
+
+    def receive(self, timeout_s: float = REQUEST_TIMEOUT_S) -> Reply:
+        """The next frame, whatever it is; an error frame is raised as `RemoteError`."""
+        with self._lock:
+            if not self._pending:
+                self._read(time.monotonic() + timeout_s, "the next message")
+            return _raise_fault(self._pending.popleft())
+
+    def interrupt(self) -> None:
+        """End the connection under a call that waits on another thread, which raises
+        `wire.closed`; that thread closes."""
+        with contextlib.suppress(OSError):  # not connected any more
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+        self._decoder.close()
+        for reply in self._pending:
+            close_all(reply.fds)
+        self._pending.clear()
+
+    def __enter__(self) -> BlockingClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _answer(self, message: Message, request_id: int, end: float) -> Reply:
+        """The answer to `request_id`; what comes before it is kept for `receive`."""
+        while True:
+            for reply in self._pending:
+                is_last_word = isinstance(reply.message, Fault) and reply.request_id == 0
+                if reply.request_id == request_id or is_last_word:
+                    self._pending.remove(reply)
+                    return _raise_fault(reply)
+            if len(self._pending) >= _PENDING_MAX:
+                raise ProtocolError(
+                    "wire.flood", f"{_PENDING_MAX} messages came while one was awaited"
+                )
+            self._read(end, f"the answer to {message.TYPE}")
+
+    def _send(self, message: Message, request_id: int, fds: Sequence[OwnedFd], end: float) -> None:
+        try:
+            payload = self._catalogue.encode(message, request_id)
+            frame = encode_frame(payload, len(fds), self._catalogue.frame_bytes_max)
+            rest, carried = memoryview(frame), fds
+            while rest:
+                try:
+                    rest = rest[sockets.send(self._sock, rest, carried) :]
+                    carried = ()
+                except BlockingIOError as error:
+                    if error.errno == errno.ETOOMANYREFS:
+                        time.sleep(RETRY_S)  # ends when another receiver takes its descriptors
+                    self._poll(select.POLLOUT, end, f"room to send {message.TYPE}")
+                except OSError as error:
+                    self._read_last_words()
+                    raise _closed(error) from error
+        finally:
+            close_all(fds)
+
+    def _read_last_words(self) -> None:
+        """A server that closed on us may have said why before it did: raise that."""
+        with contextlib.suppress(UnreachableError, WaitTimeoutError, ProtocolError):
+            while True:
+                self._read(time.monotonic(), "")
+        for reply in self._pending:
+            _raise_fault(reply)
+
+    def _read(self, end: float, what: str) -> None:
+        """Read until at least one more frame is complete and pending."""
+        while True:
+            try:
+                data, fds = sockets.receive(self._sock)
+            except BlockingIOError:
+                self._poll(select.POLLIN, end, what)
+                continue
+            except OSError as error:
+                raise _closed(error) from error
+            if not data and not fds:
+                raise _closed(None)
+            replies = self._decode(self._decoder.receive(data, fds))
+            self._pending.extend(replies)
+            if replies:
+                return
+
+    def _decode(self, frames: list[Frame]) -> list[Reply]:
+        try:
+            replies = []
+            for frame in frames:
+                message, request_id = self._catalogue.decode(frame.payload, len(frame.fds))
+                replies.append(Reply(message, frame.fds, request_id))
+            return replies
+        except ProtocolError:
+            for frame in frames:
+                close_all(frame.fds)
+            raise
+
+    def _poll(self, events: int, end: float, what: str) -> None:
+        poll = select.poll()
+        poll.register(self._sock.fileno(), events)
+        rest_ms = (end - time.monotonic()) * 1000
+        if rest_ms <= 0 or not poll.poll(max(1, rest_ms)):
+            raise WaitTimeoutError("wire.timeout", f"waited in vain for {what}")
+
+
+def _connect(sock: socket.socket, path: str, timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            sock.settimeout(max(0.001, end - time.monotonic()))
+            sock.connect(path)
+            # Python waits inside recvmsg for a socket with a timeout, in spite of MSG_DONTWAIT.
+            sock.settimeout(None)
+            return
+        except OSError as error:
+            full = isinstance(error, BlockingIOError | TimeoutError)
+            if not full or time.monotonic() > end:
+                raise sockets.unreachable(path, error) from error
+            time.sleep(RETRY_S)
+
+
+def _closed(error: OSError | None) -> UnreachableError:
+    why = "" if error is None else f": {error.strerror}"
+    return UnreachableError("wire.closed", f"the peer closed the connection{why}")
+
+
+def _raise_fault(reply: Reply) -> Reply:
+    if isinstance(reply.message, Fault):
+        fault = reply.message
+        raise RemoteError(fault.code, fault.message, **fault.details)
+    return reply

@@ -1,0 +1,232 @@
+"""One connection on an event loop, either end of it, whatever carries it.
+
+Here is what Unix sockets and TCP have in common: frames, their deadlines and their turns, words
+that are queued, and the end. `unix_connection` and `tcp_connection` move the bytes. A connection is
+closed in exactly one place, `close`, and its handler hears of it exactly once, from the loop, never
+from inside its own call.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.frames import Frame, FrameDecoder, encode_frame
+from plumbing.wire.limits import (
+    FLUSH_DEADLINE_S,
+    FRAME_DEADLINE_S,
+    FRAMES_PER_TURN,
+    QUEUED_BYTES_FRAMES,
+)
+from plumbing.wire.messages import Catalogue, Message, fault_of
+from plumbing.wire.peer import Peer
+
+_ids = itertools.count(1)
+
+
+class Handler(Protocol):
+    """What a service does with its connections: plain callbacks on the loop."""
+
+    def opened(self, conn: Connection) -> None: ...
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        """Handle one message and take its descriptors.
+
+        An `UnderstudyError` raised here becomes an error frame and ends this connection; any
+        other exception is our own fault and reaches the loop's exception handler.
+        """
+
+    def closed(self, conn: Connection, reason: str) -> None: ...
+
+
+class Connection(abc.ABC):
+    """A stream of messages. `state` belongs to the handler."""
+
+    def __init__(self, peer: Peer, catalogue: Catalogue, handler: Handler, fds_max: int) -> None:
+        """`fds_max`: descriptors that a frame may carry here."""
+        self.id = next(_ids)
+        self.peer = peer
+        self.state: Any = None
+        self.is_closed = False
+        self._loop = asyncio.get_running_loop()
+        self._catalogue = catalogue
+        self._handler = handler
+        self._fds_max = fds_max
+        self._decoder = FrameDecoder(catalogue.frame_bytes_max, fds_max)
+        self._arrived: deque[Frame] = deque()  # complete, not yet handled; reading pauses for them
+        self._is_paused = False
+        self._queued_bytes_max = max(2 * catalogue.frame_bytes_max, QUEUED_BYTES_FRAMES * 1024)
+        self._last_words: str | None = None
+        self._frame_deadline: asyncio.TimerHandle | None = None
+        self._flush_deadline: asyncio.TimerHandle | None = None
+
+    # ------------------------------------------------------------------ what carries it
+
+    @abc.abstractmethod
+    def _write(self, data: bytes, fds: Sequence[OwnedFd]) -> None:
+        """Send or queue `data`; takes `fds`. Closes if too much is queued."""
+
+    @property
+    @abc.abstractmethod
+    def _is_deaf(self) -> bool:
+        """Whether the peer is known to read no more: what is said to it is dropped."""
+
+    @abc.abstractmethod
+    def _pause_reading(self) -> None: ...
+
+    @abc.abstractmethod
+    def _resume_reading(self) -> None: ...
+
+    @abc.abstractmethod
+    def _finish(self) -> bool:
+        """Nothing more will be said or heard: end by `close` when what is queued has been sent.
+        False: nothing is queued, end now."""
+
+    @abc.abstractmethod
+    def _abandon(self) -> None:
+        """Give up the socket and what is queued."""
+
+    # ------------------------------------------------------------------ sending
+
+    def send(self, message: Message, request_id: int = 0, fds: Sequence[OwnedFd] = ()) -> None:
+        """Queue `message`; takes `fds`. Never blocks; a peer that does not read is dropped."""
+        if self.is_closed or self._is_deaf or self._last_words is not None:
+            close_all(fds)
+            return
+        try:
+            payload = self._catalogue.encode(message, request_id)
+            data = encode_frame(payload, len(fds), self._catalogue.frame_bytes_max, self._fds_max)
+        except BaseException:
+            close_all(fds)
+            raise
+        self._write(data, fds)
+
+    def fault(self, error: UnderstudyError, request_id: int = 0, *, close: bool = True) -> None:
+        """Send `error` as an error frame and, unless told otherwise, close once it is sent."""
+        self.send(fault_of(error), request_id)
+        if close:
+            self.close_soon(str(error))
+
+    def close_soon(self, reason: str) -> None:
+        """Stop reading, and close when what is queued has been sent or the deadline comes."""
+        if self.is_closed or self._last_words is not None:
+            return
+        self._last_words = reason
+        if self._finish():
+            self._flush_deadline = self._loop.call_later(FLUSH_DEADLINE_S, self.close, reason)
+        else:
+            self.close(reason)
+
+    def limit_queue(self, queued_bytes_max: int) -> None:
+        """Drop the peer at so much unsent from now on: one that is told things unasked may be slow
+        for as long as it lives."""
+        self._queued_bytes_max = queued_bytes_max
+
+    # ------------------------------------------------------------------ receiving
+
+    def limit_frames(self, frame_bytes_max: int) -> None:
+        """Take no larger frames than this from now on: what a peer may say depends on who it is."""
+        self._decoder.frame_bytes_max = frame_bytes_max
+
+    def _take(self, data: bytes, fds: list[OwnedFd]) -> None:
+        """Bytes that arrived, in order, with the descriptors that came with them."""
+        try:
+            frames = self._decoder.receive(data, fds)
+        except ProtocolError as error:
+            self.fault(error)
+            return
+        self._arrived.extend(frames)
+        self._watch_frame(has_ended=bool(frames))
+        if not self._is_paused:  # else the rest of them is due to be delivered anyway
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Hand over a few of the frames that arrived; the rest when others have had their turn."""
+        try:
+            for _ in range(FRAMES_PER_TURN):
+                if self._arrived and not self.is_closed and self._last_words is None:
+                    self._handle(self._arrived.popleft())
+        finally:
+            self._pause_or_go_on()
+
+    def _pause_or_go_on(self) -> None:
+        if self.is_closed or self._last_words is not None:
+            self._drop_arrived()
+        elif self._arrived:
+            if not self._is_paused:
+                self._is_paused = True
+                self._pause_reading()
+            self._loop.call_soon(self._deliver)
+        elif self._is_paused:
+            self._is_paused = False
+            self._resume_reading()
+
+    def _drop_arrived(self) -> None:
+        for frame in self._arrived:
+            close_all(frame.fds)
+        self._arrived.clear()
+
+    def _handle(self, frame: Frame) -> None:
+        request_id = 0
+        try:
+            message, request_id = self._catalogue.decode(frame.payload, len(frame.fds))
+        except ProtocolError as error:
+            close_all(frame.fds)
+            self.fault(error, error.details.get("request_id", 0))
+            return
+        try:
+            self._handler.received(self, message, request_id, frame.fds)
+        except UnderstudyError as error:
+            close_all(frame.fds)
+            self.fault(error, request_id)
+
+    def _watch_frame(self, *, has_ended: bool) -> None:
+        """A frame that has begun must end before its deadline; with the next one it begins anew."""
+        if self._frame_deadline is not None and has_ended:
+            self._frame_deadline.cancel()
+            self._frame_deadline = None
+        if self._frame_deadline is None and self._decoder.is_mid_frame:
+            self._frame_deadline = self._loop.call_later(FRAME_DEADLINE_S, self._frame_late)
+
+    def _frame_late(self) -> None:
+        if self._is_paused:  # we are the slow one: the rest may have arrived
+            self._frame_deadline = self._loop.call_later(FRAME_DEADLINE_S, self._frame_late)
+            return
+        self.fault(
+            ProtocolError(
+                "wire.frame_deadline",
+                f"half a frame arrived and the rest did not within {FRAME_DEADLINE_S:g} s",
+            )
+        )
+
+    # ------------------------------------------------------------------ ending
+
+    def close(self, reason: str) -> None:
+        """Close now; what is queued is lost. Again is harmless."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for timer in (self._frame_deadline, self._flush_deadline):
+            if timer is not None:
+                timer.cancel()
+        self._abandon()
+        self._decoder.close()
+        self._drop_arrived()
+        self._loop.call_soon(self._closed, reason)
+
+    def _closed(self, reason: str) -> None:
+        try:
+            self._handler.closed(self, reason)
+        finally:
+            self.peer.close()
+
+    def __repr__(self) -> str:
+        return f"<connection {self.id} to {self.peer}>"

@@ -1,0 +1,75 @@
+"""Who is at the other end: of a Unix socket uid, pid, and a pidfd that cannot be recycled.
+
+`SO_PEERPIDFD` (socket option 77, Linux 6.5) names the process that connected, also across PID
+namespaces, where `SO_PEERCRED` says pid 0. Older kernels: `pidfd_open` of the pid where it is
+visible, which is right unless the pid was recycled in between. Over TCP the kernel knows of no
+process: there is a name, its certificate's or its address.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+from dataclasses import dataclass
+
+from plumbing.wire.fds import OwnedFd
+
+SO_PEERPIDFD = 77  # include/uapi/asm-generic/socket.h
+NO_UID = -1
+_UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid (man 7 unix)
+
+
+@dataclass
+class Peer:
+    """The process that connected. `pid` is 0 where its PID namespace is not visible, and over TCP,
+    where `uid` is `NO_UID` and `name` says who it is."""
+
+    uid: int
+    pid: int
+    pidfd: OwnedFd | None
+    pidfd_source: str  # "SO_PEERPIDFD", "pidfd_open" or "none"
+    name: str = ""
+    host: str = ""  # the address that it connects from, over TCP
+
+    def take_pidfd(self) -> OwnedFd | None:
+        """Give the pidfd away; the connection no longer closes it."""
+        pidfd, self.pidfd = self.pidfd, None
+        return pidfd
+
+    def close(self) -> None:
+        if self.pidfd is not None:
+            self.pidfd.close()
+            self.pidfd = None
+
+    def __str__(self) -> str:
+        return self.name or f"pid {self.pid}"
+
+
+def identify(sock: socket.socket) -> Peer:
+    """Ask the kernel who connected `sock` (borrowed)."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(raw)
+    try:
+        pidfd = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+        os.set_inheritable(pidfd, False)
+        return Peer(uid, pid, OwnedFd(pidfd), "SO_PEERPIDFD")
+    except OSError as error:
+        if error.errno not in (errno.ENOPROTOOPT, errno.EINVAL, errno.ESRCH, errno.ENODATA):
+            raise
+    if pid > 0:
+        try:
+            return Peer(uid, pid, OwnedFd(os.pidfd_open(pid)), "pidfd_open")
+        except OSError as error:
+            if error.errno not in (errno.ESRCH, errno.ENOSYS, errno.EINVAL):
+                raise
+    return Peer(uid, pid, None, "none")
+
+
+def is_gone(pidfd: int) -> bool:
+    """Whether the process behind `pidfd` (borrowed) has ended (man 2 pidfd_open: it polls in)."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,0 +1,246 @@
+"""A server on a Unix socket: one per path, the owner's processes only, a bounded number of them.
+
+The path is guarded by a flock on a file beside it, which also says who has it: a socket file alone
+cannot tell a living server from a dead one's leftovers. The socket is 0600 from the moment it
+exists (umask, not chmod afterwards) in a directory that is its owner's alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+
+from plumbing.errors import ProtocolError, UnderstudyError, UsageError
+from plumbing.wire import sockets
+from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.limits import CONNECTIONS_MAX, CONNECTIONS_PER_PROCESS_MAX
+from plumbing.wire.listener import Listener
+from plumbing.wire.messages import Catalogue
+from plumbing.wire.unix_connection import UnixConnection
+
+GUARD_BYTES = 32  # `pid N` and spaces: written over what a dead server left, whatever its length
+
+
+class PathGuard:
+    """An exclusive flock beside a path, with the holder's pid written into it."""
+
+    def __init__(self, guard_path: str, what: str) -> None:
+        """Take the guard of `guard_path`, or say who has it.
+
+        Raises:
+            UnderstudyError: `wire.address_in_use`; `wire.no_guard`, the file cannot be had.
+        """
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = OwnedFd(os.open(guard_path, flags, 0o600))
+        except OSError as error:
+            raise UnderstudyError(
+                "wire.no_guard",
+                f"{what} cannot be guarded against a second one: {guard_path}: {error.strerror};"
+                " it must be a plain file in a directory that can be written to",
+                path=guard_path,
+            ) from error
+        try:
+            fcntl.flock(self._fd.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(self._fd.fileno(), 64, 0).decode(errors="replace").strip()
+            self._fd.close()
+            raise UnderstudyError(
+                "wire.address_in_use",
+                f"{what} is already running here: {holder or 'an unknown process'} has"
+                f" {guard_path}; stop that one, or choose another --dir",
+                holder=holder,
+                path=guard_path,
+            ) from error
+        with contextlib.suppress(OSError):  # for people: a full disk must not stop a restart
+            os.pwrite(self._fd.fileno(), f"pid {os.getpid()}".ljust(GUARD_BYTES).encode(), 0)
+
+    def close(self) -> None:
+        self._fd.close()
+
+    def is_at(self, guard_path: str) -> bool:
+        """Whether that is still the file that we hold."""
+        found = os.fstat(self._fd.fileno())
+        return _identity(guard_path) == (found.st_dev, found.st_ino)
+
+
+class Server(Listener):
+    """Listens on `path`, answers `hello`, and hands every other message to `handler`."""
+
+    def __init__(
+        self,
+        path: str,
+        catalogue: Catalogue,
+        handler: Handler,
+        *,
+        service: str,
+        guard_path: str | None = None,
+        connections_max: int = CONNECTIONS_MAX,
+        per_process_max: int = CONNECTIONS_PER_PROCESS_MAX,
+    ) -> None:
+        super().__init__(catalogue, handler, service, connections_max)
+        self.path = path
+        self._guard_path = guard_path or f"{path.removesuffix('.sock')}.lock"
+        self._per_process_max = per_process_max
+        self._guard: PathGuard | None = None
+        self._bound: tuple[int, int] | None = None  # which file at `path` is ours
+
+    async def start(self) -> None:
+        """Bind and listen.
+
+        Raises:
+            UnderstudyError: `wire.address_in_use`, another server has this path.
+            UsageError: `wire.path_too_long`, `wire.directory`, `wire.not_a_socket`.
+        """
+        sockets.check_path(self.path)
+        _check_directory(os.path.dirname(self.path) or ".")
+        self._guard = PathGuard(self._guard_path, f"{self._service} on {self.path}")
+        try:
+            self._listen_at_path(_bind(self.path, self._connections_max))
+        except BaseException:
+            self._guard.close()
+            raise
+
+    def _listen_at_path(self, sock: socket.socket) -> None:
+        self._bound = _identity(self.path)
+        self._listen(sock)
+
+    def reclaim_guard(self) -> str | None:
+        """Make the guard anew if it was removed or replaced; its path if so.
+
+        To be called now and then, as `reclaim_socket`: nothing announces it, and whoever is
+        connected does not notice.
+
+        Raises:
+            UnderstudyError: `wire.address_in_use`, another server has it now; `wire.no_guard`.
+        """
+        assert self._guard is not None
+        if self._guard.is_at(self._guard_path):
+            return None
+        guard = PathGuard(self._guard_path, f"{self._service} on {self.path}")
+        self._guard.close()
+        self._guard = guard
+        return self._guard_path
+
+    def reclaim_socket(self) -> str | None:
+        """Listen at the path again if its socket was removed or replaced; the path if so.
+
+        Raises:
+            UnderstudyError: as `start`; whoever is in the old backlog still gets in.
+            OSError: no room, no permission.
+        """
+        if _identity(self.path) == self._bound:
+            return None
+        sock = _bind(self.path, self._connections_max)
+        self._accept_all()
+        self._stop_listening()
+        self._listen_at_path(sock)
+        return self.path
+
+    async def close(self) -> None:
+        """Stop listening, close every connection and give the path up."""
+        if self._sock is None or self._guard is None:
+            return
+        self._stop_listening()
+        if _identity(self.path) == self._bound:  # it may be another's by now
+            os.unlink(self.path)
+        await self._close_connections()
+        self._guard.close()
+        self._guard = None
+
+    def _accepted(self, sock: socket.socket, name: object) -> None:
+        conn = UnixConnection(sock, self._catalogue, self)
+        if conn.is_closed:
+            return
+        if conn.peer.uid in (os.geteuid(), 0):
+            self._admit(conn)
+            return
+        conn.fault(
+            ProtocolError(
+                "wire.forbidden",
+                f"uid {conn.peer.uid} may not speak to {self._service}, which runs as uid"
+                f" {os.geteuid()}; every part of a pod runs as one user",
+            )
+        )
+
+    def _crowd(self, conn: Connection) -> str | None:
+        """One process must not take every place; where its pid is hidden, only all are counted."""
+        pid = conn.peer.pid
+        if not pid or sum(c.peer.pid == pid for c in self.connections) <= self._per_process_max:
+            return None
+        return (
+            f"pid {pid} has {self._per_process_max} connections to {self._service}, which is the"
+            " limit for one process; close some"
+        )
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Which file is at `path`, if any."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _check_directory(directory: str) -> None:
+    try:
+        found = os.stat(directory)
+    except FileNotFoundError as error:
+        raise UsageError(
+            "wire.directory", f"the directory {directory} does not exist; make it, mode 0700"
+        ) from error
+    if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.geteuid():
+        raise UsageError(
+            "wire.directory",
+            f"{directory} must belong to uid {os.geteuid()} alone (it is uid {found.st_uid}, mode"
+            f" {stat.S_IMODE(found.st_mode):04o}); chmod 700 it or choose another --dir",
+        )
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            return True  # a full backlog: somebody listens
+        except OSError:
+            return False
+        return True
+
+
+def _bind(path: str, backlog: int) -> socket.socket:
+    """A listening socket at `path`. What a dead server left there is removed.
+
+    `backlog` is how many may wait to be accepted: after a restart everybody comes at once.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise UsageError(
+                "wire.not_a_socket", f"{path} exists and is not a socket; move it out of the way"
+            )
+        if _answers(path):  # the guard is ours, so somebody has removed the one it had
+            raise UnderstudyError(
+                "wire.address_in_use",
+                f"a server answers on {path} although its guard file was removed; stop it, or"
+                " choose another --dir",
+                path=path,
+            )
+        os.unlink(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    umask = os.umask(0o177)
+    try:
+        sock.bind(path)
+        sock.listen(backlog)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        os.umask(umask)
+    return sock

@@ -1,0 +1,115 @@
+"""The two system calls of the wire, for the event loop and for the blocking client alike.
+
+Both are non-blocking whatever the socket's own flags say (MSG_DONTWAIT), so that nothing here ever
+changes a flag of an open file that somebody else may share.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import resource
+import socket
+from collections.abc import Sequence
+
+from plumbing.errors import ProtocolError, UnreachableError, UsageError
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.limits import FDS_PER_FRAME_MAX, RECEIVE_BYTES, SOCKET_PATH_BYTES_MAX
+
+_SCM_MAX_FD = 253  # the kernel's own limit: room for everything that it could deliver
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_SCM_MAX_FD * array.array("i").itemsize)
+# Plain numbers: an operation on an enum's members is a dozen calls, and these are for each message.
+_RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_CTRUNC = int(socket.MSG_CTRUNC)
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[OwnedFd]]:
+    """Whatever has arrived: bytes (`b""` at the end of the stream) and descriptors.
+
+    Raises:
+        BlockingIOError: nothing has arrived.
+        ProtocolError: `wire.truncated_fds`: descriptors were lost because this process has no
+            room for them; the rest has been closed.
+    """
+    data, ancillary, flags, _ = sock.recvmsg(RECEIVE_BYTES, _ANCILLARY_BYTES, _RECEIVE_FLAGS)
+    fds: list[OwnedFd] = []
+    foreign = False
+    for level, kind, raw in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers = array.array("i")
+            numbers.frombytes(raw[: len(raw) - len(raw) % numbers.itemsize])
+            fds.extend(OwnedFd(number) for number in numbers)
+        else:
+            foreign = True
+    if flags & _CTRUNC or foreign:
+        close_all(fds)
+        raise ProtocolError(
+            "wire.truncated_fds",
+            "descriptors were lost on the way in: this process is at its limit of open files;"
+            " raise the limit (ulimit -n) or close what leaks",
+        )
+    return data, fds
+
+
+def send(sock: socket.socket, data: memoryview, fds: Sequence[OwnedFd]) -> int:
+    """Send what fits; the number of bytes taken. `fds` (borrowed) go with the first byte.
+
+    Raises:
+        BlockingIOError: the peer reads too slowly, or too many descriptors are in flight
+            (ETOOMANYREFS, man 7 unix): both end by themselves.
+    """
+    ancillary = []
+    if fds:
+        numbers = array.array("i", [fd.fileno() for fd in fds])
+        assert len(numbers) <= FDS_PER_FRAME_MAX
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)]
+    try:
+        return sock.sendmsg([data], ancillary, _SEND_FLAGS)
+    except OSError as error:
+        if error.errno == errno.ETOOMANYREFS:
+            raise BlockingIOError(errno.ETOOMANYREFS, "too many descriptors in flight") from error
+        raise
+
+
+def check_path(path: str) -> None:
+    """Refuse a socket path that the kernel could not hold.
+
+    Raises:
+        UsageError: `wire.path_too_long`.
+    """
+    length = len(os.fsencode(path))
+    if length > SOCKET_PATH_BYTES_MAX:
+        raise UsageError(
+            "wire.path_too_long",
+            f"the socket path {path} has {length} bytes; the kernel allows"
+            f" {SOCKET_PATH_BYTES_MAX}: choose a shorter --dir",
+        )
+
+
+def no_descriptors(what: str, error: OSError) -> UnreachableError:
+    """Why `what` could not be done for want of a descriptor: it can be tried again."""
+    why = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        why = (
+            f"this process is at its limit of {limit} open files; raise the limit (ulimit -n) or"
+            " close what leaks"
+        )
+    elif error.errno == errno.ENFILE:
+        why = "this machine is at its limit of open files (sysctl fs.file-max)"
+    return UnreachableError("wire.no_descriptors", f"cannot {what}: {why}")
+
+
+def unreachable(path: str, error: OSError) -> UnreachableError:
+    """Why nobody could be reached at `path`, in a sentence."""
+    if isinstance(error, FileNotFoundError):
+        why = "there is no such socket; is the server running, and in this directory?"
+    elif isinstance(error, ConnectionRefusedError):
+        why = "the socket is there but nobody listens; its server has died or is restarting"
+    elif isinstance(error, PermissionError):
+        why = "permission denied; every part of a pod runs as one user"
+    else:
+        why = os.strerror(error.errno) if error.errno else str(error)
+    return UnreachableError("wire.unreachable", f"cannot reach {path}: {why}", path=path)

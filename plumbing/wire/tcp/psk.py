@@ -1,0 +1,71 @@
+"""A pre-shared key as mutual TLS: both ends derive one private key and one certificate from it.
+
+TLS 1.3 has pre-shared keys of its own, which Python's ssl module speaks only from 3.13 on. So the
+secret becomes an Ed25519 key (HKDF), that key signs a certificate whose every field is fixed, and
+since Ed25519 signatures are deterministic, both ends hold the same bytes. Each trusts exactly that
+certificate and proves that it has its key: nothing here is a protocol of our own.
+
+A server shows its certificate, and so the public key, to whoever connects: a secret that can be
+guessed can be guessed offline. It must be random, which nobody can check here; 32 bytes it must be.
+"""
+
+from __future__ import annotations
+
+import datetime
+
+from plumbing.errors import UsageError
+
+SECRET_BYTES_MIN = 32
+_INFO = b"understudy wire pre-shared key 1: ed25519"
+_NAME = "understudy pre-shared key"
+_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
+_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)  # RFC 5280 §4.1.2.5: none
+
+
+def derive(secret: bytes, path: str) -> tuple[bytes, bytes]:
+    """The certificate and the private key, both PEM, of `secret`, which was read from `path`.
+
+    A line end at its end does not count, as editors and `echo` add one, unless the secret would be
+    too short without it: then it is the last of 32 random bytes.
+
+    Raises:
+        UsageError: `wire.psk_too_short`, `wire.no_cryptography`.
+    """
+    line = secret.removesuffix(b"\n").removesuffix(b"\r")
+    secret = line if len(line) >= SECRET_BYTES_MIN else secret
+    if len(secret) < SECRET_BYTES_MIN:
+        raise UsageError(
+            "wire.psk_too_short",
+            f"the pre-shared key {path} has {len(secret)} bytes; it must have {SECRET_BYTES_MIN}"
+            " random ones at least: `openssl rand -hex 32` makes some",
+        )
+    try:
+        # Only who uses a pre-shared key pays for this package, in memory and in installing it.
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    except ImportError as error:
+        raise UsageError(
+            "wire.no_cryptography",
+            f"a pre-shared key needs the Python package cryptography ({error}): pip install"
+            " 'understudy[psk]', or use certificates instead",
+        ) from error
+    seed = HKDF(hashes.SHA256(), length=32, salt=None, info=_INFO).derive(secret)
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .serial_number(1)
+        .not_valid_before(_FROM)
+        .not_valid_after(_UNTIL)
+        .public_key(key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, None)
+    )
+    pem = serialization.Encoding.PEM
+    return certificate.public_bytes(pem), key.private_bytes(
+        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

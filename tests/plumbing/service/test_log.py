@@ -1,0 +1,105 @@
+"""Goal: a log line is JSON for machines and aligned text for people, in documented keys."""
+
+import fcntl
+import json
+import logging
+import os
+
+import pytest
+
+from plumbing.errors import UsageError
+from plumbing.service import log
+from plumbing.service.log_stream import PatientlessHandler
+
+
+@pytest.fixture(autouse=True)
+def plain_logging(monkeypatch):
+    """No settings from outside; the root logger is put back afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    monkeypatch.delenv("LOG_LEVEL", raising=False)
+    monkeypatch.delenv("LOG_FORMAT", raising=False)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_not_a_terminal_gives_one_json_object_per_line(capsys):
+    """Goal: known keys on top, the rest under data; method: parse the line."""
+    log.configure("engine", engine_id="engine-0")
+    fields = {"event": "lock.granted", "event_id": 4, "token": 9, "lost_mono_ms": 1.5}
+    logging.getLogger("x.y").info("granted %d", 9, extra={"fields": fields})
+    line = json.loads(capsys.readouterr().err)
+    assert line.pop("ts").endswith("Z")
+    assert line == {
+        "level": "info",
+        "logger": "x.y",
+        "msg": "granted 9",
+        "component": "engine",
+        "engine_id": "engine-0",
+        "event": "lock.granted",
+        "event_id": 4,
+        "token": 9,
+        "data": {"lost_mono_ms": 1.5},
+    }
+
+
+def test_json_with_a_traceback_stays_one_line(capsys):
+    """Goal: one event per line; method: log an exception and count lines."""
+    log.configure("gms")
+    try:
+        raise RuntimeError("boom\nsecond line")
+    except RuntimeError:
+        logging.getLogger("x").exception("it broke")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "boom" in json.loads(line)["traceback"]
+
+
+def test_text_names_component_event_and_fields(capsys):
+    """Goal: a person reads it; method: the text format, asked for by environment."""
+    log.configure("lockserver", format="text")
+    fields = {"event": "lock.free", "event_id": 1, "lock": "active", "token": None}
+    logging.getLogger("x").warning("free", extra={"fields": fields})
+    assert (
+        capsys.readouterr().err[12:]
+        == " WARNING lockserver lock.free          free (lock=active)\n"
+    )
+
+
+def test_environment_decides_unless_the_argument_does(monkeypatch):
+    """Goal: argument > environment > default; method: both set, both ways."""
+    monkeypatch.setenv("LOG_LEVEL", "error")
+    log.configure("x")
+    assert logging.getLogger().level == logging.ERROR
+    log.configure("x", level="debug")
+    assert logging.getLogger().level == logging.DEBUG
+
+
+@pytest.mark.parametrize("wrong", [{"level": "loud"}, {"format": "xml"}])
+def test_what_does_not_exist_is_a_usage_error(wrong):
+    """Goal: one sentence that names the choices; method: a wrong value each."""
+    with pytest.raises(UsageError, match="does not exist; use one of"):
+        log.configure("x", **wrong)
+
+
+def test_line_that_nobody_reads_is_dropped_and_counted_and_never_waited_for():
+    """Goal: who tells is not stopped by who listens; method: a pipe that is full in the middle of a
+    long line, then read: the lines that were taken, what is left of one, and how many are lost."""
+    reader, writer = os.pipe()
+    with open(reader) as listening, open(writer, "w") as stream:
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 8192)
+        handler = PatientlessHandler(stream)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger = logging.Logger("x")
+        logger.addHandler(handler)
+        logger.info("first")
+        for _ in range(3):
+            logger.info("x" * 10_000)
+        assert handler.dropped == 3
+        os.set_blocking(reader, False)
+        taken = os.read(reader, 100_000)
+        assert taken.startswith(b"first\nxxx")
+        assert not taken.endswith(b"\n")
+        logger.info("last")
+        lines = listening.read().splitlines()
+    assert lines == ["", "3 log lines were dropped, because nobody read them", "last"]

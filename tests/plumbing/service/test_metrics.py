@@ -1,0 +1,101 @@
+"""Goal: zeros from the first scrape, no noise, and states as one-hot gauges."""
+
+import sys
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from plumbing import __version__
+from plumbing.service.metrics import Metrics
+
+
+def samples(metrics):
+    """Every sample of a scrape: (name, labels) → value."""
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def value(metrics, name, **labels):
+    return samples(metrics)[(name, frozenset(labels.items()))]
+
+
+def test_known_label_values_are_zeros_before_anything_happened():
+    """Goal: never absent; method: scrape at once, every kind of metric."""
+    metrics = Metrics(limits=("frame_bytes",))
+    locks = {"lock": ("active", "loader")}
+    metrics.gauge("lock_held", "h", ("lock",), locks)
+    metrics.counter("lock_grants_total", "h", ("lock",), locks)
+    metrics.counter("gms_commits", "h")
+    metrics.histogram("lock_wait_duration_seconds", "h", ("lock",), locks)
+    for lock in locks["lock"]:
+        assert value(metrics, "understudy_lock_held", lock=lock) == 0
+        assert value(metrics, "understudy_lock_grants_total", lock=lock) == 0
+        assert value(metrics, "understudy_lock_wait_duration_seconds_count", lock=lock) == 0
+    assert value(metrics, "understudy_gms_commits_total") == 0
+    assert value(metrics, "understudy_limit_hits_total", limit="frame_bytes") == 0
+
+
+def test_no_created_series_and_one_prefix():
+    """Goal: no noise, one prefix; method: look at every name of a scrape."""
+    metrics = Metrics()
+    metrics.counter("a_total", "h").inc()
+    metrics.histogram("b_seconds", "h").observe(1)
+    names = {name for name, _ in samples(metrics)}
+    assert not [name for name in names if name.endswith("_created")]
+    assert [name for name in names if not name.startswith("understudy_")] == []
+
+
+def test_one_hot_has_every_state_and_at_most_one():
+    """Goal: `{state="…"}` sums to one; method: set two states in turn, for two engines."""
+    metrics = Metrics()
+    known = {"engine_id": ("engine-0", "engine-1")}
+    state = metrics.one_hot("engine_state", "h", ("init", "standby"), ("engine_id",), known)
+
+    def seen(engine):
+        return {
+            each: value(metrics, "understudy_engine_state", engine_id=engine, state=each)
+            for each in ("init", "standby")
+        }
+
+    assert seen("engine-0") == {"init": 0, "standby": 0}
+    state.set("init", engine_id="engine-0")
+    state.set("standby", engine_id="engine-0")
+    assert seen("engine-0") == {"init": 0, "standby": 1}
+    assert seen("engine-1") == {"init": 0, "standby": 0}
+    state.clear(engine_id="engine-0")
+    assert seen("engine-0") == {"init": 0, "standby": 0}
+
+
+def test_one_hot_refuses_a_state_it_does_not_know():
+    """Goal: bounded label values; method: a typo."""
+    state = Metrics().one_hot("x_state", "h", ("init",))
+    with pytest.raises(ValueError, match="none of init"):
+        state.set("inti")
+
+
+def test_build_info_is_one_series_also_when_said_again(monkeypatch):
+    """Goal: joins on build_info stay one to one; method: two calls, one sample."""
+    monkeypatch.setenv("UNDERSTUDY_COMMIT", "abc123")
+    metrics = Metrics()
+    metrics.build_info(driver="570.1")
+    found = [labels for name, labels in samples(metrics) if name == "understudy_build_info"]
+    python = ".".join(map(str, sys.version_info[:3]))
+    expected = {
+        "version": __version__,
+        "commit": "abc123",
+        "python": python,
+        "driver": "570.1",
+    }
+    assert found == [frozenset(expected.items())]
+
+
+def test_two_registries_do_not_meet():
+    """Goal: a registry per process, also in tests; method: the same name twice."""
+    first, second = Metrics(), Metrics()
+    first.counter("a_total", "h").inc()
+    second.counter("a_total", "h")
+    assert value(second, "understudy_a_total") == 0

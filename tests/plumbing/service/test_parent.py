@@ -1,0 +1,72 @@
+"""Goal: a child dies with its parent, also when the parent dies before the child could ask."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+from plumbing.service import parent, procfs
+from tests.helpers import until
+
+CHILD = textwrap.dedent(
+    """
+    import os, signal
+    from plumbing.service.parent import arm_from_environment
+    print("armed", arm_from_environment(), "UNDERSTUDY_PARENT_PID" in os.environ, flush=True)
+    signal.pause()
+    """
+)
+
+
+def spawn(program, **environ):
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_child_is_killed_when_its_parent_is():
+    """Goal: PDEATHSIG; method: SIGKILL the middle one of three real processes."""
+    middle = spawn(
+        textwrap.dedent(
+            f"""
+            import os, signal, subprocess, sys
+            from plumbing.service.parent import environment
+            child = subprocess.Popen(
+                [sys.executable, "-c", {CHILD!r}],
+                env={{**os.environ, **environment()}}, stdout=subprocess.PIPE, text=True)
+            print(child.pid, child.stdout.readline(), flush=True)
+            signal.pause()
+            """
+        )
+    )
+    with middle:
+        child_pid, *said = middle.stdout.readline().split()
+        assert said == ["armed", "True", "False"]
+        pidfd = os.pidfd_open(int(child_pid))
+        try:
+            middle.kill()
+            middle.wait()
+            until(lambda: not procfs.is_alive(int(child_pid)), "the child's death")
+        finally:
+            os.close(pidfd)
+
+
+def test_child_whose_parent_died_first_kills_itself():
+    """Goal: the race before prctl; method: name a parent that is not ours."""
+    with spawn(CHILD, UNDERSTUDY_PARENT_PID="1") as child:
+        assert child.wait() == -signal.SIGKILL
+        assert child.stdout.read() == ""
+
+
+def test_without_the_variable_nothing_is_armed():
+    """Goal: started by hand, it lives on; method: no variable in the environment."""
+    environ = {key: value for key, value in os.environ.items() if key != parent.PARENT_PID_ENV}
+    program = "from plumbing.service.parent import arm_from_environment as a; print(a())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"

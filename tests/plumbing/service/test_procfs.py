@@ -1,0 +1,171 @@
+"""Goal: /proc's answers about real processes; a process that is gone is an answer, not an error."""
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from plumbing.service import procfs
+from tests.helpers import until
+
+GONE = 2**22 + 1  # above the kernel's largest pid
+
+
+@pytest.fixture
+def tree():
+    """A process with a child of its own: (parent, the child's pid). Closing stdin ends both."""
+    program = "import subprocess; subprocess.run(['cat'])"
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+    with process:
+        (child,) = until(lambda: procfs.children(process.pid), "the grandchild")
+        yield process, child
+        process.stdin.close()
+
+
+def test_tree_of_processes(tree):
+    """Goal: children, descendants, parent; method: a child and a grandchild."""
+    process, child = tree
+    assert process.pid in procfs.children(os.getpid())
+    assert procfs.children(process.pid) == [child]
+    found = procfs.descendants(os.getpid())
+    assert found.index(process.pid) < found.index(child)
+    assert procfs.parent(child) == process.pid
+
+
+def test_children_never_misses_one_while_others_come_and_go():
+    """Goal: a living child is always listed; method: 500 readings while siblings are reaped."""
+    program = textwrap.dedent(
+        """
+        import subprocess
+        short = [subprocess.Popen(["true"]) for _ in range(4)]
+        lasting = subprocess.Popen(["cat"])
+        print(lasting.pid, flush=True)
+        while True:
+            for process in short:
+                process.wait()
+            short = [subprocess.Popen(["true"]) for _ in range(4)]
+        """
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        lasting = int(process.stdout.readline())
+        try:
+            assert all(lasting in procfs.children(process.pid) for _ in range(500))
+        finally:
+            process.kill()
+
+
+def test_children_without_the_kernels_list_are_found_by_their_parent(tree, monkeypatch):
+    """Goal: kernels without CONFIG_PROC_CHILDREN; method: hide the list."""
+    process, child = tree
+    monkeypatch.setattr(procfs, "_children_once", lambda pid: None)
+    assert procfs.children(process.pid) == [child]
+
+
+def test_what_is_known_of_a_living_process(tree):
+    """Goal: name, memory, start; method: compare with what must be so."""
+    process, child = tree
+    until(lambda: procfs.name(child) == "cat", "exec of cat")
+    assert procfs.is_alive(child)
+    assert 2**20 < procfs.rss_bytes(os.getpid()) < 2**34
+    assert procfs.start_time(process.pid) <= procfs.start_time(child)
+
+
+def test_a_name_with_brackets_and_spaces_is_parsed():
+    """Goal: comm may hold anything; method: a thread-group leader that renames itself."""
+    program = textwrap.dedent(
+        """
+        import sys
+        open("/proc/self/comm", "w").write("a) R 1 (b")
+        print("renamed", flush=True)
+        sys.stdin.read()
+        """
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        assert procfs.name(process.pid) == "a) R 1 (b"
+        assert procfs.parent(process.pid) == os.getpid()
+        process.stdin.close()
+
+
+def test_a_zombie_is_not_alive():
+    """Goal: dead but not reaped is dead; method: kill without waiting."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        process.kill()
+        until(lambda: not procfs.is_alive(process.pid), "the zombie")
+        assert procfs.start_time(process.pid) is not None
+
+
+def test_nothing_is_known_of_a_process_that_is_gone():
+    """Goal: no exceptions for the dead; method: a pid that cannot exist."""
+    assert not procfs.is_alive(GONE)
+    assert procfs.name(GONE) == ""
+    assert procfs.children(GONE) == []
+    assert procfs.descendants(GONE) == []
+    assert procfs.rss_bytes(GONE) is None
+    assert procfs.start_time(GONE) is None
+    assert procfs.parent(GONE) is None
+    assert not procfs.flock_held(GONE, 0)
+
+
+def test_holders_and_flock_of_a_file(tmp_path):
+    """Goal: who has it open, who locks it; method: a shared flock taken and let go."""
+    path = tmp_path / "witness"
+    path.write_text("")
+    other = os.open(tmp_path / "other", os.O_CREAT | os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY)
+    me = os.getpid()
+    try:
+        status = os.fstat(fd)
+        assert procfs.holders_of(status.st_dev, status.st_ino) == [me]
+        assert not procfs.flock_held(me, fd)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        assert procfs.flock_held(me, fd)
+        assert procfs.flock_held(me, fd, status.st_dev, status.st_ino)
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert not procfs.flock_held(me, other, status.st_dev, status.st_ino)
+    finally:
+        os.close(fd)
+        os.close(other)
+    assert procfs.holders_of(status.st_dev, status.st_ino) == []
+
+
+def test_listener_of_a_port_is_found_and_a_client_is_not():
+    """Goal: who has a port; method: our own listening socket, then none."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert procfs.listener_pid(port) == os.getpid()
+    assert procfs.listener_pid(port) is None
+
+
+def test_a_process_is_spent_once_none_of_its_threads_has_memory_or_descriptors():
+    """Goal: what can touch nothing is told from what can, before the kernel says that it has ended.
+    Method: a process whose first thread ends and whose second lives on; the same killed, unreaped.
+    """
+    program = """
+        import ctypes, os, threading
+        def wait():
+            print(flush=True)
+            ctypes.CDLL(None).pause()
+        threading.Thread(target=wait).start()
+        number = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+        ctypes.CDLL(None).syscall(number, 0)  # exit: of this thread alone
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline()
+        until(lambda: not procfs.is_alive(process.pid), "the first thread to be a zombie")
+        assert not procfs.is_spent(process.pid)
+        process.kill()
+        until(lambda: procfs.is_spent(process.pid), "its memory and descriptors to be gone")
+    assert procfs.is_spent(process.pid)
+    assert procfs.is_spent(GONE)
+    assert not procfs.is_spent(os.getpid())

@@ -1,0 +1,208 @@
+"""Goal: settings as flags, errors as one sentence with their exit code, bugs with a stack trace."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.service.cli import fail, options, plain_errors
+from plumbing.service.config import Option
+
+OPTIONS = (
+    Option("http_port", int, default=9400, help="Port of the probes."),
+    Option("service", str, default=(), many=True),
+    Option("verify", bool, default=True),
+)
+
+
+@click.command()
+@options(OPTIONS, command="lockserver")
+def serve(config):
+    if config["http_port"] == 1:
+        raise UnderstudyError("service.port_in_use", "port 1 is in use.")
+    click.echo(f"{config['http_port']} {config['service']} {config['verify']}")
+
+
+@click.command()
+@options(OPTIONS, command="lockserver")
+@click.option("--json", "as_json", is_flag=True)
+@click.argument("names", nargs=-1)
+def status(config, as_json, names):
+    if not names:
+        raise UnreachableError("wire.unreachable", "Nobody answers.", path="/x")
+    click.echo(f"{as_json} {names}")
+
+
+def invoke(command, *args, **environ):
+    return CliRunner().invoke(command, args, env=environ)
+
+
+def test_flags_reach_the_command_resolved():
+    """Goal: types, repetition, --no-; method: one call with all of them."""
+    result = invoke(serve, "--http-port", "7", "--service", "a", "--service", "b", "--no-verify")
+    assert result.output == "7 ('a', 'b') False\n"
+
+
+def test_config_file_comes_by_flag_or_environment(tmp_path):
+    """Goal: --config and UNDERSTUDY_CONFIG; method: one file both ways."""
+    file = tmp_path / "c.toml"
+    file.write_text("[lockserver]\nhttp_port = 5\n")
+    assert invoke(serve, "--config", str(file)).output.startswith("5 ")
+    assert invoke(serve, UNDERSTUDY_CONFIG=str(file)).output.startswith("5 ")
+
+
+def test_print_config_shows_origins_and_runs_nothing():
+    """Goal: "which value, and why"; method: the table, then the JSON."""
+    result = invoke(serve, "--print-config", "--http-port", "1", UNDERSTUDY_SERVICE="a")
+    assert result.exit_code == 0
+    rows = [line.split() for line in result.output.splitlines()]
+    assert rows == [
+        ["setting", "value", "origin", "environment"],
+        ["http_port", "1", "flag", "UNDERSTUDY_HTTP_PORT"],
+        ["service", "a", "environment", "UNDERSTUDY_SERVICE"],
+        ["verify", "True", "default", "UNDERSTUDY_VERIFY"],
+    ]
+    document = json.loads(invoke(serve, "--print-config", "--json").output)
+    assert document["config"][0]["origin"] == "default"
+    document = json.loads(invoke(status, "--print-config", "--json").output)
+    assert document["config"][0]["value"] == 9400
+
+
+def test_help_names_variable_and_default():
+    """Goal: --help is enough; method: read it."""
+    text = " ".join(invoke(serve, "--help").output.split())
+    assert "Port of the probes. [env: UNDERSTUDY_HTTP_PORT] [default: 9400]" in text
+    assert "--verify / --no-verify" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "exit_code", "sentence"),
+    [
+        (("--http-port", "1"), 1, "error: port 1 is in use. [service.port_in_use]\n"),
+        (("--http-port", "x"), 2, "error: --http-port is 'x': it takes a whole number"),
+        (("--config", "/none"), 2, "error: cannot read /none: No such file or directory"),
+    ],
+)
+def test_errors_are_one_sentence_with_their_exit_code(args, exit_code, sentence):
+    """Goal: no stack trace for people; method: errors from settings and from the command."""
+    result = invoke(serve, *args)
+    assert result.exit_code == exit_code
+    assert result.stderr.startswith(sentence)
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_errors_of_a_json_command_are_json_on_stdout_too():
+    """Goal: one document on stdout; method: fail with and without --json."""
+    result = invoke(status, "--json")
+    assert result.exit_code == 3
+    assert json.loads(result.stdout)["error"] == {
+        "code": "wire.unreachable",
+        "message": "Nobody answers.",
+        "details": {"path": "/x"},
+    }
+    assert invoke(status).stdout == ""
+    assert invoke(status, "--json", "a", "b").stdout == "True ('a', 'b')\n"
+
+
+def test_plain_errors_and_fail_end_with_the_exit_code():
+    """Goal: commands without settings alike; method: a command that fails."""
+
+    @click.command()
+    @plain_errors
+    def version():
+        raise UnderstudyError("a.b", "It failed.")
+
+    assert invoke(version).stderr == "error: It failed. [a.b]\n"
+    with pytest.raises(SystemExit) as caught:
+        fail(UnreachableError("a.b", "x"))
+    assert caught.value.code == 3
+
+
+def run_program(body, **environ):
+    program = "from plumbing.service.cli import run_async\n" + textwrap.dedent(body)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONDEVMODE": "", "PYTHONASYNCIODEBUG": "", **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_run_async_uses_uvloop_and_raises_the_descriptor_limit():
+    """Goal: the loop and the limit of every server; method: start with a low soft limit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    done = run_program(
+        f"""
+        import asyncio, resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))
+        async def main():
+            print(type(asyncio.get_running_loop()).__module__)
+            print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            return 7
+        print(run_async(main))
+        """
+    )
+    assert done.stdout.split() == ["uvloop", str(hard), "7"], done.stderr
+
+
+def test_run_async_says_so_where_the_hard_limit_is_short():
+    """Goal: a sentence before descriptors are lost; method: a hard limit of 128."""
+    done = run_program(
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
+        async def main(): pass
+        run_async(main)
+        """
+    )
+    assert "may open 128 descriptors; 4096 are advised" in done.stderr
+
+
+def test_run_async_error_is_a_sentence_and_a_bug_is_a_stack_trace():
+    """Goal: who is at fault decides; method: one of each."""
+    raises = "async def main(): raise {}\nfrom plumbing.errors import *\nrun_async(main)\n"
+    done = run_program(raises.format("UsageError('a.b', 'It is wrong.')"))
+    assert (done.returncode, done.stderr) == (2, "error: It is wrong. [a.b]\n")
+    done = run_program(raises.format("InvariantError('two active')"))
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_run_async_interrupted_is_130():
+    """Goal: Ctrl-C without a stack trace; method: SIGINT to itself."""
+    done = run_program(
+        """
+        import asyncio, os, signal
+        async def main():
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        run_async(main)
+        """
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_our_own_fault_in_a_callback_ends_the_process():
+    """Goal: a bug in a callback of the loop is not logged and forgotten: the process ends with its
+    trace, and nothing of it runs afterwards. Method: a real process."""
+    code = (
+        "import asyncio\n"
+        "from plumbing.service.cli import run_async\n"
+        "def bug(): raise ZeroDivisionError('a bug')\n"
+        "async def main():\n"
+        "    asyncio.get_running_loop().call_soon(bug)\n"
+        "    await asyncio.sleep(60)\n"
+        "run_async(main)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 70
+    assert "ZeroDivisionError: a bug" in done.stderr

@@ -1,0 +1,82 @@
+"""Goal: signals are messages in order, and give their default action back afterwards."""
+
+import asyncio
+import os
+import signal
+import sys
+import textwrap
+
+import pytest
+import uvloop
+
+from plumbing.service.signals import SignalInbox, wait_signals
+
+LOOPS = pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+
+
+@LOOPS
+def test_signals_arrive_in_order_and_none_is_merged(loop_factory):
+    """Goal: a second SIGTERM is a second message; method: three real signals to this process."""
+
+    async def main():
+        inbox = SignalInbox(signals=(signal.SIGTERM, signal.SIGUSR1))
+        try:
+            got = []
+            for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+                os.kill(os.getpid(), signum)
+                got.append(await inbox.get())
+            return got
+        finally:
+            inbox.close()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        got = runner.run(main())
+    assert got == [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM]
+
+
+@LOOPS
+def test_wait_signals_returns_the_first_and_restores_the_default(loop_factory):
+    """Goal: after it a signal kills again; method: read the handler before and after."""
+
+    async def main():
+        waiting = asyncio.ensure_future(wait_signals((signal.SIGUSR1,)))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return await waiting
+
+    before = signal.getsignal(signal.SIGUSR1)
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        assert runner.run(main()) == signal.SIGUSR1
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_process_that_waited_once_is_killed_by_the_second_signal():
+    """Goal: a second SIGTERM ends it at once; method: a real process, signalled twice."""
+    program = textwrap.dedent(
+        """
+        import asyncio
+        from plumbing.service.cli import run_async
+        from plumbing.service.signals import wait_signals
+
+        async def main():
+            waiting = asyncio.ensure_future(wait_signals())
+            await asyncio.sleep(0)
+            print("ready", flush=True)
+            print(await waiting, flush=True)
+            await asyncio.Event().wait()
+
+        run_async(main)
+        """
+    )
+
+    async def main():
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
+        )
+        assert await process.stdout.readline() == b"ready\n"
+        process.terminate()
+        assert await process.stdout.readline() == b"%d\n" % signal.SIGTERM
+        process.terminate()
+        return await process.wait()
+
+    assert asyncio.run(main()) == -signal.SIGTERM

@@ -1,0 +1,122 @@
+"""A protocol to test with: what is said comes back, descriptors included."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import uvloop
+
+from plumbing.errors import UnderstudyError
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.messages import Catalogue, Length, Message, Range
+from plumbing.wire.server import Server
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Echo(Message):
+    TYPE: ClassVar[str] = "echo"
+    FDS: ClassVar[tuple[int, int]] = (0, 250)
+    text: Annotated[str, Length(0, 100_000)] = ""
+    count: Annotated[int, Range(0, 1000)] = 0
+    ratio: float = 0.0
+    parts: tuple[Part, ...] = ()
+    extra: dict[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(Message):
+    """Asks the server for an error."""
+
+    TYPE: ClassVar[str] = "refuse"
+
+
+CATALOGUE = Catalogue(Echo, Refuse)
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
+class EchoHandler:
+    """Answers each message with itself and notes who came and why they went."""
+
+    def __init__(self) -> None:
+        self.opened_count = 0
+        self.reasons: list[str] = []
+        self.received_messages: list[Message] = []
+
+    def opened(self, conn: Connection) -> None:
+        self.opened_count += 1
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        self.received_messages.append(message)
+        if isinstance(message, Refuse):
+            raise UnderstudyError("test.refused", "refused as asked", why="a test")
+        conn.send(message, request_id, fds)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+class ServerThread:
+    """An echo server on a loop of its own, for tests whose client blocks."""
+
+    def __init__(self, path: str, loop: str = "asyncio", **options: Any) -> None:
+        self.path = path
+        self.handler = EchoHandler()
+        self._options = options
+        self._loop = LOOPS[loop]()
+        self._started = threading.Event()
+        self._stop = asyncio.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self._started.wait(10)
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            try:
+                runner.run(self._serve())
+            except BaseException as error:  # handed to the thread that made us
+                self._error = error
+            finally:
+                self._started.set()
+
+    async def _serve(self) -> None:
+        self.server = Server(self.path, CATALOGUE, self.handler, service="echo", **self._options)
+        await self.server.start()
+        self._started.set()
+        try:
+            await self._stop.wait()
+        finally:
+            await self.server.close()
+
+    def __enter__(self) -> ServerThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+
+def run_on(loop: str, main: Coroutine[Any, Any, Any]) -> Any:
+    """Run `main` on the named loop."""
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        return runner.run(main)

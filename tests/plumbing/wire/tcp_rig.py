@@ -1,0 +1,132 @@
+"""An echo server over TCP, its clients, and peers that know nothing of the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.frames import FrameDecoder, encode_frame
+from plumbing.wire.messages import Fault, Hello, Message
+from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp.server import TcpServer, connect_tcp
+from tests.plumbing.wire.certificates import Authority, write_secret
+from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler
+
+KINDS = ("plain", "psk", "tls")
+HELLO = encode_frame(CATALOGUE.encode(Hello(), 1), 0)
+
+
+class Client(EchoHandler):
+    """Keeps what it hears; says nothing by itself, and goes when it is told why."""
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        self.received_messages.append(message)
+        if isinstance(message, Fault):
+            conn.close("told to go")
+
+
+@asynccontextmanager
+async def serving(
+    security: Security | None, handler: EchoHandler | None = None, **options: Any
+) -> AsyncIterator[tuple[TcpServer, TcpAddress]]:
+    """An echo server on a port of its own on this host, and where it is."""
+    server = TcpServer(
+        TcpAddress("127.0.0.1", 0),
+        CATALOGUE,
+        handler or EchoHandler(),
+        service="echo",
+        security=security,
+        **options,
+    )
+    await server.start()
+    try:
+        yield server, TcpAddress("127.0.0.1", server.port)
+    finally:
+        await server.close()
+
+
+def settings(kind: str, place: Path) -> tuple[Security | None, Security | None]:
+    """The server's security and the client's."""
+    if kind == "plain":
+        return None, None
+    if kind == "psk":
+        path = write_secret(str(place / "psk"), b"p" * 32)
+        return Security(psk=path), Security(psk=path)
+    authority = Authority(place)
+    return authority.issue("lockserver"), authority.issue("engine-0")
+
+
+async def answers(address: TcpAddress, security: Security | None) -> bool:
+    """Whether the server serves somebody else."""
+    done = asyncio.get_running_loop().create_future()
+
+    class Asker(Client):
+        def received(self, *args: Any) -> None:
+            done.set_result(args[1] == Echo("still here"))
+
+    conn = await connect_tcp(address, CATALOGUE, Asker(), security)
+    conn.send(Echo("still here"), 1)
+    is_right: bool = await asyncio.wait_for(done, 30)
+    conn.close("asked")
+    return is_right
+
+
+async def stranger(
+    address: TcpAddress, tls: ssl.SSLContext | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Bytes to and from `address`, with TLS where there is a context."""
+    name = {"server_hostname": "localhost"} if tls else {}
+    return await asyncio.open_connection(address.host, address.port, ssl=tls, **name)
+
+
+async def stranger_says(address: TcpAddress, data: bytes) -> asyncio.StreamWriter:
+    """`data` to `address` from somebody without TLS."""
+    _, writer = await stranger(address)
+    writer.write(data)
+    return writer
+
+
+def tls_of(security: Security | None) -> ssl.SSLContext | None:
+    return security.client_context() if security is not None else None
+
+
+def anybody() -> ssl.SSLContext:
+    """A client that has no certificate and believes anything."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+async def heard(reader: asyncio.StreamReader, count: int = 1000) -> list[Message]:
+    """Every message until the end of the stream, however that comes about, or `count` of them."""
+    decoder, found = FrameDecoder(), []
+    with suppress(ConnectionError, ssl.SSLError):
+        while len(found) < count and (data := await asyncio.wait_for(reader.read(65536), 30)):
+            found += [CATALOGUE.decode(f.payload, 0)[0] for f in decoder.receive(data, [])]
+    return found
+
+
+async def gone(writer: asyncio.StreamWriter) -> None:
+    """Close and wait until the loop has let go of it."""
+    writer.close()
+    with suppress(OSError):
+        await asyncio.wait_for(writer.wait_closed(), 30)
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """End the connection with a reset instead of an end (man 7 socket, SO_LINGER)."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

@@ -1,0 +1,248 @@
+"""The client that blocks: each way in which a call of it can end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from plumbing.errors import (
+    ProtocolError,
+    RemoteError,
+    UnderstudyError,
+    UnreachableError,
+    WaitTimeoutError,
+)
+from plumbing.wire import blocking, sockets
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.frames import encode_frame
+from plumbing.wire.messages import fault_of
+from tests.helpers import open_fds
+from tests.plumbing.wire.echo import CATALOGUE, Echo, ServerThread
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[BlockingClient, socket.socket]]:
+    """A client and the other end of its socket."""
+    ours, theirs = socket.socketpair()
+    with BlockingClient.from_socket(ours, CATALOGUE) as client, theirs:
+        yield client, theirs
+
+
+def _frame(text: str, request_id: int = 0, fds: int = 0) -> bytes:
+    return encode_frame(CATALOGUE.encode(Echo(text), request_id), fds)
+
+
+def test_blocking_client_says_what_has_no_answer(tmp_path: Path):
+    """Goal: a notification goes without waiting; its echo is kept and known to be."""
+    with (
+        ServerThread(str(tmp_path / "echo.sock")) as thread,
+        BlockingClient(thread.path, CATALOGUE) as client,
+    ):
+        client.notify(Echo("note"), request_id=5)
+        client.request(Echo("question"))
+        assert client.has_pending
+        kept = client.receive(0)
+        assert (kept.message, kept.request_id) == (Echo("note"), 5)
+        assert not client.has_pending
+
+
+def test_blocking_client_can_be_interrupted(pair: tuple[BlockingClient, socket.socket]):
+    """Goal: another thread can end a wait. Method: interrupt it once it waits; again is harmless
+    when the socket is closed."""
+    client, _ = pair
+    found: list[UnderstudyError] = []
+
+    def wait() -> None:
+        try:
+            client.receive(60)
+        except UnreachableError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    client.interrupt()
+    thread.join(60)
+    assert [error.code for error in found] == ["wire.closed"]
+    client.close()
+    client.interrupt()
+
+
+def test_blocking_client_closes_what_nobody_took(pair: tuple[BlockingClient, socket.socket]):
+    """Goal: messages that were read and not asked for do not leak their descriptors."""
+    client, theirs = pair
+    before = len(open_fds())
+    passed = os.memfd_create("x")
+    socket.send_fds(theirs, [_frame("unasked", fds=1) + _frame("answer", 1)], [passed])
+    os.close(passed)
+    client.request(Echo("question"))
+    assert len(open_fds()) == before + 1
+    client.close()
+    assert len(open_fds()) == before - 1
+
+
+def test_blocking_client_that_is_flooded_gives_up(
+    pair: tuple[BlockingClient, socket.socket], monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: a server that says everything but the answer does not fill our memory."""
+    client, theirs = pair
+    monkeypatch.setattr(blocking, "_PENDING_MAX", 3)
+    theirs.sendall(_frame("noise") * 4)
+    with pytest.raises(ProtocolError, match="3 messages came") as caught:
+        client.request(Echo("question"))
+    assert caught.value.code == "wire.flood"
+
+
+def test_blocking_client_gives_up_on_a_reader_that_does_not_read(
+    pair: tuple[BlockingClient, socket.socket], monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: sending has the call's deadline. Method: nobody reads; the socket is full."""
+    client, _ = pair
+    monkeypatch.setattr(blocking, "REQUEST_TIMEOUT_S", 0.01)
+
+    def talk() -> None:
+        while True:
+            client.notify(Echo("x" * 90_000))
+
+    with pytest.raises(WaitTimeoutError, match="room to send echo"):
+        talk()
+
+
+def test_blocking_client_waits_while_the_kernel_takes_no_descriptors(
+    pair: tuple[BlockingClient, socket.socket], monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: ETOOMANYREFS is waited out, and the frame then goes. Method: a busy kernel, twice."""
+    client, theirs = pair
+    send, left = sockets.send, [2]
+
+    def busy(*arguments: Any) -> int:
+        if left[0]:
+            left[0] -= 1
+            raise BlockingIOError(errno.ETOOMANYREFS, "busy")
+        return send(*arguments)
+
+    monkeypatch.setattr(sockets, "send", busy)
+    client.notify(Echo("patience"), [OwnedFd(os.memfd_create("x"))])
+    data, fds = sockets.receive(theirs)
+    assert data == _frame("patience", fds=1)
+    close_all(fds)
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_blocking_client_hears_why_it_was_dropped(
+    is_said: bool, pair: tuple[BlockingClient, socket.socket]
+):
+    """Goal: a server that closed on us may have said why: that is the error, rather than the broken
+    pipe. Method: its last words, or none, are there before we speak."""
+    client, theirs = pair
+    if is_said:
+        fault = fault_of(UnderstudyError("test.go_away", "go away"))
+        theirs.sendall(encode_frame(CATALOGUE.encode(fault), 0))
+    theirs.close()
+    with pytest.raises(UnderstudyError) as caught:
+        client.request(Echo("question"))
+    assert caught.value.code == ("test.go_away" if is_said else "wire.closed")
+    assert isinstance(caught.value, RemoteError if is_said else UnreachableError)
+
+
+def test_blocking_client_that_is_reset_says_so(pair: tuple[BlockingClient, socket.socket]):
+    """Goal: a reset is the end of the connection, not an OSError. Method: the peer closes with
+    words of ours unread."""
+    client, theirs = pair
+    client.notify(Echo("never read"))
+    theirs.close()
+    with pytest.raises(UnreachableError, match="reset by peer"):
+        client.receive(5)
+
+
+def test_blocking_client_refuses_nonsense_and_leaks_nothing(
+    pair: tuple[BlockingClient, socket.socket],
+):
+    """Goal: a frame that makes no sense is an error, and descriptors that came with others go."""
+    client, theirs = pair
+    passed = os.memfd_create("x")
+    before = len(open_fds())
+    nonsense = encode_frame(msgpack.packb({"type": "nonsense", "id": 0}), 0)
+    socket.send_fds(theirs, [_frame("fine", fds=1) + nonsense], [passed])
+    with pytest.raises(ProtocolError, match=r"wire\.unknown_type"):
+        client.receive(5)
+    assert len(open_fds()) == before
+    os.close(passed)
+
+
+def test_blocking_client_waits_for_room_in_the_backlog(tmp_path: Path):
+    """Goal: a full backlog is waited out; one that stays full is said. Method: a listener that
+    accepts late."""
+    path = str(tmp_path / "full.sock")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as filler:
+        listener.bind(path)
+        listener.listen(0)
+        filler.connect(path)
+        with pytest.raises(UnreachableError, match="cannot reach"):
+            BlockingClient(path, CATALOGUE, connect_timeout_s=0.05)
+        made: list[BlockingClient] = []
+        thread = threading.Thread(target=lambda: made.append(BlockingClient(path, CATALOGUE)))
+        thread.start()
+        listener.accept()[0].close()
+        thread.join(30)
+        made[0].close()
+
+
+def test_blocking_client_at_the_limit_of_descriptors_says_so(tmp_path: Path):
+    """Goal: no descriptor for a socket is an error that can be tried again, with the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(UnreachableError, match="limit of 0 open files") as caught:
+            BlockingClient(str(tmp_path / "any.sock"), CATALOGUE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.code == "wire.no_descriptors"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENFILE, "fs.file-max"),
+        (errno.ENOMEM, "Cannot allocate memory"),
+        (0, "odd"),
+    ],
+)
+def test_no_descriptors_says_whose_limit_it_is(number: int, words: str):
+    """Goal: the process's limit, the machine's, or whatever it was."""
+    error = OSError(number, "odd") if number else OSError("odd")
+    assert words in sockets.no_descriptors("open a socket", error).message
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (FileNotFoundError(errno.ENOENT, "no"), "no such socket"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "no"), "nobody listens"),
+        (PermissionError(errno.EACCES, "no"), "one user"),
+        (OSError(errno.ENOTSOCK, "no"), "non-socket"),
+        (TimeoutError("timed out"), "timed out"),
+    ],
+)
+def test_unreachable_says_why(error: OSError, words: str):
+    """Goal: why nobody could be reached, in a sentence with the path."""
+    found = sockets.unreachable("/run/lock.sock", error)
+    assert words in found.message
+    assert "/run/lock.sock" in found.message
+
+
+def test_socket_path_that_is_too_long_is_refused(tmp_path: Path):
+    """Goal: a path beyond what the kernel holds is refused with its length, before any socket."""
+    with pytest.raises(UnderstudyError, match="choose a shorter") as caught:
+        BlockingClient(str(tmp_path / ("x" * 200)), CATALOGUE)
+    assert caught.value.code == "wire.path_too_long"

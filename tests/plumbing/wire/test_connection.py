@@ -1,0 +1,361 @@
+"""What every connection does, whatever carries it: last words, queues, frames that dawdle."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from plumbing.errors import RemoteError, UnderstudyError
+from plumbing.wire import connection
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.client import from_socket
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.frames import encode_frame
+from plumbing.wire.messages import Message
+from plumbing.wire.peer import NO_UID, Peer
+from plumbing.wire.tcp.connection import TcpConnection
+from plumbing.wire.tcp.server import connect_tcp
+from tests.helpers import auntil
+from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
+from tests.plumbing.wire.tcp_rig import Client, serving
+
+loops = pytest.mark.parametrize("loop", LOOPS)
+
+FRAME = encode_frame(CATALOGUE.encode(Echo("x")), 0)
+LARGE = Echo("x" * 99_000)
+
+
+@loops
+def test_connection_that_faults_may_live_on(loop: str):
+    """Goal: an error frame can be an answer like any other. Method: fault without closing, then an
+    echo."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        conn = from_socket(ours, CATALOGUE, EchoHandler())
+        assert repr(conn).startswith(f"<connection {conn.id} to pid ")
+        client = BlockingClient.from_socket(theirs, CATALOGUE)
+        conn.fault(UnderstudyError("test.no", "no"), 5, close=False)
+        with pytest.raises(RemoteError, match=r"test\.no"):
+            await asyncio.to_thread(client.receive)
+        reply = await asyncio.to_thread(client.request, Echo("still"))
+        assert reply.message == Echo("still")
+        conn.close("done")
+        client.close()
+
+    run_on(loop, main())
+
+
+@loops
+def test_connection_that_is_to_close_sends_what_is_queued(loop: str):
+    """Goal: `close_soon` sends the queue first, once, and takes no more words; then the end is
+    heard with its own reason. Method: a reader that begins late."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        handler = EchoHandler()
+        conn = from_socket(ours, CATALOGUE, handler)
+        conn.limit_queue(1_000_000)
+        for _ in range(3):
+            conn.send(LARGE)
+        conn.close_soon("first reason")
+        conn.close_soon("second reason")
+        conn.send(Echo("too late"))
+        client = BlockingClient.from_socket(theirs, CATALOGUE)
+        for _ in range(3):
+            assert (await asyncio.to_thread(client.receive)).message == LARGE
+        await auntil(lambda: handler.reasons, "the end")
+        assert handler.reasons == ["first reason"]
+        conn.close_soon("third reason")
+        client.close()
+
+    run_on(loop, main())
+
+
+@loops
+def test_connection_that_is_to_close_notices_that_its_peer_went(loop: str):
+    """Goal: last words to somebody who is gone end at once. Method: the peer goes while they are
+    queued."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        handler = EchoHandler()
+        conn = from_socket(ours, CATALOGUE, handler)
+        conn.send(LARGE)
+        conn.close_soon("last words")
+        theirs.close()
+        await auntil(lambda: handler.reasons, "the end")
+        assert handler.reasons == ["the peer is gone: Broken pipe"]
+
+    run_on(loop, main())
+
+
+@loops
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_connection_whose_queue_is_limited_drops_a_slow_reader(loop: str, kind: str):
+    """Goal: the limit that a service sets is the one that counts. Method: a small one, and a reader
+    that does not read."""
+
+    async def main() -> None:
+        handler = EchoHandler()
+        if kind == "unix":
+            ours, theirs = socket.socketpair()
+            conn: Connection = from_socket(ours, CATALOGUE, handler)
+            await _drop(conn, handler)
+            theirs.close()
+            return
+        async with serving(None, handler) as (server, address):
+            reader = await connect_tcp(address, CATALOGUE, Client(), None)
+            reader._pause_reading()
+            (conn,) = server.connections
+            await _drop(conn, handler)
+            reader.close("done")
+
+    async def _drop(conn: Connection, handler: EchoHandler) -> None:
+        conn.limit_queue(1000)
+        for _ in range(1000):
+            if conn.is_closed:
+                break
+            conn.send(LARGE)
+            await asyncio.sleep(0)
+        await auntil(lambda: handler.reasons, "the end")
+        assert "does not read" in handler.reasons[0]
+
+    run_on(loop, main())
+
+
+@loops
+def test_wake_up_with_nothing_to_read_is_harmless(loop: str):
+    """Goal: what somebody else has read already is no end."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        conn = from_socket(ours, CATALOGUE, EchoHandler())
+        conn._readable()
+        assert not conn.is_closed
+        conn.close("done")
+        theirs.close()
+
+    run_on(loop, main())
+
+
+@loops
+def test_reset_is_the_end_of_a_connection(loop: str):
+    """Goal: a peer that goes with our words unread resets the connection: that is its end, and
+    nobody's error. Method: just that."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        handler = EchoHandler()
+        conn = from_socket(ours, CATALOGUE, handler)
+        conn.send(Echo("never read"))
+        theirs.close()
+        await auntil(lambda: handler.reasons, "the end")
+        assert handler.reasons == ["the peer is gone: Connection reset by peer"]
+
+    run_on(loop, main())
+
+
+@loops
+def test_frame_deadline_begins_anew_with_each_frame(loop: str):
+    """Goal: a busy peer that is always in the middle of some frame is not late. Method: the rest of
+    one frame and half of the next arrive together; the deadline is another one."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        handler = EchoHandler()
+        conn = from_socket(ours, CATALOGUE, handler)
+        theirs.sendall(FRAME[:-3])
+        await auntil(lambda: conn._frame_deadline, "half a frame")
+        first = conn._frame_deadline
+        theirs.sendall(FRAME[-3:] + FRAME[:-3])
+        await auntil(lambda: len(handler.received_messages) == 1, "a frame")
+        assert first is not None
+        assert first.cancelled()
+        second = conn._frame_deadline
+        assert second is not None
+        assert not second.cancelled()
+        theirs.sendall(FRAME[-3:])
+        await auntil(lambda: len(handler.received_messages) == 2, "a frame")
+        assert conn._frame_deadline is None
+        conn.close("done")
+        theirs.close()
+
+    run_on(loop, main())
+
+
+def test_frame_is_not_late_while_we_are_the_slow_ones(monkeypatch: pytest.MonkeyPatch):
+    """Goal: the rest of a frame may have arrived while we handle those before it. Method: many
+    frames and a half, and a deadline that is over before their turns are."""
+    monkeypatch.setattr(connection, "FRAME_DEADLINE_S", 0.0)
+    monkeypatch.setattr(connection, "FRAMES_PER_TURN", 1)
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        handler = EchoHandler()
+        conn = from_socket(ours, CATALOGUE, handler)
+        theirs.sendall(FRAME * 50 + FRAME[:-3])
+        await auntil(lambda: handler.reasons, "the end")
+        assert len(handler.received_messages) == 50
+        assert "half a frame" in handler.reasons[0]
+        assert conn.is_closed
+        theirs.close()
+
+    asyncio.run(main())
+
+
+class _Transport:
+    """A TCP transport in a state that real ones pass through too quickly."""
+
+    def __init__(self, *, is_closing: bool = False, error: OSError | None = None) -> None:
+        self._is_closing, self._error = is_closing, error
+        self.calls: list[str] = []
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, _: bytes) -> None:
+        self.calls.append("write")
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def pause_reading(self) -> None:
+        self.calls.append("pause")
+
+    def resume_reading(self) -> None:
+        self.calls.append("resume")
+
+
+def _over(transport: _Transport, handler: EchoHandler) -> TcpConnection:
+    peer = Peer(NO_UID, 0, None, "none", "10.0.0.1:1", "10.0.0.1")
+    return TcpConnection(transport, peer, CATALOGUE, handler)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [_Transport(is_closing=True), _Transport(error=OSError("not connected"))],
+    ids=["closing", "reset"],
+)
+def test_tcp_connection_whose_transport_has_ended_ends_at_once(transport: _Transport):
+    """Goal: last words cannot be sent over a transport that is closing, or whose socket was reset
+    in this moment: the connection ends with its own reason."""
+
+    async def main() -> None:
+        handler = EchoHandler()
+        conn = _over(transport, handler)
+        conn.send(Echo("x"))
+        conn.close_soon("enough")
+        assert conn.is_closed
+        conn.lost(OSError("late"))
+        conn.arrived(FRAME)
+        await asyncio.sleep(0)
+        assert handler.reasons == ["enough"]
+        assert transport.calls[-1] == "abort"
+
+    asyncio.run(main())
+
+
+def test_tcp_connection_reads_its_queue_although_the_transport_closes():
+    """Goal: a closing transport is neither paused nor resumed, which uvloop takes amiss, and the
+    frames that came are handled."""
+
+    async def main() -> None:
+        handler = Client()
+        transport = _Transport(is_closing=True)
+        conn = _over(transport, handler)
+        conn.arrived(FRAME * 20)
+        await auntil(lambda: len(handler.received_messages) == 20, "every frame")
+        await asyncio.sleep(0)
+        assert transport.calls == []
+        conn.close("done")
+
+    asyncio.run(main())
+
+
+def test_tcp_connection_takes_what_arrives_while_it_is_paused():
+    """Goal: TLS may deliver what it had decrypted after it was told to pause: it is handled in
+    order, in the same few at a time."""
+
+    async def main() -> None:
+        handler = Client()
+        transport = _Transport()
+        conn = _over(transport, handler)
+        conn.arrived(FRAME * 20)
+        conn.arrived(encode_frame(CATALOGUE.encode(Echo("last")), 0))
+        assert len(handler.received_messages) < 20
+        await auntil(lambda: transport.calls == ["pause", "resume"], "reading to go on")
+        assert len(handler.received_messages) == 21
+        assert handler.received_messages[-1] == Echo("last")
+        conn.close("done")
+
+    asyncio.run(main())
+
+
+def test_tcp_connection_reads_on_after_its_last_words():
+    """Goal: a connection that was paused and says its last words reads again, or it would not hear
+    its peer's end; what it reads is not handled."""
+
+    async def main() -> None:
+        handler = Client()
+        transport = _Transport()
+        conn = _over(transport, handler)
+        conn.arrived(FRAME * 20)
+        count = len(handler.received_messages)
+        conn.close_soon("enough")
+        conn.arrived(FRAME)
+        assert transport.calls == ["pause", "resume"]
+        await asyncio.sleep(0)
+        assert len(handler.received_messages) == count
+        conn.lost(None)
+        await asyncio.sleep(0)
+        assert handler.reasons == ["enough"]
+
+    asyncio.run(main())
+
+
+class _Once(EchoHandler):
+    """Fails at the first message, as our own mistakes do."""
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        super().received(conn, message, request_id, fds)
+        if len(self.received_messages) == 1:
+            raise RuntimeError("our own mistake")
+
+
+@loops
+def test_our_own_mistake_reaches_the_loop_and_frames_go_on(loop: str):
+    """Goal: an exception that is nobody's protocol error is the loop's to report, and the frames
+    behind it are not lost."""
+
+    async def main() -> None:
+        found: list[object] = []
+        running = asyncio.get_running_loop()
+        running.set_exception_handler(lambda _, context: found.append(context.get("exception")))
+        ours, theirs = socket.socketpair()
+        handler = _Once()
+        conn = from_socket(ours, CATALOGUE, handler)
+        theirs.sendall(FRAME * 3)
+        await auntil(lambda: len(handler.received_messages) == 3, "every frame")
+        assert [type(error) for error in found] == [RuntimeError]
+        conn.close("done")
+        theirs.close()
+
+    run_on(loop, main())

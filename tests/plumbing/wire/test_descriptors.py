@@ -1,0 +1,388 @@
+"""Passing descriptors: what was measured to go wrong elsewhere (each test names its finding)."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import errno
+import fcntl
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plumbing.errors import ProtocolError, RemoteError, UnderstudyError
+from plumbing.wire import sockets, unix_connection
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.client import connect, from_socket
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.frames import encode_frame
+from tests.helpers import auntil, open_fds, until
+from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, ServerThread, run_on
+
+loops = pytest.mark.parametrize("loop", LOOPS)
+
+
+def _fds(count: int) -> list[OwnedFd]:
+    return [OwnedFd(os.memfd_create(f"passed-{index}")) for index in range(count)]
+
+
+def test_owned_fd_closes_once_and_warns_when_forgotten():
+    """Goal: one owner, one close; a forgotten descriptor warns and is closed."""
+    fd = OwnedFd(os.memfd_create("x"))
+    twin = fd.duplicate()
+    assert not os.get_inheritable(twin.fileno())
+    number = fd.detach()
+    with pytest.raises(ValueError, match="closed"):
+        fd.fileno()
+    fd.close()
+    os.close(number)
+    with twin:
+        pass
+    twin.close()
+    forgotten = OwnedFd(os.memfd_create("y"))
+    number = forgotten.fileno()
+    with pytest.warns(ResourceWarning, match=f"{number} was never closed"):
+        del forgotten
+    assert number not in open_fds()
+
+
+@loops
+def test_sending_fds_leaves_socket_flags_alone(loop: str, tmp_path: Path):
+    """FACTS §3 row 1: sending must not clear O_NONBLOCK, on either end, and the blocking client
+    must not set it on a socket that somebody else may share. Method: read the flags after."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        handler = EchoHandler()
+        conn = from_socket(ours, CATALOGUE, handler)
+        flags_before = fcntl.fcntl(theirs.fileno(), fcntl.F_GETFL)
+        client = BlockingClient.from_socket(theirs, CATALOGUE)
+        reply = await asyncio.to_thread(client.request, Echo("a"), _fds(1))
+        close_all(reply.fds)
+        assert fcntl.fcntl(ours.fileno(), fcntl.F_GETFL) & os.O_NONBLOCK
+        assert fcntl.fcntl(client.fileno(), fcntl.F_GETFL) == flags_before
+        client.close()
+        await auntil(lambda: handler.reasons, "the end of the connection")
+        assert conn.is_closed
+
+    run_on(loop, main())
+
+
+@loops
+def test_fds_pass_both_ways_and_none_leaks(loop: str, tmp_path: Path):
+    """FACTS §3 rows 2, 6, 7: on both loops descriptors arrive, and a hundred exchanges leave as
+    many open as before. Method: count /proc/self/fd; the descriptor's file is the one sent."""
+    with ServerThread(str(tmp_path / "echo.sock"), loop) as thread:
+        with BlockingClient(thread.path, CATALOGUE) as client:
+            client.request(Echo("the server has accepted"))
+            before = len(open_fds())
+            for _ in range(100):
+                sent = _fds(3)
+                inodes = [os.fstat(fd.fileno()).st_ino for fd in sent]
+                reply = client.request(Echo("x"), sent)
+                assert [os.fstat(fd.fileno()).st_ino for fd in reply.fds] == inodes
+                close_all(reply.fds)
+            until(lambda: len(open_fds()) == before, "both sides to have closed all")
+        until(lambda: thread.handler.reasons, "the server to see the end")
+
+
+def test_fds_match_frames_when_the_kernel_merges_writes():
+    """FACTS §3 row 3: `A`, `B+fd`, `C`, `D+fd` arrive merged; each frame still gets its own.
+    Method: write four frames before anybody reads."""
+    ours, theirs = socket.socketpair()
+    client = BlockingClient.from_socket(theirs, CATALOGUE)
+    inodes = []
+    for text, count in (("A", 0), ("B", 1), ("C", 0), ("D", 2)):
+        fds = _fds(count)
+        inodes.append([os.fstat(fd.fileno()).st_ino for fd in fds])
+        frame = encode_frame(CATALOGUE.encode(Echo(text)), count)
+        assert sockets.send(ours, memoryview(frame), fds) == len(frame)
+        close_all(fds)
+    for text, expected in zip("ABCD", inodes, strict=True):
+        reply = client.receive()
+        assert reply.message == Echo(text)
+        assert [os.fstat(fd.fileno()).st_ino for fd in reply.fds] == expected
+        close_all(reply.fds)
+    client.close()
+    ours.close()
+
+
+def test_truncated_ancillary_data_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    """FACTS §3 row 4: three sent, room for one: the flag is checked and what came is closed."""
+    ours, theirs = socket.socketpair()
+    before = len(open_fds())
+    fds = _fds(3)
+    frame = encode_frame(CATALOGUE.encode(Echo()), 3)
+    sockets.send(ours, memoryview(frame), fds)
+    close_all(fds)
+    monkeypatch.setattr(sockets, "_ANCILLARY_BYTES", socket.CMSG_SPACE(4))
+    with pytest.raises(ProtocolError, match=r"wire\.truncated_fds"):
+        sockets.receive(theirs)
+    assert len(open_fds()) == before
+    ours.close()
+    theirs.close()
+
+
+@loops
+def test_cancelled_connect_closes_its_socket(loop: str, tmp_path: Path):
+    """FACTS §3 row 5: cancellation is no Exception; nothing may leak. Method: a full backlog keeps
+    `connect` waiting, then its task is cancelled."""
+
+    async def main() -> None:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(tmp_path / "full.sock"))
+        listener.listen(0)
+        filler = socket.socket(socket.AF_UNIX)
+        filler.connect(listener.getsockname())
+        before = len(open_fds())
+        task = asyncio.ensure_future(
+            connect(listener.getsockname(), CATALOGUE, EchoHandler(), deadline_s=60)
+        )
+        await auntil(lambda: len(open_fds()) > before, "the attempt to begin")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(open_fds()) == before
+        filler.close()
+        listener.close()
+
+    run_on(loop, main())
+
+
+def test_250_fds_travel_in_one_frame(tmp_path: Path):
+    """FACTS §3 row 8: the kernel takes 253; we send 250 in one frame and refuse more."""
+    with (
+        ServerThread(str(tmp_path / "echo.sock")) as thread,
+        BlockingClient(thread.path, CATALOGUE) as client,
+    ):
+        client.request(Echo("the server has accepted"))
+        before = len(open_fds())
+        reply = client.request(Echo("many"), _fds(250))
+        assert len(reply.fds) == 250
+        close_all(reply.fds)
+        with pytest.raises(UnderstudyError, match=r"wire\.too_many_fds"):
+            client.request(Echo("more"), _fds(251))
+        until(lambda: len(open_fds()) == before, "both sides to have closed all")
+
+
+def test_receiver_at_its_fd_limit_refuses_and_serves_on(tmp_path: Path):
+    """FACTS §3 row 9: at RLIMIT_NOFILE some descriptors are lost. The sender gets an error, nothing
+    leaks, and the next request of somebody else is answered. Method: lower this process's limit."""
+    with ServerThread(str(tmp_path / "echo.sock")) as thread:
+        other = BlockingClient(thread.path, CATALOGUE)
+        client = BlockingClient(thread.path, CATALOGUE)
+        until(lambda: thread.handler.opened_count == 2, "both connections")
+        filler = [OwnedFd(os.memfd_create("filler")) for _ in range(40)]
+        room = filler[-1].fileno()  # those sent lie above it, so closing them makes no room
+        sent = _fds(60)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
+        try:
+            with pytest.raises(RemoteError) as caught:
+                client.request(Echo("too many"), sent)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            close_all(filler)
+        assert caught.value.code == "wire.truncated_fds"
+        assert other.request(Echo("still here")).message == Echo("still here")
+        client.close()
+        other.close()
+        until(lambda: len(thread.handler.reasons) == 2, "the server to see both ends")
+
+
+_IN_FLIGHT = """
+import os, resource, socket, sys, asyncio
+sys.path.insert(0, sys.argv[1])
+from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler
+from plumbing.wire.client import from_socket
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import OwnedFd, close_all
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+
+async def main():
+    pairs = [socket.socketpair() for _ in range(4)]
+    conns = [from_socket(ours, CATALOGUE, EchoHandler()) for ours, _ in pairs]
+    memfd = OwnedFd(os.memfd_create("x"))
+    for conn in conns:
+        for _ in range(11):
+            conn.send(Echo("x"), 0, [memfd.duplicate() for _ in range(10)])
+    waiting = sum(len(conn._queue) for conn in conns)
+    assert waiting > 0, "the kernel's limit was never reached"
+    clients = [BlockingClient.from_socket(theirs, CATALOGUE) for _, theirs in pairs]
+    def drain(client):
+        for _ in range(11):
+            reply = client.receive(30)
+            assert len(reply.fds) == 10
+            close_all(reply.fds)
+        client.close()
+    for client in clients:
+        await asyncio.to_thread(drain, client)
+    memfd.close()
+    print("waited", waiting)
+
+asyncio.run(main())
+"""
+
+
+def test_too_many_fds_in_flight_is_back_pressure(tmp_path: Path):
+    """FACTS §3 row 10: ETOOMANYREFS is waited out and everything arrives. Method: an unprivileged
+    process with a low limit queues 440 descriptors before anybody reads."""
+    root = str(Path(__file__).resolve().parents[3])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _IN_FLIGHT, root],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("waited")
+
+
+def test_partial_sends_carry_the_fds_once(tmp_path: Path):
+    """Goal: a frame that the socket takes in pieces delivers its descriptors once, and the queue
+    empties. Method: a small send buffer, a large frame, a slow reader."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        conn = from_socket(ours, CATALOGUE, EchoHandler())
+        client = BlockingClient.from_socket(theirs, CATALOGUE)
+        message = Echo("y" * 90_000)
+        conn.send(message, 7, _fds(2))
+        conn.send(Echo("after"), 8, _fds(1))
+        first = await asyncio.to_thread(client.receive)
+        assert (first.message, len(first.fds), first.request_id) == (message, 2, 7)
+        second = await asyncio.to_thread(client.receive)
+        assert (second.message, len(second.fds)) == (Echo("after"), 1)
+        close_all(first.fds + second.fds)
+        client.close()
+        conn.close("done")
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_foreign_ancillary_data_is_refused():
+    """Goal: control messages other than descriptors end the connection. Method: credentials."""
+    ours, theirs = socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    credentials = array.array("i", [os.getpid(), os.getuid(), os.getgid()])
+    ours.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, credentials)])
+    with pytest.raises(ProtocolError, match=r"wire\.truncated_fds"):
+        sockets.receive(theirs)
+    ours.close()
+    theirs.close()
+
+
+@loops
+def test_last_words_of_a_peer_are_read_although_sending_fails(loop: str):
+    """Goal: a peer that says why and goes is understood, even if we were speaking at that moment.
+    Method: its words and its end are there before we send; our descriptors must not leak."""
+
+    async def main() -> None:
+        before = len(open_fds())
+        ours, theirs = socket.socketpair()
+        handler = EchoHandler()
+        conn = from_socket(ours, CATALOGUE, handler)
+        theirs.sendall(encode_frame(CATALOGUE.encode(Echo("why")), 0))
+        theirs.close()
+        for _ in range(3):
+            conn.send(Echo("do this"), 0, _fds(2))
+        await auntil(lambda: handler.reasons, "the end of the connection")
+        assert handler.received_messages == [Echo("why")]
+        assert len(open_fds()) == before
+
+    run_on(loop, main())
+
+
+@loops
+def test_closed_connection_closes_queued_fds(loop: str):
+    """Goal: what a closed connection still had to send or to read does not leak."""
+
+    async def main() -> None:
+        before = len(open_fds())
+        ours, theirs = socket.socketpair()
+        conn = from_socket(ours, CATALOGUE, EchoHandler())
+        theirs_conn = from_socket(theirs, CATALOGUE, EchoHandler())
+        for _ in range(30):
+            conn.send(Echo("z" * 9000), 0, _fds(2))
+        conn.close("test")
+        conn.send(Echo("late"), 0, _fds(1))
+        theirs_conn.close("test")
+        await asyncio.sleep(0)
+        assert len(open_fds()) == before
+
+    run_on(loop, main())
+
+
+def test_owned_fd_is_a_number_and_says_what_it_is():
+    """Goal: a failed system call's -1 is not owned; what is shown says whether it is open."""
+    with pytest.raises(ValueError, match="not a file descriptor"):
+        OwnedFd(-1)
+    fd = OwnedFd(os.memfd_create("x"))
+    assert repr(fd) == f"OwnedFd({fd.fileno()})"
+    fd.close()
+    assert repr(fd) == "OwnedFd(closed)"
+
+
+def test_close_all_closes_all_whatever_one_of_them_raises():
+    """Goal: one descriptor that somebody else closed does not leak the rest. Method: close the
+    middle one behind its owner's back."""
+    fds = _fds(3)
+    numbers = [fd.fileno() for fd in fds]
+    os.close(numbers[1])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        close_all(fds)
+    assert not set(numbers) & set(open_fds())
+
+
+class _Busy:
+    """A socket while too many descriptors are in flight."""
+
+    def sendmsg(self, *_: object) -> int:
+        raise OSError(errno.ETOOMANYREFS, "too many references")
+
+
+@loops
+def test_busy_kernel_is_asked_again(loop: str, monkeypatch: pytest.MonkeyPatch):
+    """Goal: a frame waits while the kernel takes no more descriptors, and goes when it does; a
+    connection that is closed meanwhile does not send. Method: a kernel that is busy three times,
+    then a kernel that stays so."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        conn = from_socket(ours, CATALOGUE, EchoHandler())
+        send, left = sockets.send, [3]
+
+        def busy(sock: socket.socket, *rest: Any) -> int:
+            if left[0]:
+                left[0] -= 1
+                sock = _Busy()  # type: ignore[assignment]
+            return send(sock, *rest)
+
+        monkeypatch.setattr(sockets, "send", busy)
+        conn.send(Echo("patience"), 1, _fds(1))
+        client = BlockingClient.from_socket(theirs, CATALOGUE)
+        reply = await asyncio.to_thread(client.receive)
+        assert reply.message == Echo("patience")
+        assert left == [0]
+        close_all(reply.fds)
+        left[0] = 1
+        conn.send(Echo("too late"), 1, _fds(1))
+        conn.close("enough")
+        client.close()
+        await asyncio.sleep(2 * connection_retry_s)
+        assert left == [0]
+
+    connection_retry_s = 0.01
+    monkeypatch.setattr(unix_connection, "RETRY_S", connection_retry_s)
+    run_on(loop, main())

@@ -1,0 +1,219 @@
+"""The wire's limits: what one peer can make large, slow or numerous, and what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from plumbing.errors import RemoteError, UnderstudyError
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.client import from_socket
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.frames import encode_frame
+from plumbing.wire.limits import (
+    FAULT_DETAILS_BYTES_MAX,
+    FAULT_MESSAGE_CHARS_MAX,
+    FRAME_BYTES_MAX,
+    FRAMES_PER_TURN,
+)
+from plumbing.wire.messages import Catalogue, Fault, Message, fault_of, shown
+from tests.helpers import auntil, open_fds, until
+from tests.plumbing.wire.echo import (
+    CATALOGUE,
+    LOOPS,
+    Echo,
+    EchoHandler,
+    Refuse,
+    ServerThread,
+    run_on,
+)
+
+loops = pytest.mark.parametrize("loop", LOOPS)
+
+HUGE = "x" * (FRAME_BYTES_MAX - 200)
+
+
+def nested(depth: int) -> bytes:
+    return b"\x91" * depth + b"\xc0"
+
+
+def echo_with(value: bytes) -> bytes:
+    """An echo whose text is `value`, packed already."""
+    parts = (msgpack.packb(word) for word in ("type", "echo", "id", 7, "text"))
+    return b"\x83" + b"".join(parts) + value
+
+
+@loops
+@pytest.mark.parametrize(
+    ("payload", "code"),
+    [
+        (msgpack.packb({"type": HUGE, "id": 1}), "wire.unknown_type"),
+        (msgpack.packb({"type": "echo", "id": HUGE}), "wire.bad_request_id"),
+        (msgpack.packb({"type": "echo", "id": 1, HUGE: 1}), "wire.unknown_field"),
+        (msgpack.packb({"type": "echo", "id": 1, "extra": {HUGE: "1"}}), "wire.bad_field"),
+        (msgpack.packb({"type": "echo", "id": 1, "text": [HUGE]}), "wire.bad_field"),
+        (echo_with(nested(400)), "wire.bad_field"),
+        (echo_with(nested(1015)), "wire."),
+        (echo_with(nested(100_000)), "wire.bad_payload"),
+    ],
+    ids=["type", "id", "field", "key", "value", "nested", "nested more", "nested most"],
+)
+def test_fault_about_a_huge_value_is_itself_small(
+    loop: str, payload: bytes, code: str, tmp_path: Path
+):
+    """Goal: an error that quotes its peer can always be sent. Method: make each quoted thing as
+    large or as deep as a frame allows; the sender is told, the next one is served."""
+    with ServerThread(str(tmp_path / "echo.sock"), loop) as thread:
+        raw = socket.socket(socket.AF_UNIX)
+        raw.connect(thread.path)
+        raw.sendall(encode_frame(payload, 0))
+        with BlockingClient.from_socket(raw, CATALOGUE) as bad:
+            with pytest.raises(RemoteError) as caught:
+                bad.receive()
+            assert caught.value.code.startswith(code)
+            assert len(caught.value.message) < 1000
+        with BlockingClient(thread.path, CATALOGUE) as good:
+            assert good.request(Echo("next")).message == Echo("next")
+
+
+def test_fault_is_cut_to_its_limits_and_keeps_what_fits():
+    """Goal: message and details are bounded whatever an error says; small details survive."""
+    error = UnderstudyError("a.b", "m" * 10**6, big="x" * 10**6, field="f", list=[1] * 10**5)
+    fault = fault_of(error)
+    assert len(fault.message) == FAULT_MESSAGE_CHARS_MAX
+    assert fault.details == {"field": "f"}
+    assert len(CATALOGUE.encode(fault)) < FAULT_MESSAGE_CHARS_MAX + FAULT_DETAILS_BYTES_MAX
+
+
+@pytest.mark.parametrize(
+    "value", ["s" * 10**6, b"b" * 10**6, list(range(10**5)), {"k": {"k": {}}}, 2**64, None]
+)
+def test_shown_is_short(value: Any):
+    """Goal: what an error shows of a value has a bound; what is short is shown whole."""
+    assert 0 < len(shown(value)) <= 60
+    assert shown("abc") == "'abc'"
+
+
+@loops
+def test_talkative_peer_starves_nobody(loop: str):
+    """Goal: a peer that sends a thousand requests at once is served a few at a time. Method: both
+    peers have written before the loop looks; where in the order is the quiet one's request?"""
+
+    async def main() -> None:
+        handler = EchoHandler()
+        (ours, talker), (also_ours, quiet) = socket.socketpair(), socket.socketpair()
+        frame = encode_frame(CATALOGUE.encode(Echo("again")), 0)
+        talker.sendall(frame * 1000)
+        quiet.sendall(encode_frame(CATALOGUE.encode(Echo("once")), 0))
+        conns = [from_socket(sock, CATALOGUE, handler) for sock in (ours, also_ours)]
+        await auntil(lambda: len(handler.received_messages) == 1001, "every request")
+        assert handler.received_messages.index(Echo("once")) <= 2 * FRAMES_PER_TURN
+        talker.sendall(frame)
+        await auntil(lambda: len(handler.received_messages) == 1002, "reading to go on")
+        for conn in conns:
+            conn.close("done")
+        await asyncio.sleep(0)
+        talker.close()
+        quiet.close()
+
+    run_on(loop, main())
+
+
+class _Leaver(EchoHandler):
+    """Closes at the third message."""
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        super().received(conn, message, request_id, fds)
+        if len(self.received_messages) == 3:
+            conn.close("enough")
+
+
+@loops
+@pytest.mark.parametrize("handler", [_Leaver, EchoHandler], ids=["closed", "faulted"])
+def test_frames_not_handled_yet_are_dropped_with_their_descriptors(
+    loop: str, handler: type[EchoHandler]
+):
+    """Goal: a connection that ends while frames wait for their turn leaks none of their
+    descriptors and handles none of them. Method: 40 frames with one each; the third ends it."""
+
+    async def main() -> None:
+        before = len(open_fds())
+        ours, theirs = socket.socketpair()
+        for index in range(40):
+            message = Refuse() if index == 2 and handler is EchoHandler else Echo(str(index))
+            fd = os.memfd_create("x")
+            fds = [fd] if isinstance(message, Echo) else []
+            frame = encode_frame(CATALOGUE.encode(message), len(fds))
+            socket.send_fds(theirs, [frame], fds)
+            os.close(fd)
+        made = handler()
+        conn = from_socket(ours, CATALOGUE, made)
+        await auntil(lambda: conn.is_closed, "the end of the connection")
+        await asyncio.sleep(0)
+        theirs.close()
+        assert len(made.received_messages) == 3
+        await auntil(lambda: len(open_fds()) == before, "every descriptor to be closed")
+
+    run_on(loop, main())
+
+
+def test_frames_of_a_connection_can_be_limited_further():
+    """Goal: what a peer may say depends on who it is: beyond its own limit, an error that names
+    the limit; the limit can be lifted again."""
+
+    async def main() -> None:
+        handler = EchoHandler()
+        ours, theirs = socket.socketpair()
+        conn = from_socket(ours, CATALOGUE, handler)
+        conn.limit_frames(1000)
+        conn.limit_frames(2000)
+        theirs.sendall(encode_frame(CATALOGUE.encode(Echo("x" * 1500)), 0))
+        await auntil(lambda: handler.received_messages, "the larger frame")
+        conn.limit_frames(1000)
+        theirs.sendall(encode_frame(CATALOGUE.encode(Echo("x" * 1500)), 0))
+        await auntil(lambda: conn.is_closed, "the refusal")
+        with BlockingClient.from_socket(theirs, CATALOGUE) as client:
+            client.receive()
+            with pytest.raises(RemoteError, match=r"wire\.frame_too_large") as caught:
+                client.receive()
+        assert caught.value.details["limit_bytes"] == 1000
+
+    asyncio.run(main())
+
+
+def test_connections_of_one_process_are_limited(tmp_path: Path):
+    """Goal: one process cannot take every place; it is told its own limit, and the pid. Method: a
+    server with room for more than one process may have."""
+    options = {"connections_max": 10, "per_process_max": 2}
+    with ServerThread(str(tmp_path / "echo.sock"), **options) as thread:
+        clients = [BlockingClient(thread.path, CATALOGUE) for _ in range(2)]
+        for client in clients:
+            client.request(Echo("in"))
+        with (
+            BlockingClient(thread.path, CATALOGUE) as third,
+            pytest.raises(RemoteError, match=r"wire\.too_many_connections") as caught,
+        ):
+            third.receive()
+        assert f"pid {os.getpid()} has 2 connections" in caught.value.message
+        clients.pop().close()
+        until(lambda: len(thread.server.connections) < 2, "room")
+        with BlockingClient(thread.path, CATALOGUE) as fourth:
+            assert fourth.request(Echo("in")).message == Echo("in")
+        clients.pop().close()
+
+
+def test_catalogue_knows_the_fault_of_every_error():
+    """Goal: the cut fault survives the wire. Method: encode and decode it."""
+    catalogue = Catalogue()
+    fault = fault_of(UnderstudyError("a.b", "m" * 10**5, request_id=3))
+    assert catalogue.decode(catalogue.encode(fault), 0) == (fault, 0)
+    assert isinstance(fault, Fault)

@@ -1,0 +1,163 @@
+"""Typed messages: everything true survives the trip, everything else names the field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.part import observe
+from plumbing.wire.messages import Catalogue, Fault, Message, fault_of
+from tests.plumbing.wire.echo import CATALOGUE, Echo, Part
+
+
+@given(
+    st.builds(
+        Echo,
+        text=st.text(max_size=50),
+        count=st.integers(0, 1000),
+        ratio=st.floats(allow_nan=False),
+        parts=st.lists(st.builds(Part, st.text(max_size=5), st.integers(-5, 5))).map(tuple),
+        extra=st.none() | st.dictionaries(st.text(max_size=5), st.integers(0, 9), max_size=3),
+    ),
+    st.integers(0, 2**63 - 1),
+)
+def test_message_round_trip_is_identity(message: Echo, request_id: int):
+    """Goal: decode is the inverse of encode for every message."""
+    assert CATALOGUE.decode(CATALOGUE.encode(message, request_id), 0) == (message, request_id)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "named"),
+    [
+        ([1, 2], "wire.bad_payload", ""),
+        ({"type": "nonsense", "id": 1}, "wire.unknown_type", "nonsense"),
+        ({"id": 1}, "wire.unknown_type", "None"),
+        ({"type": "echo"}, "wire.bad_request_id", "None"),
+        ({"type": "echo", "id": -1}, "wire.bad_request_id", "-1"),
+        ({"type": "echo", "id": True}, "wire.bad_request_id", "True"),
+        ({"type": "echo", "id": 1, "colour": 1}, "wire.unknown_field", "colour"),
+        ({"type": "echo", "id": 1, "text": 5}, "wire.bad_field", "echo.text"),
+        ({"type": "echo", "id": 1, "text": None}, "wire.bad_field", "echo.text"),
+        ({"type": "echo", "id": 1, "count": True}, "wire.bad_field", "echo.count"),
+        ({"type": "echo", "id": 1, "count": 1001}, "wire.bad_field", "echo.count"),
+        ({"type": "echo", "id": 1, "count": 1.0}, "wire.bad_field", "echo.count"),
+        ({"type": "echo", "id": 1, "ratio": "1"}, "wire.bad_field", "echo.ratio"),
+        ({"type": "echo", "id": 1, "text": "x" * 100_001}, "wire.bad_field", "echo.text"),
+        ({"type": "echo", "id": 1, "parts": {}}, "wire.bad_field", "echo.parts"),
+        ({"type": "echo", "id": 1, "parts": [1]}, "wire.bad_field", "echo.parts[0]"),
+        ({"type": "echo", "id": 1, "parts": [{"name": "a"}]}, "wire.missing_field", "size"),
+        ({"type": "echo", "id": 1, "extra": {"a": "b"}}, "wire.bad_field", "echo.extra.a"),
+        ({"type": "echo", "id": 1, "extra": [1]}, "wire.bad_field", "echo.extra"),
+        ({"type": "echo", "id": 1, "extra": {b"a": 1}}, "wire.bad_field", "string keys"),
+        ({"type": "error", "id": 1, "code": "x"}, "wire.missing_field", "details"),
+    ],
+)
+def test_message_broken_body_names_the_field(body: Any, code: str, named: str):
+    """Goal: each way to break a body has a code and names what is wrong."""
+    with pytest.raises(ProtocolError) as caught:
+        CATALOGUE.decode(msgpack.packb(body), 0)
+    assert caught.value.code == code
+    assert named in caught.value.message
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=80))
+def test_message_random_payload_is_a_protocol_error(payload: bytes):
+    """Goal: no payload whatever raises anything but ProtocolError."""
+    with pytest.raises(ProtocolError):
+        CATALOGUE.decode(payload, 0)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text() | st.binary(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_message_random_field_is_a_protocol_error_or_a_message(value: Any):
+    """Goal: any MessagePack value in a field is either accepted as typed or refused."""
+    body = {"type": "echo", "id": 0, "parts": value}
+    try:
+        message, _ = CATALOGUE.decode(msgpack.packb(body), 0)
+    except ProtocolError:
+        return
+    assert isinstance(message, Echo)
+    assert all(isinstance(part, Part) for part in message.parts)
+
+
+def test_message_wrong_number_of_fds_is_refused():
+    """Goal: a message says how many descriptors it carries, and another number is an error."""
+    payload = CATALOGUE.encode(fault_of(UnderstudyError("a.b", "c", d=(1, 2))))
+    message, _ = CATALOGUE.decode(payload, 0)
+    assert message == Fault("a.b", "c", {"d": [1, 2]})
+    with pytest.raises(ProtocolError, match=r"wire\.fd_count"):
+        CATALOGUE.decode(payload, 1)
+
+
+def test_catalogue_refuses_what_cannot_travel():
+    """Goal: a mistake in a message is found when the catalogue is made, not on the wire."""
+
+    @dataclass(frozen=True, slots=True)
+    class Reserved(Message):
+        TYPE: ClassVar[str] = "reserved"
+        id: int
+
+    @dataclass(frozen=True, slots=True)
+    class Untyped(Message):
+        TYPE: ClassVar[str] = "untyped"
+        thing: set[int]
+
+    @dataclass(frozen=True, slots=True)
+    class Twice(Message):
+        TYPE: ClassVar[str] = "hello"
+
+    @dataclass(frozen=True, slots=True)
+    class Pair(Message):
+        TYPE: ClassVar[str] = "pair"
+        both: tuple[int, str]
+
+    @dataclass(frozen=True, slots=True)
+    class ByNumber(Message):
+        TYPE: ClassVar[str] = "by_number"
+        names: dict[int, str]
+
+    @dataclass(frozen=True, slots=True)
+    class Either(Message):
+        TYPE: ClassVar[str] = "either"
+        thing: int | str
+
+    for broken in (Reserved, Untyped, Twice, Pair, ByNumber, Either):
+        with pytest.raises(TypeError):
+            Catalogue(broken)
+    with pytest.raises(TypeError):
+        Catalogue().encode(Twice())
+
+
+class Mood(StrEnum):
+    CALM = "calm"
+
+
+def test_observers_words_survive_the_trip():
+    """Goal: what observers say and hear is the same in every service's catalogue."""
+    catalogue = Catalogue(observe.Status, observe.StatusReply, observe.Watch, observe.EventRecord)
+    for message in (
+        observe.Status(),
+        observe.StatusReply({"lock": [1, None]}),
+        observe.Watch(),
+        observe.Watch(since=observe.EVENT_ID_MAX),
+        observe.EventRecord({"id": 1}),
+    ):
+        assert catalogue.decode(catalogue.encode(message, 5), 0) == (message, 5)
+    state = observe.StatusReply({"state": Mood.CALM, "seen": {Mood.CALM: (1, 2)}})
+    told, _ = catalogue.decode(catalogue.encode(state), 0)
+    assert told == observe.StatusReply({"state": "calm", "seen": {"calm": [1, 2]}})
+    late = msgpack.packb({"type": "watch", "id": 1, "since": -1})
+    with pytest.raises(ProtocolError, match=r"watch\.since"):
+        catalogue.decode(late, 0)

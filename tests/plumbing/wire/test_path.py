@@ -1,0 +1,138 @@
+"""A server's path: what stands in its way, and somebody who takes it away while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.wire import server as module
+from plumbing.wire.client import connect
+from plumbing.wire.server import PathGuard, Server
+from tests.helpers import auntil, open_fds
+from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
+from tests.plumbing.wire.tcp_rig import Client
+
+loops = pytest.mark.parametrize("loop", LOOPS)
+
+
+def _server(place: Path, handler: EchoHandler | None = None) -> Server:
+    return Server(str(place / "echo.sock"), CATALOGUE, handler or EchoHandler(), service="echo")
+
+
+@loops
+def test_guard_that_was_removed_or_replaced_is_made_anew(loop: str, tmp_path: Path):
+    """Goal: a second server is refused although somebody removed the guard file of the first, once
+    that has looked; a guard that another server has by then is said. Method: remove it, replace
+    it, lend it to another."""
+
+    async def main() -> None:
+        server = _server(tmp_path)
+        await server.start()
+        guard = str(tmp_path / "echo.lock")
+        assert server.reclaim_guard() is None
+        os.unlink(guard)
+        assert server.reclaim_guard() == guard
+        with pytest.raises(UnderstudyError, match="already running here: pid"):
+            PathGuard(guard, "echo")
+        os.unlink(guard)
+        other = PathGuard(guard, "another echo")
+        with pytest.raises(UnderstudyError, match=r"wire\.address_in_use"):
+            server.reclaim_guard()
+        other.close()
+        assert server.reclaim_guard() == guard
+        os.unlink(guard)
+        os.mkdir(guard)
+        with pytest.raises(UnderstudyError, match=r"wire\.no_guard"):
+            server.reclaim_guard()
+        await server.close()
+
+    run_on(loop, main())
+
+
+@loops
+def test_socket_that_was_removed_is_listened_at_again(loop: str, tmp_path: Path):
+    """Goal: a server whose socket file was removed is reached again once it has looked, and whoever
+    is connected, or still in the backlog, notices nothing. Method: connect, remove the file before
+    the server accepts, look, connect anew."""
+
+    async def main() -> None:
+        server, client = _server(tmp_path), Client()
+        await server.start()
+        assert server.reclaim_socket() is None
+        before = await connect(server.path, CATALOGUE, client)
+        os.unlink(server.path)
+        with pytest.raises(UnreachableError, match="no such socket"):
+            await connect(server.path, CATALOGUE, client)
+        assert server.reclaim_socket() == server.path
+        after = await connect(server.path, CATALOGUE, client)
+        for conn in (before, after):
+            conn.send(Echo("still here"))
+        await auntil(lambda: len(client.received_messages) == 2, "both echoes")
+        before.close("done")
+        after.close("done")
+        await server.close()
+        assert not os.path.exists(server.path)
+
+    run_on(loop, main())
+
+
+def test_server_that_closes_leaves_the_path_of_another_alone(tmp_path: Path):
+    """Goal: what lies at the path by now and is not ours is not removed; closing a server that
+    never started is nothing."""
+
+    async def main() -> None:
+        server = _server(tmp_path)
+        await server.close()
+        await server.start()
+        os.unlink(server.path)
+        Path(server.path).write_text("somebody else's")
+        await server.close()
+        assert Path(server.path).read_text() == "somebody else's"
+
+    asyncio.run(main())
+
+
+def test_server_with_a_full_backlog_is_alive(tmp_path: Path):
+    """Goal: a living server that is too busy to accept does not lose its path to a newcomer."""
+
+    async def main() -> None:
+        with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
+            busy.bind(str(tmp_path / "echo.sock"))
+            busy.listen(0)
+            waiting.connect(busy.getsockname())
+            with pytest.raises(UnderstudyError, match="a server answers on"):
+                await _server(tmp_path).start()
+            assert os.path.exists(busy.getsockname())
+
+    asyncio.run(main())
+
+
+def test_path_that_cannot_be_bound_leaves_nothing_open(tmp_path: Path):
+    """Goal: a failed bind closes its socket and restores the umask."""
+    before, umask = len(open_fds()), os.umask(0o077)
+    with pytest.raises(FileNotFoundError):
+        module._bind(str(tmp_path / "missing" / "echo.sock"), 1)
+    assert os.umask(umask) == 0o077
+    assert len(open_fds()) == before
+
+
+@loops
+def test_connecting_to_a_path_has_a_deadline(loop: str, tmp_path: Path):
+    """Goal: a backlog that stays full is given up at the deadline, with nothing left open."""
+
+    async def main() -> None:
+        with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
+            busy.bind(str(tmp_path / "echo.sock"))
+            busy.listen(0)
+            waiting.connect(busy.getsockname())
+            before = len(open_fds())
+            with pytest.raises(UnreachableError, match="cannot reach"):
+                await connect(busy.getsockname(), CATALOGUE, Client(), deadline_s=0.01)
+            assert len(open_fds()) == before
+
+    run_on(loop, main())

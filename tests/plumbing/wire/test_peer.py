@@ -1,0 +1,102 @@
+"""Who is at the other end: the kernel's word for it, and the end of that process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plumbing.wire import peer
+from tests.helpers import until
+
+_CONNECT = (
+    "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.recv(1)"
+)
+
+
+@pytest.mark.parametrize("option", [peer.SO_PEERPIDFD, 9999])
+def test_peer_is_known_and_its_death_is_seen(
+    option: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: uid, pid and a pidfd that becomes readable when the process dies, through SO_PEERPIDFD
+    and, where the kernel lacks it, through pidfd_open. Method: a real child, SIGKILL."""
+    monkeypatch.setattr(peer, "SO_PEERPIDFD", option)
+    path = str(tmp_path / "peer.sock")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(1)
+    child = subprocess.Popen([sys.executable, "-c", _CONNECT, path])
+    accepted, _ = listener.accept()
+    found = peer.identify(accepted)
+    assert (found.uid, found.pid) == (os.geteuid(), child.pid)
+    assert found.pidfd_source in ("SO_PEERPIDFD", "pidfd_open")
+    if option == 9999:
+        assert found.pidfd_source == "pidfd_open"
+    pidfd = found.take_pidfd()
+    assert pidfd is not None
+    assert not os.get_inheritable(pidfd.fileno())
+    assert not peer.is_gone(pidfd.fileno())
+    child.kill()
+    until(lambda: peer.is_gone(pidfd.fileno()), "the pidfd to become readable")
+    child.wait()
+    pidfd.close()
+    found.close()
+    accepted.close()
+    listener.close()
+
+
+def test_dead_peer_without_pidfd_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Goal: a peer that is gone and reaped before it is looked at yields no pidfd at all."""
+    monkeypatch.setattr(peer, "SO_PEERPIDFD", 9999)
+    path = str(tmp_path / "peer.sock")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(1)
+    child = subprocess.Popen([sys.executable, "-c", _CONNECT, path])
+    accepted, _ = listener.accept()
+    child.kill()
+    child.wait()
+    found = peer.identify(accepted)
+    assert (found.pidfd, found.pidfd_source) == (None, "none")
+    accepted.close()
+    listener.close()
+
+
+class _Socket:
+    """A socket whose peer's process is hidden by its PID namespace, on an old kernel."""
+
+    def __init__(self, pid: int, error: int) -> None:
+        self._pid, self._error = pid, error
+
+    def getsockopt(self, _: int, option: int, *size: int) -> bytes:
+        if option == peer.SO_PEERPIDFD:
+            raise OSError(self._error, os.strerror(self._error))
+        return peer._UCRED.pack(self._pid, 7, 8)
+
+
+def test_peer_whose_process_is_hidden_has_a_uid_only():
+    """Goal: pid 0, as across PID namespaces, is never opened. Method: what such a kernel says."""
+    found = peer.identify(_Socket(0, errno.ENOPROTOOPT))  # type: ignore[arg-type]
+    assert (found.uid, found.pid, found.pidfd, found.pidfd_source) == (7, 0, None, "none")
+    assert str(found) == "pid 0"
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_peer_at_the_limit_of_descriptors_is_an_error(
+    is_old: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: no room for a pidfd is no reason to do without: the caller waits for room. Method: both
+    ways to get one fail with EMFILE."""
+
+    def full(_: int) -> int:
+        raise OSError(errno.EMFILE, "full")
+
+    monkeypatch.setattr(os, "pidfd_open", full)
+    sock = _Socket(os.getpid(), errno.ENOPROTOOPT if is_old else errno.EMFILE)
+    with pytest.raises(OSError, match="full" if is_old else "Too many"):
+        peer.identify(sock)  # type: ignore[arg-type]

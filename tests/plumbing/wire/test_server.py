@@ -1,0 +1,304 @@
+"""The server and its path: one at a time, the owner's alone, and no peer can hurt another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from plumbing.errors import (
+    RemoteError,
+    UnderstudyError,
+    UnreachableError,
+    UsageError,
+    WaitTimeoutError,
+)
+from plumbing.wire import connection, listener
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.client import connect, from_socket
+from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
+from plumbing.wire.messages import Hello, Welcome
+from tests.helpers import auntil, open_fds, until
+from tests.plumbing.wire.echo import (
+    CATALOGUE,
+    LOOPS,
+    Echo,
+    EchoHandler,
+    Refuse,
+    ServerThread,
+    run_on,
+)
+
+loops = pytest.mark.parametrize("loop", LOOPS)
+
+ROOT = str(Path(__file__).resolve().parents[3])
+
+
+@loops
+def test_server_says_hello_and_answers(loop: str, tmp_path: Path):
+    """Goal: hello, a request, an error that keeps its code, on both loops and with both clients."""
+    with ServerThread(str(tmp_path / "echo.sock"), loop) as thread:
+        with BlockingClient(thread.path, CATALOGUE) as client:
+            welcome = client.request(Hello()).message
+            assert isinstance(welcome, Welcome)
+            assert (welcome.service, welcome.pid) == ("echo", os.getpid())
+            assert client.request(Echo("hi", count=3)).message == Echo("hi", count=3)
+            with pytest.raises(RemoteError) as caught:
+                client.request(Refuse())
+            assert (caught.value.code, caught.value.details) == ("test.refused", {"why": "a test"})
+            with pytest.raises(UnreachableError, match=r"wire\.closed"):
+                client.request(Hello())
+
+        async def main() -> None:
+            handler = EchoHandler()
+            conn = await connect(thread.path, CATALOGUE, handler)
+            conn.send(Echo("from a loop"), 1)
+            await auntil(lambda: handler.received_messages, "the echo")
+            conn.close("enough")
+            await asyncio.sleep(0)
+            assert handler.reasons == ["enough"]
+
+        run_on(loop, main())
+
+
+def test_socket_and_guard_are_the_owners_alone(tmp_path: Path):
+    """Goal: 0600 from birth, in a directory that is nobody else's."""
+    path = str(tmp_path / "echo.sock")
+    with ServerThread(path):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert not os.path.exists(path)
+    os.chmod(tmp_path, 0o755)
+    with pytest.raises(UsageError, match="chmod 700"):
+        ServerThread(path)
+    with pytest.raises(UsageError, match="does not exist"):
+        ServerThread(str(tmp_path / "nowhere" / "echo.sock"))
+    with pytest.raises(UsageError, match="shorter"):
+        ServerThread(str(tmp_path / ("x" * 120)))
+
+
+def test_second_server_is_refused_and_told_who(tmp_path: Path):
+    """Goal: two servers on one path cannot both run; the second says which process has it, and the
+    first does not notice."""
+    path = str(tmp_path / "echo.sock")
+    with ServerThread(path), BlockingClient(path, CATALOGUE) as client:
+        with pytest.raises(UnderstudyError) as caught:
+            ServerThread(path)
+        assert caught.value.code == "wire.address_in_use"
+        assert f"pid {os.getpid()}" in caught.value.message
+        assert client.request(Echo("first")).message == Echo("first")
+
+
+def test_second_server_is_refused_although_the_guard_was_removed(tmp_path: Path):
+    """Goal: a removed guard file does not let a newcomer unlink a living server's socket."""
+    path = str(tmp_path / "echo.sock")
+    with ServerThread(path):
+        os.unlink(tmp_path / "echo.lock")
+        with pytest.raises(UnderstudyError, match="guard file was removed"):
+            ServerThread(path)
+        with BlockingClient(path, CATALOGUE) as client:
+            assert client.request(Echo("first")).message == Echo("first")
+
+
+def test_stale_socket_of_a_dead_server_is_replaced(tmp_path: Path):
+    """Goal: what a killed server left behind is no obstacle. Method: a real process, SIGKILL."""
+    path = str(tmp_path / "echo.sock")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tests.plumbing.wire.echo import ServerThread\n"
+        "with ServerThread(sys.argv[2]): print('up', flush=True); sys.stdin.read()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, ROOT, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdin is not None
+    assert child.stdout.readline() == "up\n"
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    child.stdin.close()
+    assert os.path.exists(path)
+    with pytest.raises(UnreachableError, match="nobody listens"):
+        BlockingClient(path, CATALOGUE)
+    with ServerThread(path), BlockingClient(path, CATALOGUE) as client:
+        assert client.request(Echo("again")).message == Echo("again")
+    with pytest.raises(UnreachableError, match="no such socket"):
+        BlockingClient(path, CATALOGUE)
+
+
+def test_something_else_at_the_path_is_left_alone(tmp_path: Path):
+    """Goal: a file that is no socket is not deleted."""
+    path = tmp_path / "echo.sock"
+    path.write_text("precious")
+    with pytest.raises(UsageError, match="not a socket"):
+        ServerThread(str(path))
+    assert path.read_text() == "precious"
+
+
+BAD_INPUT = [
+    (b"\x00" * 64, "wire.bad_magic"),
+    (b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n", "wire.bad_magic"),
+    (HEADER.pack(MAGIC, VERSION + 1, 0, 0, 0), "wire.version"),
+    (HEADER.pack(MAGIC, VERSION, 0, 0, 2**31), "wire.frame_too_large"),
+    (HEADER.pack(MAGIC, VERSION, 3, 0, 10), "wire.missing_fds"),
+    (encode_frame(b"\xc1\xc1\xc1", 0), "wire.bad_payload"),
+    (encode_frame(b"\x81\xa4type\xa3wat", 0), "wire.bad_request_id"),
+]
+
+
+@loops
+@pytest.mark.parametrize(("data", "code"), BAD_INPUT)
+def test_bad_input_costs_its_sender_only(loop: str, data: bytes, code: str, tmp_path: Path):
+    """Goal: the sender of nonsense gets an error frame and is closed; others are not disturbed and
+    no descriptor leaks."""
+    with (
+        ServerThread(str(tmp_path / "echo.sock"), loop) as thread,
+        BlockingClient(thread.path, CATALOGUE) as good,
+    ):
+        good.request(Echo("before"))
+        before = len(open_fds())
+        raw = socket.socket(socket.AF_UNIX)
+        raw.connect(thread.path)
+        raw.sendall(data)
+        bad = BlockingClient.from_socket(raw, CATALOGUE)
+        with pytest.raises(RemoteError) as caught:
+            bad.receive()
+        assert caught.value.code == code
+        with pytest.raises(UnreachableError):
+            bad.receive()
+        bad.close()
+        assert good.request(Echo("after")).message == Echo("after")
+        until(lambda: len(open_fds()) == before, "the server to close its end")
+
+
+def test_silence_and_half_a_frame_have_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Goal: who connects and says nothing, or half a frame, is told and dropped; who has spoken may
+    be quiet for ever. Method: short deadlines."""
+    monkeypatch.setattr(listener, "FIRST_FRAME_DEADLINE_S", 0.05)
+    monkeypatch.setattr(connection, "FRAME_DEADLINE_S", 0.05)
+    with (
+        ServerThread(str(tmp_path / "echo.sock")) as thread,
+        BlockingClient(thread.path, CATALOGUE) as good,
+    ):
+        good.request(Echo("spoken"))
+        for data, code in (
+            (b"", "wire.first_frame_deadline"),
+            (encode_frame(CATALOGUE.encode(Echo("half")), 0)[:-3], "wire.frame_deadline"),
+        ):
+            raw = socket.socket(socket.AF_UNIX)
+            raw.connect(thread.path)
+            raw.sendall(data)
+            with BlockingClient.from_socket(raw, CATALOGUE) as bad:
+                with pytest.raises(RemoteError) as caught:
+                    bad.receive()
+                assert caught.value.code in (code, "wire.first_frame_deadline")
+        assert good.request(Echo("still")).message == Echo("still")
+
+
+def test_connections_are_limited(tmp_path: Path):
+    """Goal: one too many is told so and closed; when one leaves there is room again."""
+    with ServerThread(str(tmp_path / "echo.sock"), connections_max=2) as thread:
+        first, second = (BlockingClient(thread.path, CATALOGUE) for _ in range(2))
+        for client in (first, second):
+            client.request(Echo("in"))
+        with (
+            BlockingClient(thread.path, CATALOGUE) as third,
+            pytest.raises(RemoteError, match=r"wire\.too_many_connections"),
+        ):
+            third.receive()
+        first.close()
+        until(lambda: len(thread.server.connections) < 2, "room")
+        with BlockingClient(thread.path, CATALOGUE) as fourth:
+            assert fourth.request(Echo("in")).message == Echo("in")
+        second.close()
+
+
+def test_reader_that_does_not_read_is_dropped():
+    """Goal: queued bytes per connection are bounded. Method: a peer that never reads."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        handler = EchoHandler()
+        conn = from_socket(ours, CATALOGUE, handler)
+        for _ in range(20):
+            conn.send(Echo("x" * 99_000))
+        assert conn.is_closed
+        await asyncio.sleep(0)
+        assert "does not read" in handler.reasons[0]
+        theirs.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user to be refused")
+def test_other_user_is_refused():
+    """Goal: a peer of another uid is refused although file modes were loosened. Method: a child
+    that gave up root connects to a root server."""
+    with tempfile.TemporaryDirectory() as place, ServerThread(f"{place}/echo.sock") as thread:
+        os.chmod(place, 0o755)
+        os.chmod(thread.path, 0o777)
+        code = (
+            "import os, socket, sys\n"
+            "s = socket.socket(socket.AF_UNIX); os.setuid(65534); s.connect(sys.argv[1])\n"
+            "print(b'wire.forbidden' in s.recv(4096))\n"
+        )
+        out = subprocess.run(
+            [sys.executable, "-c", code, thread.path], capture_output=True, text=True, timeout=60
+        )
+        assert out.stdout == "True\n", out.stderr
+
+
+def test_blocking_client_waits_as_long_as_it_was_asked_to(tmp_path: Path):
+    """Goal: the deadline of a call is the caller's, not the one that connecting had. Method: a
+    connection made with a short deadline waits for a late answer; one made with a long deadline
+    gives up at once. Either ends with the wrong error if the socket kept its timeout."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "late.sock"))
+    listener.listen(1)
+    with BlockingClient(listener.getsockname(), CATALOGUE, connect_timeout_s=0.2) as client:
+        server, _ = listener.accept()
+        with pytest.raises(WaitTimeoutError):
+            client.receive(0.5)
+        server.sendall(encode_frame(CATALOGUE.encode(Echo("late")), 0))
+        assert client.receive(30).message == Echo("late")
+        server.close()
+    with BlockingClient(listener.getsockname(), CATALOGUE, connect_timeout_s=600) as client:
+        server, _ = listener.accept()
+        with pytest.raises(WaitTimeoutError):
+            client.receive(0.01)
+        server.close()
+    listener.close()
+
+
+def test_blocking_client_deadline_and_end(tmp_path: Path):
+    """Goal: no call of the blocking client waits for ever, and the server's death is an error."""
+    ours, theirs = socket.socketpair()
+    client = BlockingClient.from_socket(ours, CATALOGUE)
+    with pytest.raises(WaitTimeoutError, match="the answer to echo"):
+        client.request(Echo("anybody?"), timeout_s=0.01)
+    theirs.close()
+    with pytest.raises(UnreachableError, match=r"wire\.closed"):
+        client.receive(5)
+    client.close()
+
+
+def test_blocking_client_finds_an_answer_that_came_with_other_messages():
+    """Goal: an answer that arrives in one read with notifications before and after it is found,
+    and they are kept in order. Method: write all three before the client reads."""
+    ours, theirs = socket.socketpair()
+    with BlockingClient.from_socket(ours, CATALOGUE) as client:
+        for message, request_id in ((Echo("note"), 0), (Echo("answer"), 1), (Echo("late"), 0)):
+            theirs.sendall(encode_frame(CATALOGUE.encode(message, request_id), 0))
+        assert client.request(Echo("question")).message == Echo("answer")
+        assert [client.receive(5).message for _ in range(2)] == [Echo("note"), Echo("late")]
+    theirs.close()

@@ -1,0 +1,412 @@
+"""The server over TCP: the same words as on a Unix socket, for those who prove who they are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plumbing.errors import ProtocolError, UnderstudyError, UnreachableError, UsageError
+from plumbing.wire import connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.frames import encode_frame
+from plumbing.wire.limits import UNACKNOWLEDGED_MS_MAX
+from plumbing.wire.messages import Fault, Hello, Welcome
+from plumbing.wire.tcp import server as tcp
+from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp.server import TcpServer, connect_tcp
+from tests.helpers import auntil, open_fds
+from tests.plumbing.wire.certificates import Authority, write_secret
+from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, Refuse, run_on
+from tests.plumbing.wire.tcp_rig import (
+    KINDS,
+    Client,
+    answers,
+    gone,
+    heard,
+    serving,
+    settings,
+    stranger,
+    tls_of,
+)
+
+ROOT = str(Path(__file__).resolve().parents[3])
+
+loops = pytest.mark.parametrize("loop", LOOPS)
+securities = pytest.mark.parametrize("kind", KINDS)
+
+
+@loops
+@securities
+def test_tcp_server_answers_and_both_sides_hear_of_the_end(loop: str, kind: str, tmp_path: Path):
+    """Goal: an echo, an error that keeps its code, the end heard once on both sides, nothing left
+    open; the server knows the client by its certificate's name or by its address."""
+
+    async def exchange(ours: Security | None, theirs: Security | None) -> None:
+        handler, client = EchoHandler(), Client()
+        async with serving(ours, handler) as (server, address):
+            conn = await connect_tcp(address, CATALOGUE, client, theirs)
+            assert (handler.opened_count, client.opened_count) == (1, 1)
+            (peer,) = [other.peer for other in server.connections]
+            assert (peer.uid, peer.pid, peer.pidfd, peer.pidfd_source) == (-1, 0, None, "none")
+            assert peer.host == "127.0.0.1"
+            assert peer.name.startswith("engine-0" if kind == "tls" else "127.0.0.1:")
+            assert conn.peer.name == ("lockserver" if kind == "tls" else str(address))
+            for text in ("one", "two" * 30_000):
+                conn.send(Echo(text), 7)
+                await auntil(lambda text=text: Echo(text) in client.received_messages, "the echo")
+            conn.send(Refuse(), 8)
+            await auntil(lambda: client.reasons, "the end")
+            fault = client.received_messages[-1]
+            assert isinstance(fault, Fault)
+            assert fault.code == "test.refused"
+            await auntil(lambda: handler.reasons, "the server to see the end")
+        assert (len(handler.reasons), len(client.reasons)) == (1, 1)
+
+    async def main() -> None:
+        ours, theirs = settings(kind, tmp_path)
+        await exchange(ours, theirs)  # libuv opens one file of its own at the first connection
+        before = len(open_fds())
+        await exchange(ours, theirs)
+        await auntil(lambda: len(open_fds()) <= before, "everything to be closed")
+
+    run_on(loop, main())
+
+
+@loops
+def test_tcp_hello_is_answered_by_the_server_itself(loop: str, tmp_path: Path):
+    """Goal: hello is answered in every state and is no business of the service."""
+
+    async def main() -> None:
+        handler, client = EchoHandler(), Client()
+        async with serving(None, handler) as (_, address):
+            conn = await connect_tcp(address, CATALOGUE, client, None)
+            conn.send(Hello(), 3)
+            await auntil(lambda: client.received_messages, "the welcome")
+            (welcome,) = client.received_messages
+            assert isinstance(welcome, Welcome)
+            assert welcome.service == "echo"
+            assert handler.received_messages == []
+            conn.close("done")
+
+    run_on(loop, main())
+
+
+@loops
+@pytest.mark.parametrize("kind", ["plain", "tls"])
+def test_tcp_talkative_peer_is_paused_and_served_in_order(loop: str, kind: str, tmp_path: Path):
+    """Goal: a thousand requests in one go are answered in order, a few at a time, and reading goes
+    on afterwards. Method: more than one turn's frames, twice."""
+
+    async def main() -> None:
+        ours, theirs = settings(kind, tmp_path)
+        client = Client()
+        async with serving(ours) as (_, address):
+            conn = await connect_tcp(address, CATALOGUE, client, theirs)
+            for begin in (0, 500):
+                sent = [Echo(str(number)) for number in range(begin, begin + 500)]
+                for message in sent:
+                    conn.send(message, 1)
+                await auntil(lambda n=begin: len(client.received_messages) == n + 500, "echoes")
+                assert client.received_messages[begin:] == sent
+            conn.close("done")
+
+    run_on(loop, main())
+
+
+def test_tcp_descriptors_do_not_travel(tmp_path: Path):
+    """Goal: sending descriptors over TCP is refused here, and they are closed."""
+
+    async def main() -> None:
+        async with serving(None) as (server, address):
+            assert server.security_problem is None
+            conn = await connect_tcp(address, CATALOGUE, Client(), None)
+            fd = OwnedFd(os.memfd_create("x"))
+            with pytest.raises(ProtocolError, match="none over TCP") as caught:
+                conn.send(Echo("x"), 0, [fd])
+            assert caught.value.code == "wire.too_many_fds"
+            assert fd.is_closed
+            conn.close("done")
+
+    asyncio.run(main())
+
+
+@loops
+@securities
+def test_tcp_last_words_reach_a_peer_that_is_still_talking(
+    loop: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: what was said before the end arrives, the reason last: a socket that is closed with
+    bytes unread is reset, and a reset takes with it what was not sent. Method: answers that do not
+    fit the socket, a refusal, and a peer that reads late and has more to say meanwhile."""
+    monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 30.0)
+
+    async def main() -> None:
+        ours, theirs = settings(kind, tmp_path)
+        handler = EchoHandler()
+        async with serving(ours, handler) as (server, address):
+            reader, writer = await stranger(address, tls_of(theirs))
+            (ended,) = await auntil(lambda: server.connections, "the connection")
+            writer.transport.pause_reading()
+            sock = ended._transport.get_extra_info("socket")  # type: ignore[attr-defined]
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            large = encode_frame(CATALOGUE.encode(Echo("x" * 90_000), 2), 0)
+            writer.write(large * 5 + encode_frame(CATALOGUE.encode(Refuse(), 1), 0) + large * 20)
+            await auntil(lambda: len(handler.received_messages) == 6, "the refusal")
+            assert not ended.is_closed
+            writer.transport.resume_reading()
+            found = await heard(reader, 6)
+            assert found[:5] == [Echo("x" * 90_000)] * 5
+            assert isinstance(found[5], Fault)
+            assert found[5].code == "test.refused"
+            await gone(writer)
+            await auntil(lambda: handler.reasons, "the end")
+            assert handler.reasons == ["refused as asked [test.refused]"]
+
+    run_on(loop, main())
+
+
+@loops
+def test_tcp_sockets_wait_for_nothing_and_notice_a_host_that_is_gone(loop: str):
+    """Goal: small words are sent at once, and a host that acknowledges nothing is given up in
+    seconds, on both ends. Method: read the sockets' options."""
+
+    async def main() -> None:
+        async with serving(None) as (server, address):
+            conn = await connect_tcp(address, CATALOGUE, Client(), None)
+            for end in (conn, *server.connections):
+                sock = end._transport.get_extra_info("socket")  # type: ignore[attr-defined]
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                timeout_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                assert timeout_ms == UNACKNOWLEDGED_MS_MAX
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            conn.close("done")
+
+    run_on(loop, main())
+
+
+_CABLE = """
+import asyncio, fcntl, socket, struct, sys
+sys.path.insert(0, sys.argv[1])
+from tests.helpers import auntil
+from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler
+from tests.plumbing.wire.tcp_rig import Client, serving
+from plumbing.wire import tcp_connection
+from plumbing.wire.tcp.server import connect_tcp
+
+tcp_connection.UNACKNOWLEDGED_MS_MAX = 300
+tcp_connection.KEEPALIVE_IDLE_S = 1
+
+def plug(flags):  # SIOCSIFFLAGS, man 7 netdevice: struct ifreq has 40 bytes
+    with socket.socket() as sock:
+        fcntl.ioctl(sock, 0x8914, struct.pack("16sh22x", b"lo", flags))
+
+async def main():
+    handler, client = EchoHandler(), Client()
+    async with serving(None, handler) as (_, address):
+        conn = await connect_tcp(address, CATALOGUE, client, None)
+        conn.send(Echo("heard"))
+        await auntil(lambda: client.received_messages, "the echo")
+        plug(0)
+        conn.send(Echo("lost"))
+        await auntil(lambda: client.reasons, "the end on the side that spoke")
+        await auntil(lambda: handler.reasons, "the end on the side that had nothing to say")
+        print(client.reasons, handler.reasons, len(client.received_messages))
+
+plug(0x49)  # IFF_UP, IFF_LOOPBACK, IFF_RUNNING
+with asyncio.Runner(loop_factory=LOOPS[sys.argv[2]]) as runner:
+    runner.run(main())
+"""
+
+
+@loops
+def test_tcp_half_open_connection_ends(loop: str):
+    """Goal: a peer whose host vanishes without a word is noticed by what it does not acknowledge,
+    words or the kernel's own questions. Method: a network of its own whose only device goes down,
+    and short timeouts."""
+    command = ["unshare", "--user", "--map-root-user", "--net"]
+    probe = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=60)
+    if probe.returncode:
+        pytest.skip(f"no network namespace can be made here: {probe.stderr.strip()}")
+    done = subprocess.run(
+        [*command, sys.executable, "-c", _CABLE, ROOT, loop],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the peer is gone") == 2
+
+
+# ---------------------------------------------------------------------- listening
+
+
+def test_tcp_server_without_security_is_on_loopback_only():
+    """Goal: no caller can open the lock to other hosts by mistake, on either side."""
+
+    async def main() -> None:
+        address = TcpAddress("0.0.0.0", 0)
+        server = TcpServer(address, CATALOGUE, EchoHandler(), service="echo", security=None)
+        with pytest.raises(UsageError, match=r"wire\.insecure_address"):
+            await server.start()
+        await server.close()
+        with pytest.raises(UsageError, match=r"wire\.insecure_address"):
+            await connect_tcp(TcpAddress("192.0.2.1", 1), CATALOGUE, Client(), None)
+
+    asyncio.run(main())
+
+
+def test_tcp_address_in_use_and_addresses_of_others_are_said(tmp_path: Path):
+    """Goal: a port that somebody has, and an address that is not this host's, are errors that name
+    the address and the way out; nothing leaks."""
+
+    async def main() -> None:
+        _, theirs = settings("psk", tmp_path)
+        async with serving(None) as (_, address):
+            before = len(open_fds())
+            for taken, code in (
+                (address, "wire.address_in_use"),
+                (TcpAddress("192.0.2.1", 7443), "wire.cannot_listen"),
+            ):
+                options = {"service": "echo", "security": theirs}
+                server = TcpServer(taken, CATALOGUE, EchoHandler(), **options)
+                with pytest.raises(UnderstudyError) as caught:
+                    await server.start()
+                assert caught.value.code == code
+                assert str(taken) in caught.value.message
+            assert len(open_fds()) == before
+
+    asyncio.run(main())
+
+
+def test_tcp_server_does_not_start_with_files_that_cannot_be_used(tmp_path: Path):
+    """Goal: wrong files are found at the start, not by the first client."""
+
+    async def main() -> None:
+        security = Security(psk=str(tmp_path / "none"))
+        options = {"service": "echo", "security": security}
+        server = TcpServer(TcpAddress("127.0.0.1", 0), CATALOGUE, EchoHandler(), **options)
+        with pytest.raises(UsageError, match="No such file"):
+            await server.start()
+
+    asyncio.run(main())
+
+
+def test_tcp_over_ipv6_and_ipv4_on_one_socket(tmp_path: Path):
+    """Goal: a server on [::] serves both, and shows IPv4 peers as such. Method: one of each."""
+
+    async def main() -> None:
+        ours, theirs = settings("psk", tmp_path)
+        options = {"service": "echo", "security": ours}
+        server = TcpServer(TcpAddress("::", 0), CATALOGUE, EchoHandler(), **options)
+        try:
+            await server.start()
+        except UnderstudyError as error:
+            pytest.skip(f"no IPv6 here: {error}")
+        for host, shown in (("::1", "[::1]:"), ("127.0.0.1", "127.0.0.1:")):
+            address = TcpAddress(host, server.port)
+            conn = await connect_tcp(address, CATALOGUE, Client(), theirs)
+            (peer,) = [other.peer for other in server.connections]
+            assert peer.name.startswith(shown)
+            assert peer.host == host
+            conn.close("done")
+            await auntil(lambda: not server.connections, "the end")
+        await server.close()
+
+    asyncio.run(main())
+
+
+@loops
+def test_tcp_server_that_closes_ends_connections_and_handshakes(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: closing leaves nothing behind, finished or not. Method: one connection and one socket
+    that never says a word of TLS and has all the time in the world."""
+    monkeypatch.setattr(tcp, "HANDSHAKE_DEADLINE_S", 600.0)
+
+    async def main() -> None:
+        ours, theirs = settings("tls", tmp_path)
+        handler, client = EchoHandler(), Client()
+        for _ in range(2):  # libuv opens one file of its own at the first connection
+            before = len(open_fds())
+            async with serving(ours, handler) as (server, address):
+                await connect_tcp(address, CATALOGUE, client, theirs)
+                mute = socket.create_connection((address.host, address.port))
+                await auntil(lambda: server._handshakes, "its handshake to begin")
+                await asyncio.wait_for(server.close(), 30)
+            assert server.connections == set()
+            await auntil(lambda: len(client.reasons) == len(handler.reasons), "the client to hear")
+            mute.close()
+            await server.close()
+        assert handler.reasons == ["echo is stopping"] * 2
+        await auntil(lambda: len(open_fds()) <= before, "everything to be closed")
+
+    run_on(loop, main())
+
+
+@loops
+def test_tcp_renewed_certificates_are_used_by_new_connections(loop: str, tmp_path: Path):
+    """Goal: a new CA is in force for the next connection without a restart, those that are open
+    stay open, and a broken file is a visible problem that keeps the old ones. Method: renew while
+    serving."""
+
+    async def main() -> None:
+        (tmp_path / "new").mkdir()
+        old, new = Authority(tmp_path), Authority(tmp_path / "new")
+        ours, theirs = old.issue("lockserver"), old.issue("engine-0")
+        assert ours.cert
+        assert ours.key
+        assert ours.ca
+        client = Client()
+        async with serving(ours) as (server, address):
+            conn = await connect_tcp(address, CATALOGUE, client, theirs)
+            write_secret(ours.cert, b"nonsense")
+            assert "stays in use" in str(server.security_problem)
+            assert await answers(address, theirs)
+            renewed = new.issue("lockserver")
+            for path, source in (
+                (ours.cert, renewed.cert),
+                (ours.key, renewed.key),
+                (ours.ca, renewed.ca),
+            ):
+                assert source
+                write_secret(path, Path(source).read_bytes())
+            assert server.security_problem is None
+            assert await answers(address, new.issue("engine-1"))
+            stale = Security(theirs.cert, theirs.key, renewed.ca)
+            with pytest.raises(UnreachableError):
+                await connect_tcp(address, CATALOGUE, Client(), stale)
+            conn.send(Echo("as before"))
+            await auntil(lambda: client.received_messages, "the old connection's echo")
+            conn.close("done")
+
+    run_on(loop, main())
+
+
+# ---------------------------------------------------------------------- connecting
+
+
+@loops
+def test_tcp_server_that_is_not_there_is_said(loop: str):
+    """Goal: nobody listens, no such host: an error that names the address, and nothing is left."""
+
+    async def main() -> None:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        client = Client()
+        for _ in range(2):
+            before = len(open_fds())
+            with pytest.raises(UnreachableError, match=f"tcp://localhost:{port}") as caught:
+                await connect_tcp(TcpAddress("localhost", port), CATALOGUE, client, None)
+            assert caught.value.code == "wire.unreachable"
+        assert len(open_fds()) == before
+        assert (client.opened_count, client.reasons) == (0, [])
+
+    run_on(loop, main())

@@ -1,0 +1,139 @@
+"""Connecting over TCP to what is not the server that was meant: it ends in time, says why, and
+leaves nothing behind, also where it is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from plumbing.errors import UnreachableError
+from plumbing.wire import connection
+from plumbing.wire.frames import encode_frame
+from plumbing.wire.messages import Fault, Hello
+from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.server import connect_tcp
+from tests.helpers import auntil, open_fds
+from tests.plumbing.wire.certificates import Authority
+from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, run_on
+from tests.plumbing.wire.tcp_rig import KINDS, Client, answers, gone, heard, serving, settings
+
+loops = pytest.mark.parametrize("loop", LOOPS)
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@loops
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\x15\x03\x01\x00\x02\x02\x28", "not a frame of this protocol"),
+        (encode_frame(CATALOGUE.encode(Echo("hello yourself"), 1), 0), "echo came instead"),
+        (b"", "did not answer within"),
+        (None, "before it said welcome"),
+    ],
+    ids=["a TLS alert", "no welcome", "silence", "the end"],
+)
+def test_tcp_server_that_does_not_say_welcome(
+    loop: str, data: bytes | None, words: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: whatever answers at the address, connecting ends in time with a reason, the handler
+    hears of nothing, and nothing is left open. Method: a server of raw bytes, which does not end
+    its side by itself."""
+    monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 0.1)
+
+    async def main() -> None:
+        async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            peers.append((reader, writer))
+            if data is None:
+                writer.close()
+            elif data:
+                writer.write(data)
+
+        client = Client()
+        for _ in range(2):  # libuv opens one file of its own at the first connection
+            peers: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+            before = len(open_fds())
+            server = await asyncio.start_server(say, "127.0.0.1", 0)
+            address = TcpAddress("127.0.0.1", server.sockets[0].getsockname()[1])
+            with pytest.raises(UnreachableError, match=words) as caught:
+                await connect_tcp(address, CATALOGUE, client, None, 0.3 if data == b"" else 30.0)
+            assert caught.value.code == "wire.unreachable"
+            for reader, writer in peers:
+                said = [type(message) for message in await heard(reader)]  # until it closes
+                assert data is None or said in ([Hello], [Hello, Fault])
+                await gone(writer)
+            server.close()
+            await server.wait_closed()
+        await auntil(lambda: len(open_fds()) <= before, "everything to be closed")
+        assert (client.opened_count, client.reasons) == (0, [])
+
+    run_on(loop, main())
+
+
+@loops
+@pytest.mark.parametrize("hosts", [("lock.example.org",), ("10.0.0.1",)])
+def test_tcp_server_must_have_the_name_that_was_asked_for(
+    loop: str, hosts: tuple[str, ...], tmp_path: Path
+):
+    """Goal: an engine's certificate cannot play the lock server: the name in it is checked. Method:
+    a server whose certificate, of the right CA, names another host."""
+
+    async def main() -> None:
+        ca = Authority(tmp_path)
+        async with serving(ca.issue("lockserver", hosts=hosts)) as (_, address):
+            with pytest.raises(UnreachableError, match="mismatch"):
+                await connect_tcp(address, CATALOGUE, Client(), ca.issue("engine-0"))
+
+    run_on(loop, main())
+
+
+@loops
+@pytest.mark.parametrize("kind", ["psk", "tls"])
+def test_tcp_security_on_one_side_only_is_said(loop: str, kind: str, tmp_path: Path):
+    """Goal: TLS against plain, either way round, ends at once with what to compare."""
+
+    async def main() -> None:
+        ours, theirs = settings(kind, tmp_path)
+        async with serving(ours) as (_, address):
+            with pytest.raises(UnreachableError, match="the same kind of security"):
+                await connect_tcp(address, CATALOGUE, Client(), None)
+        async with serving(None) as (_, address):
+            with pytest.raises(UnreachableError, match="TLS failed"):
+                await connect_tcp(address, CATALOGUE, Client(), theirs)
+
+    run_on(loop, main())
+
+
+@loops
+@kinds
+def test_tcp_connecting_that_is_cancelled_leaves_nothing(loop: str, kind: str, tmp_path: Path):
+    """Goal: cancelling at any moment of connecting closes the socket, and the handler has heard of
+    as many ends as beginnings. Method: cancel after one, two, three turns of the loop and so on,
+    until it connects before that."""
+
+    async def main() -> None:
+        ours, theirs = settings(kind, tmp_path)
+        client = Client()
+        async with serving(ours) as (server, address):
+            assert await answers(address, theirs)
+            await auntil(lambda: not server.connections, "the first to be gone")
+            before = len(open_fds())
+            for turns in range(2000):
+                coroutine = connect_tcp(address, CATALOGUE, client, theirs)
+                task = asyncio.ensure_future(coroutine)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                is_late = task.done()
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    (await task).close("enough")
+                await auntil(lambda: len(client.reasons) == client.opened_count, "the ends")
+                if is_late:
+                    break
+            assert is_late
+            await auntil(lambda: not server.connections and not server._handshakes, "the ends")
+            await auntil(lambda: len(open_fds()) == before, "everything to be closed")
+
+    run_on(loop, main())

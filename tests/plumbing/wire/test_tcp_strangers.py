@@ -1,0 +1,213 @@
+"""Strangers at the TCP server: without the key or the certificate that it asks for, nobody gets in,
+and the service never hears of them."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from plumbing.errors import UnreachableError
+from plumbing.wire.tcp import server as tcp
+from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp.server import connect_tcp
+from tests.helpers import auntil
+from tests.plumbing.wire.certificates import Authority, write_secret
+from tests.plumbing.wire.echo import CATALOGUE, LOOPS, EchoHandler, run_on
+from tests.plumbing.wire.tcp_rig import (
+    HELLO,
+    Client,
+    answers,
+    anybody,
+    gone,
+    heard,
+    serving,
+    settings,
+    stranger,
+    stranger_says,
+)
+
+loops = pytest.mark.parametrize("loop", LOOPS)
+
+
+@loops
+@pytest.mark.parametrize("kind", ["psk", "tls"])
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"\x00" * 64, "TLS failed"),
+        (b"GET / HTTP/1.1\r\n\r\n", "TLS failed: http request"),
+        (HELLO, "TLS failed: wrong version number"),
+        (b"\x16\x03\x01\x02\x00\x01", "longer than"),
+        (b"", "longer than"),
+    ],
+    ids=["zeros", "http", "our frames in plain", "half a hello", "silence"],
+)
+def test_tcp_peer_that_speaks_no_tls_is_refused(
+    loop: str,
+    kind: str,
+    data: bytes,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Goal: bytes that are no handshake, and a handshake that does not go on, end that socket; the
+    service never hears of it, others get in meanwhile, and the server can say why. Method: raw
+    bytes, and a short deadline where nothing follows."""
+    if "longer" in why:
+        monkeypatch.setattr(tcp, "HANDSHAKE_DEADLINE_S", 0.3)
+
+    async def main() -> None:
+        ours, theirs = settings(kind, tmp_path)
+        handler = EchoHandler()
+        async with serving(ours, handler) as (server, address):
+            writer = await stranger_says(address, data)
+            assert await answers(address, theirs)
+            await auntil(lambda: server.refused_count, "the refusal")
+            assert why in str(server.last_refusal)
+            assert str(server.last_refusal).startswith("127.0.0.1:")
+            assert handler.opened_count == 1
+            await auntil(lambda: not server._handshakes, "the handshake to be over")
+            await gone(writer)
+
+    run_on(loop, main())
+
+
+def _another_key(place: Path, _: Authority | None) -> tuple[Security | None, str, str]:
+    return (
+        Security(psk=write_secret(str(place / "other"), b"q" * 32)),
+        "each must trust the other's",
+        "it has another pre-shared key",
+    )
+
+
+def _another_ca(place: Path, ca: Authority) -> tuple[Security | None, str, str]:
+    (place / "other").mkdir()
+    other = Authority(place / "other", "other").issue("engine-1")
+    return Security(other.cert, other.key, ca.path), "unable to get local issuer", "said welcome"
+
+
+def _its_ca_does_not_know_us(place: Path, ca: Authority) -> tuple[Security | None, str, str]:
+    (place / "other").mkdir()
+    good, other = ca.issue("engine-1"), Authority(place / "other", "other")
+    return (
+        Security(good.cert, good.key, other.path),
+        "each must trust",
+        "certificate is not trusted",
+    )
+
+
+def _expired(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
+    return ca.issue("engine-1", age_days=5), "certificate has expired", "said welcome"
+
+
+def _not_yet_valid(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
+    return ca.issue("engine-1", age_days=-5), "not yet valid", "said welcome"
+
+
+def _for_servers_only(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
+    return ca.issue("engine-1", uses=("server",)), "certificate purpose", "said welcome"
+
+
+def _by_an_engine(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
+    return ca.issue("engine-1", issuer="engine-0"), "not trusted", "said welcome"
+
+
+@loops
+@pytest.mark.parametrize(
+    "made",
+    [
+        _another_key,
+        _another_ca,
+        _its_ca_does_not_know_us,
+        _expired,
+        _not_yet_valid,
+        _for_servers_only,
+        _by_an_engine,
+    ],
+)
+def test_tcp_stranger_is_refused_and_both_sides_can_say_why(
+    loop: str, made: Callable[..., tuple[Security, str, str]], tmp_path: Path
+):
+    """Goal: a wrong key and each wrong certificate is refused before the service hears of it, and
+    the client's own handler hears of nothing either. Method: a table; the words of both sides."""
+
+    async def main() -> None:
+        if made is _another_key:
+            ca = None
+            ours, friend = settings("psk", tmp_path)
+        else:
+            ca = Authority(tmp_path)
+            ours, friend = ca.issue("lockserver"), ca.issue("engine-0")
+        theirs, server_says, client_says = made(tmp_path, ca)
+        handler, client = EchoHandler(), Client()
+        async with serving(ours, handler) as (server, address):
+            with pytest.raises(UnreachableError) as caught:
+                await connect_tcp(address, CATALOGUE, client, theirs)
+            assert client_says in caught.value.message
+            await auntil(lambda: server.refused_count == 1, "the server to refuse it")
+            assert server_says in str(server.last_refusal)
+            assert (handler.opened_count, client.opened_count, client.reasons) == (0, 0, [])
+            assert await answers(address, friend)
+
+    run_on(loop, main())
+
+
+@loops
+@pytest.mark.parametrize("kind", ["psk", "tls"])
+def test_tcp_client_without_a_certificate_or_with_old_tls_is_refused(
+    loop: str, kind: str, tmp_path: Path
+):
+    """Goal: TLS alone is not enough: without a certificate, or below TLS 1.3, nobody gets in.
+    Method: a client that believes anything and proves nothing."""
+
+    async def main() -> None:
+        ours, theirs = settings(kind, tmp_path)
+        old = theirs and theirs._make(ssl.PROTOCOL_TLS_CLIENT)
+        assert old
+        old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
+        handler = EchoHandler()
+        async with serving(ours, handler) as (server, address):
+            reader, writer = await stranger(address, anybody())
+            writer.write(HELLO)
+            assert await heard(reader) == []
+            await auntil(lambda: server.refused_count == 1, "the refusal")
+            assert "did not return a certificate" in str(server.last_refusal)
+            await gone(writer)
+            with pytest.raises((OSError, ssl.SSLError)):
+                await stranger(address, old)
+            await auntil(lambda: server.refused_count == 2, "the refusal")
+            assert "unsupported protocol" in str(server.last_refusal)
+            assert handler.opened_count == 0
+
+    run_on(loop, main())
+
+
+@loops
+@pytest.mark.parametrize("limit", ["HANDSHAKES_MAX", "HANDSHAKES_PER_ADDRESS_MAX"])
+def test_tcp_unfinished_handshakes_are_limited(
+    loop: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: sockets that never finish their handshake cannot pile up: beyond the limit they are cut
+    off at once, and when they are gone others get in. Method: a limit of three, and mute peers."""
+    monkeypatch.setattr(tcp, limit, 3)
+
+    async def main() -> None:
+        ours, theirs = settings("tls", tmp_path)
+        async with serving(ours) as (server, address):
+            mutes = []
+            for count in range(1, 4):
+                mutes.append(socket.create_connection((address.host, address.port)))
+                await auntil(lambda n=count: len(server._handshakes) == n, "the handshake")
+            with pytest.raises(UnreachableError):
+                await connect_tcp(address, CATALOGUE, Client(), theirs)
+            assert "too many unfinished handshakes" in str(server.last_refusal)
+            for mute in mutes:
+                mute.close()
+            await auntil(lambda: not server._handshakes, "the handshakes to be over")
+            assert await answers(address, theirs)
+
+    run_on(loop, main())

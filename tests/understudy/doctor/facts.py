@@ -1,0 +1,94 @@
+"""Facts of a machine on which everything is well, to be spoilt one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from understudy.doctor.checks import CHECKS
+from understudy.doctor.facts import (
+    Directory,
+    Facts,
+    FdUse,
+    Gpu,
+    Gpus,
+    Kernel,
+    Listener,
+    Machine,
+    Port,
+    Process,
+    SocketFile,
+)
+from understudy.doctor.finding import Finding
+
+HERE = (1, 2)
+GPU = "GPU-5a0f1b2c-0000-4000-8000-00000000000a"
+OTHER_GPU = "GPU-5a0f1b2c-1111-4111-8111-11111111111b"
+LOCKSERVER, GMS, ENGINE = (
+    Process(10, "lockserver"),
+    Process(20, "gms"),
+    Process(30, "engine"),
+)
+STRANGER = Process(99, "jupyter")
+
+VIEW: dict[str, Any] = {
+    "lockserver": {"locks": {}, "service": {}, "supervisors": []},
+    "gms": [{"device_uuid": "HOST-0", "capacity_bytes": 4 << 30, "epoch": "e"}],
+    "engines": [{"engine": {"id": "engine-0"}, "lock": {"connected": True}}],
+}
+
+WELL = Facts(
+    directory=Directory(
+        "/run/understudy",
+        owner_uid=10,
+        our_uid=10,
+        identity=HERE,
+        filesystem="tmpfs",
+    ),
+    view=VIEW,
+    sockets=(
+        SocketFile("engine_engine-0.sock", True, ENGINE.pid),
+        SocketFile("gms_HOST-0_weights.sock", True, GMS.pid),
+        SocketFile("lockserver.sock", True, LOCKSERVER.pid),
+    ),
+    listeners=(
+        Listener("engine_engine-0.sock", ENGINE, HERE),
+        Listener("gms_HOST-0_weights.sock", GMS, HERE),
+        Listener("lockserver.sock", LOCKSERVER, HERE),
+    ),
+    kernel=Kernel("6.18", clock_source="tsc"),
+    limits=(FdUse(LOCKSERVER, 20_000, 20_000, 30),),
+    ports=(Port(9400, "probes", "--lockserver-port", "lockserver", True, LOCKSERVER),),
+    machine=Machine(16 << 30, "this machine's memory", 8 << 30, "/dev/termination-log", None, True),
+    gpus=Gpus((Gpu(GPU, is_persistent=True, compute_mode="default"),), "580.00"),
+    pids=frozenset({10, 20, 21, 30, 31}),
+    served=("HOST-0",),
+    packages={"vllm": "0.32.0"},
+)
+
+NO_POD = replace(
+    WELL,
+    view={"lockserver": {"name": "lockserver", "error": "gone"}, "gms": [], "engines": []},
+    sockets=(),
+    listeners=(),
+    ports=(),
+    pids=frozenset(),
+    served=(),
+)
+
+_BY_ID = {check.id: check for check in CHECKS}
+
+
+def ask(check: str, facts: Facts) -> Finding:
+    """What the check of this id finds."""
+    return _BY_ID[check].judge(facts)
+
+
+def spoilt(facts: Facts = WELL, **changes: Any) -> Facts:
+    """`facts` with other fields; `directory__mode=…` is a field of a field."""
+    for name, value in changes.items():
+        outer, _, inner = name.partition("__")
+        if inner:
+            value = replace(getattr(facts, outer), **{inner: value})
+        facts = replace(facts, **{outer: value})
+    return facts

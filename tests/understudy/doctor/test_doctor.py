@@ -1,0 +1,406 @@
+"""The check-up where things are really wrong: real processes, sockets, files and the kernel.
+
+What only a GPU can show is shown by the stand-in for its driver; what only another kernel can, by a
+library that is preloaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.processes import fresh_ports
+from tests.gms.bench import ClientProcess, GmsProcess
+from tests.gms.kinds import stand_in_only
+from tests.helpers import until
+from tests.lockserver.processes import ServerProcess
+from tests.standin import build
+from understudy.doctor import fixes as mends
+from understudy.doctor import probe_devices
+from understudy.doctor.checks import examine
+from understudy.doctor.facts import Facts
+from understudy.doctor.finding import Finding, Status
+from understudy.doctor.probe import look
+from understudy.up.local_pod import Ports
+
+FAIL, WARN, PASS, SKIP = Status.FAIL, Status.WARN, Status.PASS, Status.SKIP
+LOCK_FILES = ("lockserver.sock", "lockserver.lock", "lockserver.json")
+PRELOAD = Path(__file__).with_name("old_kernel.c")
+
+
+@pytest.fixture
+def directory() -> Iterator[str]:
+    """A directory for a pod, short enough for a GPU's socket."""
+    base = tempfile.mkdtemp(prefix="doctor-")
+    path = os.path.join(base, "pod")
+    os.mkdir(path, 0o700)
+    yield path
+    shutil.rmtree(base)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Any]]:
+    """`start(process)`: started, and ended with the test."""
+    with ExitStack() as stack:
+
+        def started(process: Any) -> Any:
+            stack.callback(process.stop if hasattr(process, "stop") else process.close)
+            process.start()
+            return process
+
+        yield started
+
+
+def ports_of(first: int) -> Ports:
+    return Ports(first, first + 1, first + 2, (first + 3, first + 4))
+
+
+def facts_of(directory: str, ports: Ports | None = None) -> Facts:
+    return asyncio.run(look(Path(directory), ports or ports_of(fresh_ports(5)), os.environ))
+
+
+def examined(directory: str, ports: Ports | None = None) -> dict[str, Finding]:
+    """What every check finds, by its id."""
+    return {each.check.id: each.finding for each in examine(facts_of(directory, ports))}
+
+
+def doctor(
+    *flags: str, before: Sequence[str] = (), **env: str
+) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The command as people run it: its exit code and the checks of its document, by id."""
+    first = fresh_ports(5)
+    moved = [f"--service-port={first}", f"--lockserver-port={first + 1}"]
+    moved += [f"--gms-port={first + 2}", f"--engine-port={first + 3}"]
+    done = subprocess.run(
+        [*before, sys.executable, "-m", "understudy.cli", "doctor", "--json", *moved, *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **env},
+    )
+    assert done.stdout, done.stderr
+    document = json.loads(done.stdout)
+    assert document["schema"] == 1
+    return done.returncode, {each["id"]: each for each in document["checks"]}
+
+
+def test_nothing_running_fails_nothing_and_makes_nothing(directory: str):
+    """Goal: doctor before the first start. Method: a directory that is not there yet."""
+    path = os.path.join(directory, "none")
+    code, checks = doctor(f"--dir={path}")
+    assert code == 0, checks
+    assert {each["status"] for each in checks.values()} <= {"pass", "warn", "skip"}
+    assert checks["directory"]["status"] == "pass"
+    assert not os.path.exists(path)
+
+
+def test_directory_that_another_container_mounts_for_itself_is_not_shared(directory: str):
+    """Goal: the commonest mistake, a volume that one container has and another has not. Method: a
+    lock server in a mount namespace in which the same path is another file system."""
+    if os.geteuid() != 0:
+        pytest.skip("making a mount namespace takes root")
+    base = os.path.dirname(directory)
+    port = fresh_ports()
+    inside = f"mount -t tmpfs tmpfs {base} && mkdir -m 700 {directory} && exec {sys.executable} "
+    inside += f"-m lockserver.cli serve --dir {directory} --http-port {port}"
+    with subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", inside], stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            until(lambda: "lockserver.sock" in listed(directory), "the lock server to listen")
+            finding = examined(directory)["shared"]
+        finally:
+            process.kill()
+    found = os.stat(directory)
+    assert finding.status is FAIL
+    assert f"pid {process.pid} (" in finding.found
+    assert f"here device {found.st_dev} inode {found.st_ino}" in finding.found
+    assert "mount one volume" in finding.mend
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_directory_replaced_under_a_running_part_is_not_shared(directory: str, start):
+    """Goal: the same, without containers. Method: the directory of a lock server is moved away and
+    made anew, while the server is stopped (one that runs would end by itself)."""
+    server = start(ServerProcess(directory))
+    assert examined(directory)["shared"].status is PASS
+    aside = f"{directory}-aside"
+    with stopped(server.pid):
+        os.rename(directory, aside)
+        os.mkdir(directory, 0o700)
+        finding = examined(directory)["shared"]
+        os.rmdir(directory)
+        os.rename(aside, directory)
+    assert finding.status is FAIL
+    assert f"pid {server.pid} (" in finding.found
+    assert "removed or replaced" in finding.found
+
+
+def test_two_lock_servers_on_one_directory_are_named(directory: str, start):
+    """Goal: both could grant. Method: the files that keep the second out are removed under the
+    first, which is stopped (one that runs makes them anew); a second one starts."""
+    first = start(ServerProcess(directory))
+    assert examined(directory)["one_lockserver"].status is PASS
+    with stopped(first.pid):
+        for name in LOCK_FILES:
+            os.rename(os.path.join(directory, name), os.path.join(directory, f"old-{name}"))
+        second = start(ServerProcess(directory))
+        pids = (first.pid, second.pid)
+        finding = examined(directory)["one_lockserver"]
+        second.close()
+        for name in LOCK_FILES:
+            os.rename(os.path.join(directory, f"old-{name}"), os.path.join(directory, name))
+    assert finding.status is FAIL
+    assert "2 lock servers" in finding.found
+    assert all(f"pid {pid} (" in finding.found for pid in pids)
+    assert "never remove lockserver.lock" in finding.mend
+
+
+def test_kernel_without_peer_pidfds_and_files_without_flock_are_named(
+    directory: str, tmp_path: Path
+):
+    """Goal: what the fence rests on. Method: the command with both refused to it."""
+    library = tmp_path / "old_kernel.so"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", str(library), str(PRELOAD), "-ldl"], check=True
+    )
+    code, checks = doctor(f"--dir={directory}", LD_PRELOAD=str(library))
+    assert code == 1
+    assert checks["peer_pidfd"]["status"] == "warn"
+    assert "no SO_PEERPIDFD" in checks["peer_pidfd"]["found"]
+    assert "Linux 6.5" in checks["peer_pidfd"]["mend"]
+    assert checks["flock"]["status"] == "fail"
+    assert "No locks available" in checks["flock"]["found"]
+    assert "local file system" in checks["flock"]["mend"]
+
+
+def test_too_few_descriptors_are_named_of_the_command_and_of_a_part(directory: str, start):
+    """Goal: passed descriptors get lost without an error. Method: a lock server and the command
+    under a low limit, each for itself."""
+    server = start(ServerProcess(directory))
+    assert examined(directory)["descriptors"].status is PASS
+    low = ("prlimit", "--nofile=900:900")
+    code, checks = doctor(f"--dir={directory}", before=low)
+    assert code == 1
+    assert checks["descriptors"]["status"] == "fail"
+    assert "(this command) may open 900 descriptors" in checks["descriptors"]["found"]
+    pid = server.pid
+    subprocess.run(["prlimit", f"--pid={pid}", "--nofile=1000:1000"], check=True)
+    finding = examined(directory)["descriptors"]
+    assert finding.status is FAIL
+    assert f"pid {pid} (" in finding.found
+    assert "ulimit -Hn" in finding.mend
+
+
+def test_port_that_a_stranger_has_is_named_with_its_owner(directory: str, start):
+    """Goal: a part that would not start. Method: this process listens where the lock server's
+    probes would be; then where they are, which is its own."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = fresh_ports(4)
+        ports = Ports(first, taken.getsockname()[1], first + 1, (first + 2, first + 3))
+        finding = examined(directory, ports)["ports"]
+        assert finding.status is FAIL
+        assert f"port {ports.lockserver} (probes of lockserver) is in use by" in finding.found
+        assert f"pid {os.getpid()} (" in finding.found
+        assert "--lockserver-port" in finding.mend
+    server = start(ServerProcess(directory))
+    ports = Ports(first, server.http_port, first + 1, (first + 2, first + 3))
+    assert examined(directory, ports)["ports"].status is PASS
+
+
+def test_host_memory_that_a_process_outside_the_pod_holds_is_named(directory: str, start):
+    """Goal: a process that lost its engine keeps the weights. Method: a writer that is under no
+    engine; it ends, and nothing is found."""
+    start(GmsProcess(directory))
+    writer = ClientProcess(directory, "rw")  # its parent is ours, as the server's is
+    try:
+        writer.expect("writer")
+        writer.do("place 1")
+        finding = examined(directory)["memory_outside"]
+    finally:
+        writer.kill()
+    assert finding.status is FAIL
+    assert f"pid {writer.pid} (python) (1.0 MiB)" in finding.found
+    assert examined(directory)["memory_outside"].status is not FAIL
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A machine with two GPUs, of the stand-in."""
+    build.use(monkeypatch)
+    return build.GPU_A
+
+
+@stand_in_only
+def test_device_that_the_driver_does_not_list_is_named(
+    directory: str, start, gpu: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: containers that were given different devices. Method: a server of a GPU, looked at from
+    where only the other one is; and a UUID in the environment that is none."""
+    start(GmsProcess(directory, device=gpu))
+    assert examined(directory)["device_uuid"] == Finding(PASS, gpu)
+    monkeypatch.setenv("STANDIN_DEVICES", build.GPU_B)
+    finding = examined(directory)["device_uuid"]
+    assert finding.status is FAIL
+    assert f"there is no {gpu} here, and the memory service serves it" in finding.found
+    assert f"the driver lists {build.GPU_B}" in finding.found
+    monkeypatch.delenv("STANDIN_DEVICES")
+    monkeypatch.setenv("UNDERSTUDY_GPUS", "GPU-ffffffff")
+    finding = examined(directory)["device_uuid"]
+    assert "there is no GPU-ffffffff here, and UNDERSTUDY_GPUS names it" in finding.found
+
+
+@stand_in_only
+def test_gpu_memory_that_a_process_outside_the_pod_holds_is_named(directory: str, start, gpu: str):
+    """Goal: a takeover that finds no room. Method: a process takes memory of the pod's GPU beside
+    the pod's own server."""
+    writer = start(GmsProcess(directory, device=gpu)).load(64)
+    # This process started the server, as a supervisor does, so what it maps is the pod's.
+    assert examined(directory)["memory_outside"].status is PASS
+    writer.close()
+    program = (
+        "import os, sys\nfd = os.memfd_create(sys.argv[1])\nprint(flush=True)\nsys.stdin.read()"
+    )
+    name = f"standin:{os.environ['STANDIN_MACHINE']}:{gpu}:{3 << 20}"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as stranger:
+        assert stranger.stdout is not None
+        stranger.stdout.readline()
+        finding = examined(directory)["memory_outside"]
+        stranger.kill()
+    assert finding.status is FAIL
+    assert finding.found == f"pid {stranger.pid} (python) (3.0 MiB) has memory of {gpu}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "check", "status", "words"),
+    [
+        ("PERSISTENCE", "1", "persistence_mode", PASS, "2 GPUs"),
+        ("PERSISTENCE", "0", "persistence_mode", WARN, build.GPU_A),
+        ("COMPUTE_MODE", "3", "sharing_mode", FAIL, "exclusive_process"),
+        ("DEVICES", "GPU-aa=MIG-bb+MIG-cc", "mig_mode", PASS, "GPU-aa (2 instances)"),
+        ("NVML_INIT", "9", "driver", SKIP, "Driver Not Loaded"),
+        ("NVML_INIT", "999", "driver", FAIL, "NVML says"),
+    ],
+)
+def test_settings_of_a_gpu_are_asked_of_its_driver(
+    directory: str, monkeypatch: pytest.MonkeyPatch, setting, value, check, status, words
+):
+    """Goal: through NVML itself. Method: a machine that is set so, one thing at a time."""
+    build.use(monkeypatch, **{setting: value})
+    finding = examined(directory)[check]
+    assert (finding.status, words in finding.found) == (status, True), finding
+
+
+def test_pod_in_another_pid_namespace_is_examined_without_its_pids(directory: str, start):
+    """Goal: containers hide their processes from each other. Method: the command in a PID namespace
+    of its own, beside a lock server and a memory server that it cannot see."""
+    if os.geteuid() != 0:
+        pytest.skip("making a PID namespace takes root")
+    start(ServerProcess(directory))
+    start(GmsProcess(directory))
+    hidden = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    code, checks = doctor(f"--dir={directory}", before=hidden)
+    assert code == 0, checks
+    assert checks["shared"]["status"] == checks["one_lockserver"]["status"] == "pass"
+    assert "not visible from here" in checks["one_lockserver"]["found"]
+    assert checks["stale_sockets"]["status"] == checks["ports"]["status"] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [("exec sleep 1000", "did not answer in 0.2 s"), ("kill -9 $$", "ended the process")],
+)
+def test_driver_that_hangs_or_crashes_is_named_and_costs_no_more(
+    directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, words: str
+):
+    """Goal: what is wrong must not take the check-up along. Method: in place of the process that
+    asks the driver, one that never ends, and one that is killed."""
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{program}\n")
+    path.chmod(0o700)
+    monkeypatch.setattr(probe_devices, "NVML_DEADLINE_S", 0.2)
+    monkeypatch.setattr(sys, "executable", str(path))
+    finding = examined(directory)["driver"]
+    assert (finding.status, words in finding.found) == (FAIL, True), finding
+
+
+def test_fix_removes_stale_sockets_and_closes_our_directory(directory: str, start):
+    """Goal: the safe mends, and no other. Method: a stale socket beside a living one, a mode that
+    is too open; then a stranger's file, which leaves the mode to people."""
+    server = start(ServerProcess(directory))
+    stale = Path(directory, "engine_engine-7.sock")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(stale))
+    os.chmod(directory, 0o750)
+    code, checks = doctor(f"--dir={directory}")
+    assert (code, checks["directory"]["status"]) == (1, "fail")
+    assert (checks["stale_sockets"]["status"], "engine_engine-7.sock" in str(checks)) == (
+        "warn",
+        True,
+    )
+    code, checks = doctor(f"--dir={directory}", "--fix", "--strict")
+    assert checks["directory"]["status"] == checks["stale_sockets"]["status"] == "pass", checks
+    assert not stale.exists()
+    assert os.stat(directory).st_mode & 0o777 == 0o700
+    assert server.status()["server"]["pid"] == server.pid
+    if os.geteuid() == 0:
+        foreign = Path(directory, "lockserver-of-somebody.sock")
+        foreign.touch()
+        os.chown(foreign, 12345, -1)
+        os.chmod(directory, 0o750)
+        assert mends.fix(facts_of(directory)) == []
+        assert os.stat(directory).st_mode & 0o777 == 0o750
+
+
+def test_fix_leaves_a_socket_alone_whose_server_is_starting(directory: str):
+    """Goal: a race that would cost a server its socket. Method: its guard is held."""
+    stale = Path(directory, "lockserver.sock")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(stale))
+    found = facts_of(directory)
+    guard = mends.PathGuard(str(stale.with_suffix(".lock")), "a server that starts")
+    assert mends.fix(found) == []
+    guard.close()
+    assert stale.exists()
+    assert mends.fix(found) == [f"{stale} was removed: nobody listened on it"]
+
+
+def test_directory_that_is_a_link_and_a_path_that_is_too_long_are_named(directory: str):
+    """Goal: what every start would refuse, told before it. Method: both."""
+    link = f"{directory}-link"
+    os.symlink(directory, link)
+    assert examined(link)["directory"].found == f"{link} is a symbolic link"
+    long = os.path.join(directory, 100 * "x")
+    os.mkdir(long, 0o700)
+    assert examined(long)["path_length"].status is FAIL
+    os.unlink(link)
+
+
+def listed(directory: str) -> list[str]:
+    """The names in `directory` that somebody of this network listens on."""
+    with open("/proc/net/unix") as table:
+        paths = [line.split()[-1] for line in table]
+    return [os.path.basename(path) for path in paths if os.path.dirname(path) == directory]

@@ -1,0 +1,79 @@
+"""The physical memory of a pod's weights: real memfds in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.helpers import auntil
+from understudy.drill.physical import PhysicalMemory, physical_bytes, roots_of
+from understudy.status.gather import Pids
+
+MIB = 1 << 20
+
+
+@contextmanager
+def slab(size_bytes: int, name: str = "understudy-0123abcd-0") -> Iterator[int]:
+    """A memfd that is called like one of the memory service's, every byte of it there."""
+    fd = os.memfd_create(name)
+    try:
+        os.write(fd, bytes(size_bytes))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def test_slab_counts_once_however_many_hold_it():
+    """Goal: shared is not doubled. Method: one slab here and in a child, another only here, and a
+    memfd of somebody else."""
+    with slab(MIB) as one, slab(2 * MIB, "understudy-0123abcd-1"), slab(MIB, "other"):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1, pass_fds=[one])
+        with child:
+            assert physical_bytes([os.getpid(), child.pid]) == 3 * MIB
+            assert physical_bytes([child.pid]) == MIB
+            child.communicate(b"\n")
+
+
+def test_slab_that_is_only_mapped_counts():
+    """Goal: memory lives on without a descriptor. Method: map it, close it, unmap it."""
+    with slab(MIB) as fd:
+        mapping = mmap.mmap(fd, MIB)
+        assert physical_bytes([os.getpid()]) == MIB
+    assert physical_bytes([os.getpid()]) == MIB
+    mapping.close()
+    assert physical_bytes([os.getpid()]) == 0
+
+
+def test_processes_that_are_gone_hold_nothing():
+    """Goal: /proc is a moment old. Method: a child that was reaped."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert physical_bytes([child.pid]) == 0
+
+
+def test_peak_is_remembered_after_the_memory_is_gone():
+    """Goal: a copy for a moment is seen. Method: sample as a task, add a slab, take it away."""
+
+    async def main() -> None:
+        memory = PhysicalMemory()
+        with slab(MIB):
+            memory.watch([os.getpid()])
+            await auntil(lambda: memory.peak_bytes == MIB, "the first sample")
+            with slab(MIB, "understudy-4567cdef-0"):
+                await auntil(lambda: memory.peak_bytes == 2 * MIB, "the second slab to be seen")
+            assert memory.sample() == MIB
+        await memory.close()
+        assert memory.peak_bytes == 2 * MIB
+
+    asyncio.run(main())
+
+
+def test_roots_are_the_supervisors_that_are_here():
+    """Goal: engines and memory servers, restarted ones too. Method: this process as a server."""
+    pids = Pids(lockserver=4, gms={"HOST-0": os.getpid()}, engines={"engine-0": 17})
+    assert roots_of(pids) == [17, os.getppid()]

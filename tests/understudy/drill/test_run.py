@@ -1,0 +1,241 @@
+"""A whole drill against a pod in one process, honest and not, and the looks at such a pod."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+
+import pytest
+from click.testing import CliRunner
+
+from plumbing.errors import UnderstudyError, UnreachableError
+from tests.helpers import auntil, open_fds
+from tests.understudy.drill.fake_pod import FakePod
+from understudy.cli import main
+from understudy.drill import run as drill_run
+from understudy.drill.killer import wait_whole
+from understudy.drill.observer import OldTree
+from understudy.drill.run import Drill, DrillPlan
+from understudy.drill.verdict import Report, judge
+from understudy.status.follow import follow_events
+from understudy.status.gather import gather
+from understudy.up import sessions
+
+BACKENDS = ("backend-http", "backend-model")
+
+
+@pytest.fixture
+def directory(tmp_path):
+    made = tmp_path / "pod"
+    made.mkdir(mode=0o700)
+    return made
+
+
+def drill(directory, mood: str = "", kills: int = 4) -> Report:
+    async def main():
+        async with FakePod(directory, mood):
+            plan = DrillPlan(kills=kills, targets=BACKENDS, clients=3)
+            result = await sessions.drill_running_pod(directory, plan, lambda line: None)
+            assert result is not None
+            return result.report
+
+    return asyncio.run(main())
+
+
+def test_drill_of_an_honest_pod_passes_with_every_phase_measured(directory):
+    """Goal: the whole path from kill to report. Method: four kills of real child processes."""
+    report = drill(directory)
+    assert report.problems == []
+    assert report.passed
+    assert report.killed == {"backend-http": 2, "backend-model": 2, "supervisor": 0}
+    assert report.requests > 8
+    assert all(spread.max is not None for spread in report.phases_ms.values())
+    assert len(report.failovers) == 4
+
+
+def test_drill_of_a_lying_engine_counts_wrong_tokens(directory):
+    """Goal: same prompt, same tokens, whoever serves. Method: the second engine says another."""
+    report = drill(directory, "lie", kills=1)
+    assert report.wrong_tokens > 0
+    assert not report.passed
+
+
+def test_drill_of_a_hasty_grant_counts_double_active(directory):
+    """Goal: a living old process is seen. Method: grant before the old child is killed."""
+    report = drill(directory, "overlap", kills=2)
+    assert report.double_active == 2
+    assert any("lived" in problem for problem in report.problems)
+
+
+def test_drill_of_a_refusing_pod_counts_refused(directory):
+    """Goal: 503 during a failover is a refusal. Method: a service that does not hold requests."""
+    report = drill(directory, "refuse", kills=1)
+    assert report.refused > 0
+    assert not report.passed
+
+
+def test_drill_without_a_takeover_ends_with_a_reason(directory, monkeypatch):
+    """Goal: a drill always ends. Method: nobody is granted; requests are answered by nobody."""
+    monkeypatch.setattr(drill_run, "TAKEOVER_DEADLINE_S", 0.3)
+    monkeypatch.setattr("understudy.drill.clients.send.__defaults__", (0.5,))
+    report = drill(directory, "stuck", kills=1)
+    assert any("nobody took over from engine-0" in problem for problem in report.problems)
+    assert not report.passed
+
+
+def test_drill_leaks_no_descriptor(directory):
+    """Goal: pidfds and sockets are closed. Method: count around a drill of two kills."""
+
+    async def main():
+        async with FakePod(directory) as pod:
+            before = len(open_fds())
+            drill = Drill(directory, DrillPlan(2, BACKENDS, 2), lambda line: None)
+            await drill.run(await drill.prepare())
+            assert judge(drill.records, 2).passed
+            await auntil(lambda: len(open_fds()) <= before, "descriptors to be closed")
+            assert pod.token == 3
+
+    asyncio.run(main())
+
+
+def test_wait_whole_names_what_is_missing(directory):
+    """Goal: a visible reason. Method: the standby is dead and stays so."""
+
+    async def main():
+        async with FakePod(directory) as pod:
+            pod.states["engine-1"] = "dead"
+            with pytest.raises(UnderstudyError, match="no standby"):
+                await wait_whole(directory, deadline_s=0.1)
+
+    asyncio.run(main())
+
+
+def test_old_tree_tells_the_living_from_the_dead():
+    """Goal: what double_active rests on. Method: one child killed, this process alive."""
+
+    async def main():
+        child = await asyncio.create_subprocess_exec("sleep", "1000")
+        tree = OldTree.of([child.pid, os.getpid()])
+        assert len(tree.alive()) == 2
+        child.kill()
+        await child.wait()
+        assert [name.split(" (")[0] for name in tree.alive()] == [f"pid {os.getpid()}"]
+        tree.close()
+
+    asyncio.run(main())
+
+
+def test_gather_of_a_pod_is_healthy_and_of_nothing_is_down(directory):
+    """Goal: sockets in, view out. Method: a whole fake pod, then the empty directory."""
+
+    async def main():
+        async with FakePod(directory):
+            view = await gather(directory)
+            assert (view["state"], view["active"], view["standbys"]) == ("healthy", "engine-0", 1)
+        assert (await gather(directory))["state"] == "down"
+
+    asyncio.run(main())
+
+
+def test_gather_waits_for_all_that_hang_together_and_names_their_devices(directory):
+    """Goal: a server that hangs costs one short wait. Method: two sockets that nobody reads."""
+
+    async def main():
+        with contextlib.ExitStack() as stack:
+            for number in range(2):
+                sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+                sock.bind(str(directory / f"gms_HOST-{number}_weights.sock"))
+                sock.listen()
+            async with FakePod(directory):
+                view = await gather(directory, timeout_s=0.2)
+        assert [part["name"] for part in view["gms"]] == ["HOST-0", "HOST-1"]
+        assert all("did not answer in 0.2 s" in part["error"] for part in view["gms"])
+        assert view["active"] == "engine-0"
+
+    asyncio.run(main())
+
+
+def test_follow_events_passes_on_what_every_part_says(directory):
+    """Goal: one stream of the whole pod. Method: a kill, then look for three sources."""
+
+    async def main():
+        async with FakePod(directory) as pod:
+            heard: list[dict] = []
+            follower = asyncio.create_task(follow_events(directory, heard.append))
+            await auntil(lambda: all(pod._watchers.values()), "three watches")
+            pod.kill("backend-http")
+            await auntil(
+                lambda: {r["source"] for r in heard} == {"lockserver", "engine-0", "engine-1"},
+                "events of three sources",
+            )
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+        empty = directory / "empty"
+        empty.mkdir()
+        with pytest.raises(UnreachableError, match="no pod in"):
+            await follow_events(empty, heard.append)
+
+    asyncio.run(main())
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(main, arguments)
+
+
+def test_status_of_no_pod_is_unreachable(directory):
+    """Goal: exit code 3 and a sentence. Method: an empty directory."""
+    result = invoke("status", "--dir", str(directory))
+    assert result.exit_code == 3
+    assert "no part of a pod answers" in result.output
+    assert json.loads(invoke("version", "--json").output)["version"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["drill", "--kills", "0"], "the least is 1"),
+        (["drill", "--target", "nobody"], "it takes backend-http"),
+        (["drill", "--target", "backend-model-0"], "it takes backend-http"),
+        (["up", "--tensor-parallel", "0"], "the least is 1"),
+        (["drill", "--model", "/no/such/model"], "is not a directory"),
+        (["drill", "--attach"], "add --yes"),
+        (["drill", "--attach", "--yes", "--tensor-parallel", "2"], "--tensor-parallel cannot be"),
+        (["drill", "--attach", "--model", "/tmp", "--backend", "reference"], "--model, --backend "),
+        (["up", "--service-port", "x"], "whole number"),
+        (["up", "--set", "port.http=8001"], "name one with -f"),
+        (["up", "-f", "x.yaml", "--set", "port.http=0"], "from 1 to 65535"),
+        (["up", "-f", "x.yaml", "--set", "http=8001"], "it takes volume.NAME=VALUE"),
+        (["drill", "-f", "x.yaml", "--model", "/tmp"], "--model cannot be used with -f"),
+        (["drill", "-f", "x.yaml", "--attach"], "--attach cannot be used with -f"),
+        (["drill", "--dir", "/tmp/pod", "--kills", "1"], "or add --attach"),
+        (["drill", "-f", "x.yaml", "--dir", "/tmp/pod"], "or add --attach"),
+        (["up", "-f", "x.yaml", "--", "--slots=1"], "cannot be used with -f"),
+        (["up", "--restart-backoff-max", "-1"], "the least is 0"),
+    ],
+)
+def test_bad_flags_are_refused_with_exit_code_2(arguments, words):
+    """Goal: usage errors before anything starts. Method: one bad flag each."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_config_prints_every_setting_with_its_origin(monkeypatch):
+    """Goal: what would happen, and why. Method: one setting from the environment."""
+    monkeypatch.setenv("UNDERSTUDY_KILLS", "7")
+    settings = json.loads(invoke("config", "--json").output)["drill"]
+    kills = next(setting for setting in settings if setting["name"] == "kills")
+    assert (kills["value"], kills["origin"]) == (7, "environment")
+
+
+def test_drill_of_a_manifest_that_cannot_be_read_leaves_nothing(tmp_path, monkeypatch):
+    """Goal: nothing ran, so nothing is kept. Method: no such file, a TMPDIR to look into."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = invoke("drill", "-f", "/no/such/file")
+    assert result.exit_code == 2
+    assert "cannot read the manifest /no/such/file" in result.output
+    assert "is kept" not in result.output
+    assert os.listdir(tmp_path) == []

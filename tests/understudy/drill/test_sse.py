@@ -1,0 +1,120 @@
+"""The receiving half of a stream, as pure code: every way of cutting the bytes into pieces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from plumbing.errors import ProtocolError
+from understudy.drill.sse import PENDING_MAX_BYTES, StreamedAnswer, whole_number
+
+HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Understudy-Token: 7\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+
+
+def chunked(*pieces: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+
+
+def event(text: str, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
+
+
+STREAM = HEAD + chunked(event("he"), event("llö"), event("", "length"), b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 100_000])
+def test_stream_in_pieces_of_any_size_gives_the_same_text(size):
+    """Goal: no dependence on how TCP cuts. Method: feed the same bytes in pieces of each size."""
+    answer, deltas = StreamedAnswer(), []
+    for at in range(0, len(STREAM), size):
+        deltas += answer.feed(STREAM[at : at + size])
+    assert "".join(delta.text for delta in deltas) == "hellö"
+    assert deltas[-1].finish_reason == "length"
+    assert answer.is_done
+    assert (answer.status, answer.headers["x-understudy-token"]) == (200, "7")
+
+
+def test_stream_without_its_end_mark_is_not_done():
+    """Goal: a cut stream is told from a whole one. Method: end the chunks without [DONE]."""
+    answer = StreamedAnswer()
+    answer.feed(HEAD + chunked(event("he")) + b"0\r\n\r\n")
+    assert not answer.is_done
+
+
+def test_chat_chunks_give_their_content():
+    """Goal: both shapes of OpenAI. Method: role first, then content, then an empty usage event."""
+    answer = StreamedAnswer()
+    payloads: list[dict] = [
+        {"choices": [{"delta": {"role": "assistant"}}]},
+        {"choices": [{"delta": {"content": "hi"}}]},
+        {"choices": []},
+    ]
+    body = b"".join(b"data: " + json.dumps(payload).encode() + b"\r\n\r\n" for payload in payloads)
+    deltas = answer.feed(HEAD + chunked(body))
+    assert [delta.text for delta in deltas] == ["", "hi", ""]
+
+
+def test_comment_lines_are_skipped():
+    """Goal: heartbeats are no events. Method: a comment between two events."""
+    deltas = StreamedAnswer().feed(HEAD + chunked(b": ping\n\n", event("x")))
+    assert [delta.text for delta in deltas] == ["x"]
+
+
+def test_plain_error_answer_is_done_at_its_length():
+    """Goal: a 503 is an answer, not a cut. Method: a JSON body with a length."""
+    answer = StreamedAnswer()
+    body = b'{"error": {"message": "no engine is active"}}'
+    head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: %d\r\n\r\n" % len(body)
+    answer.feed(head + body[:10])
+    assert not answer.is_done
+    answer.feed(body[10:])
+    assert (answer.is_done, answer.status, answer.body) == (True, 503, body)
+
+
+def test_chunked_error_answer_is_done_at_its_last_chunk():
+    """Goal: the same without a length. Method: a chunked JSON body."""
+    answer = StreamedAnswer()
+    answer.feed(b"HTTP/1.1 500 Oops\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked(b"{}"))
+    assert not answer.is_done
+    answer.feed(b"0\r\n\r\n")
+    assert answer.is_done
+    assert answer.body == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "drill.not_http"),
+        (b"HTTP/1.1 abc\r\n\r\n", "drill.not_http"),
+        (b"x" * (PENDING_MAX_BYTES + 1), "drill.endless"),
+        (HEAD + b"zz\r\n", "drill.bad_chunk"),
+        (HEAD + chunked(b"data: {broken\n\n"), "drill.bad_event"),
+        (HEAD + chunked(b"data: [1]\n\n"), "drill.bad_event"),
+        (HEAD + chunked(b'data: {"error": {"message": "gone"}}\n\n'), "drill.error_event"),
+    ],
+)
+def test_bytes_that_are_no_stream_are_refused_by_name(data, code):
+    """Goal: garbage is an error with a code. Method: one kind of garbage each."""
+    with pytest.raises(ProtocolError) as caught:
+        StreamedAnswer().feed(data)
+    assert caught.value.code == code
+
+
+def test_chunk_of_a_negative_size_is_refused():
+    """Goal: a server that says nonsense does not stop the drill. Method: a size that was read for
+    ever."""
+    with pytest.raises(ProtocolError) as refused:
+        StreamedAnswer().feed(HEAD + b"-5\r\nabc\r\n")
+    assert refused.value.code == "drill.bad_chunk"
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1_0", "\xb2", "9" * 5000])
+def test_header_that_is_no_number_is_none(text: str):
+    """Goal: `int` raises of some of what `isdigit` takes. Method: one of each kind."""
+    assert whole_number(text) is None
+    assert whole_number("17") == 17

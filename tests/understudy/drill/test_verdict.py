@@ -1,0 +1,332 @@
+"""The verdict as pure code: what counts as what, and that nothing unmeasured looks fine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from understudy.drill.records import (
+    TARGETS,
+    End,
+    Exchange,
+    Kill,
+    MemoryKill,
+    MemoryUse,
+    Outcome,
+    Records,
+    Upgrade,
+)
+from understudy.drill.verdict import (
+    classify,
+    first_answer,
+    judge,
+    phases_of,
+    served_out_of_order,
+    spread,
+)
+
+ANSWER = Exchange(
+    "p", 0, End.DONE, 5, 200, "engine-0", 1, 1, 4, text="hello", finish_reason="length", chunks=5
+)
+EXPECTED = {"p": ANSWER}
+KILL = Kill(
+    "backend-http",
+    "engine-0",
+    old_token=1,
+    killed_ms=100,
+    detected_ms=101,
+    fenced_ms=111,
+    granted_ms=113,
+    active_ms=130,
+    new_token=2,
+    new_engine="engine-1",
+)
+
+
+def served(token: int, sent: float, first: float, last: float | None = None, **more) -> Exchange:
+    values = {
+        "sent_ms": sent,
+        "token": token,
+        "first_token_ms": first,
+        "last_token_ms": last or first,
+        "ended_ms": last or first,
+        "first_turn": int(first),
+        "last_turn": int(last or first),
+    }
+    return replace(ANSWER, **{**values, **more})
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        ({}, Outcome.OK),
+        ({"text": "hellO"}, Outcome.WRONG),
+        ({"text": "hell"}, Outcome.WRONG),
+        ({"text": "hello!"}, Outcome.WRONG),
+        ({"finish_reason": "stop"}, Outcome.WRONG),
+        ({"token": None}, Outcome.WRONG),
+        ({"prompt": "unknown"}, Outcome.WRONG),
+        ({"status": 404}, Outcome.WRONG),
+        ({"end": End.GARBLED}, Outcome.WRONG),
+        ({"end": End.CUT, "text": "hel"}, Outcome.LOST),
+        ({"end": End.CUT, "text": ""}, Outcome.LOST),
+        ({"end": End.CUT, "text": "hex"}, Outcome.WRONG),
+        ({"end": End.CUT, "status": 0, "token": None, "text": ""}, Outcome.LOST),
+        ({"status": 500, "text": ""}, Outcome.LOST),
+        ({"status": 503, "text": ""}, Outcome.REFUSED),
+        ({"status": 429, "text": ""}, Outcome.REFUSED),
+        ({"end": End.REFUSED, "status": 0, "text": ""}, Outcome.REFUSED),
+        ({"end": End.HUNG, "status": 0, "text": ""}, Outcome.HUNG),
+        ({"end": End.HUNG, "text": "he"}, Outcome.HUNG),
+    ],
+)
+def test_classify_every_way_an_exchange_can_end(change, outcome):
+    """Goal: each end counts as one thing. Method: the good answer with one thing changed."""
+    assert classify(replace(ANSWER, **change), EXPECTED) is outcome
+
+
+def test_first_answer_is_the_earliest_of_a_newer_grant_sent_after_the_kill():
+    """Goal: DESIGN §8's definition of failover_ms. Method: decoys on every side."""
+    wanted = served(2, sent=101, first=140)
+    decoys = [
+        served(2, sent=99, first=135),  # sent before the kill
+        served(1, sent=101, first=102),  # the dying engine's last words
+        served(2, sent=105, first=141),
+        replace(ANSWER, sent_ms=101, first_token_ms=None, token=2),
+    ]
+    assert first_answer(KILL, [*decoys, wanted]) is wanted
+    assert first_answer(KILL, decoys[:2]) is None
+
+
+def test_phases_add_up_to_the_failover():
+    """Goal: nothing is counted twice or left out. Method: sum against the whole."""
+    phases = phases_of(KILL, served(2, sent=101, first=140))
+    assert phases == {"detect": 1, "fence": 10, "grant": 2, "wake": 17, "serve": 10}
+    assert sum(phases.values()) == 40
+
+
+def test_phases_that_were_not_observed_are_left_out():
+    """Goal: no invented numbers. Method: drop one moment; both its phases go."""
+    phases = phases_of(replace(KILL, fenced_ms=None), None)
+    assert phases == {"detect": 1, "wake": 17}
+
+
+def test_phases_seen_in_reverse_order_are_zero():
+    """Goal: no negative time. Method: the lock server sees the end before the supervisor does."""
+    assert phases_of(replace(KILL, detected_ms=112), None)["fence"] == 0
+
+
+def test_text_of_an_older_grant_after_a_newer_one_is_two_active():
+    """Goal: the second half of double_active. Method: overlap, touch, and proper order."""
+    old, new = served(1, sent=0, first=10, last=20), served(2, sent=5, first=20, last=30)
+    assert served_out_of_order([old, new]) == []  # one turn: no order can be told
+    assert served_out_of_order([replace(old, last_turn=21), new]) == [replace(old, last_turn=21)]
+    later = served(3, sent=5, first=15)
+    assert served_out_of_order([old, new, later]) == [new, old]
+
+
+def test_spread_is_by_nearest_rank():
+    """Goal: percentiles that are values of the sample. Method: 1..100 and tiny samples."""
+    assert spread(range(1, 101)).to_dict() == {"p50": 50, "p99": 99, "max": 100}
+    assert spread([3.0]).to_dict() == {"p50": 3, "p99": 3, "max": 3}
+    assert spread([2, 1]).to_dict() == {"p50": 1, "p99": 2, "max": 2}
+    assert spread([]).to_dict() == {"p50": None, "p99": None, "max": None}
+
+
+def good_records() -> Records:
+    return Records(
+        exchanges=[
+            served(1, sent=0, first=50, last=60),
+            replace(served(1, sent=90, first=95), end=End.CUT, text="he", ended_ms=101),
+            served(2, sent=101, first=140),
+        ],
+        kills=[KILL],
+        expected=EXPECTED,
+        grants_checked=1,
+    )
+
+
+def test_judge_a_clean_drill_passes_with_the_issues_keys():
+    """Goal: the one JSON document. Method: its keys, and a failover from kill to first token."""
+    report = judge(good_records(), kills_wanted=1)
+    assert report.passed
+    document = json.loads(json.dumps(report.to_dict("reference", {"cpus": 2})))
+    assert document == {
+        "passed": True,
+        "problems": [],
+        "requests": len(good_records().exchanges),
+        "kills": 1,
+        "killed": {"backend-http": 1, "backend-model": 0, "supervisor": 0},
+        "refused": 0,
+        "wrong_tokens": 0,
+        "double_active": 0,
+        "lost_in_flight": 1,
+        "failover_ms": {"p50": 40, "p99": 40, "max": 40},
+        "phases_ms": {
+            "detect": {"p50": 1, "p99": 1, "max": 1},
+            "fence": {"p50": 10, "p99": 10, "max": 10},
+            "grant": {"p50": 2, "p99": 2, "max": 2},
+            "wake": {"p50": 17, "p99": 17, "max": 17},
+            "serve": {"p50": 10, "p99": 10, "max": 10},
+        },
+        "backend": "reference",
+        "machine": {"cpus": 2},
+    }
+
+
+def test_judge_each_fault_fails_the_drill():
+    """Goal: any of the three counts fails. Method: one fault at a time."""
+    wrong, refused, overlap = good_records(), good_records(), good_records()
+    wrong.exchanges.append(served(2, sent=150, first=151, text="hellO"))
+    refused.exchanges.append(replace(ANSWER, end=End.REFUSED, status=0))
+    overlap.overlaps.append("pid 7 of engine-0 lived when token 2 was granted")
+    reports = [judge(records, 1) for records in (wrong, refused, overlap)]
+    assert [(r.wrong_tokens, r.refused, r.double_active, r.passed) for r in reports] == [
+        (1, 0, 0, False),
+        (0, 1, 0, False),
+        (0, 0, 1, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda r: r.kills.clear(), "only 0 of 1 kills"),
+        (lambda r: r.exchanges.pop(), "1 kills were never followed by an answer"),
+        (lambda r: setattr(r, "grants_checked", 0), "1 grants could not be checked"),
+        (lambda r: r.exchanges.append(replace(ANSWER, end=End.HUNG)), "no answer and no error"),
+        (lambda r: r.exchanges.clear(), "not one request was answered"),
+        (
+            lambda r: r.exchanges.append(replace(ANSWER, token=2, end=End.CUT, ended_ms=200)),
+            "lost though nothing had been killed",
+        ),
+        (
+            lambda r: r.exchanges.append(
+                replace(ANSWER, token=None, status=0, text="", end=End.CUT, ended_ms=99)
+            ),
+            "lost though nothing had been killed",
+        ),
+    ],
+)
+def test_judge_a_drill_that_could_not_see_has_a_problem(damage, sentence):
+    """Goal: unmeasured is not passed. Method: take one observation away, read the sentence."""
+    records = good_records()
+    damage(records)
+    report = judge(records, kills_wanted=1)
+    assert not report.passed
+    assert any(sentence in problem for problem in report.problems)
+
+
+def test_judge_a_request_accepted_by_a_dying_engine_is_lost_but_explained():
+    """Goal: no false alarm. Method: cut without a byte, between the kill and the new engine."""
+    records = good_records()
+    records.exchanges.append(
+        replace(ANSWER, token=None, status=0, text="", end=End.CUT, sent_ms=102, ended_ms=103)
+    )
+    report = judge(records, kills_wanted=1)
+    assert report.passed
+    assert report.lost_in_flight == 2
+
+
+def memory_records() -> Records:
+    """Two kills of memory servers under requests that all came through; 100 bytes on each of two
+    devices, and never more than that."""
+    kills = [
+        MemoryKill(f"HOST-{number}", "weights", 7, "e", frozenset(), killed, killed + 30)
+        for number, killed in enumerate((100, 200))
+    ]
+    return Records(
+        exchanges=[served(1, sent=0, first=50), served(1, sent=90, first=250)],
+        expected=EXPECTED,
+        memory_kills=kills,
+        memory=MemoryUse(committed_bytes=200, device_bytes_min=100, peak_bytes=200),
+    )
+
+
+def test_judge_deaths_of_the_memory_service_are_a_part_of_the_document():
+    """Goal: no failover, and no figure of one. Method: the keys that are there only then."""
+    report = judge(memory_records(), kills_wanted=2)
+    assert report.passed
+    document = json.loads(json.dumps(report.to_dict("reference", {})))
+    assert document["killed"] == {**dict.fromkeys(TARGETS, 0), "gms": 2}
+    assert (document["kills"], document["lost_in_flight"]) == (2, 0)
+    assert document["failover_ms"]["max"] is None
+    assert document["gms"] == {
+        "recovery_ms": {"p50": 30, "p99": 30, "max": 30},
+        "committed_bytes": 200,
+        "peak_physical_bytes": 200,
+    }
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda r: r.memory_kills.pop(), "only 1 of 2 kills"),
+        (lambda r: setattr(r.memory_kills[1], "recovered_ms", None), "after 1 kills"),
+        (lambda r: r.disturbed.append("engine-1 restarted"), "engine-1 restarted"),
+        (lambda r: setattr(r.memory, "peak_bytes", 300), "loaded a second time"),
+        (lambda r: setattr(r.memory, "peak_bytes", 0), "could not be seen"),
+        (
+            lambda r: r.exchanges.append(replace(ANSWER, token=1, end=End.CUT, ended_ms=110)),
+            "lost though nothing had been killed",
+        ),
+    ],
+)
+def test_judge_a_memory_service_that_anybody_noticed_fails_the_drill(damage, sentence):
+    """Goal: a crash without loss is nothing less. Method: one loss at a time."""
+    records = memory_records()
+    damage(records)
+    report = judge(records, kills_wanted=2)
+    assert not report.passed
+    assert any(sentence in problem for problem in report.problems)
+
+
+def upgraded() -> Records:
+    """Two engines with another configuration, and answers on both sides of the switchover."""
+    return Records(
+        exchanges=[served(1, sent=0, first=50, last=60), served(2, sent=70, first=140)],
+        expected=EXPECTED,
+        grants_checked=1,
+        upgrade=Upgrade(
+            "A=1", {"engine-0": True, "engine-1": True}, "engine-0", "engine-1", 1, 2, 30.0
+        ),
+    )
+
+
+def test_judge_an_upgrade_says_what_was_changed_and_how_long_nobody_answered():
+    """Goal: the document of `drill --upgrade`. Method: its keys; no kill was wanted."""
+    report = judge(upgraded(), kills_wanted=0)
+    assert report.passed
+    assert report.to_dict("reference", {})["upgrade"] == {
+        "setting": "A=1",
+        "engines": {"engine-0": True, "engine-1": True},
+        "from": "engine-0",
+        "to": "engine-1",
+        "switchover_ms": 30.0,
+        "pause_ms": 80,
+    }
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda r: r.upgrade.engines.update({"engine-1": False}), "engine-1 does not run with A=1"),
+        (lambda r: r.upgrade.engines.pop("engine-0"), "the upgrade was not finished"),
+        (lambda r: setattr(r, "grants_checked", 0), "the grant could not be checked"),
+        (lambda r: r.exchanges.pop(), "on both sides of the switchover"),
+        (
+            lambda r: r.exchanges.append(replace(ANSWER, token=1, end=End.CUT, ended_ms=200)),
+            "lost though nothing had been killed",
+        ),
+    ],
+)
+def test_judge_an_upgrade_that_lost_or_missed_something_has_a_problem(damage, sentence):
+    """Goal: an upgrade that costs a request has failed, and so has one that was not made. Method:
+    one fault at a time."""
+    records = upgraded()
+    damage(records)
+    report = judge(records, kills_wanted=0)
+    assert not report.passed
+    assert any(sentence in problem for problem in report.problems)

@@ -1,0 +1,228 @@
+"""The support bundle with nothing running, and what never leaves the machine. `tests/e2e` has it of
+a running pod."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from plumbing.errors import UsageError
+from understudy.bundle import bundle as bundle_module
+from understudy.bundle import redact
+from understudy.bundle.bundle import LOG_TAIL_BYTES, Bundle, collect
+
+NOT_KEPT = redact.NOT_KEPT
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "pod"
+    (path / "log").mkdir(mode=0o700, parents=True)
+    return path
+
+
+def collected(directory: Path, output: Path) -> tuple[dict[str, str], list[str]]:
+    """The entries of a bundle by name, and what the command said."""
+    said: list[str] = []
+    assert asyncio.run(collect(directory, directory / "log", output, said.append)) == output
+    with tarfile.open(output) as archive:
+        members = archive.getmembers()
+        folders = {member.name.partition("/")[0] for member in members}
+        assert len(folders) == 1
+        assert {stat.S_IMODE(member.mode) for member in members} == {0o600}
+        texts = {
+            member.name.partition("/")[2]: archive.extractfile(member).read().decode()
+            for member in members
+        }
+    return texts, said
+
+
+def test_bundle_of_a_pod_that_is_down_has_what_is_on_disk(directory: Path, tmp_path: Path):
+    """Goal: help where nothing runs any more. Method: state and logs of a pod that was, a pipe and
+    a link in the way; every entry is there or named as missing."""
+    (directory / "engine_engine-0.json").write_text(
+        '{"engine": {"id": "engine-0", "state": "dead"}}'
+    )
+    (directory / "log" / "gms.log").write_text("the last words\n")
+    os.mkfifo(directory / "log" / "lockserver.log")
+    (directory / "log" / "engine-0.log").symlink_to("/etc/shadow")
+    output = tmp_path / "b.tar.gz"
+    texts, said = collected(directory, output)
+    assert stat.S_IMODE(output.stat().st_mode) == 0o600
+    assert json.loads(texts["status.json"])["state"] == "down"
+    assert "no memory service" in texts["gms-status.json"]
+    assert "there is no such socket" in texts["lockserver-status.json"]
+    assert json.loads(texts["doctor.json"])["dir"] == str(directory)
+    assert json.loads(texts["state/engine_engine-0.json"])["engine"]["state"] == "dead"
+    assert texts["log/gms.log"] == "the last words\n"
+    assert "engine_engine-0.json" in texts["directory.txt"]
+    machine = json.loads(texts["machine.json"])
+    assert {"build", "uname", "packages", "environment", "files"} <= set(machine)
+    assert "MemTotal" in machine["files"]["/proc/meminfo"]
+    missing = [line for line in said if line.startswith("missing: ")]
+    assert {line.split(": ")[1] for line in missing} == {
+        *("events.jsonl", "log/lockserver.log", "log/engine-0.log")
+    }
+    named = {line.split()[0] for line in said if line not in missing}
+    assert set(texts) - {"contents.txt"} <= named
+    assert said[-1].startswith(str(output))
+    assert texts["contents.txt"].splitlines() == said[:-1]
+
+
+def test_bundle_is_never_written_over_what_is_there(directory: Path, tmp_path: Path):
+    """Goal: the last bundle stays. Method: its name again, and a directory that is not there."""
+    there = tmp_path / "there"
+    there.write_text("mine")
+    for output, code in ((there, "bundle.exists"), (tmp_path / "none" / "x", "bundle.not_written")):
+        with pytest.raises(UsageError) as refused:
+            asyncio.run(collect(directory, directory / "log", output, print))
+        assert refused.value.code == code
+    assert there.read_text() == "mine"
+
+
+def test_file_of_any_name_costs_nothing_but_itself(directory: Path, tmp_path: Path):
+    """Goal: a bundle in every case. Method: names that are no text, that end a line, that a
+    terminal would act on; a link, a pipe and a directory with the names of logs."""
+    log = directory / "log"
+    for name in (b"bad\xff.log", b"two\nlines.log", b"\x1b[2J.log"):
+        (log / os.fsdecode(name)).write_text("x\n")
+    (log / "link.log").symlink_to("/etc/passwd")
+    os.mkfifo(log / "pipe.log")
+    (log / "directory.log").mkdir()
+    texts, said = collected(directory, tmp_path / "b.tar.gz")
+    for name in ("bad?.log", "two?lines.log", "?[2J.log"):
+        assert texts[f"log/{name}"] == "x\n"
+    missing = {line.split(": ")[1] for line in said if line.startswith("missing: ")}
+    assert {"log/link.log", "log/pipe.log", "log/directory.log"} <= missing
+    assert all(line.isprintable() for line in said)
+
+
+def test_bundle_that_fails_leaves_no_file(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: nobody sends half a bundle, and the name is free for the next. Method: a collection
+    that is interrupted."""
+
+    async def interrupted(*_: object) -> Bundle:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(bundle_module, "_gather", interrupted)
+    output = tmp_path / "b.tar.gz"
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(collect(directory, directory / "log", output, print))
+    assert not output.exists()
+
+
+def test_half_a_line_is_not_kept(directory: Path, tmp_path: Path):
+    """Goal: a log's end begins with a line whose beginning was combed, too. Method: a log that is
+    too long by the name of what it has in its first line."""
+    line, rest = "secret: abc\n", "x" * (LOG_TAIL_BYTES - len("abc\n") - 1) + "\n"
+    (directory / "log" / "engine-1.log").write_text(line + rest)
+    texts, _ = collected(directory, tmp_path / "b.tar.gz")
+    assert texts["log/engine-1.log"] == rest
+
+
+def test_bundle_keeps_the_end_of_what_is_too_long_and_stops_when_it_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Goal: a bundle that can be sent. Method: a long entry, and one more than fits."""
+    monkeypatch.setattr(bundle_module, "BUNDLE_BYTES_MAX", 200)
+    bundle = Bundle()
+    bundle.add("long", "a" * 1000 + "the end", 100)
+    assert bundle.entries["long"].endswith(b"the end")
+    assert len(bundle.entries["long"]) < 150
+    bundle.add("more", "b" * 100, 100)
+    assert list(bundle.entries) == ["long"]
+    assert "has 200 B already" in bundle.missing["more"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("UNDERSTUDY_DIR", "/run/understudy", "/run/understudy"),
+        ("ENGINE_ID", "engine-0", "engine-0"),
+        ("CUDA_VISIBLE_DEVICES", "GPU-1", "GPU-1"),
+        ("VLLM_API_KEY", "abc", NOT_KEPT),
+        ("UNDERSTUDY_TOKEN", "abc", NOT_KEPT),
+        ("HF_TOKEN", "abc", NOT_KEPT),
+        ("AWS_SECRET_ACCESS_KEY", "abc", NOT_KEPT),
+        ("DATABASE_URL", "postgres://u:p@h/d", NOT_KEPT),
+        ("MY_OWN_THING", "who knows", NOT_KEPT),
+        ("UNDERSTUDY_PROXY", "http://user:pw@proxy:1", f"http://{NOT_KEPT}@proxy:1"),
+    ],
+)
+def test_environment_keeps_values_that_are_known_and_no_secret(name, value, kept):
+    """Goal: an allow-list. Method: known names, known names of secrets, unknown names."""
+    assert redact.environment({name: value}) == {name: kept}
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["engine", "run", "--backend", "vllm"], ["engine", "run", "--backend", "vllm"]),
+        (["x", "--api-key", "abc", "y"], ["x", "--api-key", NOT_KEPT, "y"]),
+        (["x", "--api-key=abc"], ["x", f"--api-key={NOT_KEPT}"]),
+        (["x", "--hf-token", "--other"], ["x", "--hf-token", "--other"]),
+        (["x", "--max-num-batched-tokens", "8"], ["x", "--max-num-batched-tokens", "8"]),
+        (["x", "--tokenizer", "m"], ["x", "--tokenizer", "m"]),
+        (["curl", "http://u:p@h/"], ["curl", f"http://{NOT_KEPT}@h/"]),
+    ],
+)
+def test_command_lines_lose_the_values_of_secret_flags(words, kept):
+    """Goal: flags are needed, keys are not. Method: each way to write one."""
+    assert redact.command_line(words) == kept
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ('{"lock": "active", "token": 17}', '{"lock": "active", "token": 17}'),
+        ("held by engine-0, token 17", "held by engine-0, token 17"),
+        ("prompt tokens: 512, token_ids: [1]", "prompt tokens: 512, token_ids: [1]"),
+        ('{"message": "took over in 28 ms"}', '{"message": "took over in 28 ms"}'),
+        ("hf_token=hf_abcdefghijklmnop", f"hf_token={NOT_KEPT}"),
+        ("got hf_abcdefghijklmnopqr there", f"got {NOT_KEPT} there"),
+        ("Authorization: Bearer abc.def-ghi", f"Authorization: Bearer {NOT_KEPT}"),
+        ("api_key='abc', x=1", f"api_key='{NOT_KEPT}', x=1"),
+        ('"password": "abc"', f'"password": "{NOT_KEPT}"'),
+        (
+            "Received request c-1: prompt: 'my diary', n=1",
+            f"Received request c-1: prompt: {NOT_KEPT}",
+        ),
+        ('body {"messages": [{"role": "user"}]}', f'body {{"messages": {NOT_KEPT}'),
+        ("see https://u:p@host/x", f"see https://{NOT_KEPT}@host/x"),
+        ("see https://u:p@ss@host/x", f"see https://{NOT_KEPT}@host/x"),
+        ("see redis://:pw@host/x", f"see redis://{NOT_KEPT}@host/x"),
+        ("see https://abcdef@host/x", f"see https://{NOT_KEPT}@host/x"),
+        ("see https://h/x?sig=abc&y=1", f"see https://h/x?sig={NOT_KEPT}&y=1"),
+        ("see h/x?X-Amz-Signature=abc&y=1", f"see h/x?X-Amz-Signature={NOT_KEPT}&y=1"),
+        ("Authorization: Basic dTpw", f"Authorization: Basic {NOT_KEPT}"),
+        ('{"Authorization": "Basic dTpw"}', f'{{"Authorization": "Basic {NOT_KEPT}"}}'),
+        ("Cookie: a=b; c=d", f"Cookie: {NOT_KEPT}"),
+        ("{'api_key': ['abc', 'def'], 'x': 1}", f"{{'api_key': [{NOT_KEPT}], 'x': 1}}"),
+        ('password="two words"', f'password="{NOT_KEPT}"'),
+        ("password: 12345678", f"password: {NOT_KEPT}"),
+        ("passphrase=abc private_key=def", f"passphrase={NOT_KEPT} private_key={NOT_KEPT}"),
+        (r'"{\"api_key\": \"abc\"}"', rf'"{{\"api_key\": \"{NOT_KEPT}\"}}"'),
+        (r'"{\"prompt\": \"my diary\"}"', rf'"{{\"prompt\": {NOT_KEPT}'),
+        ("vllm serve m --api-key abc --port 1", f"vllm serve m --api-key {NOT_KEPT} --port 1"),
+        ("vllm serve m --max-num-batched-tokens 8", "vllm serve m --max-num-batched-tokens 8"),
+        ("got gho_abcdefghijklmnopqr there", f"got {NOT_KEPT} there"),
+        ("got nvapi-abcdefghijklmnop there", f"got {NOT_KEPT} there"),
+        ("api_key=None, secret: null", "api_key=None, secret: null"),
+        (
+            "-----BEGIN PRIVATE KEY-----\nMIIE\nabc\n-----END PRIVATE KEY-----",
+            f"-----BEGIN PRIVATE KEY-----{NOT_KEPT}-----END PRIVATE KEY-----",
+        ),
+        ("two\nlines, secret: abc\nthree", f"two\nlines, secret: {NOT_KEPT}\nthree"),
+    ],
+)
+def test_running_text_loses_secrets_and_prompts_and_nothing_else(text, kept):
+    """Goal: logs stay of use. Method: lines of ours that look alike, secrets and requests."""
+    assert redact.text(text) == kept

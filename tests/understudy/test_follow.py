@@ -1,0 +1,147 @@
+"""`understudy events` over real sockets and processes: nothing missed, nothing twice, no end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plumbing.errors import UnreachableError
+from plumbing.part.observe import EventRecord, StatusReply
+from plumbing.service.clock import FakeClock
+from tests.gms.bench import ClientProcess, GmsProcess
+from tests.helpers import auntil
+from understudy.status.follow import Part, follow_events
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "pod"
+    path.mkdir(mode=0o700)
+    return path
+
+
+DEADLINE_S = 30.0
+
+
+def types_of(heard: list[dict[str, Any]]) -> list[str]:
+    return [record["type"] for record in heard]
+
+
+def test_events_of_a_memory_server_are_followed_across_its_deaths(directory: Path):
+    """Goal: what a memory service does is seen, its recoveries above all. Method: follow it, kill
+    it twice under a kept reader: gone, back and recovered once each, and nothing of before."""
+
+    async def main() -> None:
+        heard: list[dict[str, Any]] = []
+        gms = await asyncio.to_thread(GmsProcess(str(directory)).start)
+        kept = ClientProcess(str(directory), "rw", "engine-0")
+        following = None
+        try:
+            await asyncio.to_thread(kept.expect, "writer")
+            await asyncio.to_thread(kept.do, "place 1")
+            await asyncio.to_thread(kept.do, "commit")
+            await asyncio.to_thread(kept.do, "keep")
+            following = asyncio.create_task(follow_events(directory, heard.append))
+            while not heard:  # it says nothing when it has begun to watch
+                await asyncio.to_thread(lambda: gms.reader().close())
+            assert "gms.commit" not in types_of(heard), "that was before our time"
+            for deaths in (1, 2):
+                await asyncio.to_thread(gms.kill)
+                await asyncio.to_thread(gms.start)
+                await auntil(
+                    lambda n=deaths: types_of(heard).count("gms.recovered") == n, "the recovery"
+                )
+            told = types_of(heard)
+            counts = [told.count(kind) for kind in ("pod.gone", "pod.back", "gms.recovered")]
+            assert counts == [2, 2, 2]
+            assert {r["source"] for r in heard} == {"gms-HOST-0"}
+            gone = next(r for r in heard if r["type"] == "pod.gone")
+            assert set(gone) == set(heard[0]), "one shape for all"
+        finally:
+            if following is not None:
+                following.cancel()
+                await asyncio.wait([following])
+            kept.kill()
+            gms.stop()
+        assert types_of(heard)[-1] != "pod.gone", "our own end is not theirs"
+
+    asyncio.run(main())
+
+
+def test_a_part_that_comes_later_is_followed_from_its_start(directory: Path):
+    """Goal: people start parts by hand, in any order. Method: a stale socket of a lock server is
+    all there is, which is said once; then a memory server comes."""
+
+    async def main() -> None:
+        with pytest.raises(UnreachableError, match="there is no pod"):
+            await follow_events(directory, lambda record: None)
+        heard: list[dict[str, Any]] = []
+        os.mknod(directory / "lockserver.sock")
+        following = asyncio.create_task(follow_events(directory, heard.append))
+        await auntil(lambda: types_of(heard) == ["pod.gone"], "the lock server to be missed")
+        gms = await asyncio.to_thread(GmsProcess(str(directory)).start)
+        try:
+            await auntil(lambda: "gms.serving" in types_of(heard), "the memory server to be told")
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
+            gms.stop()
+        assert types_of(heard).count("pod.gone") == 1
+
+    asyncio.run(main())
+
+
+def test_a_part_tells_each_record_once():
+    """Goal: reconnecting repeats nothing and loses nothing. Method: what a server that replays, and
+    one that does not, say at a first connection, a second to the same process, and to the next."""
+    heard: list[dict[str, Any]] = []
+    part = Part("x", heard.append, FakeClock(), is_new=False)
+
+    def connects(since: str | None, *ids: int, as_of: int) -> list[int]:
+        heard.clear()
+        part.told(StatusReply({"as_of_event_id": as_of, **({"since": since} if since else {})}))
+        for number in ids:
+            part.told(EventRecord({"id": number, "type": "a.b"}))
+        return [record["id"] for record in heard if record["id"]]
+
+    assert connects("monday", 1, 2, 3, as_of=2) == [3]
+    part.lost()
+    part.lost()
+    assert types_of(heard).count("pod.gone") == 1
+    assert connects("monday", 1, 2, 3, 4, as_of=4) == [4]
+    assert types_of(heard).count("pod.back") == 1
+    assert connects("tuesday", 1, 2, as_of=2) == [1, 2]
+    part = Part("lockserver", heard.append, FakeClock(), is_new=False)
+    assert connects(None, 8, as_of=7) == [8]
+    assert connects(None, 2, as_of=1) == [2]
+
+
+def test_following_ends_when_nobody_reads_it(directory: Path):
+    """Goal: `understudy events -f | head -1` ends at the next event, without a stack trace for each
+    one. Method: a reader that leaves after the first line; then a memory server comes."""
+    os.mknod(directory / "lockserver.sock")
+    following = subprocess.Popen(
+        [sys.executable, "-m", "understudy.cli", "events", "-f", f"--dir={directory}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    gms = GmsProcess(str(directory))
+    try:
+        assert following.stdout is not None
+        assert following.stderr is not None
+        assert b"pod.gone" in following.stdout.readline()
+        following.stdout.close()
+        gms.start()
+        assert following.wait(DEADLINE_S) == 1
+        assert following.stderr.read() == b""
+    finally:
+        following.kill()
+        following.wait()
+        following.stderr.close()
+        gms.stop()

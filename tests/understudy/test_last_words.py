@@ -1,0 +1,71 @@
+"""`understudy status` where nobody answers: what the engines last wrote, and that it may be old."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from understudy.status.last_words import last_lines, last_words
+
+NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
+EARLIER = "2030-01-01T08:48:00.000Z"
+UNREACHABLE = 3
+STATUS = (sys.executable, "-m", "understudy.cli", "status")
+WAIT_S = 30.0
+
+
+def write(directory: Path, name: str, state: str) -> None:
+    about = {"id": name, "role": "auto", "state": state, "since": EARLIER, "reason": "as told"}
+    (directory / f"engine_{name}.json").write_text(json.dumps({"engine": about}))
+
+
+def test_last_words_are_of_every_file_that_can_be_read(tmp_path: Path):
+    """Goal: the offline view. Method: two engines, a torn file, a document that is none of ours."""
+    assert last_lines(last_words(tmp_path), NOW) == []
+    write(tmp_path, "engine-0", "active")
+    write(tmp_path, "engine-1", "standby")
+    (tmp_path / "engine_engine-2.json").write_text('{"engine": ')
+    (tmp_path / "engine_engine-3.json").write_text("{}")
+    head, header, *rows = last_lines(last_words(tmp_path), NOW)
+    assert head.startswith("offline view")
+    assert header.split() == ["engine", "role", "was", "since", "reason"]
+    assert rows[0].split() == ["engine-0", "auto", "active", "3h12m", "as", "told"]
+    assert [row.split()[0] for row in rows] == ["engine-0", "engine-1", "?"]
+
+
+def test_status_of_a_pod_that_is_down_shows_its_last_words_and_exits_with_3(tmp_path: Path):
+    """Goal: down is an answer. Method: the command where only a state file is left; as JSON it is
+    the error alone."""
+    write(tmp_path, "engine-0", "active")
+    where = f"--dir={tmp_path}"
+    done = subprocess.run([*STATUS, where], capture_output=True, text=True, check=False)
+    assert done.returncode == UNREACHABLE
+    assert "no part answers" in done.stdout
+    assert "offline view" in done.stdout
+    assert "engine-0" in done.stdout
+    assert done.stderr.startswith("error: no part of a pod answers")
+    done = subprocess.run([*STATUS, where, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == UNREACHABLE
+    assert json.loads(done.stdout)["error"]["code"] == "pod.unreachable"
+
+
+def test_status_watched_waits_for_a_pod_that_is_down(tmp_path: Path):
+    """Goal: start it before the pod. Method: two views of nothing; the command goes on."""
+    with subprocess.Popen(
+        [*STATUS, "--watch", f"--dir={tmp_path}"], stdout=subprocess.PIPE
+    ) as done:
+        assert done.stdout is not None
+        seen = b""
+        try:
+            while seen.count(b"no part answers") < 2:
+                ready, _, _ = select.select([done.stdout], [], [], WAIT_S)
+                assert ready, seen
+                seen += os.read(done.stdout.fileno(), 65536)
+            assert done.poll() is None
+        finally:
+            done.kill()

@@ -1,0 +1,151 @@
+"""The standard pod as data, and its ports."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plumbing.errors import UnderstudyError, UsageError
+from tests.deploy.manifests import documents
+from understudy.manifest.read import read_manifest
+from understudy.manifest.spec import Spec
+from understudy.up.local_pod import LocalPod, Ports, check_ports, free_pod_ports, program
+from understudy.up.ports import check_port, free_ports
+
+
+def test_standard_pod_starts_what_engines_need_before_them():
+    """Goal: the order of DESIGN §2, which is also, backwards, that of stopping."""
+    pod = LocalPod(Path("/run/understudy"), Path("/models/m"))
+    containers = pod.containers()
+    assert [c.name for c in containers] == ["lockserver", "gms", "engine-0", "engine-1"]
+
+
+def test_standard_pod_uses_the_ports_and_directory_of_the_design():
+    """Goal: DESIGN §9's surface. Method: read the command lines and environments."""
+    lock, gms, one, two = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
+    assert "--service=active=127.0.0.1:8000" in lock.command
+    assert "--http-port=9400" in lock.command
+    assert "--http-port=9401" in gms.command
+    assert [c.env["ENGINE_ID"] for c in (one, two)] == ["engine-0", "engine-1"]
+    assert "--http-port=9410" in one.command
+    assert "--http-port=9411" in two.command
+    assert one.env["LOCKSERVER_SOCKET"] == "/run/understudy/lockserver.sock"
+    assert one.command[one.command.index("--") + 1 :] == ("--model", "/models/m")
+    urls = [c.startup.url for c in (lock, gms, one) if c.startup is not None]
+    assert [url.rsplit("/", 1)[1] for url in urls] == ["live", "startup", "startup"]
+
+
+def test_pod_of_two_ranks_has_two_devices_and_engines_that_know():
+    """Goal: a device per rank. Method: read the command lines; one rank is said to nobody."""
+    pod = LocalPod(Path("/run/understudy"), Path("/models/m"), tensor_parallel=2)
+    _, gms, *engines = pod.containers()
+    assert "--devices=2" in gms.command
+    for engine in engines:
+        backend = engine.command[engine.command.index("--") + 1 :]
+        assert backend == ("--model", "/models/m", "--tensor-parallel", "2")
+    _, gms, *engines = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
+    assert "--devices=1" in gms.command
+    assert not any("--tensor-parallel" in engine.command for engine in engines)
+
+
+def test_pod_on_gpus_takes_those_that_are_there_and_all_of_their_memory():
+    """Goal: `--memory cuda`. Method: the memory service's command line, with and without a limit;
+    and where probes listen, of all parts."""
+    pod = LocalPod(Path("/run/understudy"), Path("/m"), memory="cuda", http_host="0.0.0.0")
+    lock, gms, *engines = pod.containers()
+    assert "--memory=cuda" in gms.command
+    assert not [word for word in gms.command if word.startswith("--device")]
+    for container in (lock, gms, *engines):
+        assert "--http-host=0.0.0.0" in container.command
+        assert container.startup is not None
+        assert container.startup.url.startswith("http://127.0.0.1:")
+    limited = replace(pod, device_bytes="8GiB").containers()[1]
+    assert "--device-bytes=8GiB" in limited.command
+
+
+def test_engines_are_asked_whether_they_live():
+    """Goal: a supervisor that hangs is found. Method: their probe, which is the manifests'."""
+    (of_manifest,) = {spec.liveness for spec in engines_of_the_manifest()}
+    assert of_manifest is not None
+    for engine in LocalPod(Path("/run/understudy"), Path("/m")).containers()[2:]:
+        probe = engine.liveness
+        assert probe is not None
+        assert (probe.period_s, probe.timeout_s) == (of_manifest.period_s, of_manifest.timeout_s)
+        assert probe.failure_threshold == of_manifest.failure_threshold
+        assert probe.grace_s == of_manifest.grace_s
+
+
+def engines_of_the_manifest() -> list[Spec]:
+    found = read_manifest(documents("cpu")).specs
+    return [
+        replace(each, liveness=replace(each.liveness, port=0))
+        for each in found
+        if each.name.startswith("engine-") and each.liveness is not None
+    ]
+
+
+def test_vllm_is_told_of_its_model_in_its_own_words():
+    """Goal: each backend its command line. Method: read it, with two ranks and flags of a user."""
+    pod = LocalPod(
+        Path("/run/understudy"),
+        Path("/models/m"),
+        backend="vllm",
+        tensor_parallel=2,
+        backend_args=("--enforce-eager",),
+    )
+    for engine in pod.containers()[2:]:
+        assert "--backend=vllm" in engine.command
+        backend = engine.command[engine.command.index("--") + 1 :]
+        assert backend == ("/models/m", "--tensor-parallel-size", "2", "--enforce-eager")
+
+
+def test_free_ports_are_for_nobody_else():
+    """Goal: drills beside a running pod. Method: all ports of one pod are distinct, unused, and
+    none that the kernel gives to a client."""
+    ports = free_pod_ports(engines=3)
+    assert len(set(ports.all())) == 6
+    check_ports(ports)
+    given_away_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(ports.all()) < given_away_from
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports.service))
+        taken.listen()
+        assert ports.service not in free_ports(2)
+
+
+def test_no_free_ports_are_a_sentence(monkeypatch):
+    """Goal: no endless search. Method: a range of which every port is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("understudy.up.ports.OURS", range(port, port + 2))
+        with pytest.raises(UnderstudyError, match=f"from {port} to .* no 1 in a row"):
+            free_ports(1)
+
+
+def test_check_ports_names_the_one_that_is_taken():
+    """Goal: cause and mend in one sentence. Method: a real listener on one of them."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UnderstudyError, match=rf"port {port} .*--service-port") as caught:
+            check_ports(Ports(service=port))
+        assert caught.value.code == "pod.port_in_use"
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "::1"])
+def test_address_that_is_not_of_this_machine_is_no_taken_port(address: str):
+    """Goal: nobody looks for a second pod in vain. Method: an address of no machine (RFC 5737), and
+    one that is not IPv4."""
+    with pytest.raises(UnderstudyError, match=r"IPv4 address .* with --host"):
+        check_port(free_ports(1)[0], address, "--service-port")
+
+
+def test_program_that_is_not_installed_is_named():
+    """Goal: a sentence instead of FileNotFoundError. Method: a name nobody has."""
+    with pytest.raises(UsageError, match="no-such-program"):
+        program("no-such-program")

@@ -1,0 +1,86 @@
+"""What people name wrongly on their first day: each is answered with the way out, never a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from engine import cli as engine
+from tests.understudy.test_top import WAIT_S, terminal
+from understudy.bundle.bundle import collect
+from understudy.cli import main
+
+
+@pytest.mark.parametrize("name", ["log", "l" * 300])
+def test_bundle_without_its_logs_says_how_to_name_them(tmp_path: Path, name: str):
+    """Goal: logs that are elsewhere are not missed in silence, and a folder that cannot be read
+    costs itself alone. Method: a folder that is not there, and one that no call takes."""
+    said: list[str] = []
+    asyncio.run(collect(tmp_path, tmp_path / name, tmp_path / "b.tar.gz", said.append))
+    (line,) = [line for line in said if line.startswith("missing: log: ")]
+    assert name in line
+    assert line.endswith("--log-dir says")
+
+
+@pytest.mark.parametrize("command", ["status", "top", "events", "doctor", "support-bundle"])
+def test_directory_that_cannot_be_looked_into_is_a_sentence(tmp_path: Path, command: str):
+    """Goal: somebody else's directory is no crash. Method: a path that the kernel refuses whoever
+    asks, since root is let in everywhere."""
+    result = CliRunner().invoke(main, [command, "--dir", str(tmp_path / ("d" * 300))])
+    assert result.exit_code == 2
+    assert "name another directory with --dir" in result.output
+
+
+def test_engine_whose_state_file_cannot_be_read_is_out_of_reach(tmp_path: Path):
+    """Goal: a sentence, also where the file is not ours to read. Method: a folder in its place,
+    since root reads every file."""
+    (tmp_path / "engine_engine-0.json").mkdir()
+    result = CliRunner().invoke(engine.main, ["status", "--dir", str(tmp_path)])
+    assert result.exit_code == 3
+    assert "is the server running" in result.output
+
+
+def test_pod_of_a_manifest_is_pointed_to(tmp_path: Path):
+    """Goal: who looks where `up -f` was told to run finds the pod. Method: nothing there, then a
+    lock server's socket in a volume's directory, for each command that needs a pod."""
+    shared = tmp_path / "vol" / "shared" / "understudy"
+    shared.mkdir(parents=True)
+    commands = (["status"], ["events"], ["events", "-f"], ["drill", "--attach", "--yes"])
+    before, after = [], []
+    for said in (before, after):
+        for command in commands:
+            result = CliRunner().invoke(main, [*command, "--dir", str(tmp_path)])
+            assert result.exit_code == 3
+            said.append(result.output)
+        (shared / "lockserver.sock").touch()  # nobody listens, and nobody is asked
+    assert all("start one with `understudy up`" in each for each in before)
+    assert all(f"--dir {shared}" in each for each in after)
+
+
+def test_second_thoughts_at_the_question_are_no_failed_drill(tmp_path: Path):
+    """Goal: a script tells Ctrl-C from a drill that did not pass, which exits with 1. Method:
+    SIGINT while a terminal is asked, by somebody who presses it again when nothing happens."""
+    with terminal("drill", "--attach", f"--dir={tmp_path}") as drill:
+        drill.sees("[y/N]: ")
+        end = time.monotonic() + WAIT_S
+        while drill.process.poll() is None and time.monotonic() < end:
+            drill.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it came before the read began
+                drill.process.wait(5.0)
+        assert drill.process.returncode == 130
+
+
+@pytest.mark.parametrize("flag", ["--attach", "--kills=3", "--target=supervisor", "-f=."])
+def test_upgrade_drill_is_not_asked_for_kills_nor_of_a_pod_that_runs(flag: str):
+    """Goal: nobody's pod is relaunched by a drill, and no flag is ignored. Method: each that does
+    not go with it."""
+    result = CliRunner().invoke(main, ["drill", "--upgrade", flag])
+    assert result.exit_code == 2
+    assert "cannot be used with --upgrade" in result.output

@@ -1,0 +1,57 @@
+"""What is printed while nobody reads, while somebody does, and after he has left."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from understudy.up.terminal import Terminal
+
+SAID = 100_000
+
+
+def read_all(fd: int) -> list[str]:
+    """Every line until the pipe's other end is closed."""
+    with open(fd, encoding="utf-8") as file:
+        return file.read().splitlines()
+
+
+def test_lines_are_printed_in_order_and_all_of_them_at_the_end():
+    """Goal: nothing is lost to the thread. Method: a thousand lines, and the end at once."""
+    reading, writing = os.pipe()
+    with Terminal(writing) as terminal:
+        for number in range(1000):
+            terminal.say(f"line {number} \udc80")
+    os.close(writing)
+    assert read_all(reading) == [f"line {number} ?" for number in range(1000)]
+
+
+def test_reader_who_does_not_read_stops_nobody():
+    """Goal: no line waits for him, and he is told what he has missed, in its place. Method: a pipe
+    that is not read until ten times what it and the terminal hold has been said."""
+    reading, writing = os.pipe()
+    with ThreadPoolExecutor(1) as thread:
+        with Terminal(writing, pending_max_bytes=10_000) as terminal:
+            for number in range(SAID):
+                terminal.say(f"line {number}")
+            lines = thread.submit(read_all, reading)
+        os.close(writing)
+    number, gaps = 0, 0
+    for line in lines.result():
+        if line.startswith("("):
+            number, gaps = number + int(line[1:].split()[0]), gaps + 1
+        else:
+            assert line == f"line {number}"
+            number += 1
+    assert number == SAID
+    assert gaps
+
+
+def test_reader_who_leaves_is_left_alone():
+    """Goal: `up | head -1` goes on. Method: a pipe whose reading end is closed."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with Terminal(writing) as terminal:
+        for number in range(1000):
+            terminal.say(f"line {number}")
+    os.close(writing)

@@ -1,0 +1,202 @@
+"""The pod's view as pure code: what is called healthy, degraded, down, and what people read."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from plumbing.part.format import since, size
+from understudy.status.view import is_reachable, lines, pod_view
+
+NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
+EARLIER = "2030-01-01T08:48:00.000Z"
+
+
+def lockserver(state: str = "held", holder: str | None = "engine-0") -> dict:
+    found = {"engine": holder, "token": 17, "since": EARLIER} if holder else None
+    lock = {"state": state, "holder": found, "waiters": [], "problem": None}
+    return {"schema": 1, "token": 17, "locks": {"active": lock}}
+
+
+def engine(name: str, state: str) -> dict:
+    about = {"id": name, "role": "auto", "state": state, "since": EARLIER, "reason": "as it should"}
+    return {"schema": 1, "engine": about, "inflight": 2}
+
+
+def memory(state: str = "committed") -> dict:
+    device = {
+        "device_uuid": "HOST-0",
+        "tag": "weights",
+        "state": state,
+        "committed_bytes": 3 * 2**29,
+        "sessions": [{}, {}],
+        "waiting": [],
+    }
+    return {"schema": 1, **device}
+
+
+ACTIVE, STANDBY = engine("engine-0", "active"), engine("engine-1", "standby")
+SILENT = {"name": "engine-1", "error": "nobody listens on engine_engine-1.sock"}
+
+
+NO_LOCKSERVER = {"name": "lockserver", "error": "gone"}
+
+
+@pytest.mark.parametrize(
+    ("lock", "gms", "engines", "state", "word"),
+    [
+        (lockserver(), [memory()], [ACTIVE, STANDBY], "healthy", ""),
+        (lockserver(), [memory()], [ACTIVE, engine("engine-1", "init")], "degraded", "no standby"),
+        (lockserver(), [memory()], [ACTIVE, SILENT], "degraded", "nobody listens"),
+        (lockserver(), [memory("recovering")], [ACTIVE, STANDBY], "degraded", "recovering"),
+        (lockserver("free", None), [memory()], [STANDBY], "down", ""),
+        (lockserver("releasing"), [memory()], [STANDBY], "down", ""),
+        (lockserver(), [memory()], [ACTIVE, engine("engine-1", "active")], "down", "more than one"),
+        (NO_LOCKSERVER, [memory()], [ACTIVE, STANDBY], "degraded", "gone"),
+        (lockserver(), [memory()], [{"name": "engine-0", "error": "x"}, STANDBY], "degraded", "x"),
+        (NO_LOCKSERVER, [], [], "down", "gone"),
+    ],
+)
+def test_pod_view_state_follows_from_the_parts(lock, gms, engines, state, word):
+    """Goal: one word that can be trusted. Method: one thing amiss at a time."""
+    view = pod_view("/run/understudy", lock, gms, engines)
+    assert view["state"] == state
+    assert word in " ".join(view["problems"])
+
+
+def test_failover_is_ready_only_if_somebody_can_grant():
+    """Goal: the first line never promises what cannot happen. Method: a standby is there, and the
+    lock server is gone, recovering, or waits for a stopped holder."""
+    hung = lockserver()
+    hung["locks"]["active"]["problem"] = "engine-0 is unresponsive"
+    for lock in (NO_LOCKSERVER, lockserver("recovering"), hung):
+        view = pod_view("/d", lock, [memory()], [ACTIVE, STANDBY])
+        assert view["state"] == "degraded"
+        assert "NO failover" in lines(view, NOW)[0]
+
+
+def test_lines_of_a_standard_pod_fit_below_fifteen():
+    """Goal: CONVENTIONS §2.1. Method: the healthy pod, and one with more trouble than fits."""
+    view = pod_view("/run/understudy", lockserver(), [memory()], [ACTIVE, STANDBY])
+    text = lines(view, NOW)
+    assert len(text) < 15
+    assert "healthy" in text[0]
+    assert "failover ready (1 standby)" in text[0]
+    assert "held by engine-0" in text[1]
+    assert "token 17   since 3h12m" in text[1]
+    assert any("HOST-0" in line and "1.5 GiB" in line and "2 sessions" in line for line in text)
+    from_supervisor = {"schema": 1, "devices": [memory(), memory()]}
+    view = pod_view("/run/understudy", lockserver(), [from_supervisor], [ACTIVE, STANDBY])
+    assert sum("HOST-0" in line for line in lines(view, NOW)) == 2
+    broken = [{"name": f"part-{number}", "error": "gone"} for number in range(4)]
+    assert len(lines(pod_view("/d", broken[0], broken[1:2], broken[2:]), NOW)) < 15
+
+
+@pytest.mark.parametrize(
+    ("last", "text"),
+    [(None, "-  "), ({"ok": True, "at": EARLIER}, "ok 3h12m ago"), ({"ok": False}, "FAILED")],
+)
+def test_last_canary_is_in_the_engines_line(last, text):
+    """Goal: tokens that were proven are seen. Method: none yet, one that passed, one that did
+    not."""
+    known = {**ACTIVE, "backend": {"last_canary": last}}
+    view = pod_view("/d", lockserver(), [memory()], [known, STANDBY])
+    header, row = lines(view, NOW)[2:4]
+    assert row[header.index("last canary") :].startswith(text)
+
+
+def test_is_reachable_when_anybody_answers():
+    """Goal: exit code 3 only for silence. Method: all silent, then one voice."""
+    silent = {"name": "lockserver", "error": "gone"}
+    assert not is_reachable(pod_view("/d", silent, [], []))
+    assert is_reachable(pod_view("/d", silent, [], [STANDBY]))
+
+
+@pytest.mark.parametrize(
+    ("ago", "text"),
+    [
+        (timedelta(seconds=4), "4s"),
+        (timedelta(minutes=3, seconds=2), "3m02s"),
+        (timedelta(hours=3, minutes=12), "3h12m"),
+        (timedelta(days=2, hours=5), "2d5h"),
+        (timedelta(seconds=-5), "0s"),
+    ],
+)
+def test_since_reads_like_people_talk(ago, text):
+    """Goal: short durations. Method: one per unit, and a clock that is ahead."""
+    assert since((NOW - ago).isoformat(), NOW) == text
+
+
+def test_since_and_size_of_nothing_are_a_dash():
+    """Goal: a hole is shown as one. Method: values that are missing or broken."""
+    assert (since(None, NOW), since("soon", NOW), size(None)) == ("-", "-", "-")
+    assert (size(12), size(2048), size(3 * 2**20)) == ("12 B", "2.0 KiB", "3.0 MiB")
+
+
+PIDS = {"http": 20, "model": 21}
+RUNNING = [{**ACTIVE, "backend": {"pids": PIDS}}, STANDBY]
+
+
+def holding(state: str = "committed", **more: object) -> dict:
+    """A device with something besides what is committed."""
+    reader = {"mode": "ro", "engine": "engine-0", "epoch": "old", "pid": 21}
+    loader = {"mode": "rw", "engine": "engine-1", "epoch": "new", "pid": 31}
+    found = {"epoch": "new", "sessions": [reader, loader], "superseded_bytes": 3 * 2**29}
+    return {**memory(state), **found, **more}
+
+
+def of(*gms: dict) -> tuple[dict, str]:
+    """The view of a pod with `gms`, and how it reads."""
+    view = pod_view("/d", lockserver(), gms, RUNNING)
+    return view, "\n".join(lines(view, NOW))
+
+
+@pytest.mark.parametrize(
+    ("state", "then"),
+    [
+        ("empty", "engine-0; the next relaunch loads a second copy"),
+        ("staging", "engine-0; somebody loads a second copy"),
+    ],
+)
+def test_weights_out_of_service_that_engines_map_are_a_fault(state, then):
+    """Goal: nobody is surprised by two copies. Method: dropped or condemned, and still mapped."""
+    view, text = of(holding(state, committed_bytes=0))
+    assert view["state"] == "degraded"
+    assert f"! weights of HOST-0 are out of service, and mapped by {then}" in text
+
+
+def test_second_copy_is_shown_with_who_maps_it():
+    """Goal: two copies never read like one. Method: superseded beside committed; releasing."""
+    view, text = of(holding())
+    assert view["state"] == "healthy"
+    assert "       superseded 1.5 GiB, mapped by engine-0\n" in text + "\n"
+    ending = {"phase": "releasing", "size_bytes": 2**30, "holders": [20, 99]}
+    _, text = of(holding(superseded_bytes=0, unowned=[ending]))
+    assert "       releasing 1.0 GiB, mapped by pid 20 (engine-0), pid 99" in text
+    assert "superseded" not in text
+
+
+def test_recovering_memory_names_the_pids_and_their_engines():
+    """Goal: whom to look at. Method: one pid of a known engine, one of nobody; none at all yet."""
+    orphan = {"phase": "orphaned", "size_bytes": 0, "holders": [21, 99]}
+    nobody = {**orphan, "holders": []}
+    _, text = of({**memory("recovering"), "unowned": [orphan]})
+    assert "! memory of HOST-0 is recovering: mapped by pid 21 (engine-0), pid 99" in text
+    _, text = of({**memory("recovering"), "unowned": [nobody]})
+    assert "recovering: mapped by processes not visible here" in text
+
+
+def test_silent_memory_server_is_down_by_its_devices_name():
+    """Goal: what it means, not a file's name. Method: the server of a device does not answer."""
+    view, text = of({"name": "HOST-0", "error": "nobody listens"}, memory())
+    assert view["state"] == "degraded"
+    assert "gms    HOST-0   down\n" in text
+    assert "! gms HOST-0 down: nobody listens; engines serve on, newcomers wait" in text
+
+
+def test_restarts_of_a_memory_server_are_shown_once_there_are_any():
+    """Goal: a server that keeps dying is seen. Method: none, then three."""
+    assert "restarts" not in of({**memory(), "restarts_total": 0, "since": EARLIER})[1]
+    _, text = of({**memory(), "restarts_total": 3, "since": EARLIER})
+    assert "restarts 3, last 3h12m ago" in text

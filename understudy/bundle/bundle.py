@@ -1,0 +1,245 @@
+"""`understudy support-bundle`: what somebody needs who helps from afar, in one file.
+
+Owns what goes in and how much of it. Every source is asked for itself: one that fails or hangs
+costs its own entry, and `contents.txt` says so. So it works with parts of the pod down, or all of
+them: then the parts' own commands answer from their state files, the offline view. What must not
+leave the machine is `redact.py`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import io
+import json
+import os
+import stat
+import sys
+import tarfile
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.part.format import size, table
+from understudy.bundle import redact
+from understudy.bundle.facts import machine_facts, process_facts
+from understudy.doctor.checks import document, examine
+from understudy.doctor.facts import Facts
+from understudy.doctor.probe import look
+from understudy.status.gather import gather
+from understudy.status.past_events import past_events
+from understudy.up.local_pod import Ports
+
+Say = Callable[[str], None]
+
+COMMAND_S = 15.0  # a part that hangs is one of the reasons for a bundle
+LOG_TAIL_BYTES = 1 << 20  # some ten thousand lines of each container: hours, or a crash loop
+FILE_BYTES_MAX = 256 << 10  # a state file is a few KiB, a journal of a large model some more
+FILES_MAX = 128  # of one kind; a pod has a dozen, and stale ones of many launches are alike
+ENTRY_BYTES_MAX = 4 << 20  # of any other entry: a thousand events of ten parts
+BUNDLE_BYTES_MAX = 32 << 20  # before compression: what mail and issue trackers take afterwards
+
+COMMANDS = {
+    "lockserver-status.json": ("lockserver.cli", "status"),
+    "gms-status.json": ("gms.cli", "status"),
+}
+
+
+class Bundle:
+    """The entries so far, within `BUNDLE_BYTES_MAX`, and what is missing, each with its reason."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, bytes] = {}
+        self.missing: dict[str, str] = {}
+
+    def add(self, name: str, content: str, bytes_max: int = ENTRY_BYTES_MAX) -> None:
+        """Keep `content`, its end if it is too long: what happened last is why people look."""
+        raw = redact.text(content).encode(errors="replace")
+        if len(raw) > bytes_max:
+            raw = b"(the beginning is cut off)\n" + raw[-bytes_max:]
+        if self.size_bytes + len(raw) > BUNDLE_BYTES_MAX:
+            self.missing[name] = f"the bundle has {size(BUNDLE_BYTES_MAX)} already"
+            return
+        self.entries[name] = raw
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(len, self.entries.values()))
+
+    def contents(self) -> list[str]:
+        """What is in it and what is not, for people."""
+        rows = [(name, size(len(raw))) for name, raw in sorted(self.entries.items())]
+        missing = (f"missing: {name}: {why}" for name, why in self.missing.items())
+        return [printable(line) for line in (*table(rows), *missing)]
+
+
+async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say) -> Path:
+    """Write a bundle of the pod in `directory`; `say` is told what is in it, and where it is.
+
+    Raises:
+        UsageError: `bundle.exists`, `bundle.not_written`.
+    """
+    name = f"understudy-support-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    path = output or Path.cwd() / f"{name}.tar.gz"
+    file = _create(path)
+    try:
+        with file:
+            bundle = await _gather(directory, log_dir)
+            contents = bundle.contents()
+            bundle.entries["contents.txt"] = "".join(f"{line}\n" for line in contents).encode()
+            _write(file, name, bundle.entries)
+    except BaseException:
+        path.unlink(missing_ok=True)  # half of one looks like a bundle
+        raise
+    for line in contents:
+        say(line)
+    say(f"{path}  {size(path.stat().st_size)}; look into it before you pass it on")
+    return path
+
+
+async def _gather(directory: Path, log_dir: Path) -> Bundle:
+    bundle = Bundle()
+
+    async def entry(name: str, ask: Callable[[], Awaitable[str]]) -> None:
+        try:
+            async with asyncio.timeout(COMMAND_S):
+                bundle.add(name, await ask())
+        except TimeoutError:
+            bundle.missing[name] = f"it took more than {COMMAND_S:g} s"
+        except UnderstudyError as error:
+            bundle.missing[name] = error.message
+        except OSError as error:
+            bundle.missing[name] = _why(error)
+
+    facts: list[Facts] = []
+
+    async def doctor() -> str:
+        facts.append(await look(directory, Ports(), os.environ))
+        return _json(document(str(directory), examine(facts[0])))
+
+    await entry("status.json", lambda: _answer(gather(directory)))
+    await entry("events.jsonl", lambda: _events(directory))
+    await entry("doctor.json", doctor)
+    for name, words in COMMANDS.items():
+        await entry(name, lambda words=words: _run(words, directory))  # type: ignore[misc] # mypy has no types for defaults of lambdas
+    await entry("machine.json", lambda: _answer(asyncio.to_thread(machine_facts)))
+    pids = facts[0].pids if facts else frozenset()
+    await entry("processes.json", lambda: _answer(asyncio.to_thread(process_facts, pids)))
+    await entry("directory.txt", lambda: asyncio.to_thread(_listing, directory))
+    _add_files(bundle, "state", directory, "*.json*", FILE_BYTES_MAX)
+    _add_files(bundle, "log", log_dir, "*.log*", LOG_TAIL_BYTES)
+    if not any(name.startswith("log/") for name in (*bundle.entries, *bundle.missing)):
+        found = bundle.missing.get("log", f"{log_dir}: no log in it")
+        bundle.missing["log"] = f"{found}; where they are, --log-dir says"
+    return bundle
+
+
+def _why(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+async def _answer(asked: Awaitable[Any]) -> str:
+    return _json(await asked)
+
+
+async def _events(directory: Path) -> str:
+    return "".join(f"{json.dumps(each, default=str)}\n" for each in await past_events(directory))
+
+
+async def _run(words: tuple[str, str], directory: Path) -> str:
+    """What one of our commands says, also from the state files of who is down."""
+    module, verb = words
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, verb, "--json", "--dir", str(directory)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        said, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    return said.decode(errors="replace")
+
+
+def _add_files(bundle: Bundle, kind: str, folder: Path, pattern: str, bytes_max: int) -> None:
+    """The end of each file of a folder, which may be away, or somebody else's."""
+    try:
+        names = fnmatch.filter(sorted(os.listdir(folder)), pattern)
+    except OSError as error:
+        bundle.missing[kind] = _why(error)
+        return
+    for name in names[:FILES_MAX]:
+        entry = f"{kind}/{printable(name)}"
+        try:
+            bundle.add(entry, _tail(folder / name, bytes_max), bytes_max)
+        except OSError as error:
+            bundle.missing[entry] = _why(error)
+
+
+def printable(name: str) -> str:
+    """A file's name without what ends a line, moves a cursor or is no text at all."""
+    return "".join(each if each.isprintable() else "?" for each in name)
+
+
+def _tail(path: Path, bytes_max: int) -> str:
+    """The last `bytes_max` bytes of a plain file; a pipe under that name must not stop us."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{path} is no plain file")
+        skipped = file.seek(max(0, found.st_size - bytes_max))
+        raw = file.read(bytes_max)
+    # Of half a line nobody knows what it is: it may be the value of a secret's name.
+    _, _, whole_lines = raw.partition(b"\n")
+    return (whole_lines if skipped and whole_lines else raw).decode(errors="replace")
+
+
+def _listing(directory: Path) -> str:
+    """The directory as `ls -l` shows it, with inodes: whether two parts have the same."""
+    about = os.stat(directory)
+    rows: list[tuple[str, ...]] = [("inode", "mode", "uid", "bytes", "changed", "name")]
+    rows.append(_row(about, f"{directory} (device {about.st_dev})"))
+    names = sorted(os.listdir(directory))
+    rows += [_row(os.lstat(directory / name), name) for name in names]
+    return "\n".join(table(rows)) + "\n"
+
+
+def _row(found: os.stat_result, name: str) -> tuple[str, ...]:
+    changed = f"{datetime.fromtimestamp(found.st_mtime, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    mode = stat.filemode(found.st_mode)
+    return str(found.st_ino), mode, str(found.st_uid), str(found.st_size), changed, name
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=1, default=str, ensure_ascii=False) + "\n"
+
+
+def _create(path: Path) -> io.BufferedWriter:
+    """A new file that is ours alone, before anything is collected for it."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise UsageError(
+            "bundle.exists", f"{path} is there already; name another file with --output"
+        ) from error
+    except OSError as error:
+        raise UsageError(
+            "bundle.not_written",
+            f"cannot write {path}: {error.strerror}; name another file with --output",
+        ) from error
+    return open(fd, "wb")
+
+
+def _write(file: io.BufferedWriter, folder: str, entries: dict[str, bytes]) -> None:
+    with tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for name, raw in sorted(entries.items()):
+            about = tarfile.TarInfo(f"{folder}/{name}")
+            about.size, about.mode, about.mtime = len(raw), 0o600, int(time.time())
+            archive.addfile(about, io.BytesIO(raw))

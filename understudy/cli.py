@@ -1,0 +1,298 @@
+"""The `understudy` command: the pod for people.
+
+Owns flags and what is printed. Everything else is elsewhere: `local_pod` says what runs, `runner`
+runs it, `drill` breaks it; the commands that look at it are in `people`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+import understudy
+from plumbing.errors import UsageError
+from plumbing.service.cli import INTERRUPTED, options, plain_errors, run_async
+from plumbing.service.config import Option, Resolved, resolve
+from plumbing.service.paths import runtime_dir
+from understudy.drill.page.write import check_destination
+from understudy.drill.report import machine, print_report
+from understudy.drill.run import DrillPlan
+from understudy.kubelet.containers import QUICK
+from understudy.manifest import session
+from understudy.manifest.session import Asked
+from understudy.manifest.values import Choices
+from understudy.settings import DRILL_OPTIONS, NOT_WITH_MANIFEST, POD_OPTIONS, UP_OPTIONS
+from understudy.status import cli as people
+from understudy.up import sessions
+from understudy.up.local_pod import LocalPod, Ports
+from understudy.up.terminal import Terminal
+
+json_flag = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+backend_arguments = click.argument(
+    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- BACKEND'S FLAGS]"
+)
+
+
+@click.group()
+@click.version_option(understudy.__version__, message="understudy %(version)s")
+def main() -> None:
+    """Understudy: a parked engine takes over from a dead one, on weights loaded once."""
+
+
+people.attach(main)
+
+
+@main.command()
+@options(UP_OPTIONS, command="up")
+@backend_arguments
+def up(config: Resolved, arguments: tuple[str, ...]) -> None:
+    """Start a lock server, a GPU memory service and two engines here, and keep them running.
+
+    What follows `--` goes to both engines' backends. With -f it is the pod of a manifest instead.
+    """
+    directory = Path(runtime_dir(config["dir"]))
+    backoff_max_s = config["restart_backoff_max"]
+    asked = _asked(config, UP_OPTIONS, arguments, backoff_max_s=backoff_max_s)
+    if asked is not None:
+        with Terminal() as terminal:
+            run_async(lambda: session.stay_up(asked, directory, terminal.say))
+        return
+    model = _model(config["model"])
+    first = config["engine_port"]
+    pod = LocalPod(
+        directory,
+        model or Path(),
+        Ports(
+            config["service_port"],
+            config["lockserver_port"],
+            config["gms_port"],
+            (first, first + 1),
+        ),
+        backend=config["backend"],
+        host=config["host"],
+        memory=config["memory"],
+        device_bytes=config["device_bytes"],
+        tensor_parallel=config["tensor_parallel"],
+        backend_args=arguments,
+        env=_log_env(),
+        http_host=config["http_host"],
+        pace=QUICK.up_to(backoff_max_s),
+    )
+    with Terminal() as terminal:
+        run_async(lambda: sessions.stay_up(pod, model, terminal.say))
+
+
+@main.command()
+@options(DRILL_OPTIONS, command="drill")
+@backend_arguments
+@json_flag
+@click.option("--attach", is_flag=True, help="Drill the pod that runs in --dir.")
+@click.option("--yes", is_flag=True, help="With --attach: do not ask.")
+@click.option(
+    "--upgrade", is_flag=True, help="Kill nobody: give both engines another configuration, in turn."
+)
+def drill(
+    config: Resolved,
+    arguments: tuple[str, ...],
+    as_json: bool,
+    attach: bool,
+    yes: bool,
+    upgrade: bool,
+) -> None:
+    """Kill the active engine, or the memory service, under load, and report what came of it.
+
+    What follows `--` goes to the backends of the pod that it starts.
+    """
+    expected = Path(config["expected"]) if config["expected"] else None
+    if upgrade:
+        _refuse_with_upgrade(config, attach=attach)
+    plan = DrillPlan(
+        config["kills"], config["target"], config["clients"], expected, is_upgrade=upgrade
+    )
+    page = Path(config["report"]) if config["report"] else None
+    if page is not None:
+        check_destination(page)
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    asked = _asked(config, DRILL_OPTIONS, arguments, attach=attach)
+    if attach:
+        _refuse_own_pod_flags(config, arguments)
+        directory = Path(os.path.abspath(config["dir"]))
+        _ask_first(directory, plan, yes=yes)
+        result = run_async(
+            lambda: sessions.drill_running_pod(directory, plan, say), as_json=as_json
+        )
+    elif config.origin("dir") == "flag":
+        raise UsageError(
+            "drill.needless_flag",
+            "--dir names the pod that --attach drills; without --attach a drill starts a pod of "
+            "its own, in a new directory: leave out --dir, or add --attach",
+        )
+    elif asked is not None:
+        result = run_async(lambda: session.drill(asked, plan, say), as_json=as_json)
+    else:
+        model = _model(config["model"])
+        result = run_async(
+            lambda: sessions.drill_own_pod(model, config, plan, say, arguments), as_json=as_json
+        )
+    if result is None:
+        sys.exit(INTERRUPTED)
+    backend = result.backend or config["backend"]
+    if as_json:
+        document = result.report.to_dict(backend, machine()) | result.conditions
+        click.echo(json.dumps(document))
+    else:
+        from rich.console import Console
+
+        print_report(result.report, Console(), backend, result.usages, result.conditions)
+    for problem in result.report.problems:
+        click.echo(f"error: {problem}", err=True)
+    if page is not None:
+        result.write_page(page, backend)
+        click.echo(f"the report is in {page}", err=True)
+    sys.exit(0 if result.report.passed else 1)
+
+
+@main.command()
+@json_flag
+@plain_errors
+def config(as_json: bool) -> None:
+    """Print every setting of `up` and `drill` with its value and where that came from."""
+    described = {
+        "up": resolve(
+            UP_OPTIONS, {}, os.environ, os.environ.get("UNDERSTUDY_CONFIG"), command="up"
+        ),
+        "drill": resolve(
+            DRILL_OPTIONS, {}, os.environ, os.environ.get("UNDERSTUDY_CONFIG"), command="drill"
+        ),
+    }
+    if as_json:
+        document = {command: resolved.describe() for command, resolved in described.items()}
+        click.echo(json.dumps(document, default=str))
+        return
+    for command, resolved in described.items():
+        click.echo(f"[{command}]")
+        for setting in resolved.describe():
+            click.echo(_setting_line(setting))
+
+
+@main.command()
+@json_flag
+def version(as_json: bool) -> None:
+    """Print the version."""
+    about = {"version": understudy.__version__, "python": platform.python_version()}
+    click.echo(json.dumps(about) if as_json else f"understudy {about['version']}")
+
+
+def _setting_line(setting: dict[str, Any]) -> str:
+    value = "-" if setting["value"] in (None, ()) else setting["value"]
+    return f"  {setting['name']:<16} {value!s:<20} {setting['origin']:<12} {setting['env']}"
+
+
+def _model(given: str | None) -> Path | None:
+    """The checkpoint's absolute path. Whether it is a good one, the engine says."""
+    if given is None:
+        return None
+    path = Path(os.path.abspath(given))
+    if not path.is_dir():
+        raise UsageError(
+            "pod.no_model", f"{path} is not a directory; --model takes a Hugging Face checkpoint"
+        )
+    return path
+
+
+def _log_env() -> dict[str, str]:
+    """Whoever reads this terminal reads text; a log collector sets LOG_FORMAT itself."""
+    is_read_here = sys.stdout.isatty() and "LOG_FORMAT" not in os.environ
+    return {"LOG_FORMAT": "text"} if is_read_here else {}
+
+
+def _asked(
+    config: Resolved,
+    declared: Sequence[Option],
+    arguments: tuple[str, ...],
+    *,
+    attach: bool = False,
+    backoff_max_s: float | None = None,
+) -> Asked | None:
+    """The manifest's pod, if one is asked for. Flags that say the same otherwise are refused."""
+    if config["file"] is None:
+        if config["set"]:
+            raise UsageError(
+                "pod.needless_flag", "--set changes what a manifest says; name one with -f"
+            )
+        return None
+    given = [each for each in declared if config.origin(each.name) == "flag"]
+    needless = [each.flag for each in given if each.name in NOT_WITH_MANIFEST]
+    needless += ["--attach"] if attach else []
+    needless += arguments[:1]
+    if needless:
+        raise UsageError(
+            "pod.needless_flag",
+            f"{', '.join(needless)} cannot be used with -f: the manifest says what runs; change "
+            "what it says with --set, or leave out -f",
+        )
+    return Asked(
+        Path(config["file"]),
+        Choices.of(config["set"]),
+        config["pid_namespaces"],
+        backoff_max_s,
+        _log_env(),
+    )
+
+
+def _refuse_own_pod_flags(config: Resolved, arguments: tuple[str, ...]) -> None:
+    """A pod that runs has its model, devices and backend: a flag for them would change nothing."""
+    needless = [each.flag for each in POD_OPTIONS if config.origin(each.name) == "flag"]
+    needless += arguments[:1]
+    if needless:
+        raise UsageError(
+            "drill.needless_flag",
+            f"{', '.join(needless)} cannot be used with --attach: they say what pod to start, and "
+            "the one in --dir runs already; leave them out, or leave out --attach",
+        )
+
+
+def _refuse_with_upgrade(config: Resolved, *, attach: bool) -> None:
+    """An upgrade kills nobody, and relaunches containers that only a pod of its own has."""
+    needless = [f"--{name}" for name in ("kills", "target") if config.origin(name) == "flag"]
+    needless += ["--attach"] if attach else []
+    needless += ["-f"] if config.origin("file") == "flag" else []
+    if needless:
+        raise UsageError(
+            "drill.needless_flag",
+            f"{', '.join(needless)} cannot be used with --upgrade, which starts a pod of its own"
+            " and kills nobody; a pod that runs is upgraded step by step, as docs/operations.md"
+            " says",
+        )
+
+
+def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "drill.unconfirmed", "--attach kills engines that may be in use: add --yes"
+        )
+    what = ", ".join(plan.targets) or "the active engine"
+    question = f"Kill {what} of the pod in {directory} {plan.kills} times?"
+    try:
+        is_meant = click.confirm(question, err=True)
+    except click.Abort:  # Ctrl-C; click's own exit code for it is that of a drill that failed
+        click.echo(err=True)
+        sys.exit(INTERRUPTED)
+    if not is_meant:
+        raise UsageError("drill.declined", "nothing was killed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Clients that stream completions without pause and stamp what they get.
+
+Owns the sockets of the drill's requests. One connection per request, since a connection that is
+kept would hide a refusal. Every stamp is taken in the callback that received the bytes. Judges
+nothing: how an exchange ended is noted as the socket saw it, the verdict comes later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from plumbing.errors import ProtocolError
+from plumbing.service.clock import SystemClock
+from understudy.drill.records import End, Exchange, Prompt
+from understudy.drill.sse import StreamedAnswer, whole_number
+
+# Longer than every hold and budget after which a sound pod says something (503 comes after 10 s).
+SILENCE_MAX_S = 60.0
+REFUSED_PAUSE_S = 0.02  # a refused connection costs nothing: without a pause, thousands a second
+
+clock = SystemClock()
+
+
+@dataclass(slots=True)
+class Turns:
+    """Numbers the turns of the event loop in which something was received."""
+
+    number: int = 0
+    _is_open: bool = False
+
+    def current(self) -> int:
+        """The number of this turn; every caller within one turn gets the same."""
+        if not self._is_open:
+            self._is_open = True
+            self.number += 1
+            asyncio.get_running_loop().call_soon(self._end)
+        return self.number
+
+    def _end(self) -> None:
+        self._is_open = False
+
+
+@dataclass(slots=True)
+class Target:
+    """Where requests go, and the loop's turns that they share."""
+
+    host: str
+    port: int
+    turns: Turns = field(default_factory=Turns)
+
+
+class _Stream(asyncio.Protocol):
+    """One request on one connection, written down into its `Exchange`."""
+
+    def __init__(self, exchange: Exchange, request: bytes, turns: Turns) -> None:
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.heard_ms = exchange.sent_ms
+        self._exchange = exchange
+        self._request = request
+        self._turns = turns
+        self._answer = StreamedAnswer()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in shape only
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_ms = clock.now_ms()
+        try:
+            deltas = self._answer.feed(data)
+        except ProtocolError as error:
+            is_said = error.code == "drill.error_event"
+            self._end(End.CUT if is_said else End.GARBLED, error.message)
+            return
+        self._note_head()
+        for delta in deltas:
+            self._exchange.finish_reason = delta.finish_reason or self._exchange.finish_reason
+            if delta.text:
+                self._note_text(delta.text)
+        if self._answer.is_done:
+            self._end(End.DONE, self._answer.body[:200].decode("utf-8", "replace"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(End.CUT, str(exc) if exc else "the connection ended before the answer did")
+
+    def _note_head(self) -> None:
+        headers, exchange = self._answer.headers, self._exchange
+        exchange.status = self._answer.status
+        exchange.engine = headers.get("x-understudy-engine")
+        exchange.token = whole_number(headers.get("x-understudy-token", ""))
+
+    def _note_text(self, text: str) -> None:
+        exchange, turn = self._exchange, self._turns.current()
+        if exchange.first_token_ms is None:
+            exchange.first_token_ms = self.heard_ms
+            exchange.first_turn = turn
+        exchange.last_token_ms = self.heard_ms
+        exchange.last_turn = turn
+        exchange.text += text
+        exchange.chunks += 1
+
+    def _end(self, end: End, detail: str) -> None:
+        if not self.finished.done():
+            self._exchange.end = end
+            self._exchange.detail = detail
+            self.finished.set_result(None)
+        if self._transport is not None:
+            self._transport.abort()
+
+
+async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MAX_S) -> Exchange:
+    """Ask once and wait for the end of the answer, whatever end that is."""
+    exchange = Exchange(prompt=prompt.key, sent_ms=clock.now_ms())
+    loop = asyncio.get_running_loop()
+    transport: asyncio.Transport | None = None
+    try:
+        sock, rest = await _ask(target, _request(target, prompt))
+        stream = _Stream(exchange, rest, target.turns)
+        transport, _ = await loop.create_connection(lambda: stream, sock=sock)
+        while not stream.finished.done():
+            rest_s = silence_max_s - (clock.now_ms() - stream.heard_ms) / 1000
+            if rest_s <= 0:
+                exchange.end, exchange.detail = End.HUNG, f"silent for {silence_max_s:g} s"
+                break
+            await asyncio.wait({stream.finished}, timeout=rest_s)
+    except ConnectionRefusedError as error:
+        exchange.end, exchange.detail = End.REFUSED, str(error)
+    except OSError as error:  # reset between the handshake and our first look at it
+        exchange.end, exchange.detail = End.CUT, str(error)
+    finally:
+        if transport is not None:
+            transport.abort()
+        exchange.ended_ms = clock.now_ms()
+    return exchange
+
+
+async def _ask(target: Target, request: bytes) -> tuple[socket.socket, bytes]:
+    """A connection on which `request` was said, and what of it the kernel did not take.
+
+    In one breath, where the kernel connects at once, as on one host: a drain closes connections on
+    which nothing was ever said, and a turn of the loop takes long on a busy machine.
+    """
+    address = target.host, target.port
+    sock = socket.socket(socket.AF_INET6 if ":" in target.host else socket.AF_INET)
+    try:
+        sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            sock.connect(address)
+        try:
+            return sock, request[sock.send(request) :]
+        except BlockingIOError:  # not connected yet
+            await asyncio.get_running_loop().sock_connect(sock, address)
+            return sock, request
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def stream_without_pause(
+    target: Target,
+    prompts: Sequence[Prompt],
+    start: int,
+    done: Callable[[Exchange], None],
+    stopping: asyncio.Event,
+) -> None:
+    """One client: the prompts in turn, from number `start`, until `stopping` is set."""
+    for number in itertools.count(start):
+        if stopping.is_set():
+            return
+        exchange = await send(target, prompts[number % len(prompts)])
+        done(exchange)
+        if exchange.end is End.REFUSED or exchange.status >= 400:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), REFUSED_PAUSE_S)
+
+
+def _request(target: Target, prompt: Prompt) -> bytes:
+    body = json.dumps(prompt.body).encode()
+    head = (
+        f"POST {prompt.path} HTTP/1.1\r\n"
+        f"Host: {target.host}:{target.port}\r\n"
+        "Content-Type: application/json\r\n"
+        "Connection: close\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,0 +1,261 @@
+"""Sees what a kill leads to: grants, states of engines, deaths of processes.
+
+Owns the pidfds of the engine that is about to be killed, opened *before* the kill: a pidfd names a
+process for ever, a pid may be somebody else's by then. When the lock server tells of the next
+grant, every one of them must have ended, or have no memory and no descriptor left; any other could
+still touch the old engine's memory while the new engine has the right to. Nothing is asked of the
+pod for this: the kernel says who lives. The moments in between are for the timeline of the report's
+page, and nothing is judged by them: they come through an event loop that is busy with the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import select
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine import messages as engine_messages
+from lockserver.client import messages as lock_messages
+from lockserver.client import witness
+from plumbing.errors import UnderstudyError
+from plumbing.part.peers import Watch
+from plumbing.service.clock import SystemClock
+from plumbing.service.procfs import is_spent
+from plumbing.service.procfs import name as process_name
+from plumbing.wire.messages import Message
+from understudy.drill.records import GONE, LOCK, Kill, Moment, Records
+from understudy.status.gather import LOCKSERVER_SOCKET
+
+clock = SystemClock()
+
+# What an event of the lock server says that the lock is from then on; the others change nothing.
+LOCK_STATES = {
+    "lock.granted": "held",
+    "lock.confirmed": "held",
+    "lock.claimed": "held",
+    "lock.releasing": "releasing",
+    "lock.recovering": "recovering",
+    "lock.free": "free",
+}
+
+
+@dataclass(slots=True)
+class OldTree:
+    """The processes of one engine, held by pidfds, or all together by the file that they lock."""
+
+    names: dict[int, str] = field(default_factory=dict)  # pidfd → "pid 17 (engine)"
+    pids: dict[int, int] = field(default_factory=dict)  # pidfd → 17
+    witness: int | None = None
+
+    @classmethod
+    def of(cls, pids: Iterable[int]) -> OldTree:
+        tree = cls()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself a moment ago
+                name = process_name(pid)
+                pidfd = os.pidfd_open(pid)
+                tree.names[pidfd], tree.pids[pidfd] = f"pid {pid} ({name})", pid
+        return tree
+
+    @classmethod
+    def by_witness(cls, directory: Path, incarnation: str) -> OldTree:
+        """For processes that are not visible here. The kernel lets go of a dead one's lock last."""
+        try:
+            path = directory / witness.name_of(incarnation)
+            return cls(witness=os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except (OSError, UnderstudyError):
+            return cls()  # which is no evidence, and counts as none
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether it can be said of anybody that he lives or not."""
+        return bool(self.names) or self.witness is not None
+
+    def alive(self) -> list[str]:
+        """Those that have not ended at this instant and can still touch something."""
+        if self.witness is not None:
+            return ["somebody who holds its witness"] if _is_held(self.witness) else []
+        poll = select.poll()
+        for pidfd in self.names:
+            poll.register(pidfd, select.POLLIN)
+        ended = {pidfd for pidfd, _ in poll.poll(0)}
+        # Nobody else has the pid of one that had not ended a moment ago: it was not reaped yet.
+        return [
+            name
+            for pidfd, name in self.names.items()
+            if pidfd not in ended and not is_spent(self.pids[pidfd])
+        ]
+
+    def close(self) -> None:
+        """Forget them. Whoever was stopped and has not been found out goes on."""
+        for pidfd in self.names:
+            with contextlib.suppress(OSError):  # it ended, as it should have
+                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+            os.close(pidfd)
+        self.names.clear()
+        self.pids.clear()
+        if self.witness is not None:
+            os.close(self.witness)
+            self.witness = None
+
+
+class Observer:
+    """Watches the lock server and every engine, and writes into `records`."""
+
+    def __init__(self, directory: Path, engines: Mapping[str, str], records: Records) -> None:
+        self._records = records
+        self._kill: Kill | None = None
+        self._tree = OldTree()
+        self._states: dict[str, tuple[str, str]] = {}  # of each part: state and note, told last
+        self._watches = [
+            Watch(
+                str(directory / LOCKSERVER_SOCKET),
+                lock_messages.CATALOGUE,
+                lock_messages.Watch(),
+                self._heard_lockserver,
+                lambda: self._note(LOCK, GONE),
+            )
+        ]
+        self._watches += [
+            Watch(
+                path,
+                engine_messages.CONTROL,
+                engine_messages.Watch(),
+                lambda message, engine=engine: self._heard_engine(engine, message),  # type: ignore[misc] # mypy has no types for defaults of lambdas
+                lambda engine=engine: self._note(engine, GONE),  # type: ignore[misc] # as above
+            )
+            for engine, path in engines.items()
+        ]
+
+    @property
+    def hears_lock(self) -> bool:
+        """Whether the lock server is connected now: a grant that it makes will be heard."""
+        state, _ = self._states.get(LOCK, (GONE, ""))
+        return state != GONE
+
+    def expect(self, kill: Kill, tree: OldTree) -> None:
+        """What is heard from now on belongs to `kill`; takes `tree`."""
+        self._forget_tree()
+        self._kill, self._tree = kill, tree
+        kill.deaths_ms = dict.fromkeys(tree.names.values())
+        for pidfd in tree.names:
+            asyncio.get_running_loop().add_reader(pidfd, self._ended, pidfd)
+
+    async def close(self) -> None:
+        for watch in self._watches:
+            await watch.close()
+        self._forget_tree()
+
+    def _forget_tree(self) -> None:
+        for pidfd in self._tree.names:
+            asyncio.get_running_loop().remove_reader(pidfd)
+        self._tree.close()
+
+    def _ended(self, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)  # it stays readable for ever
+        assert self._kill is not None  # a tree comes with its kill
+        self._kill.deaths_ms[self._tree.names[pidfd]] = clock.now_ms()
+
+    def _note(self, part: str, state: str, note: str = "", at_ms: Any = None) -> None:
+        """`part` is in `state`, since `at_ms` if it says so; what is known is not news."""
+        if self._states.get(part) != (state, note):
+            self._states[part] = state, note
+            moment_ms = float(at_ms) if isinstance(at_ms, (int, float)) else clock.now_ms()
+            self._records.moments.append(Moment(moment_ms, part, state, note))
+
+    # ------------------------------------------------------------------ what is heard
+
+    def _heard_lockserver(self, message: Message) -> None:
+        if isinstance(message, lock_messages.Granted) and message.lock == "active":
+            self._granted(message.engine, message.token)
+        elif isinstance(message, lock_messages.EventRecord):
+            record, data = message.record, message.record.get("data") or {}
+            if data.get("lock") != "active":
+                return
+            if record.get("type") in LOCK_STATES:
+                state, engine = LOCK_STATES[record["type"]], data.get("engine")
+                self._note(LOCK, state, str(engine or ""), record.get("mono_ms"))
+            if record.get("type") == "lock.granted":
+                self._granted(str(data.get("engine")), int(data.get("token", 0)))
+                self._note_grant(data)
+        elif isinstance(message, lock_messages.StatusReply):
+            lock = (message.document.get("locks") or {}).get("active") or {}
+            holder = (lock.get("holder") or {}).get("engine")
+            self._note(LOCK, str(lock.get("state", "unknown")), str(holder or ""))
+
+    def _granted(self, engine: str, token: int) -> None:
+        """A newer grant: nobody of the old tree may live. Heard twice, as message and as event."""
+        kill = self._kill
+        if kill is None or token <= kill.old_token or kill.new_token is not None:
+            return
+        kill.new_token, kill.new_engine = token, engine
+        alive = self._tree.alive()
+        if self._tree.is_evidence:
+            self._records.grants_checked += 1
+        if alive:
+            self._records.overlaps.append(
+                f"token {token} was granted to {engine} while {', '.join(alive)} "
+                f"of {kill.engine} lived"
+            )
+
+    def _note_grant(self, data: Mapping[str, Any]) -> None:
+        kill = self._kill
+        if kill is None or data.get("token") != kill.new_token:
+            return
+        kill.fenced_ms = _after(kill, data.get("fenced_mono_ms"))
+        _earliest_detection(kill, data.get("lost_mono_ms"))
+
+    def _heard_engine(self, engine: str, message: Message) -> None:
+        kill = self._kill
+        self._note_engine(engine, message)
+        if kill is None or not isinstance(message, engine_messages.EventRecord):
+            return
+        record, data = message.record, message.record.get("data") or {}
+        if engine == kill.engine:
+            if record.get("type") == "engine.child_exit" or data.get("to") == "dead":
+                _earliest_detection(kill, data.get("seen_mono_ms", record.get("mono_ms")))
+        elif record.get("type") == "engine.state":
+            if data.get("to") == "waking" and kill.granted_ms is None:
+                kill.granted_ms = _after(kill, record.get("mono_ms"))
+            elif data.get("to") == "active" and kill.active_ms is None:
+                kill.active_ms = _after(kill, record.get("mono_ms"))
+
+    def _note_engine(self, engine: str, message: Message) -> None:
+        if isinstance(message, engine_messages.StatusReply):
+            about = message.document.get("engine") or {}
+            self._note(engine, str(about.get("state", "unknown")))
+        elif isinstance(message, engine_messages.EventRecord):
+            record = message.record
+            if record.get("type") == "engine.state":
+                state = (record.get("data") or {}).get("to", "unknown")
+                self._note(engine, str(state), at_ms=record.get("mono_ms"))
+
+
+def _is_held(file: int) -> bool:
+    """Whether anybody has a lock on `file`. The lock server has tried by now, too."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
+
+
+def _after(kill: Kill, mono_ms: Any) -> float | None:
+    """`mono_ms` if it is a time after the kill: an event of an earlier failover is not one."""
+    if isinstance(mono_ms, (int, float)) and mono_ms >= kill.killed_ms:
+        return float(mono_ms)
+    return None
+
+
+def _earliest_detection(kill: Kill, mono_ms: Any) -> None:
+    seen_ms = _after(kill, mono_ms)
+    if seen_ms is not None and (kill.detected_ms is None or seen_ms < kill.detected_ms):
+        kill.detected_ms = seen_ms

@@ -1,0 +1,244 @@
+"""What the report's page shows, as one JSON document: records and verdict in, plain data out.
+
+Pure. Owns what is left out where there is too much, and says how many that are. Times are
+milliseconds: of a kill since that kill, of everything else since the drill's first request.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+from understudy.drill.records import LOCK, PHASES, Exchange, Kill, Moment, Outcome, Records
+from understudy.drill.report import Usage
+from understudy.drill.verdict import Report, classify, first_answers, phases_of, spread
+
+SCHEMA = 1
+DOTS_MAX = 5000  # more than a chart has room for; some 150 KiB
+KILLS_MAX = 500  # with a timeline of their own, at some 3 KiB each
+REQUESTS_PER_KILL_MAX = 24  # rows of one timeline; a drill has some four clients
+BEFORE_KILL = 0.12  # of a timeline: enough to see who served, and the rest is what it is about
+AFTER_LAST = 1.08  # of its length: the last moment has room for its label
+LENGTH_MIN_MS = 5.0
+LENGTH_UNKNOWN_MS = 1000.0  # of a timeline in which nothing followed the kill
+LOOK_BACK_MS = 10_000.0  # a request that began earlier is not looked for: it cannot be of interest
+PARTS_HEARD_WITHIN = 1000  # moments: every part tells what it is as soon as it is watched
+
+Outcomes = Mapping[int, Outcome]  # of each exchange, by its id()
+
+
+@dataclass(frozen=True, slots=True)
+class SeenKill:
+    """A kill, the first request that was answered after it, and when the next kill was made."""
+
+    kill: Kill
+    first: Exchange | None
+    until_ms: float
+
+    @property
+    def served_ms(self) -> float | None:
+        return self.first.first_token_ms if self.first is not None else None
+
+    def timeline_ms(self) -> tuple[float, float]:
+        """From when to when its timeline goes, relative to the kill."""
+        kill = self.kill
+        moments = (kill.detected_ms, kill.fenced_ms, kill.granted_ms, kill.active_ms)
+        seen = [*moments, self.served_ms, *kill.deaths_ms.values()]
+        known = [moment - kill.killed_ms for moment in seen if moment is not None]
+        length_ms = max(LENGTH_MIN_MS, *known) if known else LENGTH_UNKNOWN_MS
+        end_ms = min(AFTER_LAST * length_ms, self.until_ms - kill.killed_ms)
+        return -BEFORE_KILL * length_ms, end_ms
+
+
+def page_data(
+    records: Records,
+    report: Report,
+    backend: str,
+    machine: Mapping[str, Any],
+    usages: Mapping[str, tuple[Usage, Usage]],
+    made_at: str,
+) -> dict[str, Any]:
+    """The whole document."""
+    ordered = sorted(records.exchanges, key=lambda each: each.sent_ms)
+    outcomes = {id(each): classify(each, records.expected) for each in ordered}
+    began_ms = _began_ms(records, ordered)
+    firsts = first_answers(records.kills, ordered)
+    parts = _part_kills(records, began_ms)
+    moments = sorted(records.moments, key=lambda each: each.at_ms)
+    ends_ms = [*(kill.killed_ms for kill in records.kills[1:]), math.inf]
+    seen_kills = list(map(SeenKill, records.kills, firsts, ends_ms))[:KILLS_MAX]
+    return {
+        "schema": SCHEMA,
+        "made_at": made_at,
+        "passed": report.passed,
+        "problems": report.problems,
+        "report": report.to_dict(backend, dict(machine)),
+        "usages": {
+            name: {"before": asdict(before), "after": asdict(after)}
+            for name, (before, after) in usages.items()
+        },
+        "kills_left_out": len(records.kills) - len(seen_kills),
+        "kills": [
+            _kill(number, seen, began_ms, _around(seen, ordered, outcomes), moments)
+            for number, seen in enumerate(seen_kills, 1)
+        ],
+        "part_kills": parts,
+        "back_ms": spread(part["back_ms"] for part in parts if part["back_ms"]).to_dict(),
+        "requests": _dots(ordered, outcomes, began_ms),
+    }
+
+
+def lanes(
+    moments: Sequence[Moment], kill: Kill, from_ms: float, to_ms: float
+) -> dict[str, list[list[Any]]]:
+    """What each part was from when to when, relative to the kill: `[from, to, state, note]`.
+
+    `moments` are in order. What a part was when the timeline begins was heard before that.
+    """
+    start = _index(moments, kill.killed_ms + from_ms)
+    end = _index(moments, kill.killed_ms + to_ms)
+    found: dict[str, list[list[Any]]] = {}
+    for moment in (*_last_before(moments, start), *moments[start:end]):
+        at_ms = _round(max(moment.at_ms - kill.killed_ms, from_ms))
+        lane = found.setdefault(moment.part, [])
+        if lane:
+            lane[-1][1] = at_ms
+        lane.append([at_ms, _round(to_ms), moment.state, moment.note])
+    engines = sorted(name for name in found if name != LOCK)
+    return {name: found[name] for name in (*engines, LOCK) if name in found}
+
+
+def _last_before(moments: Sequence[Moment], start: int) -> Iterable[Moment]:
+    """The last moment of every part before the one at `start`."""
+    parts = {moment.part for moment in islice(moments, PARTS_HEARD_WITHIN)}
+    last: dict[str, Moment] = {}
+    for number in range(start - 1, -1, -1):
+        last.setdefault(moments[number].part, moments[number])
+        if len(last) >= len(parts):
+            break
+    return last.values()
+
+
+def _index(moments: Sequence[Moment], at_ms: float) -> int:
+    return bisect_left(moments, at_ms, key=lambda moment: moment.at_ms)
+
+
+def _kill(
+    number: int,
+    seen: SeenKill,
+    began_ms: float,
+    requests: list[list[Any]],
+    moments: Sequence[Moment],
+) -> dict[str, Any]:
+    kill, (from_ms, to_ms) = seen.kill, seen.timeline_ms()
+    phases = phases_of(kill, seen.first)
+    return {
+        "number": number,
+        "target": kill.target,
+        "engine": kill.engine,
+        "new_engine": kill.new_engine,
+        "new_token": kill.new_token,
+        "at_ms": _round(kill.killed_ms - began_ms),
+        "failover_ms": _since(kill, seen.served_ms),
+        "phases_ms": {name: _round(phases[name]) for name in PHASES if name in phases},
+        "moments_ms": {
+            "killed": 0.0,
+            "detected": _since(kill, kill.detected_ms),
+            "fenced": _since(kill, kill.fenced_ms),
+            "granted": _since(kill, kill.granted_ms),
+            "active": _since(kill, kill.active_ms),
+            "first token": _since(kill, seen.served_ms),
+        },
+        "from_ms": _round(from_ms),
+        "to_ms": _round(to_ms),
+        "deaths_ms": {name: _since(kill, at_ms) for name, at_ms in kill.deaths_ms.items()},
+        "lanes": lanes(moments, kill, from_ms, to_ms),
+        "requests": requests,
+    }
+
+
+def _around(seen: SeenKill, ordered: Sequence[Exchange], outcomes: Outcomes) -> list[list[Any]]:
+    """The requests of a timeline, `[sent, first token, end, outcome, engine]`.
+
+    Where there are too many those stay that were not answered, and those nearest to the kill.
+    """
+    kill = seen.kill
+    from_ms, to_ms = (kill.killed_ms + each for each in seen.timeline_ms())
+    start = bisect_left(ordered, from_ms - LOOK_BACK_MS, key=lambda each: each.sent_ms)
+    end = bisect_left(ordered, to_ms, key=lambda each: each.sent_ms)
+    found = [each for each in ordered[start:end] if each.ended_ms >= from_ms]
+    found.sort(key=lambda e: (outcomes[id(e)] is Outcome.OK, abs(e.sent_ms - kill.killed_ms)))
+    kept = sorted(found[:REQUESTS_PER_KILL_MAX], key=lambda each: each.sent_ms)
+    return [
+        [
+            _since(kill, each.sent_ms),
+            _since(kill, each.first_token_ms),
+            _since(kill, each.ended_ms),
+            outcomes[id(each)],
+            each.engine,
+        ]
+        for each in kept
+    ]
+
+
+def _dots(ordered: Sequence[Exchange], outcomes: Outcomes, began_ms: float) -> dict[str, Any]:
+    """Every request, `[sent, first token after, outcome, grant]`; of too many an even choice.
+
+    What was not answered in full is what people look for, and stays as far as there is room.
+    """
+    faults = [each for each in ordered if outcomes[id(each)] is not Outcome.OK][:DOTS_MAX]
+    fine = [each for each in ordered if outcomes[id(each)] is Outcome.OK]
+    room = DOTS_MAX - len(faults)
+    step = max(1, math.ceil(len(fine) / room)) if room else len(fine) + 1
+    kept = sorted([*faults, *(fine[::step] if room else [])], key=lambda each: each.sent_ms)
+    return {
+        "total": len(ordered),
+        "left_out": len(ordered) - len(kept),
+        "dots": [
+            [
+                _round(each.sent_ms - began_ms),
+                _round(each.first_token_ms - each.sent_ms)
+                if each.first_token_ms is not None
+                else None,
+                outcomes[id(each)],
+                each.token,
+            ]
+            for each in kept
+        ],
+    }
+
+
+def _part_kills(records: Records, began_ms: float) -> list[dict[str, Any]]:
+    """The deaths of what is no engine, in order; `back_ms` is how long its work was not done."""
+    deaths = [
+        (each.killed_ms, each.recovered_ms, f"gms of {each.device}")
+        for each in records.memory_kills
+    ]
+    deaths += [(each.killed_ms, each.back_ms, each.target) for each in records.part_kills]
+    return [
+        {
+            "part": part,
+            "at_ms": _round(killed_ms - began_ms),
+            "back_ms": _round(back_ms - killed_ms) if back_ms is not None else None,
+        }
+        for killed_ms, back_ms, part in sorted(deaths, key=lambda death: death[0])
+    ]
+
+
+def _began_ms(records: Records, ordered: Sequence[Exchange]) -> float:
+    starts_ms = [kill.killed_ms for kill in records.kills]
+    starts_ms += [kill.killed_ms for kill in records.memory_kills]
+    starts_ms += [kill.killed_ms for kill in records.part_kills]
+    return min([*starts_ms, *(each.sent_ms for each in ordered[:1])], default=0.0)
+
+
+def _since(kill: Kill, at_ms: float | None) -> float | None:
+    return _round(at_ms - kill.killed_ms) if at_ms is not None else None
+
+
+def _round(value_ms: float) -> float:
+    return round(value_ms, 2)  # a hundredth of a pixel of any chart

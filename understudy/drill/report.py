@@ -1,0 +1,150 @@
+"""The report of a drill for people, and what the machine was that it ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from plumbing.part.format import size
+from plumbing.service.procfs import descendants, rss_bytes
+from understudy.drill.records import PHASES, Upgrade
+from understudy.drill.verdict import Report, Spread
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Open descriptors and resident bytes of one container's processes, taken together."""
+
+    fds: int
+    rss_bytes: int
+
+
+def usage_of(pid: int) -> Usage:
+    """What `pid` and everything below it use now."""
+    fds = rss = 0
+    for process in (pid, *descendants(pid)):
+        rss += rss_bytes(process) or 0
+        try:
+            fds += len(os.listdir(f"/proc/{process}/fd"))
+        except OSError:
+            continue  # it ended
+    return Usage(fds, rss)
+
+
+def machine() -> dict[str, Any]:
+    """Enough to compare two reports: cores, memory, kernel, Python."""
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": _cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory_bytes,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def print_report(
+    report: Report,
+    console: Console,
+    backend: str,
+    usages: Mapping[str, tuple[Usage, Usage]],
+    conditions: Mapping[str, Any] | None = None,
+) -> None:
+    """The table that `understudy drill` ends with. `conditions`: under which it was made."""
+    from rich.table import Table
+
+    about = machine()
+    has_failovers = bool(report.failovers) or report.recovery_ms is None
+    what = _measured(report, backend, has_failovers=has_failovers)
+    console.print(f"{what} on {about['cpus']} CPUs ({about['cpu']})")
+    if report.upgrade is not None:
+        _print_upgrade(report.upgrade, report.pause_ms, console)
+    else:
+        _print_times(report, Table(), console, has_failovers=has_failovers)
+    counts = [f"{target} {count}" for target, count in report.killed.items() if count]
+    killed = f" ({', '.join(counts)})" if counts else ""
+    console.print(f"kills            {report.kills}{killed}")
+    console.print(f"requests         {report.requests}, lost in flight {report.lost_in_flight}")
+    for name, count in (
+        ("refused", report.refused),
+        ("wrong tokens", report.wrong_tokens),
+        ("double active", report.double_active),
+    ):
+        console.print(f"{name:<16} {count}", style="red" if count else "green")
+    if report.memory is not None:
+        use = report.memory
+        console.print(
+            f"weights          {size(use.committed_bytes)} committed, "
+            f"{size(use.peak_bytes)} of memory at most"
+        )
+    for name, (before, after) in usages.items():
+        change = 100 * (after.rss_bytes - before.rss_bytes) / max(1, before.rss_bytes)
+        console.print(
+            f"{name:<16} descriptors {before.fds} → {after.fds}, "
+            f"memory {before.rss_bytes / 2**20:.1f} MiB {change:+.1f} %"
+        )
+    if conditions and "manifest" in conditions:
+        console.print(f"manifest         {conditions['manifest']}", markup=False)
+        wait_s = conditions["restart_backoff_max_s"]
+        console.print(f"restarts         after {wait_s:g} s at most; a kubelet waits up to 300 s")
+    for problem in report.problems:
+        console.print(f"problem          {problem}", style="red", markup=False)
+    console.print("passed" if report.passed else "FAILED", style="bold", markup=False)
+
+
+def _print_upgrade(upgrade: Upgrade, pause_ms: float | None, console: Console) -> None:
+    """What was changed, and what the switchover in the middle of it cost."""
+    engines = ", ".join(name for name, is_upgraded in upgrade.engines.items() if is_upgraded)
+    console.print(f"upgraded         {engines or 'nobody'}, to {upgrade.setting}")
+    if upgrade.switchover_ms is not None:
+        took = f"{upgrade.source} to {upgrade.target} in {upgrade.switchover_ms:.0f} ms"
+        pause = "" if pause_ms is None else f", {pause_ms:.0f} ms of it without a token"
+        console.print(f"switchover       {took}{pause}")
+
+
+def _print_times(report: Report, table: Table, console: Console, *, has_failovers: bool) -> None:
+    """Failovers by phase, and recoveries of the memory service."""
+    table.add_column("milliseconds")
+    for column in ("p50", "p99", "max"):
+        table.add_column(column, justify="right")
+    if has_failovers:
+        for phase in PHASES:
+            table.add_row(f"  {phase}", *_cells(report.phases_ms[phase]))
+        table.add_section()
+        table.add_row("failover", *_cells(report.failover_ms), style="bold")
+    if report.recovery_ms is not None:
+        table.add_row("memory service back", *_cells(report.recovery_ms), style="bold")
+    console.print(table)
+
+
+def _measured(report: Report, backend: str, *, has_failovers: bool) -> str:
+    """What the table's times are of."""
+    if report.upgrade is not None:
+        return f"upgrade of two engines with the {backend} backend under load"
+    if report.recovery_ms is None:
+        return f"failover of the {backend} backend"
+    if has_failovers:
+        return f"failover of the {backend} backend and recovery of its memory service"
+    return f"recovery of the memory service under the {backend} backend"
+
+
+def _cells(spread: Spread) -> list[str]:
+    return ["-" if value is None else f"{value:.1f}" for value in spread.to_dict().values()]
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.machine()

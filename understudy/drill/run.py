@@ -1,0 +1,303 @@
+"""One drill from beginning to end: learn the answers, load the pod, kill, wait, kill again.
+
+Owns the order of things and what is said on the way. Measures through `clients` and `observer`,
+acts through `killer`, judges nothing. It is kept lean, because it shares its cores with the pod
+whose speed it reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.service.clock import SystemClock
+from understudy.drill.clients import Target, send, stream_without_pause
+from understudy.drill.expected import read_expected
+from understudy.drill.killer import Whole, kill_active, wait_whole
+from understudy.drill.memory_killer import Standing, committed_devices, kill_server, wait_recovered
+from understudy.drill.observer import Observer
+from understudy.drill.part_killer import kill_part, wait_back
+from understudy.drill.physical import PhysicalMemory, roots_of
+from understudy.drill.prompts import all_prompts, learn_answers
+from understudy.drill.records import (
+    GMS,
+    PARTS,
+    Kill,
+    MemoryUse,
+    Prompt,
+    Records,
+    Upgrade,
+    base_targets,
+    targets_of,
+)
+from understudy.drill.upgrade import SETTING, VALUE, Upgrader
+from understudy.kubelet.http_get import get
+from understudy.kubelet.runner import Runner
+from understudy.status.gather import engine_sockets, engine_status, gather, pids_of, way_out
+from understudy.status.view import is_reachable
+
+FIRST_WHOLE_DEADLINE_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
+ANSWERS_DEADLINE_S = 90.0  # longer than a client is silent before it gives up
+ANSWERS_POLL_S = 0.01
+UP_DEADLINE_S = 300.0  # as for a pod to be whole: a container's probe may look once in ten seconds
+TAKEOVER_DEADLINE_S = 90.0  # past the waking budget (60 s) and the hold (10 s): it will not come
+
+clock = SystemClock()
+
+
+@dataclass(frozen=True, slots=True)
+class DrillPlan:
+    """How many kills, of what, under how much load.
+
+    `targets` are taken in turn; none: every process that an engine of this pod has, and `also`.
+    `expected`: a file of prompts and their answers; none: whoever serves first is asked.
+    `is_upgrade`: nobody is killed; both engines are given another configuration instead.
+    """
+
+    kills: int = 20
+    targets: Sequence[str] = ()
+    clients: int = 4
+    expected: Path | None = None
+    also: Sequence[str] = ()
+    is_upgrade: bool = False
+
+    @property
+    def kills_wanted(self) -> int:
+        return 0 if self.is_upgrade else self.kills
+
+
+class Drill:
+    """A drill on the pod whose sockets are in `directory`. `records` grows while it runs."""
+
+    def __init__(
+        self,
+        directory: Path,
+        plan: DrillPlan,
+        say: Callable[[str], None],
+        runner: Runner | None = None,
+    ) -> None:
+        """`runner` is who runs the pod, if it is ours. It names the containers whose probes have
+        not passed yet: one that hangs before that is found hours later, so that nothing is killed
+        before it. And it is what an upgrade needs."""
+        self.records = Records()
+        self._directory = directory
+        self._plan = plan
+        self._say = say
+        self._targets = tuple(plan.targets)
+        self._runner = runner
+        self._physical = PhysicalMemory()
+        self.prompts: list[Prompt] = []
+        self.backend: str | None = None  # of the engines; known once it is prepared
+
+    async def prepare(self) -> Target:
+        """Wait until the pod is whole and learn the expected answers from whoever serves.
+
+        Raises:
+            UnderstudyError: the pod does not get whole, or its model answers nothing.
+        """
+        if not is_reachable(await gather(self._directory)):
+            raise UnreachableError(
+                "pod.unreachable",
+                f"no part of a pod answers in {self._directory}; {way_out(self._directory)}",
+            )
+        whole = await wait_whole(self._directory, self._say, FIRST_WHOLE_DEADLINE_S)
+        backend = await self._backend(whole.engine)
+        self.backend = backend.get("name")
+        self.records.targets = base_targets(self.backend)
+        processes = targets_of(self.backend, backend.get("pids") or ())
+        self._targets = self._targets or (*processes, *self._plan.also)
+        host, _, port = whole.service.rpartition(":")
+        host = host.strip("[]")
+        target = Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
+        model = await _model_name(target)
+        if self._plan.expected is not None:
+            self.prompts, self.records.expected = read_expected(self._plan.expected, model)
+        else:
+            self.prompts, self.records.expected = await learn_answers(target, all_prompts(model))
+        self._say(
+            f"{whole.engine} serves {model} at {target.host}:{target.port}, "
+            f"{', '.join(whole.standbys)} stands by; "
+            f"{len(self.prompts)} prompts, {self._plan.clients} clients"
+        )
+        return target
+
+    async def run(self, target: Target) -> None:
+        """All kills under load. Raises what ended it early; `records` stands either way."""
+        stopping = asyncio.Event()
+        engines = engine_sockets(self._directory)
+        observer = Observer(self._directory, engines, self.records)
+        exchanges = self.records.exchanges
+        clients = [
+            asyncio.create_task(
+                stream_without_pause(target, self.prompts, number, exchanges.append, stopping)
+            )
+            for number in range(self._plan.clients)
+        ]
+        try:
+            if self._plan.is_upgrade:
+                await self._upgrade(observer)
+            elif GMS in self._targets:
+                await self._watch_memory()
+            for number, what in zip(
+                range(1, self._plan.kills_wanted + 1), itertools.cycle(self._targets), strict=False
+            ):
+                await self._all_up(observer)
+                whole = await wait_whole(self._directory, self._say)
+                if what == GMS:
+                    await self._kill_memory(number)
+                elif what in PARTS:
+                    await self._kill_part(number, what)
+                else:
+                    await self._kill(number, what, whole, target, observer)
+            await wait_whole(self._directory, self._say)  # the last one comes back, too
+            stopping.set()
+            await asyncio.gather(*clients)
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+            await observer.close()
+            await self._physical.close()
+            if self.records.memory is not None:
+                self.records.memory.peak_bytes = self._physical.peak_bytes
+
+    async def _upgrade(self, observer: Observer) -> None:
+        """Give both engines another configuration, and let both be used with it."""
+        assert self._runner is not None  # an upgrade is of a pod that we run
+        self.records.upgrade = Upgrade(f"{SETTING}={VALUE}")
+        await self._answers(2 * self._plan.clients)
+        upgrader = Upgrader(
+            self._directory,
+            self._runner,
+            observer,
+            self._say,
+            lambda: self._answers(2 * self._plan.clients),
+        )
+        await upgrader.run(self.records.upgrade)
+
+    def _not_up(self) -> Sequence[str]:
+        return self._runner.not_up() if self._runner is not None else ()
+
+    async def _backend(self, engine: str) -> dict[str, Any]:
+        """What `engine` says of its backend."""
+        path = engine_sockets(self._directory)[engine]
+        return (await engine_status(engine, path)).get("backend") or {}
+
+    async def _watch_memory(self) -> None:
+        """What is committed now, and from now on the most that the pod ever has of it."""
+        view = await gather(self._directory)
+        sizes = [int(each["committed_bytes"]) for each in committed_devices(view).values()]
+        self.records.memory = MemoryUse(sum(sizes), min(sizes, default=0))
+        self._physical.watch(roots_of(await pids_of(self._directory)))
+
+    async def _all_up(self, observer: Observer) -> None:
+        """Wait until every container has passed its startup probe, and the lock server is heard.
+
+        Raises:
+            WaitTimeoutError: `drill.not_up`, with what is missing.
+        """
+        end_ms = clock.now_ms() + UP_DEADLINE_S * 1000
+        while self._not_up() or not observer.hears_lock:
+            if clock.now_ms() > end_ms:
+                missing = ", ".join(self._not_up()) or "the lock server"
+                raise WaitTimeoutError(
+                    "drill.not_up", f"{missing} was not up again within {UP_DEADLINE_S:g} s"
+                )
+            await asyncio.sleep(ANSWERS_POLL_S)
+
+    async def _kill_part(self, number: int, what: str) -> None:
+        """Kill a part that is no engine; whatever but itself has changed then is written down."""
+        kill, before, memory = await kill_part(self._directory, what)
+        self.records.part_kills.append(kill)
+        await wait_back(self._directory, kill, memory)
+        await wait_whole(self._directory, self._say)
+        await self._answers(2 * self._plan.clients)
+        await self._compare(what, before)
+        took_ms = (kill.back_ms or kill.killed_ms) - kill.killed_ms
+        self._say(f"kill {number}/{self._plan.kills}  {what}  back after {took_ms:.0f} ms")
+
+    async def _compare(self, what: str, before: Standing) -> None:
+        """Note what the death of `what` has changed."""
+        changes = before.changes(Standing.of(await gather(self._directory)))
+        self.records.disturbed += [f"{what} died, and {changed}" for changed in changes]
+
+    async def _kill_memory(self, number: int) -> None:
+        """Kill a memory server; whatever but itself has changed by then is written down."""
+        made = len(self.records.memory_kills)
+        kill, before = await kill_server(self._directory, made)
+        self.records.memory_kills.append(kill)
+        await wait_recovered(self._directory, kill, self._say)
+        # Other kills have replaced engines.
+        self._physical.watch(roots_of(await pids_of(self._directory)))
+        await self._answers(2 * self._plan.clients)
+        await self._compare(f"the server of {kill.device}", before)
+        took_ms = (kill.recovered_ms or kill.killed_ms) - kill.killed_ms
+        self._say(
+            f"kill {number}/{self._plan.kills}  gms server of {kill.device}  "
+            f"all attached again after {took_ms:.0f} ms"
+        )
+
+    async def _kill(
+        self, number: int, what: str, whole: Whole, target: Target, observer: Observer
+    ) -> None:
+        kill = await kill_active(self._directory, what, whole, observer)
+        self.records.kills.append(kill)
+        took_ms = await self._probe(kill, target)
+        self._say(
+            f"kill {number}/{self._plan.kills}  {what} of {kill.engine}  "
+            f"{kill.new_engine or 'the next'} answered after {took_ms:.0f} ms"
+        )
+
+    async def _answers(self, count: int) -> None:
+        """Wait until so many more requests have ended: what has just come back is used, too.
+
+        Raises:
+            WaitTimeoutError: `drill.no_answers`.
+        """
+        goal = len(self.records.exchanges) + count
+        end_ms = clock.now_ms() + ANSWERS_DEADLINE_S * 1000
+        while len(self.records.exchanges) < goal:
+            if clock.now_ms() > end_ms:
+                raise WaitTimeoutError(
+                    "drill.no_answers",
+                    f"{count} requests did not end within {ANSWERS_DEADLINE_S:g} s, although"
+                    " nothing was killed",
+                )
+            await asyncio.sleep(ANSWERS_POLL_S)
+
+    async def _probe(self, kill: Kill, target: Target) -> float:
+        """Ask afresh, at once, until a newer grant answers; milliseconds since the kill."""
+        prompts = itertools.cycle(self.prompts)
+        end_ms = kill.killed_ms + TAKEOVER_DEADLINE_S * 1000
+        while True:
+            exchange = await send(target, next(prompts))
+            self.records.exchanges.append(exchange)
+            is_newer = exchange.token is not None and exchange.token > kill.old_token
+            if is_newer and exchange.first_token_ms is not None:
+                return exchange.first_token_ms - kill.killed_ms
+            if exchange.ended_ms > end_ms:
+                raise WaitTimeoutError(
+                    "drill.no_takeover",
+                    f"nobody took over from {kill.engine} within {TAKEOVER_DEADLINE_S:g} s; the "
+                    f"last request: {exchange.end}, status {exchange.status}, {exchange.detail}",
+                )
+            # Without this, a port that refuses would be asked thousands of times a second.
+            await asyncio.sleep(0.002)
+
+
+async def _model_name(target: Target) -> str:
+    answer = await get(f"http://{target.host}:{target.port}/v1/models", timeout_s=30)
+    models = answer.json().get("data") or [{}]
+    name = models[0].get("id")
+    if not isinstance(name, str):
+        said = json.dumps(answer.json())[:200] if answer.body else answer.reason
+        raise UnderstudyError(
+            "drill.no_model", f"/v1/models names no model ({answer.status}: {said})"
+        )
+    return name

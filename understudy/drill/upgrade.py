@@ -1,0 +1,112 @@
+"""Upgrades a pod under load, as docs/operations.md says: the standby is relaunched with a new
+configuration, the active engine hands over to it, and the other one is relaunched likewise.
+
+Owns the order of these steps and what the new configuration is. The containers are the runner's,
+whose part people and kubelets have otherwise: each is told to end, and another one is started in
+its place. Judges nothing.
+
+The surprising thing: what an engine runs is not asked of the engine. Every process that it has is
+looked at in /proc, since a backend that was overlooked would still be the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+from lockserver.client import messages as lock_messages
+from plumbing.errors import UnderstudyError
+from plumbing.part.peers import ask
+from plumbing.service.clock import SystemClock
+from understudy.drill.killer import Whole, backend_processes, wait_whole
+from understudy.drill.observer import Observer, OldTree
+from understudy.drill.records import Kill, Upgrade
+from understudy.kubelet.runner import Runner
+from understudy.status.gather import LOCKSERVER_SOCKET
+
+# A real setting, of every engine whatever its backend, that no answer depends on.
+SETTING, VALUE = "UNDERSTUDY_DRAIN_MS", "31000"  # the default is 30000
+SWITCHOVER_TIMEOUT_S = 120.0  # the drain's budget, the reap's, and a wake on a slow machine
+SWITCHOVER = "switchover"  # what takes the place of a target, where a kill would have one
+
+clock = SystemClock()
+
+
+class Upgrader:
+    """Upgrades the engines of the pod in `directory`, which `runner` runs; `answers` waits until
+    some more requests have been answered."""
+
+    def __init__(
+        self,
+        directory: Path,
+        runner: Runner,
+        observer: Observer,
+        say: Callable[[str], None],
+        answers: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._directory = directory
+        self._runner = runner
+        self._observer = observer
+        self._say = say
+        self._answers = answers
+
+    async def run(self, upgrade: Upgrade) -> None:
+        """From one configuration to the other; fills `upgrade` as it goes.
+
+        Raises:
+            UnderstudyError: what ended it early.
+        """
+        before = await wait_whole(self._directory, self._say)
+        for standby in before.standbys:
+            await self._relaunch(standby)
+        await self._answers()
+        await self._switch_over(before, before.standbys[0], upgrade)
+        await wait_whole(self._directory, self._say)
+        await self._answers()
+        await self._relaunch(before.engine)
+        await self._answers()
+        for engine in (before.engine, *before.standbys):
+            upgrade.engines[engine] = self._is_upgraded(engine)
+
+    async def _relaunch(self, engine: str) -> None:
+        began_ms = clock.now_ms()
+        container = self._runner.container(engine)
+        env = {**container.env, SETTING: VALUE}
+        await self._runner.replace(replace(container, env=env))
+        await wait_whole(self._directory, self._say)
+        took_ms = clock.now_ms() - began_ms
+        self._say(f"{engine} stands by with {SETTING}={VALUE} after {took_ms:.0f} ms")
+
+    async def _switch_over(self, before: Whole, to: str, upgrade: Upgrade) -> None:
+        tree = OldTree.of(backend_processes(self._runner.pids()[before.engine]))
+        upgrade.source, upgrade.old_token = before.engine, before.token
+        # Nobody is killed, but at the grant nobody of the old backend may live, either.
+        self._observer.expect(Kill(SWITCHOVER, before.engine, before.token, clock.now_ms()), tree)
+        question = lock_messages.SwitchOver("active", to, round(SWITCHOVER_TIMEOUT_S * 1000))
+        answered = await ask(
+            str(self._directory / LOCKSERVER_SOCKET),
+            lock_messages.CATALOGUE,
+            question,
+            timeout_s=SWITCHOVER_TIMEOUT_S + 5,
+        )
+        done = answered.message
+        if not isinstance(done, lock_messages.SwitchedOver):
+            raise UnderstudyError("drill.no_switchover", f"the lock server answered {done.TYPE}")
+        upgrade.target, upgrade.new_token = done.engine, done.token
+        upgrade.switchover_ms = float(done.took_ms)
+        self._say(f"{done.source} has handed over to {done.engine} after {done.took_ms} ms")
+
+    def _is_upgraded(self, engine: str) -> bool:
+        """Whether every process of the engine runs with the new configuration."""
+        supervisor = self._runner.pids()[engine]
+        wanted = f"{SETTING}={VALUE}".encode()
+        processes = [supervisor, *backend_processes(supervisor)]
+        return len(processes) > 1 and all(wanted in _environment(pid) for pid in processes)
+
+
+def _environment(pid: int) -> list[bytes]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []

@@ -1,0 +1,347 @@
+"""The verdict of a drill: records in, report out. Pure; nothing here measures or waits.
+
+Rules worth knowing. An answer is judged by what came of it: a stream that was cut is lost, but if
+what came before the cut is not how the expected answer begins, it is wrong. Text of an older grant
+that arrives after text of a newer one means that two engines served, whatever else was seen. And
+a drill that measured nothing must not look like one that found nothing: whatever could not be
+checked is a problem, and a drill with problems has failed.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from understudy.drill.records import (
+    GMS,
+    PARTS,
+    PHASES,
+    End,
+    Exchange,
+    Kill,
+    MemoryUse,
+    Outcome,
+    Records,
+    Upgrade,
+)
+
+ENGINES_MIN = 2  # one that serves and one that stands by
+UNAVAILABLE = frozenset({429, 503})  # the server said: not now
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """p50, p99 and max of a sample in milliseconds; None where nothing was measured."""
+
+    p50: float | None
+    p99: float | None
+    max: float | None
+
+    def to_dict(self) -> dict[str, float | None]:
+        return {"p50": self.p50, "p99": self.p99, "max": self.max}
+
+
+@dataclass(slots=True)
+class Report:
+    """What a drill found. `problems` are sentences that say why it cannot be called passed."""
+
+    kills: int
+    killed: dict[str, int]
+    refused: int
+    wrong_tokens: int
+    double_active: int
+    lost_in_flight: int
+    failover_ms: Spread
+    phases_ms: dict[str, Spread]
+    requests: int = 0
+    failovers: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    recovery_ms: Spread | None = None
+    memory: MemoryUse | None = None
+    upgrade: Upgrade | None = None
+    pause_ms: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        faults = self.refused + self.wrong_tokens + self.double_active
+        return not faults and not self.problems
+
+    def to_dict(self, backend: str, machine: dict[str, Any]) -> dict[str, Any]:
+        """The one JSON document of `understudy drill --json`; `gms` if its servers were killed."""
+        document = {
+            "passed": self.passed,
+            "problems": self.problems,
+            "requests": self.requests,
+            "kills": self.kills,
+            "killed": self.killed,
+            "refused": self.refused,
+            "wrong_tokens": self.wrong_tokens,
+            "double_active": self.double_active,
+            "lost_in_flight": self.lost_in_flight,
+            "failover_ms": self.failover_ms.to_dict(),
+            "phases_ms": {name: spread.to_dict() for name, spread in self.phases_ms.items()},
+            "backend": backend,
+            "machine": machine,
+        }
+        if self.memory is not None and self.recovery_ms is not None:
+            document["gms"] = {
+                "recovery_ms": self.recovery_ms.to_dict(),
+                "committed_bytes": self.memory.committed_bytes,
+                "peak_physical_bytes": self.memory.peak_bytes,
+            }
+        if self.upgrade is not None:
+            document["upgrade"] = {
+                "setting": self.upgrade.setting,
+                "engines": self.upgrade.engines,
+                "from": self.upgrade.source,
+                "to": self.upgrade.target,
+                "switchover_ms": self.upgrade.switchover_ms,
+                "pause_ms": self.pause_ms,
+            }
+        return document
+
+
+def judge(records: Records, kills_wanted: int) -> Report:
+    """The report of a whole drill."""
+    outcomes = [(exchange, classify(exchange, records.expected)) for exchange in records.exchanges]
+    counts = dict.fromkeys(Outcome, 0)
+    for _, outcome in outcomes:
+        counts[outcome] += 1
+    serving = first_answers(records.kills, records.exchanges)
+    failovers = [
+        first.first_token_ms - kill.killed_ms
+        for kill, first in zip(records.kills, serving, strict=True)
+        if first is not None and first.first_token_ms is not None
+    ]
+    phases = [phases_of(kill, first) for kill, first in zip(records.kills, serving, strict=True)]
+    recoveries = [
+        kill.recovered_ms - kill.killed_ms
+        for kill in records.memory_kills
+        if kill.recovered_ms is not None
+    ]
+    return Report(
+        kills=len(records.kills) + len(records.memory_kills) + len(records.part_kills),
+        killed=_killed(records),
+        refused=counts[Outcome.REFUSED],
+        wrong_tokens=counts[Outcome.WRONG],
+        double_active=len(records.overlaps) + len(served_out_of_order(records.exchanges)),
+        lost_in_flight=counts[Outcome.LOST],
+        failover_ms=spread(failovers),
+        phases_ms={
+            name: spread(phase[name] for phase in phases if name in phase) for name in PHASES
+        },
+        requests=len(records.exchanges),
+        failovers=failovers,
+        problems=[
+            *_problems(records, outcomes, failovers, kills_wanted),
+            *_part_problems(records),
+            *_upgrade_problems(records.upgrade, records),
+        ],
+        recovery_ms=spread(recoveries) if records.memory is not None else None,
+        memory=records.memory,
+        upgrade=records.upgrade,
+        pause_ms=pause_of(records.upgrade, records.exchanges),
+    )
+
+
+def pause_of(upgrade: Upgrade | None, exchanges: Sequence[Exchange]) -> float | None:
+    """Milliseconds from the last text under the old grant to the first under the new one."""
+    if upgrade is None or not upgrade.new_token:
+        return None
+    last_ms = [e.last_token_ms for e in exchanges if e.token == upgrade.old_token]
+    first_ms = [e.first_token_ms for e in exchanges if e.token == upgrade.new_token]
+    before, after = [ms for ms in last_ms if ms], [ms for ms in first_ms if ms]
+    return round(min(after) - max(before), 3) if before and after else None
+
+
+def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
+    """What one exchange counts as, against the answer that its prompt must have."""
+    if exchange.end is End.REFUSED or exchange.status in UNAVAILABLE:
+        return Outcome.REFUSED
+    if exchange.end is End.HUNG:
+        return Outcome.HUNG
+    if exchange.end is End.GARBLED:
+        return Outcome.WRONG
+    if exchange.status >= 500 or exchange.status == 0:
+        return Outcome.LOST  # accepted, and the engine went before it could answer
+    answer = expected.get(exchange.prompt)
+    if exchange.status != 200 or exchange.token is None or answer is None:
+        return Outcome.WRONG
+    if not answer.text.startswith(exchange.text):
+        return Outcome.WRONG
+    if exchange.end is End.CUT:
+        return Outcome.LOST
+    same = (exchange.text, exchange.finish_reason) == (answer.text, answer.finish_reason)
+    return Outcome.OK if same else Outcome.WRONG
+
+
+def first_answer(kill: Kill, exchanges: Iterable[Exchange]) -> Exchange | None:
+    """The request sent after the kill whose first token, by a newer grant, came first."""
+    served = [
+        exchange
+        for exchange in exchanges
+        if exchange.sent_ms >= kill.killed_ms
+        and exchange.first_token_ms is not None
+        and exchange.token is not None
+        and exchange.token > kill.old_token
+    ]
+    return min(served, key=lambda exchange: exchange.first_token_ms or math.inf, default=None)
+
+
+def first_answers(kills: Sequence[Kill], exchanges: Iterable[Exchange]) -> list[Exchange | None]:
+    """`first_answer` of every kill, each looked for only until the next kill."""
+    ordered = sorted(exchanges, key=lambda exchange: exchange.sent_ms)
+    starts = [bisect_left(ordered, kill.killed_ms, key=lambda e: e.sent_ms) for kill in kills]
+    ends = [*starts, len(ordered)][1:]
+    return [
+        first_answer(kill, ordered[start:end])
+        for kill, start, end in zip(kills, starts, ends, strict=True)
+    ]
+
+
+def phases_of(kill: Kill, first: Exchange | None) -> dict[str, float]:
+    """Milliseconds of each phase of one failover, for those whose both ends were observed.
+
+    Clamped at zero: two processes may see one instant in either order.
+    """
+    moments = [
+        kill.killed_ms,
+        kill.detected_ms,
+        kill.fenced_ms,
+        kill.granted_ms,
+        kill.active_ms,
+        first.first_token_ms if first is not None else None,
+    ]
+    return {
+        name: max(0.0, after - before)
+        for name, before, after in zip(PHASES, moments, moments[1:], strict=False)
+        if before is not None and after is not None
+    }
+
+
+def served_out_of_order(exchanges: Sequence[Exchange]) -> list[Exchange]:
+    """Answers of an older grant with text after the first text of a newer grant."""
+    answered = [
+        (exchange.token, exchange)
+        for exchange in exchanges
+        if exchange.token is not None and exchange.first_token_ms is not None
+    ]
+    answered.sort(key=lambda pair: pair[0], reverse=True)  # newest grant first
+    late = []
+    newest_first_turn = own_first_turn = math.inf  # of all newer grants; of this grant so far
+    grant = None
+    for token, exchange in answered:
+        if token != grant:
+            grant, newest_first_turn = token, min(newest_first_turn, own_first_turn)
+        if exchange.last_turn > newest_first_turn:
+            late.append(exchange)
+        own_first_turn = min(own_first_turn, exchange.first_turn)
+    return late
+
+
+def spread(sample: Iterable[float]) -> Spread:
+    """Percentiles by nearest rank, the definition that never invents a value between two."""
+    ordered = sorted(sample)
+    if not ordered:
+        return Spread(None, None, None)
+
+    def rank(percent: float) -> float:
+        return round(ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)], 3)
+
+    return Spread(rank(50), rank(99), round(ordered[-1], 3))
+
+
+def _killed(records: Records) -> dict[str, int]:
+    counts = dict.fromkeys(records.targets, 0)
+    for kill in records.kills:
+        counts[kill.target] = counts.get(kill.target, 0) + 1
+    parts = Counter(kill.target for kill in records.part_kills)
+    parts[GMS] += len(records.memory_kills)
+    is_drilled = {GMS: records.memory is not None}
+    return counts | {
+        part: parts[part] for part in PARTS if parts[part] or is_drilled.get(part, False)
+    }
+
+
+def _part_problems(records: Records) -> list[str]:
+    """What the deaths of other parts have led to, though they should lead to nothing."""
+    problems, use = list(records.disturbed), records.memory
+    away = [kill.target for kill in records.part_kills if kill.back_ms is None]
+    if away:
+        problems.append(f"{', '.join(away)} did not come back")
+    if use is None:
+        return problems
+    lost = sum(kill.recovered_ms is None for kill in records.memory_kills)
+    if lost:
+        problems.append(f"after {lost} kills the memory service did not come back whole")
+    if not use.peak_bytes:
+        problems.append("the physical memory of the weights could not be seen from here")
+    elif use.peak_bytes > use.committed_bytes + use.device_bytes_min // 2:
+        problems.append(
+            f"the weights took {use.peak_bytes} bytes at worst, and {use.committed_bytes} are"
+            " committed: something was loaded a second time"
+        )
+    return problems
+
+
+def _upgrade_problems(upgrade: Upgrade | None, records: Records) -> list[str]:
+    """What is missing for both engines to have been upgraded while they were used."""
+    if upgrade is None:
+        return []
+    problems = []
+    old = [engine for engine, is_upgraded in upgrade.engines.items() if not is_upgraded]
+    if old:
+        problems.append(f"{', '.join(old)} does not run with {upgrade.setting} in every process")
+    if len(upgrade.engines) < ENGINES_MIN:
+        problems.append("the upgrade was not finished")
+    if not records.grants_checked:
+        problems.append("the grant could not be checked against the old processes")
+    if pause_of(upgrade, records.exchanges) is None:
+        problems.append("no request was answered on both sides of the switchover")
+    return problems
+
+
+def _problems(
+    records: Records,
+    outcomes: Sequence[tuple[Exchange, Outcome]],
+    failovers: Sequence[float],
+    kills_wanted: int,
+) -> list[str]:
+    problems = []
+    kills = len(records.kills)
+    made = kills + len(records.memory_kills) + len(records.part_kills)
+    if made < kills_wanted:
+        problems.append(f"only {made} of {kills_wanted} kills were made")
+    if len(failovers) < kills:
+        problems.append(f"{kills - len(failovers)} kills were never followed by an answer")
+    if records.grants_checked < kills:
+        missing = kills - records.grants_checked
+        problems.append(f"{missing} grants could not be checked against the old processes")
+    hung = sum(outcome is Outcome.HUNG for _, outcome in outcomes)
+    if hung:
+        problems.append(f"{hung} requests got no answer and no error")
+    if not any(outcome is Outcome.OK for _, outcome in outcomes):
+        problems.append("not one request was answered in full")
+    stray = [
+        exchange
+        for exchange, outcome in outcomes
+        if outcome is Outcome.LOST and not any(_explains(kill, exchange) for kill in records.kills)
+    ]
+    if stray:
+        problems.append(
+            f"{len(stray)} requests were lost though nothing had been killed ({stray[0].detail})"
+        )
+    return problems
+
+
+def _explains(kill: Kill, exchange: Exchange) -> bool:
+    """Whether this kill can have cost this request: it ran on the engine that died."""
+    if exchange.token is not None:
+        return exchange.token == kill.old_token and exchange.ended_ms >= kill.killed_ms
+    # Accepted without a single byte of an answer: the one who accepted it must have been dying.
+    until_ms = kill.active_ms if kill.active_ms is not None else math.inf
+    return exchange.ended_ms >= kill.killed_ms and exchange.sent_ms <= until_ms

@@ -1,0 +1,117 @@
+"""What a pod's view says of the memory service: its devices' documents in, lines and faults out.
+
+Pure. Owns what of it is a fault: memory that nobody has handed back yet, and weights that are out
+of service while engines map them. Neither stops the engine that serves, and both look fine from
+there; the next relaunch is what meets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from plumbing.part.format import since, size
+
+Document = Mapping[str, Any]
+Engines = Mapping[int, str]  # which engine each pid belongs to
+
+
+def devices(part: Document) -> Sequence[Document]:
+    """A device's server speaks for itself, the service's supervisor for all its devices."""
+    found = part.get("devices", [part] if "device_uuid" in part else [])
+    return found if isinstance(found, (list, tuple)) else []
+
+
+def engines_by_pid(engines: Iterable[Document]) -> dict[int, str]:
+    """Which engine each process belongs to, by the engines' own documents."""
+    found: dict[int, str] = {}
+    for part in engines:
+        engine, backend = part.get("engine") or {}, part.get("backend") or {}
+        pids = [engine.get("pid"), *(backend.get("pids") or {}).values()]
+        found |= {pid: str(engine.get("id")) for pid in pids if pid}
+    return found
+
+
+def memory_lines(part: Document, now: datetime, engines: Engines) -> list[str]:
+    """A line for each device of `part`, and what it holds besides what is committed."""
+    if "error" in part:
+        return [f"gms    {part['name']}   down"]
+    return [
+        line for device in devices(part) for line in (_line(device, now), *_rest(device, engines))
+    ]
+
+
+def memory_faults(part: Document, engines: Engines) -> list[str]:
+    """What is wrong with the memory, as sentences."""
+    if "error" in part:
+        return [
+            f"gms {part['name']} down: {part['error']}; engines serve on, newcomers wait",
+        ]
+    return [fault for device in devices(part) for fault in _faults(device, engines)]
+
+
+def _faults(device: Document, engines: Engines) -> list[str]:
+    name, state = device.get("device_uuid"), device.get("state")
+    if state == "recovering":
+        holders = _holders(_unowned(device), device, engines)
+        return [f"memory of {name} is recovering: mapped by {holders}"]
+    if device.get("superseded_bytes") and not device.get("committed_bytes"):
+        who = "somebody" if state == "staging" else "the next relaunch"
+        return [
+            f"weights of {name} are out of service, and mapped by {_readers(device)};"
+            f" {who} loads a second copy"
+        ]
+    return []
+
+
+def _line(device: Document, now: datetime) -> str:
+    sessions, waiting = device.get("sessions") or [], device.get("waiting") or []
+    count = device.get("restarts_total")
+    restarts = f"restarts {count}, last {since(device.get('since'), now)} ago   " if count else ""
+    return (
+        f"gms    {device.get('device_uuid')}   {device.get('state')}   "
+        f"{device.get('tag', 'weights')} {size(device.get('committed_bytes'))}   "
+        f"{len(sessions)} session{'s' * (len(sessions) != 1)}   {len(waiting)} waiting   "
+        f"{restarts}pid {device.get('pid', '-')}"
+    )
+
+
+def _rest(device: Document, engines: Engines) -> list[str]:
+    """Copies that are not in service, and who keeps them."""
+    lines = []
+    if device.get("superseded_bytes"):
+        lines.append(
+            f"       superseded {size(device['superseded_bytes'])}, mapped by {_readers(device)}"
+        )
+    releasing = [each for each in _unowned(device) if each.get("phase") == "releasing"]
+    if releasing:
+        total_bytes = sum(each.get("size_bytes") or 0 for each in releasing)
+        lines.append(
+            f"       releasing {size(total_bytes)}, mapped by"
+            f" {_holders(releasing, device, engines)}"
+        )
+    return lines
+
+
+def _readers(device: Document) -> str:
+    """The engines that map epochs which are not, or not any more, the device's own."""
+    names = dict.fromkeys(
+        str(each.get("engine"))
+        for each in device.get("sessions") or ()
+        if each.get("mode") == "ro" and each.get("epoch") not in (None, device.get("epoch"))
+    )
+    return ", ".join(names) or "engines that are not known yet"
+
+
+def _unowned(device: Document) -> Sequence[Document]:
+    return device.get("unowned") or ()
+
+
+def _holders(epochs: Iterable[Document], device: Document, engines: Engines) -> str:
+    """`pid 17 (engine-0), pid 18`: the processes that hold `epochs`."""
+    spoken = [*(device.get("sessions") or ()), *(device.get("waiting") or ())]
+    known = {**engines, **{each.get("pid"): each.get("engine") for each in spoken}}
+    pids = dict.fromkeys(pid for epoch in epochs for pid in epoch.get("holders") or ())
+    named = [f"pid {pid} ({known[pid]})" if pid in known else f"pid {pid}" for pid in pids]
+    return ", ".join(named) or "processes not visible here"

@@ -1,0 +1,159 @@
+"""What a pod looks like from outside: the parts' documents in, one document or a few lines out.
+
+Pure. Owns the three words that people ask for (healthy, degraded, down) and what follows from
+them. Must not ask anybody anything: `gather.py` does. A part that did not answer is None or has an
+`error`, which is shown: a hole in the picture is part of the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from plumbing.part.format import since, table
+from understudy.status.memory_view import Document, engines_by_pid, memory_faults, memory_lines
+
+SCHEMA = 1
+PARKED = "standby"
+SERVING = "active"
+
+
+def pod_view(
+    directory: str,
+    lockserver: Document,
+    gms: Sequence[Document],
+    engines: Sequence[Document],
+) -> dict[str, Any]:
+    """The document of `understudy status --json`.
+
+    Each part is its own status document, or `{"name", "error"}` where it did not answer.
+    """
+    states = [_engine_state(engine) for engine in engines]
+    lock = _active(lockserver)
+    holder = lock.get("holder") or {}
+    serving = _serving(holder, engines, states)
+    standbys = states.count(PARKED)
+    # A standby alone is not enough: somebody must be able to grant, and free to.
+    ready = standbys > 0 and lock.get("state") == "held" and not lock.get("problem")
+    faults = _faults(lockserver, gms, engines, states)
+    if serving and not standbys:
+        faults.append("no standby: the next death of the active engine is an outage")
+    elif serving and not ready and not faults:
+        faults.append(f"lock active is {lock.get('state')}: nobody could be granted now")
+    soundness = "degraded" if faults else "healthy"
+    return {
+        "schema": SCHEMA,
+        "dir": directory,
+        "state": soundness if serving else "down",
+        "active": serving,
+        "token": holder.get("token"),
+        "standbys": standbys,
+        "failover_ready": ready,
+        "problems": faults,
+        "lockserver": dict(lockserver),
+        "gms": [dict(part) for part in gms],
+        "engines": [dict(engine) for engine in engines],
+    }
+
+
+def is_reachable(view: Document) -> bool:
+    """Whether anybody answered at all."""
+    parts = [view["lockserver"], *view["gms"], *view["engines"]]
+    return any("error" not in part for part in parts)
+
+
+def lines(view: Document, now: datetime) -> list[str]:
+    """The view for people, in less than 15 lines for a pod of two engines and one device."""
+    ready = f"failover ready ({view['standbys']} standby)"
+    ready = ready if view["failover_ready"] else "NO failover"
+    # The directory last: it may be longer than a terminal is wide.
+    out = [f"pod    {view['state']}   {ready}   {view['dir']}", _lock_line(view, now)]
+    if view["engines"]:
+        out += table([_engine_header(), *(_engine_row(part, now) for part in view["engines"])])
+    named = engines_by_pid(view["engines"])
+    out += [line for part in view["gms"] for line in memory_lines(part, now, named)]
+    out += [f"! {problem}" for problem in view["problems"][:4]]
+    return out
+
+
+def _serving(holder: Document, engines: Sequence[Document], states: Sequence[str]) -> str | None:
+    """The engine that serves. One that does not answer serves on while it holds the lock."""
+    active = [engine for engine, state in zip(engines, states, strict=True) if state == SERVING]
+    if len(active) == 1:
+        return str(_engine(active[0]).get("id"))
+    silent = {part.get("name") for part in engines if "error" in part}
+    name = holder.get("engine")
+    return str(name) if not active and name in silent else None
+
+
+def _active(lockserver: Document) -> Document:
+    locks = lockserver.get("locks") or {}
+    return locks.get("active") or {}
+
+
+def _engine(part: Document) -> Document:
+    return part.get("engine") or {}
+
+
+def _engine_state(part: Document) -> str:
+    return str(_engine(part).get("state", "unreachable"))
+
+
+def _faults(
+    lockserver: Document,
+    gms: Sequence[Document],
+    engines: Sequence[Document],
+    states: Sequence[str],
+) -> list[str]:
+    faults = [
+        f"{part['name']}: {part['error']}" for part in (lockserver, *engines) if "error" in part
+    ]
+    if states.count(SERVING) > 1:
+        faults.append("more than one engine says that it is active")
+    problem = _active(lockserver).get("problem")
+    if problem:
+        faults.append(f"lock active: {problem}")
+    named = engines_by_pid(engines)
+    return faults + [fault for part in gms for fault in memory_faults(part, named)]
+
+
+def _lock_line(view: Document, now: datetime) -> str:
+    lock = _active(view["lockserver"])
+    if not lock:
+        return "lock   active   unknown: the lock server does not answer"
+    holder = lock.get("holder")
+    if not holder:
+        return f"lock   active   {lock.get('state')}   last token {view['lockserver'].get('token')}"
+    return (
+        f"lock   active   {lock.get('state')} by {holder.get('engine')}   "
+        f"token {holder.get('token')}   since {since(holder.get('since'), now)}"
+    )
+
+
+def _engine_header() -> tuple[str, ...]:
+    return ("engine", "role", "state", "since", "in flight", "last canary", "pid", "reason")
+
+
+def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
+    if "error" in part:
+        return (str(part["name"]), "-", "unreachable", "-", "-", "-", "-", "-")
+    engine = _engine(part)
+    return (
+        str(engine.get("id", "?")),
+        str(engine.get("role", "-")),
+        str(engine.get("state", "?")),
+        since(engine.get("since"), now),
+        str(part.get("inflight", "-")),
+        _canary(part, now),
+        str(engine.get("pid") or "-"),
+        str(engine.get("reason") or "-"),
+    )
+
+
+def _canary(part: Document, now: datetime) -> str:
+    """`ok 4s ago`: the last time this incarnation made the tokens that it must make."""
+    last = (part.get("backend") or {}).get("last_canary")
+    if not last:
+        return "-"
+    return f"{'ok' if last.get('ok') else 'FAILED'} {since(last.get('at'), now)} ago"

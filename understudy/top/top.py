@@ -1,0 +1,180 @@
+"""`understudy top`: the pod, live in a terminal, or as repeated lines where there is none.
+
+Owns the terminal: what it was is restored however this ends. What is shown is `top_view`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import termios
+import tty
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plumbing.errors import UnreachableError
+from understudy.status.follow import Record, follow_events
+from understudy.status.gather import gather
+from understudy.status.past_events import past_events
+from understudy.top.view import Line, Page, Shown, log_line, page
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Say = Callable[[str], None]
+
+REFRESH_S = 1.0
+ANSWER_S = 2.0  # a part that hangs costs the picture no more
+EVENTS_MAX = 10_000  # what ten parts remember; older ones only count for the time in states
+LOG_LINES = 200  # of each part, more than a screen
+LOG_LINE_BYTES = 200  # what a line has on average; the tail that is read is a guess
+PLAIN_HEIGHT = 60  # where there is no terminal, everything has room
+QUIT = "q"
+
+
+class Top:
+    """What is known of the pod, refreshed by `look`, and which page of it is asked for."""
+
+    def __init__(self, directory: Path, log_dir: Path) -> None:
+        self.which = Page.POD
+        self._directory, self._log_dir = directory, log_dir
+        self._events: deque[Record] = deque(maxlen=EVENTS_MAX)
+        self._view: dict[str, Any] | None = None
+
+    async def follow(self) -> None:
+        """Collect events until cancelled; a pod that is not there yet is waited for."""
+        while True:
+            with contextlib.suppress(UnreachableError):
+                self._events.extend(await past_events(self._directory))
+                await follow_events(self._directory, self._heard)
+            await asyncio.sleep(REFRESH_S)
+
+    async def look(self) -> None:
+        self._view = await gather(self._directory, ANSWER_S)
+
+    def lines(self, height: int) -> list[Line]:
+        if self._view is None:
+            return [("looking …", "dim")]
+        logs = _logs(self._log_dir) if self.which is Page.LOGS else []
+        shown = Shown(self._view, list(self._events), logs, datetime.now(UTC), height)
+        return page(self.which, shown)
+
+    def _heard(self, record: Record) -> None:
+        self._events.append(record)
+
+
+async def run(directory: Path, log_dir: Path, say: Say) -> None:
+    """Show the pod until `q` is pressed, or for ever where nobody can press it."""
+    top = Top(directory, log_dir)
+    following = asyncio.create_task(top.follow(), name="events")
+    try:
+        if sys.stdout.isatty():
+            await _live(top)
+        else:
+            await _plain(top, say)
+    finally:
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
+
+
+async def _plain(top: Top, say: Say) -> None:
+    while True:
+        await top.look()
+        say("\n".join(text for text, _ in top.lines(PLAIN_HEIGHT)[:-1]))  # there are no keys
+        await asyncio.sleep(REFRESH_S)
+
+
+async def _live(top: Top) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    pressed: asyncio.Queue[str] = asyncio.Queue()
+    with (
+        _keys(pressed),
+        Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
+    ):
+        looking = asyncio.create_task(_keep_looking(top, pressed), name="look")
+        try:
+            key = ""
+            while key != QUIT:
+                if key in list(Page):
+                    top.which = Page(key)
+                live.update(_renderable(top.lines(console.height)), refresh=True)
+                key = await pressed.get()
+                if looking.done():
+                    looking.result()  # its failure is ours
+        finally:
+            looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking
+
+
+async def _keep_looking(top: Top, pressed: asyncio.Queue[str]) -> None:
+    """Look once a second; an empty key asks for the new picture."""
+    try:
+        while True:
+            await top.look()
+            pressed.put_nowait("")
+            await asyncio.sleep(REFRESH_S)
+    finally:
+        pressed.put_nowait("")
+
+
+@contextlib.contextmanager
+def _keys(pressed: asyncio.Queue[str]) -> Iterator[None]:
+    """Each key as it is pressed, without Enter; Ctrl-C stays what it is, and SIGTERM is a `q`."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, pressed.put_nowait, QUIT)
+    if not sys.stdin.isatty():
+        yield
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def read() -> None:
+        raw = os.read(fd, 64)
+        if not raw:  # the terminal is gone
+            loop.remove_reader(fd)
+            raw = QUIT.encode()
+        for key in raw.decode(errors="replace"):
+            pressed.put_nowait(key)
+
+    tty.setcbreak(fd)
+    loop.add_reader(fd, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(fd)
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _renderable(lines: list[Line]) -> RenderableType:
+    from rich.text import Text
+
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for number, (line, style) in enumerate(lines):
+        text.append("\n" if number else "").append(line, style or None)
+    return text
+
+
+def _logs(log_dir: Path) -> list[str]:
+    """The last lines of each part's log, part after part."""
+    found = []
+    for path in sorted(log_dir.glob("*.log")):
+        try:
+            with open(path, "rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - LOG_LINES * LOG_LINE_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            continue
+        found += [log_line(path.stem, line) for line in lines[-LOG_LINES:]]
+    return found

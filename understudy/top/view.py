@@ -1,0 +1,202 @@
+"""What `understudy top` shows: documents and records in, lines out.
+
+Pure: no terminal, no clock. A line is its text and a style by the name that rich knows, so that
+what is shown can be read in a test, and printed plainly where there is no terminal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+from plumbing.part.format import since, size, table
+from understudy.status import view as pod
+from understudy.status.memory_view import Document, devices
+
+Line = tuple[str, str]
+
+FAILOVERS_SHOWN = 5
+BAR_CELLS = 30
+STATES = ("init", "standby", "waking", "active", "draining", "dead")
+STYLES = {"healthy": "bold green", "degraded": "bold yellow", "down": "bold red"}
+KEYS = "q quit   e events   l logs   p pod   ? help"
+
+HELP = (
+    "q       quit",
+    "p       the pod: engines, lock, memory, failovers (where it starts)",
+    "e       what happened last, and as it happens",
+    "l       the last lines of each part's log, where `understudy up` keeps them",
+    "?       this list",
+    "",
+    "Time in states is counted from the events that the engines remember.",
+    "Phases of a failover: fence, until nobody of the old engine lives; grant;",
+    "wake, until a real inference has passed; serve, until requests are taken.",
+    "`understudy drill` measures detection, too.",
+)
+
+
+class Page(StrEnum):
+    """What is shown; the value is the key that asks for it."""
+
+    POD = "p"
+    EVENTS = "e"
+    LOGS = "l"
+    HELP = "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Everything that a page may need. `height` is how many lines there is room for."""
+
+    view: Document
+    events: Sequence[Mapping[str, Any]]
+    logs: Sequence[str]
+    now: datetime
+    height: int
+
+
+def page(which: Page, shown: Shown) -> list[Line]:
+    """The whole screen, in as many lines as there is room for."""
+    state = str(shown.view["state"])
+    title = pod.lines(shown.view, shown.now)[0]
+    head = [(title, STYLES.get(state, ""))]
+    room = max(0, shown.height - len(head) - 2)
+    return [*head, *_body(which, shown, room)[:room], ("", ""), (KEYS, "dim")]
+
+
+def _body(which: Page, shown: Shown, room: int) -> list[Line]:
+    match which:
+        case Page.POD:
+            return _pod(shown)
+        case Page.EVENTS:
+            return _tail(map(_event, shown.events), room)
+        case Page.LOGS:
+            return _tail(((line, "") for line in shown.logs), room)
+        case Page.HELP:
+            return [(line, "") for line in HELP]
+
+
+def _pod(shown: Shown) -> list[Line]:
+    view, now = shown.view, shown.now
+    below_title = pod.lines(view, now)[1:]
+    out: list[Line] = [(line, "red" if line.startswith("! ") else "") for line in below_title]
+    out += _section("time in states", times_in_states(view["engines"], shown.events, now))
+    out += _section("memory", memory_bars(view["gms"]))
+    return out + _section("failovers", failovers(view, now))
+
+
+def _section(title: str, lines: Sequence[str]) -> list[Line]:
+    return [("", ""), (title, "bold"), *((line, "") for line in lines)] if lines else []
+
+
+def _tail(lines: Iterable[Line], room: int) -> list[Line]:
+    return list(lines)[-room:] if room else []
+
+
+def _event(record: Mapping[str, Any]) -> Line:
+    style = {"error": "red", "warning": "yellow", "debug": "dim"}.get(str(record.get("severity")))
+    text = f"{record.get('ts')}  {record.get('source', ''):<11}  {record.get('message')}"
+    return text, style or ""
+
+
+def log_line(part: str, line: str) -> str:
+    """A line of a part's log for people: of JSON what was said, and when."""
+    try:
+        record = json.loads(line)
+        told = f"{record['ts'][11:23]} {record['level'].upper():<7} {record['msg']}"
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        told = line  # text already, or what others write, or cut off
+    return f"{part} | {told}"
+
+
+def times_in_states(
+    engines: Sequence[Document], events: Sequence[Mapping[str, Any]], now: datetime
+) -> list[str]:
+    """How long each engine was in each state, the present one included."""
+    rows: list[tuple[str, ...]] = []
+    for part in engines:
+        about = part.get("engine") or {}
+        spent_ms = _spent_ms(str(about.get("id")), events)
+        if about.get("state") in STATES:
+            spent_ms[about["state"]] += _age_ms(about.get("since"), now)
+        if any(spent_ms.values()):
+            rows.append((str(about["id"]), *(_ago(spent_ms[state], now) for state in STATES)))
+    return table([("engine", *STATES), *rows]) if rows else []
+
+
+def _spent_ms(engine: str, events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    spent = dict.fromkeys(STATES, 0.0)
+    for record in events:
+        data = record.get("data") or {}
+        is_change = record.get("type") == "engine.state" and record.get("source") == engine
+        if is_change and data.get("from") in spent:
+            spent[data["from"]] += float(data.get("lasted_ms") or 0)
+    return spent
+
+
+def _age_ms(began: str | None, now: datetime) -> float:
+    try:
+        return max(0.0, (now - datetime.fromisoformat(str(began))).total_seconds() * 1000)
+    except (ValueError, TypeError):
+        return 0.0
+
+
+def _ago(ms: float, now: datetime) -> str:
+    return since((now - timedelta(milliseconds=ms)).isoformat(), now) if ms else "-"
+
+
+def memory_bars(gms: Sequence[Document]) -> list[str]:
+    """A bar for each device: `#` committed, `+` being loaded, `~` out of service, `.` free."""
+    rows: list[tuple[str, ...]] = []
+    for device in (each for part in gms for each in devices(part)):
+        capacity = int(device.get("capacity_bytes") or 0)
+        if not capacity:
+            continue
+        kinds = {"committed_bytes": "#", "staging_bytes": "+"}
+        kinds |= {"superseded_bytes": "~", "releasing_bytes": "~"}
+        used = {key: int(device.get(key) or 0) for key in kinds}
+        cells = "".join(
+            # What is there has a cell, however little it is.
+            mark * max(used[key] > 0, round(BAR_CELLS * used[key] / capacity))
+            for key, mark in kinds.items()
+        )[:BAR_CELLS]
+        room = f"{size(sum(used.values()))} of {size(capacity)}"
+        rows.append((str(device.get("device_uuid")), f"[{cells:.<{BAR_CELLS}}]", room))
+    return table(rows) if rows else []
+
+
+def failovers(view: Document, now: datetime) -> list[str]:
+    """The last grants of `active` that took it from another engine, the newest first."""
+    granted = view["lockserver"].get("last_grants") or ()
+    taken = [each for each in granted if each.get("lock") == "active" and each.get("contended")]
+    own = {}  # what the engine that won knows of its takeover, by token
+    for part in view["engines"]:
+        last = part.get("last_failover")
+        if last:
+            own[last["token"]] = last
+    rows = [
+        (
+            f"{since(each.get('ts'), now)} ago",
+            str(each.get("engine")),
+            f"token {each.get('token')}",
+            *_phases(each, own.get(each.get("token")) or {}),
+        )
+        for each in reversed(taken[-FAILOVERS_SHOWN:])
+    ]
+    header = ("when", "to", "grant no.", "fence ms", "grant ms", "wake ms", "serve ms")
+    return table([header, *rows]) if rows else []
+
+
+def _phases(grant: Document, own: Document) -> tuple[str, ...]:
+    marks = (
+        grant.get("lost_mono_ms"),
+        grant.get("fenced_mono_ms"),
+        *(own.get(f"{name}_mono_ms") for name in ("granted", "canary", "active")),
+    )
+    pairs = pairwise(marks)
+    return tuple("-" if a is None or b is None else f"{b - a:.1f}" for a, b in pairs)

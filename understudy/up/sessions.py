@@ -1,0 +1,245 @@
+"""The two long sessions of the command line: a pod that stays up, and a drill.
+
+Owns the wiring of runner, pod and drill, and where their files lie. Prints only through `say`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from plumbing.errors import UnderstudyError
+from plumbing.service.clock import rfc3339
+from plumbing.service.config import Resolved
+from plumbing.service.signals import SignalInbox
+from understudy.drill.clients import Target
+from understudy.drill.killer import wait_whole
+from understudy.drill.page.data import page_data
+from understudy.drill.page.write import write_page
+from understudy.drill.records import LOCKSERVER, Records
+from understudy.drill.report import Usage, machine, usage_of
+from understudy.drill.run import Drill, DrillPlan
+from understudy.drill.verdict import Report, judge
+from understudy.kubelet.containers import Container
+from understudy.kubelet.http_get import get
+from understudy.kubelet.runner import Runner, run_pod
+from understudy.status.gather import gather, pids_of
+from understudy.status.view import is_reachable
+from understudy.up.local_pod import LocalPod, check_ports, free_pod_ports, program, reachable
+from understudy.up.random_model import with_random_model
+
+Say = Callable[[str], None]
+
+SETTLE_DEADLINE_S = 2.0  # closing a connection takes milliseconds; what stays longer has leaked
+SETTLE_POLL_S = 0.05
+
+WATCHED = ("lockserver", "gms")  # whose descriptors and memory must not grow with kills
+
+
+@dataclass(slots=True)
+class DrillResult:
+    """What a drill found, and what the watched containers used before and after.
+
+    `backend`: what the engines say they run; None if they do not say.
+    """
+
+    report: Report
+    usages: dict[str, tuple[Usage, Usage]] = field(default_factory=dict)
+    backend: str | None = None
+    records: Records = field(default_factory=Records)
+    conditions: dict[str, Any] = field(default_factory=dict)  # under which it was found
+
+    def write_page(self, path: Path, backend: str) -> None:
+        """Write the report as a page; `backend` is what it shall be called.
+
+        Raises:
+            UnderstudyError: `drill.report_not_written`.
+        """
+        now = rfc3339(datetime.now(UTC))
+        data = page_data(self.records, self.report, backend, machine(), self.usages, now)
+        write_page(path, data)
+
+
+async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
+    """Run `pod` until a signal; `say` gets the containers' lines and where to send requests."""
+    check_ports(pod.ports, pod.host, pod.http_host)
+    await refuse_second_pod(pod.directory)
+    # What engines remember of themselves is of one pod, and this is a new one. Tokens go on.
+    for state_file in pod.directory.glob("engine_*.json"):
+        state_file.unlink(missing_ok=True)
+    if model is None:
+        pod = await with_random_model(pod, pod.directory / "random-model")
+    await keep_up(pod.containers(), pod.directory / "log", pod.directory, say)
+
+
+async def keep_up(
+    containers: Sequence[Container], log_dir: Path, directory: Path | None, say: Say
+) -> None:
+    """Run the containers until a signal. `directory` is what a pod's parts share; None: the
+    containers are not ours, and nothing can be said of them."""
+
+    async def body() -> None:
+        for line in await _welcome(directory, containers) if directory is not None else ():
+            say(line)
+        await asyncio.Event().wait()
+
+    runner = Runner(containers, log_dir, say)
+    inbox = SignalInbox()
+    try:
+        await run_pod(runner, body, inbox.get, say)
+    finally:
+        inbox.close()
+
+
+async def refuse_second_pod(directory: Path) -> None:
+    """Raise if a pod runs in `directory`.
+
+    Raises:
+        UnderstudyError: `pod.already_running`.
+    """
+    if is_reachable(await gather(directory)):
+        named = ", ".join((await pids_of(directory)).named()) or "in another PID namespace"
+        raise UnderstudyError(
+            "pod.already_running",
+            f"a pod is already running in {directory}: {named}; stop that one, or choose another"
+            " --dir",
+        )
+
+
+async def drill_own_pod(
+    model: Path | None,
+    config: Resolved,
+    plan: DrillPlan,
+    say: Say,
+    backend_args: Sequence[str] = (),
+) -> DrillResult | None:
+    """Start a pod in a directory and on ports of its own, drill it, stop it. None: interrupted.
+
+    `config` are the settings of `POD_OPTIONS`. The directory, with the containers' logs, is kept
+    when the drill did not pass.
+    """
+    base = Path(tempfile.mkdtemp(prefix="understudy-drill-"))
+    directory = base / "pod"
+    directory.mkdir(mode=0o700)
+    passed = False
+    try:
+        pod = LocalPod(
+            directory,
+            model or Path(),
+            free_pod_ports(),
+            backend=config["backend"],
+            device_bytes=config["device_bytes"],
+            tensor_parallel=config["tensor_parallel"],
+            backend_args=tuple(backend_args),
+        )
+        if model is None:
+            pod = await with_random_model(pod, base / "model")
+        runner = Runner(pod.containers(), directory / "log")
+        say(f"starting a pod in {directory}")
+        drill = Drill(directory, plan, say, runner)
+        result = await run_drill(drill, runner, plan, say)
+        passed = result is None or result.report.passed
+        return result
+    finally:
+        if passed:
+            shutil.rmtree(base, ignore_errors=True)
+        else:
+            say(f"what its parts wrote is kept in {directory / 'log'}")
+
+
+async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillResult | None:
+    """Drill the pod in `directory`, which somebody else started and goes on running."""
+    return await run_drill(Drill(directory, plan, say), Runner([], directory / "log"), plan, say)
+
+
+async def run_drill(
+    drill: Drill,
+    runner: Runner,
+    plan: DrillPlan,
+    say: Say,
+    look: Callable[[Target], Awaitable[None]] | None = None,
+) -> DrillResult | None:
+    """Start what `runner` has, drill it, stop it. None: interrupted.
+
+    `look` is awaited once the pod is whole and idle, before the first kill.
+    """
+    usages: dict[str, tuple[Usage, Usage]] = {}
+    failure: list[str] = []
+
+    async def body() -> Records:
+        target = await drill.prepare()
+        if look is not None:
+            await look(target)
+        before = _usages(runner)
+        try:
+            await drill.run(target)
+        except UnderstudyError as error:
+            failure.append(f"the drill ended early: {error}")
+        after = await _settled(runner, before)
+        usages.update({name: (before[name], after[name]) for name in before if name in after})
+        return drill.records
+
+    inbox = SignalInbox()
+    try:
+        records = await run_pod(runner, body, inbox.get, say)
+    finally:
+        inbox.close()
+    if records is None:
+        return None
+    report = judge(records, plan.kills_wanted)
+    report.problems += failure + records.overlaps
+    return DrillResult(report, usages, drill.backend, records)
+
+
+def _usages(runner: Runner) -> dict[str, Usage]:
+    return {name: usage_of(pid) for name, pid in runner.pids().items() if name in WATCHED}
+
+
+async def _settled(runner: Runner, before: dict[str, Usage]) -> dict[str, Usage]:
+    """The usage once our own last connections are closed at the other end, too."""
+    end = asyncio.get_running_loop().time() + SETTLE_DEADLINE_S
+    while True:
+        after = _usages(runner)
+        is_level = all(after[name].fds <= before[name].fds for name in before if name in after)
+        if is_level or asyncio.get_running_loop().time() > end:
+            return after
+        await asyncio.sleep(SETTLE_POLL_S)
+
+
+async def _welcome(directory: Path, containers: Sequence[Container]) -> list[str]:
+    """What to do with a pod that is up: one request to copy, and how to look at it."""
+    whole = await wait_whole(directory)
+    host, _, port = whole.service.rpartition(":")
+    service_url = f"http://{reachable(host.strip('[]'))}:{port}"
+    answer = await get(f"{service_url}/v1/models", timeout_s=30)
+    models = answer.json().get("data") or [{}]
+    command = " ".join(program("understudy"))
+    body = {"model": models[0].get("id", "?"), "prompt": "Hello", "max_tokens": 16}
+    return [
+        "",
+        f"{whole.engine} serves and {', '.join(whole.standbys)} stands by. Send requests to "
+        f"{service_url}, for example:",
+        f"  curl {service_url}/v1/completions -H 'Content-Type: application/json' "
+        f"-d '{json.dumps(body)}'",
+        f"  {command} status --dir {directory}",
+        *(f"  {address}" for address in _live_pages(containers)),
+        f"  {command} drill --attach --dir {directory}     (Ctrl-C stops the pod)",
+        "",
+    ]
+
+
+def _live_pages(containers: Sequence[Container]) -> list[str]:
+    """Where the lock server shows the pod: beside its probes."""
+    return [
+        f"http://{urlsplit(each.startup.url).netloc}/ui"
+        for each in containers
+        if each.name == LOCKSERVER and each.startup is not None
+    ]
