@@ -85,7 +85,7 @@ def test_engine_that_is_alone_may_change_its_size(layouts: Layouts):
 def test_record_of_the_dead_binds_nobody(layouts: Layouts):
     """SIGKILL the process that wrote it: the record is still there, and another size is taken."""
     program = f"""
-from engine.kv_layout import KvLayout
+from engine.supervisor.kv_layout import KvLayout
 layout = KvLayout({str(layouts.path.parent)!r}, "engine-0", may_change=False)
 print(layout.agree({SMALL}, 1), flush=True)
 input()
@@ -152,7 +152,7 @@ def test_disk_that_fails_stops_no_engine(layouts: Layouts):
 
 RACER = """
 import json, sys
-from engine.kv_layout import KvLayout
+from engine.supervisor.kv_layout import KvLayout
 from plumbing.errors import UsageError
 directory, engine, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 counts = dict.fromkeys(("agreed", "refused", "asked again", "wrong"), 0)

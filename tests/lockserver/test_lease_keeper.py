@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockserver.client import FENCED
+from lockserver.client.client import FENCED
 from lockserver.client.lease_keeper import SENT_MAX, Lease, LeaseKeeper
 from lockserver.core.machine import KINDS
 from tests.lockserver.lease_world import World

@@ -132,7 +132,7 @@ def test_pre_shared_key_gives_both_ends_the_same_certificate():
     ours = psk.derive(secret, "psk")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from plumbing.wire import psk\n"
+        "from plumbing.wire.tcp import psk\n"
         "for part in psk.derive(bytes(range(100, 140)) + b'\\r\\n', 'psk'): print(part.decode())\n"
     )
     done = subprocess.run(

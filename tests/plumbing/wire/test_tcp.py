@@ -197,7 +197,7 @@ sys.path.insert(0, sys.argv[1])
 from tests.helpers import auntil
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler
 from tests.plumbing.wire.tcp_rig import Client, serving
-from plumbing.wire import tcp_connection
+from plumbing.wire.tcp import connection as tcp_connection
 from plumbing.wire.tcp.server import connect_tcp
 
 tcp_connection.UNACKNOWLEDGED_MS_MAX = 300
