@@ -46,7 +46,16 @@ def table(edges: Iterable[Edge]) -> list[str]:
 
 def engine_edges() -> list[Edge]:
     found = lifecycle.TRANSITIONS.items()
-    return [(str(source), event.__name__, str(target)) for (source, event), target in found]
+    return [(str(source), event.__name__, str(row.target)) for (source, event), row in found]
+
+
+def ignored_by_engines() -> list[str]:
+    """A line for each state: what changes nothing there, and is no error."""
+    lines = [
+        f"- in {state}: {', '.join(sorted(event.__name__ for event in events))}"
+        for state, events in lifecycle.IGNORED.items()
+    ]
+    return ["Ignored, as is every event about another incarnation:", "", *lines, ""]
 
 
 def lock_edges() -> list[Edge]:
@@ -76,7 +85,7 @@ def probe_table() -> list[str]:
 def page() -> str:
     """The whole page."""
     lines = [HEAD, "## An engine", ""]
-    lines += diagram(engine_edges()) + table(engine_edges())
+    lines += diagram(engine_edges()) + table(engine_edges()) + ignored_by_engines()
     lines += ["### Its probes", "", *probe_table()]
     lines += [
         "*First*: no incarnation of this engine has reached standby in this pod yet.",

@@ -1,12 +1,11 @@
-"""What can happen to an engine: its states, and the events that move it between them.
+"""The words of an engine's lifecycle: its states, the events that move it, the effects they have.
 
-Owns the words, and the few words for people and for metrics that each event comes down to. Which
-event is legal when is `lifecycle.py`.
+Owns also the sentence and the metrics label of each event. Which event is legal when, and what it
+leads to, is `lifecycle.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,12 +19,15 @@ class State(StrEnum):
     DEAD = "dead"
 
 
-class Step(StrEnum):
+class WakingStep(StrEnum):
     """What a waking engine is waiting for."""
 
     WAKE = "wake"
     CANARY = "canary"
     SERVE = "serve"
+
+
+# ---------------------------------------------------------------- events
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Weights in place, and every process of the tree holds the witness."""
+    """The weights are mapped, and every process of the tree holds the witness."""
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The lock server says that `incarnation` has `active` under `token`."""
+    """The lock server granted `active` to `incarnation` under `token`."""
 
     incarnation: str
     token: int
@@ -50,7 +52,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class OtherGranted:
-    """Somebody else has `active`."""
+    """`active` was granted to another engine."""
 
     engine: str
     token: int
@@ -63,7 +65,7 @@ class Woken:
 
 @dataclass(frozen=True, slots=True)
 class CanaryPassed:
-    """One real inference was right."""
+    """One real inference had the expected result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """This incarnation is over, for whatever reason; `cause` is one word for metrics.
+    """This incarnation has failed; `cause` is one word for metrics.
 
     `exit_code` is set where a relaunch cannot help.
     """
@@ -83,33 +85,33 @@ class Failed:
     exit_code: int | None = None
 
 
-# Failures that are none of the incarnation's own: it may have been in the best of health. They say
-# nothing about whether a launch will do, and explain no death that has another cause.
+# Causes outside of the incarnation, which may have been healthy: they do not count against the next
+# launch, and do not explain a death that has another cause.
 FROM_OUTSIDE = frozenset({"lease_lost", "member_lost"})
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetSpent:
-    """The state has lasted longer than it may."""
+    """The state has lasted longer than its budget."""
 
     budget_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """SIGTERM, or `engine drain`: leave in good order and do not come back."""
+    """SIGTERM, or `engine drain`: finish the requests in flight and exit."""
 
     cause: str = "sigterm"
 
 
 @dataclass(frozen=True, slots=True)
 class TerminateNow:
-    """The second signal: leave without order."""
+    """The second signal: exit at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """A switchover: finish, give the lock up to engine `to`, and come back as a standby."""
+    """A switchover: finish, hand the lock over to engine `to`, and relaunch as a standby."""
 
     incarnation: str
     to: str
@@ -117,12 +119,12 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Nothing is in flight any more."""
+    """No request is in flight any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """Not one process of the tree is left; `verdict` says why there shall be no further one."""
+    """Every process of the tree is gone; `verdict` is why there will be no relaunch, if so."""
 
     verdict: str | None = None
 
@@ -145,54 +147,107 @@ Event = (
 )
 
 
-def cause_of(event: Event) -> str:
-    """One word for metrics and records."""
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class StartTree:
+    incarnation: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellLockServer:
+    """Send `want` again, with `active` in it or not."""
+
+    names_incarnation: bool
+    wants_active: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send the backend `step`'s request."""
+
+    step: WakingStep
+
+
+@dataclass(frozen=True, slots=True)
+class DrainBackend:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class KillTree:
+    """Kill every process of the tree at once, wait until all are gone, then post `Reaped`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRelaunch:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End the supervisor. `reason` is None for a departure that was requested."""
+
+    code: int
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordTransition:
+    """A transition, for the one record from which logs, metrics and status derive."""
+
+    source: State
+    target: State
+    cause: str
+    message: str
+
+
+Effect = (
+    StartTree
+    | TellLockServer
+    | Ask
+    | DrainBackend
+    | KillTree
+    | ScheduleRelaunch
+    | Exit
+    | RecordTransition
+)
+
+
+# ---------------------------------------------------------------- words
+
+
+def explain(event: Event) -> tuple[str, str]:
+    """Why `event` moves an engine: one word for metrics, and a clause for logs and status.
+
+    Raises:
+        ValueError: it never does.
+    """
     match event:
-        case Failed():
-            return event.cause
-        case Terminate():
-            return event.cause
-        case _:
-            return _CAUSES[type(event)]
-
-
-_CAUSES: Mapping[type[Event], str] = {
-    Launch: "launched",
-    Prepared: "prepared",
-    Granted: "lock_granted",
-    OtherGranted: "lock_lost",
-    Serving: "canary_passed",
-    BudgetSpent: "budget_exceeded",
-    TerminateNow: "second_signal",
-    HandOver: "hand_over",
-    Drained: "drained",
-}
-
-
-def describe(event: Event) -> str:
-    """A few words for people."""
-    match event:
-        case Failed():
-            return event.message
         case Launch():
-            return f"launched as {event.incarnation}"
-        case Granted():
-            return f"lock granted, token {event.token}"
-        case OtherGranted():
-            return f"the lock was granted to {event.engine}, token {event.token}"
-        case BudgetSpent():
-            return f"the budget of {event.budget_ms / 1000:g} s is spent"
-        case Serving():
-            return "awake, canary passed, serving"
-        case Terminate():
-            return "told to end" if event.cause == "sigterm" else f"told to end ({event.cause})"
-        case TerminateNow():
-            return "told to end at once"
-        case HandOver():
-            return f"asked to hand over to {event.to}"
+            return "launched", f"launched as {event.incarnation}"
         case Prepared():
-            return "prepared, waiting for the lock"
+            return "prepared", "prepared, waiting for the lock"
+        case Granted():
+            return "lock_granted", f"lock granted, token {event.token}"
+        case OtherGranted():
+            return "lock_lost", f"the lock was granted to {event.engine}, token {event.token}"
+        case Serving():
+            return "canary_passed", "awake, canary passed, serving"
+        case Failed():
+            return event.cause, event.message
+        case BudgetSpent():
+            return "budget_exceeded", f"exceeded the budget of {event.budget_ms / 1000:g} s"
+        case Terminate():
+            by = "SIGTERM" if event.cause == "sigterm" else event.cause
+            return event.cause, f"asked to exit ({by})"
+        case TerminateNow():
+            return "second_signal", "asked to exit at once (second signal)"
+        case HandOver():
+            return "hand_over", f"asked to hand over to {event.to}"
         case Drained():
-            return "drained"
+            return "drained", "drained"
         case _:
-            return type(event).__name__.lower()
+            raise ValueError(f"{event} moves no engine")

@@ -1,164 +1,202 @@
-"""The life of an engine, as one table: events in, effects out.
+"""The life of an engine as one table: events in, effects out.
 
     dead ─Launch→ init ─Prepared→ standby ─Granted→ waking ─Serving→ active ─Terminate→ draining
       ↑             │               │                  │                │    HandOver      │
-      └─────────────┴───── any failure, at once, whatever was going on ─┴──────────────────┘
+      └─────────────┴────────────── any failure, at once, in any state ─┴──────────────────┘
 
-Owns which state follows which. Must not know of sockets, clocks, processes or how long anything
-may take: budgets come in as `BudgetSpent`. An event that the table lacks raises
-`IllegalTransition` and changes nothing, so the table *is* the enforcer.
+Owns which state follows which, and what each event asks of the shell. Must not know of sockets,
+clocks or processes: budgets come in as `BudgetSpent`.
+
+`TRANSITIONS` is the enforcer: `handle` fires the row of (state, event) and nothing overrules it. A
+pair that is neither there nor in `IGNORED`, or whose guard does not hold, raises `IllegalEvent` and
+changes nothing. One rule comes before the table: an event about another incarnation is stale and
+dropped, and a grant under a new token means that another engine held the lock in between.
 
 Five things that a reader may not expect:
 
 - `dead` is also where an engine begins: no tree, and a launch is due. It lasts from the failure
-  until the next launch; `Reaped` divides it into "the old tree may still act" and "nobody is left".
-- Nothing is said to the lock server between a failure and `Reaped`: an incarnation that is no
-  longer named has been reaped, so naming none any earlier would give the lock away while its
-  processes still live (DESIGN §5).
-- `waking` has steps of its own (STEPS): a canary cannot be skipped by a backend that says
-  `serving` early.
-- A standby that is told to end asks for no lock *before* its tree is killed, and still names its
+  until the next launch; `Reaped` divides it into "the old tree may still act" and "all gone".
+- Nothing is sent to the lock server between a failure and `Reaped`: it takes an incarnation that is
+  no longer named as reaped, and would grant the lock while its processes still live (DESIGN §5).
+- `waking` has steps of its own: a backend that reports `serving` early cannot skip the canary.
+- A standby that terminates withdraws its want *before* its tree is killed, and still names its
   incarnation: it may have been granted the lock a moment ago.
-- A hand-over drains like a departure, and ends in a relaunch instead of an exit. One that comes
-  while waking is remembered and begins once active: what has been accepted by then is answered.
-  SIGTERM still wins, at any point of it.
+- A hand-over drains like a departure, and ends in a relaunch instead of an exit. One that arrives
+  while waking is kept and begins once active, so that requests accepted by then are answered.
+  SIGTERM wins over it at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from engine.core.effects import (
-    Ask,
-    DrainBackend,
-    Effect,
-    Exit,
-    KillTree,
-    Record,
-    ScheduleRelaunch,
-    StartTree,
-    TellLockServer,
-)
 from engine.core.events import (
     FROM_OUTSIDE,
+    Ask,
     BudgetSpent,
     CanaryPassed,
+    DrainBackend,
     Drained,
+    Effect,
     Event,
+    Exit,
     Failed,
     Granted,
     HandOver,
+    KillTree,
     Launch,
     OtherGranted,
     Prepared,
     Reaped,
+    RecordTransition,
+    ScheduleRelaunch,
     Serving,
+    StartTree,
     State,
-    Step,
+    TellLockServer,
     Terminate,
     TerminateNow,
+    WakingStep,
     Woken,
-    cause_of,
-    describe,
+    explain,
 )
-
-TRANSITIONS: Mapping[tuple[State, type[Event]], State] = {
-    (State.DEAD, Launch): State.INIT,
-    (State.DEAD, Reaped): State.DEAD,
-    (State.INIT, Prepared): State.STANDBY,
-    (State.STANDBY, Granted): State.WAKING,
-    (State.WAKING, Woken): State.WAKING,
-    (State.WAKING, CanaryPassed): State.WAKING,
-    (State.WAKING, Serving): State.ACTIVE,
-    # A grant repeated after a reconnect changes nothing; one under another token ends us (below).
-    (State.WAKING, Granted): State.WAKING,
-    (State.ACTIVE, Granted): State.ACTIVE,
-    (State.DRAINING, Granted): State.DRAINING,
-    (State.DEAD, Granted): State.DEAD,
-    # Somebody else was granted: fatal to a holder, news to everybody else.
-    (State.INIT, OtherGranted): State.INIT,
-    (State.STANDBY, OtherGranted): State.STANDBY,
-    (State.WAKING, OtherGranted): State.DEAD,
-    (State.ACTIVE, OtherGranted): State.DEAD,
-    (State.DRAINING, OtherGranted): State.DEAD,
-    (State.DEAD, OtherGranted): State.DEAD,
-    (State.INIT, Failed): State.DEAD,
-    (State.STANDBY, Failed): State.DEAD,
-    (State.WAKING, Failed): State.DEAD,
-    (State.ACTIVE, Failed): State.DEAD,
-    (State.DRAINING, Failed): State.DEAD,
-    (State.DEAD, Failed): State.DEAD,  # the better explanation of a death already seen
-    (State.INIT, BudgetSpent): State.DEAD,
-    (State.WAKING, BudgetSpent): State.DEAD,
-    (State.DRAINING, BudgetSpent): State.DEAD,
-    (State.DEAD, BudgetSpent): State.DEAD,
-    # Leaving: only an active engine has anything to finish first.
-    (State.INIT, Terminate): State.DEAD,
-    (State.STANDBY, Terminate): State.DEAD,
-    (State.WAKING, Terminate): State.DEAD,
-    (State.ACTIVE, Terminate): State.DRAINING,
-    (State.DRAINING, Terminate): State.DRAINING,
-    (State.DEAD, Terminate): State.DEAD,
-    (State.INIT, TerminateNow): State.DEAD,
-    (State.STANDBY, TerminateNow): State.DEAD,
-    (State.WAKING, TerminateNow): State.DEAD,
-    (State.ACTIVE, TerminateNow): State.DEAD,
-    (State.DRAINING, TerminateNow): State.DEAD,
-    (State.DEAD, TerminateNow): State.DEAD,
-    (State.DRAINING, Drained): State.DEAD,
-    # A hand-over: only who holds the lock has something to hand over. One for an incarnation that
-    # is over, or that has just lost the lock, is old news.
-    (State.INIT, HandOver): State.INIT,
-    (State.STANDBY, HandOver): State.STANDBY,
-    (State.WAKING, HandOver): State.WAKING,
-    (State.ACTIVE, HandOver): State.DRAINING,
-    (State.DRAINING, HandOver): State.DRAINING,
-    (State.DEAD, HandOver): State.DEAD,
-    # What a backend said before it died may be read after it did.
-    (State.DEAD, Prepared): State.DEAD,
-    (State.DEAD, Woken): State.DEAD,
-    (State.DEAD, CanaryPassed): State.DEAD,
-    (State.DEAD, Serving): State.DEAD,
-    (State.DEAD, Drained): State.DEAD,
-}
-
-# Inside `waking`: what was awaited, what came → what is asked next (None: nothing more).
-STEPS: Mapping[tuple[Step, type[Event]], Step | None] = {
-    (Step.WAKE, Woken): Step.CANARY,
-    (Step.CANARY, CanaryPassed): Step.SERVE,
-    (Step.SERVE, Serving): None,
-}
 
 HOLDING = frozenset({State.WAKING, State.ACTIVE, State.DRAINING})
 
 
-class IllegalTransition(Exception):
-    """An event that cannot happen in this state. Nothing has changed."""
-
-    def __init__(self, state: State, event: Event, step: Step | None = None) -> None:
-        where = f"{state} (awaiting {step})" if step else state
-        super().__init__(f"{type(event).__name__} cannot happen in {where}")
-        self.state = state
-        self.event = event
-
-
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """All that the machine knows. `token` is 0 while this incarnation holds nothing."""
+    """Everything the machine knows. `token` is 0 while this incarnation holds nothing."""
 
     state: State = State.DEAD
-    step: Step | None = None
+    step: WakingStep | None = None
     incarnation: str | None = None
     number: int = 0
     token: int = 0
     is_reaped: bool = True
     is_leaving: bool = False
-    hand_over: HandOver | None = None  # what this incarnation is, or will be, draining for
-    is_handed_over: bool = False  # it ended by that, and so by nobody's fault
+    hand_over: HandOver | None = None  # what this incarnation drains for, or will once active
+    is_handed_over: bool = False  # it ended by that hand-over, which is not a failure
     exit_code: int | None = None
     reason: str = "not launched yet"
     reached_standby: bool = False  # this incarnation
+
+
+class IllegalEvent(Exception):
+    """An event that cannot happen in this situation. Nothing has changed."""
+
+    def __init__(self, now: Situation, event: Event) -> None:
+        where = f"{now.state} (awaiting {now.step})" if now.step else now.state
+        super().__init__(f"{type(event).__name__} cannot happen in {where}")
+
+
+def _may_launch(now: Situation) -> bool:
+    return now.is_reaped and not now.is_leaving and now.exit_code is None
+
+
+def _is_reaping(now: Situation) -> bool:
+    return not now.is_reaped
+
+
+def _awaits(step: WakingStep) -> Callable[[Situation], bool]:
+    return lambda now: now.step is step
+
+
+def _start(now: Situation) -> list[Effect]:
+    assert now.incarnation is not None
+    return [StartTree(now.incarnation, now.number), NAMED]
+
+
+def _exit_or_relaunch(now: Situation) -> list[Effect]:
+    if not now.is_reaped:
+        return []  # `Reaped` comes
+    if now.is_leaving:
+        return [Exit(0, None)]
+    if now.exit_code is not None:
+        return [Exit(now.exit_code, now.reason)]
+    return [ScheduleRelaunch()]
+
+
+UNNAMED = TellLockServer(names_incarnation=False, wants_active=False)
+NAMED = TellLockServer(names_incarnation=True, wants_active=False)
+QUEUED = TellLockServer(names_incarnation=True, wants_active=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where an event leads and what it asks, once `_learn` has taken in what it says.
+
+    `then` is for effects that depend on the situation; without its `guard` the event is illegal.
+    """
+
+    target: State
+    effects: tuple[Effect, ...] = ()
+    then: Callable[[Situation], list[Effect]] | None = None
+    guard: Callable[[Situation], bool] | None = None
+
+
+KILLED = Row(State.DEAD, (KillTree(),))
+WITHDRAWN = Row(State.DEAD, (NAMED, KillTree()))
+DRAINED = Row(State.DRAINING, (DrainBackend(),))
+
+TRANSITIONS: Mapping[tuple[State, type[Event]], Row] = {
+    (State.DEAD, Launch): Row(State.INIT, then=_start, guard=_may_launch),
+    (State.INIT, Prepared): Row(State.STANDBY, (QUEUED,)),
+    (State.STANDBY, Granted): Row(State.WAKING, (Ask(WakingStep.WAKE),)),
+    (State.WAKING, Woken): Row(
+        State.WAKING, (Ask(WakingStep.CANARY),), guard=_awaits(WakingStep.WAKE)
+    ),
+    (State.WAKING, CanaryPassed): Row(
+        State.WAKING, (Ask(WakingStep.SERVE),), guard=_awaits(WakingStep.CANARY)
+    ),
+    (State.WAKING, Serving): Row(State.ACTIVE, guard=_awaits(WakingStep.SERVE)),
+    # Only the holder of the lock has something to hand over.
+    (State.WAKING, HandOver): Row(State.WAKING),
+    (State.ACTIVE, HandOver): DRAINED,
+    (State.DRAINING, Drained): KILLED,
+    # Leaving: only an active engine has requests to finish first.
+    (State.INIT, Terminate): KILLED,
+    (State.STANDBY, Terminate): WITHDRAWN,
+    (State.WAKING, Terminate): KILLED,
+    (State.ACTIVE, Terminate): DRAINED,
+    (State.DRAINING, Terminate): Row(State.DRAINING),
+    (State.DEAD, Terminate): Row(State.DEAD, then=_exit_or_relaunch),
+    (State.INIT, TerminateNow): KILLED,
+    (State.STANDBY, TerminateNow): WITHDRAWN,
+    (State.WAKING, TerminateNow): KILLED,
+    (State.ACTIVE, TerminateNow): KILLED,
+    (State.DRAINING, TerminateNow): KILLED,
+    (State.DEAD, TerminateNow): Row(State.DEAD, then=_exit_or_relaunch),
+    (State.INIT, BudgetSpent): KILLED,
+    (State.WAKING, BudgetSpent): KILLED,
+    (State.DRAINING, BudgetSpent): KILLED,
+    # Another engine was granted the lock that this one holds.
+    (State.WAKING, OtherGranted): KILLED,
+    (State.ACTIVE, OtherGranted): KILLED,
+    (State.DRAINING, OtherGranted): KILLED,
+    (State.INIT, Failed): KILLED,
+    (State.STANDBY, Failed): KILLED,
+    (State.WAKING, Failed): KILLED,
+    (State.ACTIVE, Failed): KILLED,
+    (State.DRAINING, Failed): KILLED,
+    # A process may be seen dead before its fault report is read; `Reaped` waits for that.
+    (State.DEAD, Failed): Row(State.DEAD, guard=_is_reaping),
+    (State.DEAD, Reaped): Row(State.DEAD, (UNNAMED,), then=_exit_or_relaunch, guard=_is_reaping),
+}
+
+IGNORED: Mapping[State, frozenset[type[Event]]] = {
+    State.INIT: frozenset({OtherGranted, HandOver}),
+    State.STANDBY: frozenset({OtherGranted, HandOver}),
+    # A reconnect repeats the grant.
+    State.WAKING: frozenset({Granted}),
+    State.ACTIVE: frozenset({Granted}),
+    State.DRAINING: frozenset({Granted, HandOver}),
+    # A lock granted too late is released by `Reaped`, and no budget ends the reaping. Messages that
+    # the backend sent before it died may be read afterwards.
+    State.DEAD: frozenset({Granted, OtherGranted, HandOver, BudgetSpent})
+    | frozenset({Prepared, Woken, CanaryPassed, Serving, Drained}),
+}
 
 
 class Lifecycle:
@@ -176,139 +214,67 @@ class Lifecycle:
         """What follows from `event`.
 
         Raises:
-            IllegalTransition: the tables lack it; the situation is as before.
+            IllegalEvent: the tables lack it; the situation is as before.
         """
-        before = self.now
-        target = TRANSITIONS.get((before.state, type(event)))
-        if target is None:
-            raise IllegalTransition(before.state, event)
-        step = before.step
-        if before.state is State.WAKING and isinstance(event, Woken | CanaryPassed | Serving):
-            if step is None or (step, type(event)) not in STEPS:
-                raise IllegalTransition(before.state, event, step)
-            step = STEPS[step, type(event)]
+        now = self.now
         match event:
-            case Granted():
-                return self._granted(event, target)
-            case HandOver() if event.incarnation != before.incarnation:
-                return []
-            case HandOver() if before.state is State.WAKING:
-                self.now = replace(before, hand_over=event)
-                return []
-            case Launch():
-                return self._launch(event)
-            case Reaped():
-                return self._reaped(event)
-            case Failed() if before.state is State.DEAD:
-                return self._explain(event)
-            case Terminate() | TerminateNow() if before.state is State.DEAD:
-                return self._leave_dead()
-            case Woken() | CanaryPassed() if step is not None:
-                self.now = replace(before, step=step)
-                return [Ask(step)]
-            case Terminate() if before.state is State.DRAINING:
-                self.now = replace(before, is_leaving=True)  # whatever it drains for
-                return []
-            case Terminate() | HandOver() if before.state is State.ACTIVE:
-                effects: list[Effect] = [DrainBackend()]
-            case Serving() if target is State.ACTIVE and before.hand_over is not None:
-                moved = self._move(target, event, [], step=step)
-                return moved + self.handle(before.hand_over)
-            case Prepared() if target is State.STANDBY:
-                effects = [TellLockServer(names_incarnation=True, wants_active=True)]
-            case _ if target is State.DEAD and before.state is not State.DEAD:
-                return self._die(event)
-            case _ if target is before.state:
-                return []
-            case _:
-                effects = []
-        return self._move(target, event, effects, step=step)
+            case Granted() | HandOver() if event.incarnation != now.incarnation:
+                return []  # stale
+            case Granted() if now.state in HOLDING and event.token != now.token:
+                message = f"granted again under token {event.token}, was holding {now.token}"
+                event = Failed("token_changed", message)
+        effects = self._fire(event)
+        if self.now.state is State.ACTIVE and self.now.hand_over is not None:
+            effects += self._fire(self.now.hand_over)  # it arrived while waking
+        return effects
 
-    def _move(
-        self, target: State, event: Event, effects: list[Effect], *, step: Step | None
-    ) -> list[Effect]:
+    def _fire(self, event: Event) -> list[Effect]:
         before = self.now
-        message = describe(event)
-        self.now = replace(
-            before,
-            state=target,
-            step=step,
-            reason=message,
-            is_leaving=before.is_leaving or isinstance(event, Terminate | TerminateNow),
-            hand_over=event if isinstance(event, HandOver) else before.hand_over,
-            reached_standby=before.reached_standby or target is State.STANDBY,
-        )
-        return [Record(before.state, target, cause_of(event), message), *effects]
-
-    def _launch(self, event: Launch) -> list[Effect]:
-        before = self.now
-        if not before.is_reaped or before.is_leaving or before.exit_code is not None:
-            raise IllegalTransition(before.state, event)
-        number = before.number + 1
-        self.now = Situation(
-            state=State.INIT,
-            incarnation=event.incarnation,
-            number=number,
-            is_reaped=False,
-            reason=describe(event),
-        )
-        return [
-            Record(before.state, State.INIT, cause_of(event), self.now.reason),
-            StartTree(event.incarnation, number),
-            TellLockServer(names_incarnation=True, wants_active=False),
-        ]
-
-    def _granted(self, event: Granted, target: State) -> list[Effect]:
-        before = self.now
-        if before.state is State.DEAD or event.incarnation != before.incarnation:
-            return []  # for one that is gone or going: the lock is given back when it is reaped
-        if before.state is State.STANDBY:
-            self.now = replace(before, token=event.token)
-            return [*self._move(target, event, [], step=Step.WAKE), Ask(Step.WAKE)]
-        if event.token != before.token:
-            message = f"granted anew under token {event.token}, it held {before.token}"
-            return self._die(Failed("token_changed", message))
-        return []
-
-    def _die(self, event: Event) -> list[Effect]:
-        before = self.now
-        effects: list[Effect] = [KillTree()]
-        if before.state is State.STANDBY and isinstance(event, Terminate | TerminateNow):
-            effects.insert(0, TellLockServer(names_incarnation=True, wants_active=False))
-        moved = self._move(State.DEAD, event, effects, step=None)
-        if isinstance(event, Failed) and event.exit_code is not None:
-            self.now = replace(self.now, exit_code=event.exit_code)
-        if before.state is State.DRAINING and isinstance(event, Drained | BudgetSpent):
-            self.now = replace(self.now, is_handed_over=before.hand_over is not None)
-        return moved
-
-    def _reaped(self, event: Reaped) -> list[Effect]:
-        before = self.now
-        if before.is_reaped:
-            raise IllegalTransition(before.state, event)
-        self.now = replace(before, is_reaped=True, token=0, incarnation=None)
-        effects: list[Effect] = [TellLockServer(names_incarnation=False, wants_active=False)]
-        if before.is_leaving:
-            return [*effects, Exit(0, None)]
-        if before.exit_code is not None:
-            return [*effects, Exit(before.exit_code, before.reason)]
-        if event.verdict is not None:
-            self.now = replace(self.now, exit_code=1, reason=event.verdict)
-            return [*effects, Exit(1, event.verdict)]
-        return [*effects, ScheduleRelaunch()]
-
-    def _explain(self, event: Failed) -> list[Effect]:
-        """A process may be seen dead before its last words are read; `Reaped` waits for those."""
-        before = self.now
-        if before.is_reaped:
-            raise IllegalTransition(before.state, event)
-        if event.cause in FROM_OUTSIDE:
+        if type(event) in IGNORED[before.state]:
             return []
-        self.now = replace(before, reason=event.message)
-        if event.exit_code is not None:
-            self.now = replace(self.now, exit_code=event.exit_code)
-        return []
+        row = TRANSITIONS.get((before.state, type(event)))
+        if row is None or (row.guard is not None and not row.guard(before)):
+            raise IllegalEvent(before, event)
+        now = _learn(before, event)
+        effects: list[Effect] = []
+        if row.target is not before.state:
+            step = now.step if row.target is State.WAKING else None
+            cause, reason = explain(event)
+            now = replace(now, state=row.target, step=step, reason=reason)
+            effects = [RecordTransition(before.state, row.target, cause, reason)]
+        self.now = now
+        return [*effects, *row.effects, *(row.then(now) if row.then is not None else ())]
 
-    def _leave_dead(self) -> list[Effect]:
-        self.now = replace(self.now, is_leaving=True)
-        return [Exit(0, None)] if self.now.is_reaped else []
+
+def _learn(now: Situation, event: Event) -> Situation:
+    """What `event` says, apart from the state that it leads to."""
+    match event:
+        case Launch():
+            return Situation(incarnation=event.incarnation, number=now.number + 1, is_reaped=False)
+        case Prepared():
+            return replace(now, reached_standby=True)
+        case Granted():
+            return replace(now, token=event.token, step=WakingStep.WAKE)
+        case Woken():
+            return replace(now, step=WakingStep.CANARY)
+        case CanaryPassed():
+            return replace(now, step=WakingStep.SERVE)
+        case HandOver():
+            return replace(now, hand_over=event)
+        case Terminate() | TerminateNow():
+            return replace(now, is_leaving=True)
+        case Drained() | BudgetSpent() if now.state is State.DRAINING:
+            return replace(now, is_handed_over=now.hand_over is not None)
+        case Failed() if now.state is not State.DEAD or event.cause not in FROM_OUTSIDE:
+            code = now.exit_code if event.exit_code is None else event.exit_code
+            return replace(now, reason=event.message, exit_code=code)
+        case Reaped():
+            return _reaped(replace(now, is_reaped=True, token=0, incarnation=None), event)
+        case _:
+            return now
+
+
+def _reaped(now: Situation, event: Reaped) -> Situation:
+    if event.verdict is None or now.is_leaving or now.exit_code is not None:
+        return now
+    return replace(now, exit_code=1, reason=event.verdict)

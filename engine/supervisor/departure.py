@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from engine.core.effects import Exit
+from engine.core.events import Exit
 from engine.messages import FaultReport
 from engine.supervisor.settings import TERMINATION_LOG, TERMINATION_LOG_BYTES_MAX, Settings
 from plumbing.errors import UnderstudyError, UsageError

@@ -16,7 +16,16 @@ from typing import Any
 
 from engine import messages
 from engine.backends import process
-from engine.core.events import CanaryPassed, Drained, Event, Failed, Prepared, Serving, Step, Woken
+from engine.core.events import (
+    CanaryPassed,
+    Drained,
+    Event,
+    Failed,
+    Prepared,
+    Serving,
+    WakingStep,
+    Woken,
+)
 from engine.core.loading import Leave, Loading
 from engine.supervisor import huge_pages
 from engine.supervisor.channel import Channel
@@ -246,10 +255,10 @@ class Launch:
             fds=[listener],
         )
 
-    def ask(self, step: Step) -> None:
-        if step is Step.CANARY:
+    def ask(self, step: WakingStep) -> None:
+        if step is WakingStep.CANARY:
             self.run_canary(self._gate, is_idle=False)
-        elif step is Step.SERVE:
+        elif step is WakingStep.SERVE:
             self.channel.ask(
                 messages.Serve(), messages.Serving, lambda reply: self._post(Serving())
             )

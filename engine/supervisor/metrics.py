@@ -47,9 +47,9 @@ class EngineMetrics:
             "Changes of state.",
             ("engine_id", "from_state", "to_state"),
         )
-        for (source, _), target in TRANSITIONS.items():
-            if source is not target:
-                self._transitions.labels(from_state=source, to_state=target, **self._id)
+        for (source, _), row in TRANSITIONS.items():
+            if source is not row.target:
+                self._transitions.labels(from_state=source, to_state=row.target, **self._id)
         self._durations = page.histogram(
             "engine_state_duration_seconds",
             "How long a state lasted that was left.",

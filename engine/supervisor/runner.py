@@ -15,9 +15,9 @@ import os
 from collections import deque
 from typing import Any
 
-from engine.core import effects, events, probes
-from engine.core.events import Event, Failed, State, Step
-from engine.core.lifecycle import IllegalTransition, Lifecycle
+from engine.core import events, probes
+from engine.core.events import Event, Failed, State, WakingStep
+from engine.core.lifecycle import IllegalEvent, Lifecycle
 from engine.messages import FaultReport, Healthy
 from engine.supervisor import predecessors, state_file, status
 from engine.supervisor.health_watch import HealthWatch
@@ -74,7 +74,7 @@ class Runner:
         self.lifecycle = Lifecycle(self._memory.number)
         self.launch: Launch | None = None
         self.last_fault: FaultReport | None = None
-        self.exit: asyncio.Future[effects.Exit] = asyncio.get_running_loop().create_future()
+        self.exit: asyncio.Future[events.Exit] = asyncio.get_running_loop().create_future()
         self.timers = timers = Timers()
         self._facts = Facts(since=rfc3339(clock.wall()))
         self._budget = Budget(clock.now_ms(), None)
@@ -151,31 +151,31 @@ class Runner:
     def _handle(self, event: Event) -> None:
         try:
             asked = self.lifecycle.handle(event)
-        except IllegalTransition as error:
+        except IllegalEvent as error:
             if not isinstance(event, BACKEND_EVENTS):
                 raise InvariantError(str(error)) from error
             asked = self.lifecycle.handle(Failed("backend_fault", f"out of order: {error}"))
         for effect in asked:
             self._perform(effect)
 
-    def _perform(self, effect: effects.Effect) -> None:
+    def _perform(self, effect: events.Effect) -> None:
         match effect:
-            case effects.Record():
+            case events.RecordTransition():
                 self._record(effect)
-            case effects.StartTree():
+            case events.StartTree():
                 self._start_tree(effect)
-            case effects.TellLockServer():
+            case events.TellLockServer():
                 self._tell(effect)
-            case effects.Ask():
+            case events.Ask():
                 self._ask(effect.step)
-            case effects.DrainBackend():
+            case events.DrainBackend():
                 self.lock.stop_listening()
                 self._running.drain(self._settings.budgets_ms[State.DRAINING])
-            case effects.KillTree():
+            case events.KillTree():
                 self._running.kill()
-            case effects.ScheduleRelaunch():
+            case events.ScheduleRelaunch():
                 self.relauncher.schedule()
-            case effects.Exit():
+            case events.Exit():
                 self.relauncher.cancel()
                 self.timers.cancel("predecessors")
                 if not self.exit.done():
@@ -187,7 +187,7 @@ class Runner:
             raise InvariantError("there is no incarnation")
         return self.launch
 
-    def _record(self, record: effects.Record) -> None:
+    def _record(self, record: events.RecordTransition) -> None:
         """A transition: the one record of it, its budget, and what begins or ends with it."""
         now, now_ms = self.lifecycle.now, self._clock.now_ms()
         lasted_ms = self._budget.spent_ms(now_ms)
@@ -249,7 +249,7 @@ class Runner:
     def _launch_anew(self) -> None:
         self.post(events.Launch(witness.new_incarnation(self._settings.engine)))
 
-    def _start_tree(self, effect: effects.StartTree) -> None:
+    def _start_tree(self, effect: events.StartTree) -> None:
         self._memory.number = effect.number
         self._facts.launched_at = rfc3339(self._clock.wall())
         self.last_fault = None
@@ -295,14 +295,14 @@ class Runner:
 
     # ------------------------------------------------------------------ the lock, waking, health
 
-    def _tell(self, effect: effects.TellLockServer) -> None:
+    def _tell(self, effect: events.TellLockServer) -> None:
         if effect.wants_active:
             self._takeovers.wanted()
         launch = self.launch if effect.names_incarnation else None
         self.lock.tell(launch, wants_active=effect.wants_active)
 
-    def _ask(self, step: Step) -> None:
-        if step is Step.WAKE:
+    def _ask(self, step: WakingStep) -> None:
+        if step is WakingStep.WAKE:
             token = self.lifecycle.now.token
             self._takeovers.granted(token, is_other_known=self.lock.other is not None)
             self._wake()
@@ -314,7 +314,7 @@ class Runner:
     def _wake(self) -> None:
         """Once there are both a grant and the listening socket, whichever comes last."""
         now, launch = self.lifecycle.now, self.launch
-        if now.step is Step.WAKE and launch is not None and not launch.is_wake_asked:
+        if now.step is WakingStep.WAKE and launch is not None and not launch.is_wake_asked:
             listener = self.lock.borrow_listener()
             if listener is not None:
                 launch.wake(now.token, listener)

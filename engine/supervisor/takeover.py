@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.core.events import Step
+from engine.core.events import WakingStep
 from engine.supervisor.state_file import Memory
 from plumbing.service.clock import Clock, rfc3339
 from plumbing.service.events import EventLog
@@ -54,13 +54,13 @@ class Takeovers:
             self._memory.failover_attempts += 1
             self._events.record("engine.takeover", "taking over", data={"token": token})
 
-    def asked(self, step: Step) -> None:
+    def asked(self, step: WakingStep) -> None:
         """What is asked next says what has just been done."""
         if self.last is None:
             return
-        if step is Step.CANARY:
+        if step is WakingStep.CANARY:
             self.last.woken_mono_ms = self._clock.now_ms()
-        elif step is Step.SERVE:
+        elif step is WakingStep.SERVE:
             self.last.canary_mono_ms = self._clock.now_ms()
 
     def active(self, now_ms: float) -> None:

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core import effects as ef
 from engine.core import events as ev
-from engine.core.events import Event, State, Step
-from engine.core.lifecycle import HOLDING, TRANSITIONS, IllegalTransition, Lifecycle
+from engine.core.events import Event, State, WakingStep
+from engine.core.lifecycle import HOLDING, IGNORED, TRANSITIONS, IllegalEvent, Lifecycle
 
 INC = "e-0123456789abcdef"
 SAMPLES: dict[type[Event], Event] = {
@@ -56,8 +55,10 @@ def engine_in(state: State) -> Lifecycle:
     return engine
 
 
-def kinds(effects: list[ef.Effect]) -> list[str]:
-    return [type(effect).__name__ for effect in effects if not isinstance(effect, ef.Record)]
+def kinds(effects: list[ev.Effect]) -> list[str]:
+    return [
+        type(effect).__name__ for effect in effects if not isinstance(effect, ev.RecordTransition)
+    ]
 
 
 def test_every_event_has_a_sample():
@@ -68,21 +69,29 @@ def test_every_event_has_a_sample():
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("kind", list(SAMPLES))
 def test_table_is_the_enforcer(state, kind):
-    """A pair in the table leads where it says; any other raises and changes nothing."""
+    """A row leads where it says and has its effects; an ignored event changes nothing; any other
+    pair, and a row whose guard does not hold, raises and changes nothing."""
     engine = engine_in(state)
     before = engine.now
-    if (state, kind) not in TRANSITIONS:
-        with pytest.raises(IllegalTransition):
+    if kind in IGNORED[state]:
+        assert (state, kind) not in TRANSITIONS
+        assert engine.handle(SAMPLES[kind]) == []
+        assert engine.now == before
+        return
+    row = TRANSITIONS.get((state, kind))
+    if row is None or (row.guard is not None and not row.guard(before)):
+        with pytest.raises(IllegalEvent):
             engine.handle(SAMPLES[kind])
         assert engine.now == before
         return
-    try:
-        engine.handle(SAMPLES[kind])
-    except IllegalTransition:  # legal in this state, but not at this point of it
-        assert kind in (ev.Reaped, ev.CanaryPassed, ev.Serving, ev.Failed, ev.Launch)
-        assert engine.now == before
-    else:
-        assert engine.state is TRANSITIONS[state, kind]
+    effects = engine.handle(SAMPLES[kind])
+    assert engine.state is row.target
+    moves = [effect for effect in effects if isinstance(effect, ev.RecordTransition)]
+    assert [(move.source, move.target) for move in moves] == (
+        [] if row.target is state else [(state, row.target)]
+    )
+    rest = [effect for effect in effects if effect not in moves]
+    assert rest[: len(row.effects)] == list(row.effects)
 
 
 def test_main_line_asks_step_by_step():
@@ -104,14 +113,14 @@ def test_active_needs_wake_and_canary():
     """A backend that says `serving` early is refused: play every wrong order of the steps."""
     for wrong in (ev.Serving(), ev.CanaryPassed()):
         engine = engine_in(State.WAKING)
-        with pytest.raises(IllegalTransition):
+        with pytest.raises(IllegalEvent):
             engine.handle(wrong)
         assert engine.state is State.WAKING
     engine = engine_in(State.WAKING)
-    assert engine.handle(ev.Woken()) == [ef.Ask(Step.CANARY)]
-    with pytest.raises(IllegalTransition):
+    assert engine.handle(ev.Woken()) == [ev.Ask(WakingStep.CANARY)]
+    with pytest.raises(IllegalEvent):
         engine.handle(ev.Serving())
-    with pytest.raises(IllegalTransition):
+    with pytest.raises(IllegalEvent):
         engine.handle(ev.Woken())
 
 
@@ -122,7 +131,7 @@ def test_failure_kills_at_once_and_says_nothing_before_reaped(state):
     assert kinds(engine.handle(SAMPLES[ev.Failed])) == ["KillTree"]
     assert engine.now.incarnation == INC
     effects = engine.handle(ev.Reaped())
-    assert effects == [ef.TellLockServer(False, False), ef.ScheduleRelaunch()]
+    assert effects == [ev.TellLockServer(False, False), ev.ScheduleRelaunch()]
     assert (engine.now.incarnation, engine.now.token) == (None, 0)
 
 
@@ -131,7 +140,7 @@ def test_holder_that_hears_of_another_grant_kills_its_tree(state):
     """The lock is lost when another was granted: the tree is killed in every holding state."""
     engine = engine_in(state)
     effects = engine.handle(ev.OtherGranted("other", 9))
-    assert effects[0] == ef.Record(
+    assert effects[0] == ev.RecordTransition(
         state, State.DEAD, "lock_lost", "the lock was granted to other, token 9"
     )
     assert kinds(effects) == ["KillTree"]
@@ -151,14 +160,22 @@ def test_repeated_grant_changes_nothing_and_another_token_ends_it():
     engine = engine_in(State.ACTIVE)
     assert engine.handle(ev.Granted(INC, 7)) == []
     assert kinds(engine.handle(ev.Granted(INC, 9))) == ["KillTree"]
-    assert engine.now.reason == "granted anew under token 9, it held 7"
+    assert engine.now.reason == "granted again under token 9, was holding 7"
 
 
-def test_grant_for_an_earlier_incarnation_is_ignored():
-    """A lost and late grant: it is given back by naming another incarnation, nothing else."""
-    engine = engine_in(State.STANDBY)
+@pytest.mark.parametrize("state", list(State))
+def test_grant_for_an_earlier_incarnation_is_ignored(state):
+    """A late grant of an incarnation that died, in every state, `init` of the next one included:
+    it is released by naming another incarnation, nothing else."""
+    engine = engine_in(state)
+    before = engine.now
     assert engine.handle(ev.Granted("e-ffffffffffffffff", 7)) == []
-    assert engine.state is State.STANDBY
+    assert engine.now == before
+
+
+def test_grant_after_death_is_ignored():
+    """The lock is released once the tree is reaped, so a grant changes nothing until then."""
+    engine = engine_in(State.STANDBY)
     engine.handle(ev.Failed("child_exit", "gone"))
     assert engine.handle(ev.Granted(INC, 7)) == []
     assert engine.state is State.DEAD
@@ -168,8 +185,8 @@ def test_standby_leaves_the_queue_before_it_is_killed():
     """SIGTERM in standby: no lock is wanted, the incarnation is still named, then exit 0."""
     engine = engine_in(State.STANDBY)
     effects = engine.handle(ev.Terminate())
-    assert effects[1:] == [ef.TellLockServer(True, False), ef.KillTree()]
-    assert engine.handle(ev.Reaped()) == [ef.TellLockServer(False, False), ef.Exit(0, None)]
+    assert effects[1:] == [ev.TellLockServer(True, False), ev.KillTree()]
+    assert engine.handle(ev.Reaped()) == [ev.TellLockServer(False, False), ev.Exit(0, None)]
 
 
 def test_active_drains_reaps_releases_exits():
@@ -178,7 +195,7 @@ def test_active_drains_reaps_releases_exits():
     assert kinds(engine.handle(ev.Terminate())) == ["DrainBackend"]
     assert kinds(engine.handle(ev.Terminate())) == []
     assert kinds(engine.handle(ev.Drained())) == ["KillTree"]
-    assert engine.handle(ev.Reaped()) == [ef.TellLockServer(False, False), ef.Exit(0, None)]
+    assert engine.handle(ev.Reaped()) == [ev.TellLockServer(False, False), ev.Exit(0, None)]
 
 
 @pytest.mark.parametrize("event", [ev.TerminateNow(), ev.BudgetSpent(30), SAMPLES[ev.Failed]])
@@ -204,7 +221,7 @@ def test_hand_over_drains_reaps_gives_up_and_comes_back(end):
     assert engine.handle(SAMPLES[ev.HandOver]) == []
     assert kinds(engine.handle(end)) == ["KillTree"]
     assert engine.now.is_handed_over
-    assert engine.handle(ev.Reaped()) == [ef.TellLockServer(False, False), ef.ScheduleRelaunch()]
+    assert engine.handle(ev.Reaped()) == [ev.TellLockServer(False, False), ev.ScheduleRelaunch()]
     engine.handle(ev.Launch("e-1111111111111111"))
     assert not engine.now.is_handed_over
     assert engine.now.hand_over is None
@@ -225,11 +242,11 @@ def test_sigterm_in_a_hand_over_leaves():
     engine = handing_over()
     assert engine.handle(ev.Terminate()) == []
     assert kinds(engine.handle(ev.Drained())) == ["KillTree"]
-    assert engine.handle(ev.Reaped())[-1] == ef.Exit(0, None)
+    assert engine.handle(ev.Reaped())[-1] == ev.Exit(0, None)
     engine = engine_in(State.DRAINING)
     assert engine.handle(SAMPLES[ev.HandOver]) == []
     engine.handle(ev.Drained())
-    assert engine.handle(ev.Reaped())[-1] == ef.Exit(0, None)
+    assert engine.handle(ev.Reaped())[-1] == ev.Exit(0, None)
 
 
 def test_hand_over_while_waking_begins_once_active():
@@ -240,9 +257,9 @@ def test_hand_over_while_waking_begins_once_active():
     for event in MAIN_LINE[3:5]:
         engine.handle(event)
     effects = engine.handle(ev.Serving())
-    targets = [effect.target for effect in effects if isinstance(effect, ef.Record)]
+    targets = [effect.target for effect in effects if isinstance(effect, ev.RecordTransition)]
     assert targets == [State.ACTIVE, State.DRAINING]
-    assert effects[-1] == ef.DrainBackend()
+    assert effects[-1] == ev.DrainBackend()
 
 
 @pytest.mark.parametrize("state", list(State))
@@ -265,22 +282,22 @@ def test_permanent_fault_ends_the_engine_with_its_sentence():
         engine = engine_in(State.INIT)
         for event in events:
             engine.handle(event)
-        assert engine.handle(ev.Reaped())[-1] == ef.Exit(2, "model.safetensors is cut short")
+        assert engine.handle(ev.Reaped())[-1] == ev.Exit(2, "model.safetensors is cut short")
 
 
 def test_crash_loop_ends_the_engine():
     """The verdict comes with `Reaped`: no relaunch, exit 1 with the verdict as the reason."""
     engine = engine_in(State.INIT)
     engine.handle(SAMPLES[ev.Failed])
-    assert engine.handle(ev.Reaped("crash loop: …"))[-1] == ef.Exit(1, "crash loop: …")
-    with pytest.raises(IllegalTransition):
+    assert engine.handle(ev.Reaped("crash loop: …"))[-1] == ev.Exit(1, "crash loop: …")
+    with pytest.raises(IllegalEvent):
         engine.handle(ev.Launch("e-1111111111111111"))
 
 
 def test_terminate_while_dead():
     """Told to end while waiting to relaunch: at once; while reaping: when it is reaped."""
     engine = engine_in(State.DEAD)
-    assert engine.handle(ev.Terminate()) == [ef.Exit(0, None)]
+    assert engine.handle(ev.Terminate()) == [ev.Exit(0, None)]
     engine = engine_in(State.INIT)
     engine.handle(SAMPLES[ev.Failed])
     assert engine.handle(ev.Terminate()) == []
@@ -288,9 +305,22 @@ def test_terminate_while_dead():
 
 
 def test_every_state_but_standby_and_active_has_a_way_out_by_time():
-    """No state that can hang lacks a budget edge: read the table."""
-    for state in (State.INIT, State.WAKING, State.DRAINING, State.DEAD):
-        assert (state, ev.BudgetSpent) in TRANSITIONS
+    """No state that can hang lacks a budget edge: read the table. Reaping ends by itself: there the
+    budget only changes the liveness probe."""
+    for state in (State.INIT, State.WAKING, State.DRAINING):
+        assert TRANSITIONS[state, ev.BudgetSpent].target is State.DEAD
+    assert ev.BudgetSpent in IGNORED[State.DEAD]
+
+
+def test_an_event_that_moves_no_engine_has_no_cause():
+    """Every event that changes the state in some row is explained, and no other."""
+    moving = {kind for (state, kind), row in TRANSITIONS.items() if row.target is not state}
+    for kind, event in SAMPLES.items():
+        if kind in moving:
+            assert all(ev.explain(event))
+        else:
+            with pytest.raises(ValueError, match="moves no engine"):
+                ev.explain(event)
 
 
 @given(st.lists(st.sampled_from(list(SAMPLES)), max_size=60))
@@ -308,17 +338,17 @@ def test_random_schedules_keep_the_invariants(order):
         before = engine.now
         try:
             effects = engine.handle(event)
-        except IllegalTransition:
+        except IllegalEvent:
             assert engine.now == before
             continue
         for effect in effects:
-            if isinstance(effect, ef.StartTree):
+            if isinstance(effect, ev.StartTree):
                 assert not is_tree_up, "a second tree"
                 is_tree_up, launches = True, launches + 1
-            if isinstance(effect, ef.TellLockServer):
+            if isinstance(effect, ev.TellLockServer):
                 names_us = effect.names_incarnation
                 assert names_us or before.state is State.DEAD, "the lock given away too early"
-            if isinstance(effect, ef.KillTree):
+            if isinstance(effect, ev.KillTree):
                 assert is_tree_up
         if isinstance(event, ev.Reaped):
             is_tree_up = False
@@ -329,7 +359,7 @@ def test_random_schedules_keep_the_invariants(order):
         assert (now.state in HOLDING) <= (now.token > 0)
         assert (now.step is not None) == (now.state is State.WAKING)
         assert not (now.state is State.ACTIVE and now.hand_over), "it serves on"
-        assert not any(isinstance(e, ef.Exit) for e in effects) or now.is_leaving
+        assert not any(isinstance(e, ev.Exit) for e in effects) or now.is_leaving
 
 
 @pytest.mark.parametrize("cause", sorted(ev.FROM_OUTSIDE))
