@@ -248,9 +248,9 @@ def test_ids_are_stable_and_no_two_alike():
     assert len({check.title for check in CHECKS}) == len(CHECKS)
 
 
-def test_every_check_is_in_the_page_of_operations_in_its_order():
-    """docs/operations.md: people look up there what an id means."""
-    page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+def test_every_check_is_in_the_reference_in_order():
+    """docs/reference.md explains every id."""
+    page = (Path(__file__).parents[3] / "docs/reference.md").read_text()
     section = page.partition("\n## Doctor")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == [check.id for check in CHECKS]
 
