@@ -92,8 +92,9 @@ device-check: setup ## ask a GPU what the design relies on; without one it says 
 docs: setup ## write the generated pages again
 	$(PY) -m hack.gen_states
 
-manifests: ## render deploy/overlays with kubectl, into deploy/rendered
+manifests: ## render deploy/overlays with kubectl, into deploy/rendered and the package
 	@for each in deploy/overlays/*/; do kubectl kustomize $$each > deploy/rendered/$$(basename $$each).yaml; done
+	@cp deploy/rendered/cpu.yaml understudy/up/pod.yaml
 
 image: setup ## the CPU image, on a base made on the spot; as root, with podman, runc and debootstrap
 	@$(PY) -m hack.container_image $(ARGS)

@@ -41,7 +41,8 @@ from understudy.drill.expected import write_expected
 from understudy.drill.run import Drill, DrillPlan
 from understudy.kubelet.runner import Runner, run_pod
 from understudy.status.gather import gather
-from understudy.up.local_pod import LocalPod, free_pod_ports
+from understudy.up.local_pod import LocalPod
+from understudy.up.ports import free_pod_ports
 from understudy.up.random_model import VLLM_RANDOM_MODEL, make_random_model
 from understudy.up.sessions import DrillResult, run_drill
 

@@ -9,7 +9,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from understudy.up.local_pod import LocalPod, free_pod_ports
+from understudy.up.local_pod import LocalPod
+from understudy.up.ports import free_pod_ports
 from understudy.up.random_model import VLLM_RANDOM_MODEL, make_random_model
 
 # Weights of 74 MiB in float32: enough that a copy of them would be seen among a worker's other

@@ -25,13 +25,13 @@ from understudy.drill.page.write import check_destination
 from understudy.drill.report import machine, print_report
 from understudy.drill.run import DrillPlan
 from understudy.kubelet.containers import QUICK
-from understudy.manifest import session
-from understudy.manifest.session import Asked
 from understudy.manifest.values import Choices
 from understudy.settings import DRILL_OPTIONS, NOT_WITH_MANIFEST, POD_OPTIONS, UP_OPTIONS
 from understudy.status import cli as people
-from understudy.up import sessions
-from understudy.up.local_pod import LocalPod, Ports
+from understudy.up import manifest_pod, sessions
+from understudy.up.local_pod import LocalPod
+from understudy.up.manifest_pod import Asked
+from understudy.up.ports import Ports
 from understudy.up.terminal import Terminal
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
@@ -62,7 +62,7 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     asked = _asked(config, UP_OPTIONS, arguments, backoff_max_s=backoff_max_s)
     if asked is not None:
         with Terminal() as terminal:
-            run_async(lambda: session.stay_up(asked, directory, terminal.say))
+            run_async(lambda: manifest_pod.stay_up(asked, directory, terminal.say))
         return
     model = _model(config["model"])
     first = config["engine_port"]
@@ -138,7 +138,7 @@ def drill(
             "its own, in a new directory: leave out --dir, or add --attach",
         )
     elif asked is not None:
-        result = run_async(lambda: session.drill(asked, plan, say), as_json=as_json)
+        result = run_async(lambda: manifest_pod.drill(asked, plan, say), as_json=as_json)
     else:
         model = _model(config["model"])
         result = run_async(

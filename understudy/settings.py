@@ -6,7 +6,7 @@ from engine.messages import RANKS_MAX
 from plumbing.service.config import Option
 from understudy.drill.records import check_target
 from understudy.manifest.values import read_choice
-from understudy.up.local_pod import ENGINE_PORT, GMS_PORT, LOCKSERVER_PORT, SERVICE_PORT
+from understudy.up.ports import ENGINE_PORT, GMS_PORT, LOCKSERVER_PORT, SERVICE_PORT
 
 DIRECTORY = "/run/understudy"  # DESIGN §9
 

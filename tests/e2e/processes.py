@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterable, Sequence
 
 from tests.helpers import auntil, open_fds
-from understudy.up.local_pod import Ports
+from understudy.up.ports import Ports
 
 PORTS = range(15_000, 32_000)
 SETTLED_AFTER = 25  # equal readings in a row

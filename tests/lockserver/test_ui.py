@@ -18,7 +18,7 @@ from tests.browser import Tab, needs_chromium, tab
 from tests.e2e import pods
 from tests.e2e.pods import Pod, PodHome, make_model
 from tests.e2e.processes import fresh_ports, kill
-from understudy.up.local_pod import Ports
+from understudy.up.ports import Ports
 
 SIZE_MAX_BYTES = 30_000  # it is read as often as changed, and sent at every look
 

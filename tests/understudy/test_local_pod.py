@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UnderstudyError, UsageError
-from tests.deploy.manifests import documents
-from understudy.manifest.read import read_manifest
-from understudy.manifest.spec import Spec
-from understudy.up.local_pod import LocalPod, Ports, check_ports, free_pod_ports, program
-from understudy.up.ports import check_port, free_ports
+from tests.deploy.manifests import RENDERED
+from understudy.up.local_pod import POD_MANIFEST, LocalPod, packaged_manifest, program
+from understudy.up.ports import Ports, check_port, check_ports, free_pod_ports, free_ports
 
 
 def test_standard_pod_starts_what_engines_need_before_them():
@@ -27,11 +25,12 @@ def test_standard_pod_uses_the_ports_and_directory_of_the_design():
     """Goal: DESIGN §9's surface. Method: read the command lines and environments."""
     lock, gms, one, two = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
     assert "--service=active=127.0.0.1:8000" in lock.command
-    assert "--http-port=9400" in lock.command
-    assert "--http-port=9401" in gms.command
+    assert lock.env["UNDERSTUDY_HTTP_PORT"] == "9400"
+    assert gms.env["UNDERSTUDY_HTTP_PORT"] == "9401"
     assert [c.env["ENGINE_ID"] for c in (one, two)] == ["engine-0", "engine-1"]
-    assert "--http-port=9410" in one.command
-    assert "--http-port=9411" in two.command
+    assert one.env["UNDERSTUDY_HTTP_PORT"] == "9410"
+    assert two.env["UNDERSTUDY_HTTP_PORT"] == "9411"
+    assert {c.env["UNDERSTUDY_DIR"] for c in (lock, gms, one, two)} == {"/run/understudy"}
     assert one.env["LOCKSERVER_SOCKET"] == "/run/understudy/lockserver.sock"
     assert one.command[one.command.index("--") + 1 :] == ("--model", "/models/m")
     urls = [c.startup.url for c in (lock, gms, one) if c.startup is not None]
@@ -59,32 +58,37 @@ def test_pod_on_gpus_takes_those_that_are_there_and_all_of_their_memory():
     assert "--memory=cuda" in gms.command
     assert not [word for word in gms.command if word.startswith("--device")]
     for container in (lock, gms, *engines):
-        assert "--http-host=0.0.0.0" in container.command
+        assert container.env["UNDERSTUDY_HTTP_HOST"] == "0.0.0.0"
         assert container.startup is not None
         assert container.startup.url.startswith("http://127.0.0.1:")
     limited = replace(pod, device_bytes="8GiB").containers()[1]
     assert "--device-bytes=8GiB" in limited.command
 
 
-def test_engines_are_asked_whether_they_live():
-    """Goal: a supervisor that hangs is found. Method: their probe, which is the manifests'."""
-    (of_manifest,) = {spec.liveness for spec in engines_of_the_manifest()}
-    assert of_manifest is not None
-    for engine in LocalPod(Path("/run/understudy"), Path("/m")).containers()[2:]:
-        probe = engine.liveness
+def test_packaged_manifest_is_the_rendered_one():
+    """Goal: one description of the pod, for clusters and for `understudy up`. Method: compare the
+    packaged file with deploy/rendered."""
+    assert POD_MANIFEST.read_text() == (RENDERED / "cpu.yaml").read_text()
+
+
+def test_ports_that_swap_places_are_not_confused():
+    """Goal: each part gets its own port. Method: requests on the lock server's usual port."""
+    ports = Ports(service=9400, lockserver=8000)
+    lock = LocalPod(Path("/run/understudy"), Path("/m"), ports).containers()[0]
+    assert "--service=active=127.0.0.1:9400" in lock.command
+    assert lock.env["UNDERSTUDY_HTTP_PORT"] == "8000"
+
+
+def test_every_part_is_asked_whether_it_lives_as_often_as_in_a_cluster():
+    """Goal: a part that hangs is restarted. Method: compare the probes with the manifest's."""
+    of_manifest = {spec.name: spec.liveness for spec in packaged_manifest().specs}
+    for container in LocalPod(Path("/run/understudy"), Path("/m")).containers():
+        probe, wanted = container.liveness, of_manifest[container.name]
         assert probe is not None
-        assert (probe.period_s, probe.timeout_s) == (of_manifest.period_s, of_manifest.timeout_s)
-        assert probe.failure_threshold == of_manifest.failure_threshold
-        assert probe.grace_s == of_manifest.grace_s
-
-
-def engines_of_the_manifest() -> list[Spec]:
-    found = read_manifest(documents("cpu")).specs
-    return [
-        replace(each, liveness=replace(each.liveness, port=0))
-        for each in found
-        if each.name.startswith("engine-") and each.liveness is not None
-    ]
+        assert wanted is not None
+        assert (probe.period_s, probe.timeout_s) == (wanted.period_s, wanted.timeout_s)
+        assert probe.failure_threshold == wanted.failure_threshold
+        assert probe.grace_s == wanted.grace_s
 
 
 def test_vllm_is_told_of_its_model_in_its_own_words():

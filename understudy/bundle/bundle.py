@@ -31,7 +31,7 @@ from understudy.doctor.facts import Facts
 from understudy.doctor.probe import look
 from understudy.status.gather import gather
 from understudy.status.past_events import past_events
-from understudy.up.local_pod import Ports
+from understudy.up.ports import Ports
 
 Say = Callable[[str], None]
 

@@ -16,7 +16,7 @@ from plumbing.service.build import installed
 from understudy.doctor import probe_devices, probe_directory, probe_machine
 from understudy.doctor.facts import Facts, SocketFile
 from understudy.status.gather import gather, gms_sockets
-from understudy.up.local_pod import Ports
+from understudy.up.ports import Ports
 
 ANSWER_S = 2.0  # what answers does so in milliseconds; one that hangs must not keep the others
 INIT = 1

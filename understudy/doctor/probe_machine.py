@@ -15,7 +15,7 @@ from plumbing.service import procfs
 from plumbing.wire.peer import SO_PEERPIDFD
 from understudy.doctor import proc
 from understudy.doctor.facts import FdUse, Kernel, Machine, Port, Process
-from understudy.up.local_pod import Ports
+from understudy.up.ports import Ports
 
 CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 

@@ -28,11 +28,18 @@ async def load_manifest(path: Path) -> Manifest:
     Raises:
         UsageError: it cannot be read, rendered or understood.
     """
-    if path.is_dir():
-        text = await _render(path)
-    else:
-        text = _read(path)
-    return read_manifest(_documents(path, text))
+    if not path.is_dir():
+        return read_manifest_file(path)
+    return read_manifest(_documents(path, await _render(path)))
+
+
+def read_manifest_file(path: Path) -> Manifest:
+    """The pod that the rendered file `path` describes.
+
+    Raises:
+        UsageError: it cannot be read or understood.
+    """
+    return read_manifest(_documents(path, _read(path)))
 
 
 def make_volumes(manifest: Manifest, volumes: Mapping[str, Path], choices: Choices) -> None:

@@ -27,7 +27,7 @@ from understudy.status.gather import gather, way_out
 from understudy.status.last_words import last_lines, last_words
 from understudy.status.past_events import last_event, past_events
 from understudy.status.view import is_reachable, lines
-from understudy.up.local_pod import Ports
+from understudy.up.ports import Ports
 
 # A part that hangs is one that people want to know of soon. What answers does so in milliseconds.
 STATUS_TIMEOUT_S = 2.0

@@ -33,7 +33,8 @@ from understudy.kubelet.http_get import get
 from understudy.kubelet.runner import Runner, run_pod
 from understudy.status.gather import gather, pids_of
 from understudy.status.view import is_reachable
-from understudy.up.local_pod import LocalPod, check_ports, free_pod_ports, program, reachable
+from understudy.up.local_pod import LocalPod, program, reachable
+from understudy.up.ports import check_ports, free_pod_ports
 from understudy.up.random_model import with_random_model
 
 Say = Callable[[str], None]

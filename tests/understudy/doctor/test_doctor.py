@@ -34,7 +34,7 @@ from understudy.doctor.checks import examine
 from understudy.doctor.facts import Facts
 from understudy.doctor.finding import Finding, Status
 from understudy.doctor.probe import look
-from understudy.up.local_pod import Ports
+from understudy.up.ports import Ports
 
 FAIL, WARN, PASS, SKIP = Status.FAIL, Status.WARN, Status.PASS, Status.SKIP
 LOCK_FILES = ("lockserver.sock", "lockserver.lock", "lockserver.json")
