@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from lockserver.core.events import Holder, Record, Refuse, SendGrant
+from lockserver.core.events import Holder, LockRecord, RefuseConnection, SendGrant
+from lockserver.core.names import WitnessFile
 from lockserver.core.queue import Waiter
-from lockserver.witness import WitnessFile
 from tests.sim.lock_parts import ACTIVE
 from tests.sim.lock_snapshot import WAIT_MS, Names, snapshot
 from tests.sim.lock_world import Move, World
@@ -242,7 +242,7 @@ def _by_fields(one: Any) -> tuple[Any, ...]:
 
 def copy_faster() -> None:
     """Frozen records are pickled by their fields: what dataclasses do themselves takes longer."""
-    for kind in (Holder, Record, SendGrant, Refuse, Waiter, WitnessFile):
+    for kind in (Holder, LockRecord, SendGrant, RefuseConnection, Waiter, WitnessFile):
         copyreg.pickle(kind, _by_fields)
     gc.set_threshold(100_000, 50, 1000)  # millions of states are kept on purpose
 

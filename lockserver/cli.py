@@ -86,7 +86,7 @@ def main() -> None:
 def serve(config: Resolved) -> None:
     """Run the lock server until SIGTERM."""
     from lockserver.server.daemon import run
-    from lockserver.server.settings import Settings
+    from lockserver.server.settings import LockSettings
     from plumbing.service.log import configure
     from plumbing.service.parent import arm_from_environment
     from plumbing.service.paths import runtime_dir
@@ -94,7 +94,7 @@ def serve(config: Resolved) -> None:
     configure("lockserver")
     arm_from_environment()
     listen = config["listen"]
-    settings = Settings(
+    settings = LockSettings(
         directory=runtime_dir(config["dir"]),
         listen=listen,
         security=_security(config) if listen is not None else None,

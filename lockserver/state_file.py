@@ -19,12 +19,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lockserver import witness
-from lockserver.core.events import Holder, Record
-from lockserver.server.place import identity
+from lockserver.core.events import Holder, LockRecord
+from lockserver.server.directory import identity
 from plumbing.errors import UnderstudyError
 from plumbing.service.slots import FILE_BYTES, SLOT_BYTES, SlotFile, SlotFormat, put_aside
 
-__all__ = ["FILE_BYTES", "NAME", "SLOT_BYTES", "Loaded", "StateFile", "read"]
+__all__ = ["FILE_BYTES", "NAME", "SLOT_BYTES", "LoadedRecord", "LockStateFile", "read"]
 
 NAME = "lockserver.json"
 FORMAT = SlotFormat("understudy-lock 1")
@@ -32,16 +32,16 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedRecord:
     """What was found: the record to start from, and what was wrong if anything was."""
 
-    record: Record
+    record: LockRecord
     problem: str | None = None
     aside: str | None = None  # where an unreadable file was put
     is_first: bool = False  # nobody was ever launched in this directory
 
 
-class StateFile:
+class LockStateFile:
     """The open file. `write` is durable when it returns."""
 
     def __init__(
@@ -81,7 +81,7 @@ class StateFile:
             FORMAT.create(self.path, _text(self.loaded.record))
         return SlotFile(self.path, FORMAT)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: LockRecord) -> None:
         """Write the next slot and wait for the disk.
 
         Raises:
@@ -97,36 +97,38 @@ class StateFile:
         self._file.close()
 
 
-def read(directory: str, locks: Iterable[str]) -> Loaded | None:
+def read(directory: str, locks: Iterable[str]) -> LoadedRecord | None:
     """The state as a bystander sees it; None if there is no file. Changes nothing."""
     if not os.path.lexists(os.path.join(directory, NAME)):
         return None
     return _load(directory, tuple(locks))
 
 
-def _load(directory: str, locks: tuple[str, ...], *, may_be_elsewhere: bool = False) -> Loaded:
+def _load(
+    directory: str, locks: tuple[str, ...], *, may_be_elsewhere: bool = False
+) -> LoadedRecord:
     try:
         raw = _raw(os.path.join(directory, NAME))
     except FileNotFoundError:
         if not any(name.startswith(witness.PREFIX) for name in os.listdir(directory)):
             unknown = frozenset(locks) if may_be_elsewhere else frozenset[str]()
-            return Loaded(Record(unknown=unknown), is_first=True)
+            return LoadedRecord(LockRecord(unknown=unknown), is_first=True)
         problem = "the state file is missing although engines were launched in this directory"
-        return Loaded(_lost(0, locks), problem)
+        return LoadedRecord(_lost(0, locks), problem)
     texts = FORMAT.decode(raw)
     slots = [None if text is None else _meaning(*text) for text in texts]
     known = [slot for slot in slots if slot is not None]
     if len(known) == len(slots):
-        return Loaded(max(known, key=lambda slot: slot[0])[1])
+        return LoadedRecord(max(known, key=lambda slot: slot[0])[1])
     token = max((_token(text[1]) for text in texts if text is not None), default=0)
     problem = f"{len(slots) - len(known)} of its 2 slots cannot be read ({len(raw)} bytes)"
-    return Loaded(_lost(token, locks), problem)
+    return LoadedRecord(_lost(token, locks), problem)
 
 
-def _lost(token: int, locks: tuple[str, ...]) -> Record:
+def _lost(token: int, locks: tuple[str, ...]) -> LockRecord:
     """Who holds what is not on file. The next token up may have been granted and lost: leave it
     out, in both slots of the new file, so that losing one of them again loses no token."""
-    return Record(token=token + 1, unknown=frozenset(locks))
+    return LockRecord(token=token + 1, unknown=frozenset(locks))
 
 
 def _raw(path: str) -> bytes:
@@ -146,7 +148,7 @@ def _token(text: bytes) -> int:
         return 0
 
 
-def _text(record: Record) -> bytes:
+def _text(record: LockRecord) -> bytes:
     """Bounded by the lengths of engine ids and the numbers of locks and members: about 2 KiB."""
     body = {
         "schema": 1,
@@ -157,12 +159,12 @@ def _text(record: Record) -> bytes:
     return _encode(body).encode()
 
 
-def _meaning(sequence: int, text: bytes) -> tuple[int, Record] | None:
+def _meaning(sequence: int, text: bytes) -> tuple[int, LockRecord] | None:
     try:
         body = json.loads(text)
         if body["schema"] != 1:
             return None
         holders = {str(name): Holder.from_dict(raw) for name, raw in body["holders"].items()}
-        return sequence, Record(int(body["token"]), holders, frozenset(body["unknown"]))
+        return sequence, LockRecord(int(body["token"]), holders, frozenset(body["unknown"]))
     except (KeyError, TypeError, ValueError, AttributeError):
         return None  # a checksum that fits and a meaning that does not: another version's file

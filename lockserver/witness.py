@@ -19,63 +19,19 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from enum import StrEnum
 
-from plumbing.errors import UnderstudyError, UsageError
+from lockserver.core.names import PREFIX as PREFIX
+from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.core.names import name_of as name_of
+from lockserver.core.names import new_incarnation as new_incarnation
+from plumbing.errors import UnderstudyError
 
-PREFIX = "witness_"
 UNBORN_PREFIX = "unborn_"  # until it is held; nobody looks for these
 STDIN = 0
 SEALED_BYTES = 1  # an unsealed witness is empty; any length says "this incarnation has ended"
-
-ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # part of file names and of metrics
-INCARNATION = re.compile(r"(?P<engine>[A-Za-z0-9][A-Za-z0-9_.-]{0,62})-(?P<random>[0-9a-f]{16})")
-
-
-class Probe(StrEnum):
-    """What one look at a witness says."""
-
-    FREE = "free"  # nobody holds it: every process that joined is dead
-    HELD = "held"
-    UNPROVEN = "unproven"  # missing, another file, or unreadable: proves nothing
-
-
-@dataclass(frozen=True, slots=True)
-class WitnessFile:
-    """A witness as the server files it: its name in the directory, its device and inode."""
-
-    name: str
-    dev: int
-    ino: int
-
-
-def new_incarnation(engine: str) -> str:
-    """The id of a new launch of `engine`: the engine's id and 64 random bits."""
-    if not ENGINE_ID.fullmatch(engine):
-        raise UsageError(
-            "engine.bad_id",
-            f"{engine!r} is no engine id: letters, digits, '.', '_' and '-', at most 63 of them",
-            engine=engine,
-        )
-    return f"{engine}-{secrets.token_hex(8)}"
-
-
-def name_of(incarnation: str) -> str:
-    """The file name of an incarnation's witness: `witness_<engine>_<16 hex digits>`."""
-    match = INCARNATION.fullmatch(incarnation)
-    if match is None:
-        raise UsageError(
-            "engine.bad_incarnation",
-            f"{incarnation!r} is no incarnation: an engine id, '-', 16 hex digits",
-            incarnation=incarnation,
-        )
-    return f"{PREFIX}{match['engine']}_{match['random']}"
 
 
 def shown(name: str) -> str:
@@ -157,19 +113,19 @@ def _replaced(path: str) -> UnderstudyError:
     )
 
 
-def identify(path: str) -> tuple[WitnessFile | None, Probe]:
+def identify(path: str) -> tuple[WitnessFile | None, WitnessState]:
     """Which file is at `path`, and whether anybody holds it. Leaves no mark.
 
     A sealed witness is never HELD: a process that has it open is about to end, and proves nothing.
     """
     with _opened(path) as fd:
         if fd is None:
-            return _named(path), Probe.UNPROVEN
+            return _named(path), WitnessState.UNPROVEN
         found = os.fstat(fd)
         file = WitnessFile(os.path.basename(path), found.st_dev, found.st_ino)
         if found.st_size:
-            return file, Probe.UNPROVEN
-        return file, Probe.FREE if _try_lock(fd) else Probe.HELD
+            return file, WitnessState.UNPROVEN
+        return file, WitnessState.FREE if _try_lock(fd) else WitnessState.HELD
 
 
 def _named(path: str) -> WitnessFile | None:
@@ -182,7 +138,7 @@ def _named(path: str) -> WitnessFile | None:
     return WitnessFile(os.path.basename(path), found.st_dev, found.st_ino) if is_file else None
 
 
-def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> Probe:
+def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> WitnessState:
     """Try the witness that was filed as (`dev`, `ino`); found free, it is sealed before letting go.
 
     Returns UNPROVEN if the file is missing or another one, and also if it cannot be sealed: a
@@ -190,23 +146,23 @@ def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> Probe:
     """
     with _opened(path) as fd:
         if fd is None:
-            return Probe.UNPROVEN
+            return WitnessState.UNPROVEN
         found = os.fstat(fd)
         if (found.st_dev, found.st_ino) != (dev, ino):
-            return Probe.UNPROVEN
+            return WitnessState.UNPROVEN
         if not _try_lock(fd):
-            return Probe.HELD
+            return WitnessState.HELD
         if seal and not found.st_size:
             try:
                 os.ftruncate(fd, SEALED_BYTES)
             except OSError:
-                return Probe.UNPROVEN
-        return Probe.FREE
+                return WitnessState.UNPROVEN
+        return WitnessState.FREE
 
 
 def discard(path: str, dev: int, ino: int) -> bool:
     """Remove an ended incarnation's witness if it is free; says whether it is gone."""
-    if probe(path, dev, ino) is not Probe.FREE:
+    if probe(path, dev, ino) is not WitnessState.FREE:
         return not os.path.exists(path)
     with suppress(FileNotFoundError):
         os.unlink(path)
@@ -231,7 +187,9 @@ def scan(directory: str, *, seal: bool = False, keep: frozenset[str] = frozenset
                 continue
             found = os.fstat(fd)
         result = probe(path, found.st_dev, found.st_ino, seal=seal and name not in keep)
-        if result is Probe.HELD or (result is Probe.UNPROVEN and os.path.lexists(path)):
+        if result is WitnessState.HELD or (
+            result is WitnessState.UNPROVEN and os.path.lexists(path)
+        ):
             held.add(name)
     return held
 

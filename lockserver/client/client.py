@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockserver import messages, witness
-from lockserver.client.lease_watch import Ender, LeaseWatch
+from lockserver.client.lease import Ender, LeaseWatch
 from lockserver.messages import (
     CATALOGUE,
     Beat,

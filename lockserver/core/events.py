@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.terms import LeaseTerms
-from lockserver.witness import Probe, WitnessFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class LockRecord:
     """What is on disk: the token, every lock's holder, and the locks whose holder is unknown."""
 
     token: int = 0
@@ -80,7 +80,7 @@ class Wanted:
     locks: tuple[str, ...]
     tokens: Mapping[str, int]
     witness_file: WitnessFile | None = None
-    witness_state: Probe = Probe.UNPROVEN
+    witness_state: WitnessState = WitnessState.UNPROVEN
     pid: int = 0
     process: str = "none"  # where the pidfd came from; "lease": over TCP; "none": there is none
     lease: LeaseTerms | None = None  # over TCP: the evidence, in place of a witness file
@@ -130,7 +130,7 @@ class PersistFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class TimePassed:
     """Time has passed; handed in several times per `silent_ms`."""
 
 
@@ -158,7 +158,7 @@ Input = (
     | DirectoryScanned
     | Persisted
     | PersistFailed
-    | Tick
+    | TimePassed
     | SwitchOverAsked
 )
 
@@ -182,7 +182,7 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseConnection:
     """Send an error frame and close."""
 
     conn: int
@@ -213,7 +213,7 @@ class PrepareService:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    record: Record
+    record: LockRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ class Happened:
 Effect = (
     SendGrant
     | Announce
-    | Refuse
+    | RefuseConnection
     | Close
     | Lend
     | PrepareService

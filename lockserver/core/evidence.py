@@ -1,22 +1,25 @@
-"""What to look at, and what it would prove. Pure questions about locks and supervisors.
+"""What to look at, what it would prove, and what time changes. Decides nothing else.
 
 A holder of a fenced lock is gone when its witness is free **and** its supervisor's pidfd is
-readable, unless the supervisor itself says that it is over, or is silent. A supervisor whose
-process has ended, whose connection closed where there is no pidfd, or that was not heard since a
-restart, has no record. So a witness is worth trying if: no record, or ended, or silent. It is
-tried only then, because the server seals what it finds free.
+readable, unless the supervisor itself ended that incarnation, or is silent. A supervisor has no
+record if its process has ended, if its connection closed and there is no pidfd, or if it has not
+connected since a restart. So a witness is worth trying if there is no record, or the lock is ended,
+or the supervisor is silent. It is tried only then, because the server seals what it finds free.
+
+Time never hands a lock on. It only makes a witness worth trying and a wait worth reporting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from lockserver.core.events import Holder
-from lockserver.core.lock import Lock
-from lockserver.core.supervisor import Supervisor
+from lockserver.core import sentences
+from lockserver.core.events import Effect, Holder
+from lockserver.core.lock import Lock, LockState
+from lockserver.core.supervisors import Locks, Supervisors
 
-Locks = Mapping[str, Lock]
-Supervisors = Mapping[str, Supervisor]
+EVIDENCE_MS = 1000.0  # evidence that remains longer than this is worth reporting
+STALL_MS = 1000.0  # two ticks further apart: this server was stopped, not every supervisor
 
 
 def is_decisive(lock: Lock, supervisors: Supervisors) -> bool:
@@ -28,7 +31,7 @@ def is_decisive(lock: Lock, supervisors: Supervisors) -> bool:
 
 
 def probes_due(locks: Locks, supervisors: Supervisors) -> list[tuple[str, Holder]]:
-    """The (lock, holder) pairs whose witness is to be tried now."""
+    """The (lock, holder) pairs whose witness must be tried now."""
     return [
         (lock.name, lock.holder)
         for lock in locks.values()
@@ -37,7 +40,7 @@ def probes_due(locks: Locks, supervisors: Supervisors) -> list[tuple[str, Holder
 
 
 def scan_is_due(locks: Locks) -> bool:
-    """Whether all witnesses of the directory decide, because a holder is not on file."""
+    """Whether every witness in the directory counts, because a holder is not on file."""
     return any(lock.is_unknown for lock in locks.values())
 
 
@@ -60,3 +63,39 @@ def kept_witnesses(supervisors: Supervisors) -> frozenset[str]:
     """Witnesses of connected supervisors, which a scan must not seal: they may be starting."""
     named = (s.witness_name for s in supervisors.values() if s.conn is not None)
     return frozenset(name for name in named if name)
+
+
+def forgive(supervisors: Supervisors, now_ms: float) -> None:
+    """No supervisor could be heard while this server itself was stopped."""
+    for supervisor in supervisors.values():
+        supervisor.heard_ms = now_ms
+
+
+def fall_silent(locks: Locks, supervisors: Supervisors, heard_before_ms: float) -> Iterable[Effect]:
+    """Mark the supervisors that were last heard before `heard_before_ms`, and report each once."""
+    for supervisor in supervisors.values():
+        if supervisor.is_silent or supervisor.heard_ms >= heard_before_ms:
+            continue
+        supervisor.is_silent = True
+        held = [
+            (lock, lock.holder)
+            for lock in locks.values()
+            if lock.holder is not None and lock.holder.supervisor == supervisor.id
+        ]
+        if not held:
+            yield sentences.silent(supervisor)
+        for lock, holder in held:
+            yield sentences.unresponsive(lock, holder, supervisor)
+
+
+def report_overdue(locks: Locks, now_ms: float, window_end_ms: float) -> Iterable[Effect]:
+    """Report once what each lock that cannot be granted has been waiting for."""
+    for lock in locks.values():
+        is_overdue = False
+        if lock.state is LockState.RECOVERING:
+            is_overdue = now_ms > window_end_ms
+        elif lock.state is LockState.RELEASING and lock.lost_ms is not None:
+            is_overdue = now_ms - lock.lost_ms > EVIDENCE_MS
+        if is_overdue and not lock.is_reported:
+            lock.is_reported = True
+            yield sentences.overdue(lock)

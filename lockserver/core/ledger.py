@@ -20,15 +20,15 @@ from lockserver.core.events import (
     Effect,
     Happened,
     Holder,
+    LockRecord,
     Persist,
     PrepareService,
-    Record,
     SendGrant,
 )
-from lockserver.core.evidence import Locks, Supervisors
 from lockserver.core.lock import Lock, LockState, Signal
+from lockserver.core.names import WitnessFile
 from lockserver.core.queue import Waiter, next_waiter
-from lockserver.witness import WitnessFile
+from lockserver.core.supervisors import Locks, Supervisors
 
 RETRY_MS = 1000.0  # a grant that cannot be written is tried again this often
 ENDED_MAX = 256  # witnesses to be removed after the next grant; more stay until a later start
@@ -44,7 +44,7 @@ class _Grant:
 class Ledger:
     """What is on disk and what is about to be."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: LockRecord) -> None:
         self.token = record.token
         self.problem: str | None = None  # why grants cannot be written, and since when
         self.problem_ms = 0.0
@@ -104,13 +104,13 @@ class Ledger:
             return _Grant(lock, holder, waiter)
         return None
 
-    def _record(self, locks: Mapping[str, Lock]) -> Record:
+    def _record(self, locks: Mapping[str, Lock]) -> LockRecord:
         holders = {lock.name: lock.holder for lock in locks.values() if lock.holder is not None}
         token = self.token
         if self._grant is not None:
             holders[self._grant.lock.name] = self._grant.holder
             token = self._grant.holder.token
-        return Record(token, holders, frozenset(k.name for k in locks.values() if k.is_unknown))
+        return LockRecord(token, holders, frozenset(k.name for k in locks.values() if k.is_unknown))
 
     def written(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> Iterable[Effect]:
         """The record is on disk: now the grant is true."""

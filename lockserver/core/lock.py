@@ -64,7 +64,7 @@ TRANSITIONS: Mapping[tuple[LockState, Signal], LockState] = {
 }
 
 
-class IllegalTransition(InvariantError):
+class IllegalLockTransition(InvariantError):
     """A signal that the table does not have for this state. The state is unchanged."""
 
 
@@ -100,11 +100,23 @@ class Lock:
             self.state is LockState.RELEASING and self.cause == Signal.CONNECTION_CLOSED
         )
 
+    def is_held_by(self, incarnation: str | None) -> bool:
+        """Whether this incarnation is the holder, in whatever state."""
+        return self.holder is not None and self.holder.incarnation == incarnation
+
+    def remove_waiter(self, supervisor: str, but: str | None = None) -> None:
+        """Take this supervisor out of the queue, unless it waits as incarnation `but`."""
+        self.waiters = [
+            each
+            for each in self.waiters
+            if each.supervisor != supervisor or each.incarnation == but
+        ]
+
     def fire(self, signal: Signal, now_ms: float, holder: Holder | None = None) -> None:
         """Apply one signal; `holder` comes with GRANTED and CLAIMED, and only with these.
 
         Raises:
-            IllegalTransition: nothing has changed.
+            IllegalLockTransition: nothing has changed.
         """
         target = TRANSITIONS.get((self.state, signal))
         names_holder = signal in (Signal.GRANTED, Signal.CLAIMED)
@@ -114,7 +126,7 @@ class Lock:
         if signal is Signal.CLAIMED:
             is_lawful = is_lawful and self.is_unknown
         if target is None or not is_lawful:
-            raise IllegalTransition(f"lock {self.name}: {signal} in state {self.state}")
+            raise IllegalLockTransition(f"lock {self.name}: {signal} in state {self.state}")
         self._enter(target, signal, now_ms, holder)
 
     def _enter(

@@ -1,14 +1,14 @@
 """The lock server without sockets: locks, supervisors, one token. Events in, effects out.
 
-Theory of operation. A supervisor's `want` is the whole truth about it; `_wanted` makes the locks
-agree with it. When a holder is lost (its want no longer names the lock, its connection closed, its
+Theory of operation. A supervisor's `want` is its complete state; `_wanted` makes the locks agree
+with it. When a holder is lost (its want no longer names the lock, its connection closed, its
 process ended, it fell silent), `evidence.probes_due` names its witness exactly when finding that
-witness free would end the matter; the shell tries it and says `WitnessFree`. After every event the
-ledger chooses the next grant, which is made once it is on disk.
+witness free would settle the matter; the shell tries it and reports `WitnessFree`. After every
+event the ledger chooses the next grant, which is made once it is on disk.
 
-A `Supervisor` record lasts from its first `want` until its process is gone (by pidfd; where there
-is none, until its connection closes). That is what makes a second supervisor of the same engine
-visible, and its absence is what makes a dead holder's witness decisive.
+A `SupervisorRecord` lasts from the first `want` until the process is gone (by pidfd; without one,
+until the connection closes). It makes a second supervisor of the same engine visible, and its
+absence makes a dead holder's witness decisive.
 
 Rules that are here because leaving them out broke an invariant in the model: the newest connection
 of a supervisor replaces the older ones, in whatever order they are read; an incarnation that is no
@@ -19,39 +19,23 @@ be read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import singledispatchmethod
 
-from lockserver.core import evidence, patience, sentences
-from lockserver.core.events import (
-    Announce,
-    Beaten,
-    Close,
-    ConnectionClosed,
-    DirectoryScanned,
-    Effect,
-    Forget,
-    Holder,
-    Input,
-    Lend,
-    Persisted,
-    PersistFailed,
-    ProcessGone,
-    Record,
-    Refuse,
-    SendGrant,
-    SwitchOverAsked,
-    Tick,
-    Wanted,
-    WitnessFree,
-)
+from lockserver.core import events as ev
+from lockserver.core import evidence, sentences
+from lockserver.core.events import Effect, Holder, Wanted
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState, Signal
+from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.queue import Waiter
-from lockserver.core.roster import check_identity, holds_any, twins_of
-from lockserver.core.supervisor import Supervisor
+from lockserver.core.supervisors import (
+    SupervisorRecord,
+    check_identity,
+    check_want,
+    engine_id_taken,
+    rank,
+    twins_of,
+)
 from lockserver.core.switchover import Switchovers
-from lockserver.core.wants import check_want
-from lockserver.witness import Probe, WitnessFile
 from plumbing.errors import InvariantError
 
 KINDS: Mapping[str, bool] = {"active": True, "loader": False}  # name → is it fenced
@@ -60,138 +44,151 @@ SILENT_MS = 3000.0
 WINDOW_MS = 10_000.0
 
 
-class Machine:
+class LockMachine:
     """All locks of one directory."""
 
     def __init__(
         self,
-        record: Record,
+        record: ev.LockRecord,
         now_ms: float,
         *,
         kinds: Mapping[str, bool] = KINDS,
         silent_ms: float = SILENT_MS,
         window_ms: float = WINDOW_MS,
     ) -> None:
-        """Start from what is on disk: a holder on file is `recovering` until it is heard."""
+        """Start from the record on disk: its holders are `recovering` until they reconnect."""
         self.ledger = Ledger(record)
         self.silent_ms, self.window_ms = silent_ms, window_ms
         self.started_ms = self._ticked_ms = now_ms
         self.locks = {name: Lock(name, is_fenced) for name, is_fenced in kinds.items()}
-        self.supervisors: dict[str, Supervisor] = {}
-        self._speakers: dict[int, Supervisor] = {}  # by connection: a beat must not look at all
+        self.supervisors: dict[str, SupervisorRecord] = {}
+        self._by_conn: dict[int, SupervisorRecord] = {}  # heartbeats must not scan
         self.switchovers = Switchovers()
         for name, lock in self.locks.items():
             holder = record.holders.get(name)
             if holder is not None or name in record.unknown:
                 lock.state, lock.holder = LockState.RECOVERING, holder
 
-    def handle(self, event: Input, now_ms: float) -> list[Effect]:
-        """Take one event; the effects are to be carried out at once and in order.
+    def handle(self, event: ev.Input, now_ms: float) -> list[Effect]:
+        """Take one event; the effects must be carried out at once and in order.
 
         A `Persist` is always the last one; its outcome is the next event.
         """
-        if self.ledger.is_writing and not isinstance(event, Persisted | PersistFailed):
+        if self.ledger.is_writing and not isinstance(event, ev.Persisted | ev.PersistFailed):
             raise InvariantError(f"{type(event).__name__} while a grant is being written")
-        effects = list(_handler_of(type(event))(self, event, now_ms))
+        effects = list(self._on(event, now_ms))
         effects += self.switchovers.observe(self.locks, now_ms)
         return effects + self.ledger.next_write(self.locks, self.supervisors, now_ms)
 
     def begin(self, leftovers: Iterable[WitnessFile] = ()) -> list[Effect]:
-        """What is to be said at start; `leftovers` are sealed witnesses of an earlier server."""
+        """The events to record at start; `leftovers`: sealed witnesses of an earlier server."""
         for witness in leftovers:
             self.ledger.end(witness)
         locks = self.locks.values()
         return [sentences.recovering(k) for k in locks if k.state is LockState.RECOVERING]
 
-    @singledispatchmethod
-    def _on(self, event: Input, now_ms: float) -> Iterable[Effect]:
-        raise InvariantError(f"unknown event {event!r}")
+    def _on(self, event: ev.Input, now_ms: float) -> Iterable[Effect]:
+        match event:
+            case ev.Beaten():
+                return self._beaten(event, now_ms)
+            case ev.TimePassed():
+                return self._time_passed(now_ms)
+            case Wanted():
+                return self._wanted(event, now_ms)
+            case ev.Persisted():
+                return self.ledger.written(self.locks, self.supervisors, now_ms)
+            case ev.PersistFailed():
+                return self.ledger.failed(event.reason, now_ms)
+            case ev.WitnessFree():
+                return self._witness_free(event, now_ms)
+            case ev.DirectoryScanned():
+                return self._directory_scanned(event, now_ms)
+            case ev.ConnectionClosed():
+                return self._connection_closed(event, now_ms)
+            case ev.ProcessGone():
+                return self._process_gone(event, now_ms)
+            case ev.SwitchOverAsked():
+                return self.switchovers.begin(event, self.locks, self.supervisors, now_ms)
+            case _:
+                raise InvariantError(f"unknown event {event!r}")
 
-    # ------------------------------------------------------------------ a supervisor speaks
+    # ------------------------------------------------------------------ a supervisor's want
 
-    @_on.register
     def _wanted(self, want: Wanted, now_ms: float) -> Iterable[Effect]:
         refusal = check_want(want, self.locks) or check_identity(
-            want, self._speakers.get(want.conn), self.locks, self.supervisors
+            want, self._by_conn.get(want.conn), self.locks, self.supervisors
         )
         if refusal is not None:
             yield refusal
             return
         known = self.supervisors.get(want.supervisor)
         if known is not None and abs(want.conn) < abs(known.newest):
-            yield Close(want.conn, "a newer connection has replaced this one")
-            return  # what it says was true before what the newer one said
+            yield ev.Close(want.conn, "a newer connection replaces this one")
+            return  # it was sent before what the newer connection sent
         yield from self._evict_twins(want)
         is_first = known is None or known.conn != want.conn
         if known is not None and known.conn is not None and is_first:
-            yield Close(known.conn, "a newer connection replaces this one")
+            yield ev.Close(known.conn, "a newer connection replaces this one")
         supervisor = self._enrol(want, now_ms)
-        yield from self._heard(supervisor, now_ms)
-        yield from self._end_what_is_not_named(supervisor, now_ms)
+        yield from self._mark_heard(supervisor, now_ms)
+        yield from self._end_unnamed(supervisor, now_ms)
         refused = False
         for lock in self._wanted_locks(want):
             for effect in self._ask(lock, want, refused, now_ms):
-                refused = refused or isinstance(effect, Refuse)
+                refused = refused or isinstance(effect, ev.RefuseConnection)
                 yield effect
         if refused:
             self._leave_queues(supervisor.id)
-            if known is None and not holds_any(supervisor.id, self.locks):
-                yield from self._drop(supervisor)  # it was never one of ours
+            if known is None and not rank(supervisor.id, self.locks):
+                yield from self._drop(supervisor)  # it was never accepted
         elif is_first:
-            yield Lend(want.conn)
-            yield from self._tell_who_holds(supervisor)
+            yield ev.Lend(want.conn)
+            yield from self._send_holders(supervisor)
 
     def _evict_twins(self, want: Wanted) -> Iterable[Effect]:
-        """A holder that returns late is in the right; who took its engine's id must leave."""
+        """A holder that returns late stays; a supervisor that took its engine's id must leave."""
         for twin in twins_of(want, self.supervisors):
             if twin.conn is not None:
-                yield sentences.engine_id_taken(twin.conn, want.engine, want.pid)
+                yield engine_id_taken(twin.conn, want.engine, want.pid)
             yield from self._drop(twin)
 
-    def _enrol(self, want: Wanted, now_ms: float) -> Supervisor:
-        """The supervisor's record, made to say what its `want` says."""
+    def _enrol(self, want: Wanted, now_ms: float) -> SupervisorRecord:
+        """The supervisor's record, updated from its `want`."""
         supervisor = self.supervisors.get(want.supervisor)
         if supervisor is None:
-            supervisor = Supervisor(want.supervisor, want.engine, since_ms=now_ms, heard_ms=now_ms)
+            supervisor = SupervisorRecord(want.supervisor, want.engine, now_ms, now_ms)
             self.supervisors[supervisor.id] = supervisor
         if supervisor.witness is not None and supervisor.incarnation != want.incarnation:
             self.ledger.end(supervisor.witness)
         if supervisor.conn != want.conn:
             supervisor.progress = -1
             self._hang_up(supervisor)
-            self._speakers[want.conn] = supervisor
+            self._by_conn[want.conn] = supervisor
         supervisor.adopt(want)
         return supervisor
 
-    def _end_what_is_not_named(self, supervisor: Supervisor, now_ms: float) -> Iterable[Effect]:
-        """What this truth no longer names is over: places in queues, and locks once proven."""
+    def _end_unnamed(self, supervisor: SupervisorRecord, now_ms: float) -> Iterable[Effect]:
+        """Give up what this want no longer names: places in queues, and locks once proven."""
         for lock in self.locks.values():
-            lock.waiters = [
-                waiter
-                for waiter in lock.waiters
-                if waiter.supervisor != supervisor.id
-                or (waiter.incarnation == supervisor.incarnation and lock.name in supervisor.locks)
-            ]
+            named = supervisor.incarnation if lock.name in supervisor.locks else None
+            lock.remove_waiter(supervisor.id, but=named)
             holder = lock.holder
             if holder is None or holder.supervisor != supervisor.id or lock.is_ended:
                 continue
-            if holder.incarnation != supervisor.incarnation or lock.name not in supervisor.locks:
+            if holder.incarnation != named:
                 yield from self._lose(lock, Signal.NOT_WANTED, now_ms)
 
     def _wanted_locks(self, want: Wanted) -> list[Lock]:
-        """What it holds first: a refusal for another lock must not leave a holder unheard."""
-
-        def is_elsewhere(lock: Lock) -> bool:
-            return lock.holder is None or lock.holder.incarnation != want.incarnation
-
-        return sorted((self.locks[name] for name in want.locks), key=is_elsewhere)
+        """Held locks first: a refusal for another lock must not leave a holder unconfirmed."""
+        locks = [self.locks[name] for name in want.locks]
+        return sorted(locks, key=lambda each: not each.is_held_by(want.incarnation))
 
     def _ask(self, lock: Lock, want: Wanted, refused: bool, now_ms: float) -> Iterable[Effect]:
-        """One wanted lock: the same grant again, a claim, a place in the queue, or a refusal."""
+        """One wanted lock: repeat its grant, accept a claim, queue it, or refuse."""
         assert want.incarnation is not None  # checked: no lock is wanted without one
-        claimed, holder = want.tokens.get(lock.name), lock.holder
-        is_proven = want.witness_file is not None and want.witness_state is Probe.HELD
-        is_its_own = holder is not None and holder.incarnation == want.incarnation
+        claimed = want.tokens.get(lock.name)
+        is_proven = want.witness_file is not None and want.witness_state is WitnessState.HELD
+        is_its_own = lock.is_held_by(want.incarnation)
         if is_its_own and not lock.is_ended:
             yield from self._confirm(lock, want.conn, now_ms)
         elif refused:
@@ -213,16 +210,16 @@ class Machine:
         was_held, holder = lock.state is LockState.HELD, lock.holder
         assert holder is not None
         lock.fire(Signal.CONFIRMED, now_ms)
-        yield SendGrant(conn, lock.name, holder)
-        if not was_held:  # who came meanwhile has not been told who holds it
-            yield Announce(lock.name, holder)
+        yield ev.SendGrant(conn, lock.name, holder)
+        if not was_held:  # supervisors that connected meanwhile have not been sent the holder
+            yield ev.Announce(lock.name, holder)
             yield sentences.confirmed(lock, holder)
             yield from self.switchovers.remind(lock, conn)
 
     def _accept_claim(
         self, lock: Lock, want: Wanted, token: int, now_ms: float
     ) -> Iterable[Effect]:
-        """The state file is lost, and here is a living incarnation that knows its token."""
+        """The state file is lost, and a living incarnation knows its token."""
         assert want.incarnation is not None
         assert want.witness_file is not None
         holder = Holder(
@@ -236,75 +233,74 @@ class Machine:
         )
         lock.fire(Signal.CLAIMED, now_ms, holder)
         self.ledger.claim(token)
-        yield SendGrant(want.conn, lock.name, holder)
-        yield Announce(lock.name, holder)
+        yield ev.SendGrant(want.conn, lock.name, holder)
+        yield ev.Announce(lock.name, holder)
         yield sentences.claimed(lock, holder)
 
-    def _tell_who_holds(self, supervisor: Supervisor) -> Iterable[Effect]:
+    def _send_holders(self, supervisor: SupervisorRecord) -> Iterable[Effect]:
         assert supervisor.conn is not None
         for lock in self.locks.values():
             holder = lock.holder
             if lock.state is LockState.HELD and holder and holder.supervisor != supervisor.id:
-                yield SendGrant(supervisor.conn, lock.name, holder)
+                yield ev.SendGrant(supervisor.conn, lock.name, holder)
 
-    # ------------------------------------------------------------------ signs of life and death
+    # ------------------------------------------------------------------ heartbeats and losses
 
-    @_on.register
-    def _beaten(self, beat: Beaten, now_ms: float) -> Iterable[Effect]:
-        supervisor = self._speakers.get(beat.conn)
+    def _beaten(self, beat: ev.Beaten, now_ms: float) -> Iterable[Effect]:
+        supervisor = self._by_conn.get(beat.conn)
         if supervisor is None:
-            why = "a supervisor says `want` before it beats"
-            return [Refuse(beat.conn, "lock.want_first", why)]
+            why = "a supervisor must send `want` before its first heartbeat"
+            return [ev.RefuseConnection(beat.conn, "lock.want_first", why)]
         if beat.progress == supervisor.progress:
-            return []  # the same count again: whatever sends it does not work any more
+            return []  # the same count again: the sender no longer makes progress
         supervisor.progress = beat.progress
-        return self._heard(supervisor, now_ms)
+        return self._mark_heard(supervisor, now_ms)
 
-    def _hang_up(self, supervisor: Supervisor) -> None:
-        """It has no connection any more, or not the one that it had."""
+    def _hang_up(self, supervisor: SupervisorRecord) -> None:
+        """Forget its connection: it closed, or another one replaces it."""
         if supervisor.conn is not None:
-            del self._speakers[supervisor.conn]
+            del self._by_conn[supervisor.conn]
             supervisor.conn = None
 
-    def _heard(self, supervisor: Supervisor, now_ms: float) -> list[Effect]:
+    def _mark_heard(self, supervisor: SupervisorRecord, now_ms: float) -> list[Effect]:
         supervisor.heard_ms = now_ms
         was_silent, supervisor.is_silent = supervisor.is_silent, False
         return [sentences.heard(supervisor)] if was_silent else []
 
-    @_on.register
-    def _connection_closed(self, event: ConnectionClosed, now_ms: float) -> Iterable[Effect]:
-        supervisor = self._speakers.get(event.conn)
+    def _connection_closed(self, event: ev.ConnectionClosed, now_ms: float) -> Iterable[Effect]:
+        supervisor = self._by_conn.get(event.conn)
         if supervisor is None:
             return
         self._hang_up(supervisor)
         self._leave_queues(supervisor.id)
-        if not supervisor.has_process:  # nothing else stands for it
+        if not supervisor.has_process:  # the connection was all that proved it alive
             yield from self._drop(supervisor)
         yield from self._lose_all(supervisor, Signal.CONNECTION_CLOSED, now_ms)
 
-    @_on.register
-    def _process_gone(self, event: ProcessGone, now_ms: float) -> Iterable[Effect]:
+    def _process_gone(self, event: ev.ProcessGone, now_ms: float) -> Iterable[Effect]:
         supervisor = self.supervisors.get(event.supervisor)
         if supervisor is None:
             return
-        if supervisor.conn is not None:  # a stray copy in another process may keep it open
-            yield Close(supervisor.conn, "its supervisor's process has ended")
+        if supervisor.conn is not None:  # a copy in another process may keep it open
+            yield ev.Close(supervisor.conn, "its supervisor's process has exited")
         if supervisor.witness is not None:
             self.ledger.end(supervisor.witness)
         yield from self._drop(supervisor)
         yield from self._lose_all(supervisor, Signal.PROCESS_GONE, now_ms)
 
-    def _drop(self, supervisor: Supervisor) -> Iterable[Effect]:
+    def _drop(self, supervisor: SupervisorRecord) -> Iterable[Effect]:
         self._leave_queues(supervisor.id)
         self._hang_up(supervisor)
         del self.supervisors[supervisor.id]
-        yield Forget(supervisor.id)
+        yield ev.Forget(supervisor.id)
 
     def _leave_queues(self, supervisor_id: str) -> None:
         for lock in self.locks.values():
-            lock.waiters = [w for w in lock.waiters if w.supervisor != supervisor_id]
+            lock.remove_waiter(supervisor_id)
 
-    def _lose_all(self, supervisor: Supervisor, signal: Signal, now_ms: float) -> Iterable[Effect]:
+    def _lose_all(
+        self, supervisor: SupervisorRecord, signal: Signal, now_ms: float
+    ) -> Iterable[Effect]:
         for lock in self.locks.values():
             if lock.holder is not None and lock.holder.supervisor == supervisor.id:
                 yield from self._lose(lock, signal, now_ms)
@@ -320,8 +316,7 @@ class Machine:
 
     # ------------------------------------------------------------------ evidence
 
-    @_on.register
-    def _witness_free(self, event: WitnessFree, now_ms: float) -> Iterable[Effect]:
+    def _witness_free(self, event: ev.WitnessFree, now_ms: float) -> Iterable[Effect]:
         lock = self.locks[event.lock]
         holder = lock.holder
         if holder is None or holder.incarnation != event.incarnation:
@@ -332,8 +327,7 @@ class Machine:
             yield sentences.dead_in_silence(lock, holder, now_ms)
         yield from self._free(lock, now_ms)
 
-    @_on.register
-    def _directory_scanned(self, event: DirectoryScanned, now_ms: float) -> Iterable[Effect]:
+    def _directory_scanned(self, event: ev.DirectoryScanned, now_ms: float) -> Iterable[Effect]:
         for name in evidence.scan_frees(self.locks, self.supervisors, event.held):
             yield from self._free(self.locks[name], now_ms)
 
@@ -346,28 +340,11 @@ class Machine:
                 self.ledger.end(holder.witness)
         yield sentences.freed(lock, holder)
 
-    @_on.register
-    def _switch_over_asked(self, asked: SwitchOverAsked, now_ms: float) -> Iterable[Effect]:
-        return self.switchovers.begin(asked, self.locks, self.supervisors, now_ms)
+    # ------------------------------------------------------------------ time
 
-    # ------------------------------------------------------------------ the disk, and time
-
-    @_on.register
-    def _persisted(self, event: Persisted, now_ms: float) -> Iterable[Effect]:
-        return self.ledger.written(self.locks, self.supervisors, now_ms)
-
-    @_on.register
-    def _persist_failed(self, event: PersistFailed, now_ms: float) -> Iterable[Effect]:
-        return self.ledger.failed(event.reason, now_ms)
-
-    @_on.register
-    def _tick(self, event: Tick, now_ms: float) -> Iterable[Effect]:
+    def _time_passed(self, now_ms: float) -> Iterable[Effect]:
         gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
-        if gap_ms > patience.STALL_MS:
-            patience.forgive(self.supervisors, now_ms)
-        yield from patience.fall_silent(self.locks, self.supervisors, now_ms - self.silent_ms)
-        yield from patience.report_overdue(self.locks, now_ms, self.started_ms + self.window_ms)
-
-
-# A singledispatchmethod makes a function anew at each call: a fifth of what an event costs.
-_handler_of = Machine.__dict__["_on"].dispatcher.dispatch
+        if gap_ms > evidence.STALL_MS:
+            evidence.forgive(self.supervisors, now_ms)
+        yield from evidence.fall_silent(self.locks, self.supervisors, now_ms - self.silent_ms)
+        yield from evidence.report_overdue(self.locks, now_ms, self.started_ms + self.window_ms)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockserver.core.events import Happened, Holder, Refuse, SwitchOverAsked, Wanted
+from lockserver.core.events import Happened, Holder, RefuseConnection, SwitchOverAsked, Wanted
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.queue import Waiter
-from lockserver.core.supervisor import Supervisor
+from lockserver.core.supervisors import SupervisorRecord
 
 
 def facts(lock: Lock, holder: Holder) -> dict[str, Any]:
@@ -22,13 +22,13 @@ def facts(lock: Lock, holder: Holder) -> dict[str, Any]:
 # ---------------------------------------------------------------------- refusals
 
 
-def stale_claim(lock: Lock, want: Wanted, claimed: int) -> Refuse:
+def stale_claim(lock: Lock, want: Wanted, claimed: int) -> RefuseConnection:
     has_it = "nobody holds it"
     if lock.holder is not None:
         has_it = f"{lock.holder.engine} holds it with token {lock.holder.token}"
     elif lock.is_unknown:
         has_it = "nothing proves that it lives, because no process holds its witness"
-    return Refuse(
+    return RefuseConnection(
         want.conn,
         "lock.stale_claim",
         f"{want.incarnation} no longer holds {lock.name} with token {claimed}: {has_it}",
@@ -36,8 +36,8 @@ def stale_claim(lock: Lock, want: Wanted, claimed: int) -> Refuse:
     )
 
 
-def unproven(lock: Lock, want: Wanted) -> Refuse:
-    return Refuse(
+def unproven(lock: Lock, want: Wanted) -> RefuseConnection:
+    return RefuseConnection(
         want.conn,
         "lock.witness_unproven",
         f"{want.incarnation} asks for {lock.name} while no process holds its witness"
@@ -46,23 +46,12 @@ def unproven(lock: Lock, want: Wanted) -> Refuse:
     )
 
 
-def incarnation_ended(lock: Lock, want: Wanted) -> Refuse:
-    return Refuse(
+def incarnation_ended(lock: Lock, want: Wanted) -> RefuseConnection:
+    return RefuseConnection(
         want.conn,
         "lock.incarnation_ended",
         f"{want.incarnation} gave {lock.name} up; only a new incarnation may ask for it again",
         {"lock": lock.name, "incarnation": want.incarnation},
-    )
-
-
-def engine_id_taken(conn: int, engine: str, pid: int) -> Refuse:
-    who = f"pid {pid}" if pid else "on another host or in another container"
-    return Refuse(
-        conn,
-        "lock.engine_id_taken",
-        f"engine {engine} already has a living supervisor, {who}; stop that one, or choose another"
-        " ENGINE_ID",
-        {"engine": engine, "pid": pid},
     )
 
 
@@ -137,18 +126,18 @@ def granted(lock: Lock, holder: Holder, waiter: Waiter, now_ms: float) -> Happen
     return Happened("lock.granted", message, data=data)
 
 
-def heard(supervisor: Supervisor) -> Happened:
+def heard(supervisor: SupervisorRecord) -> Happened:
     data = {"engine": supervisor.engine, "incarnation": supervisor.incarnation}
     return Happened("lock.heard", f"{supervisor.engine} is heard again", data=data)
 
 
-def silent(supervisor: Supervisor) -> Happened:
+def silent(supervisor: SupervisorRecord) -> Happened:
     data = {"engine": supervisor.engine, "incarnation": supervisor.incarnation}
     message = f"{supervisor.engine} is silent and is passed over until it is heard"
     return Happened("lock.silent", message, "warning", data)
 
 
-def unresponsive(lock: Lock, holder: Holder, supervisor: Supervisor) -> Happened:
+def unresponsive(lock: Lock, holder: Holder, supervisor: SupervisorRecord) -> Happened:
     if holder.lease is not None:
         message = (
             f"{holder.engine} holds {lock.name} and not all of its members are heard; nobody else"

@@ -32,7 +32,7 @@ from lockserver.core.events import (
 )
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.queue import Waiter
-from lockserver.core.supervisor import Supervisor
+from lockserver.core.supervisors import SupervisorRecord
 
 FORGET_MS = 3_600_000.0  # past its deadline; drains take seconds, and minutes at most
 
@@ -76,7 +76,7 @@ class Switchovers:
         self,
         asked: SwitchOverAsked,
         locks: Mapping[str, Lock],
-        supervisors: Mapping[str, Supervisor],
+        supervisors: Mapping[str, SupervisorRecord],
         now_ms: float,
     ) -> Iterable[Effect]:
         """Ask the holder, or say why not."""
@@ -110,7 +110,7 @@ class Switchovers:
         self,
         asked: SwitchOverAsked,
         locks: Mapping[str, Lock],
-        supervisors: Mapping[str, Supervisor],
+        supervisors: Mapping[str, SupervisorRecord],
     ) -> tuple[Lock, Holder]:
         lock = locks.get(asked.lock)
         if lock is None or not lock.is_fenced:
@@ -170,7 +170,7 @@ class Switchovers:
 
 
 def _find_target(
-    asked: SwitchOverAsked, lock: Lock, supervisors: Mapping[str, Supervisor]
+    asked: SwitchOverAsked, lock: Lock, supervisors: Mapping[str, SupervisorRecord]
 ) -> Waiter:
     """The engine that is named, or who waits first; it must be whole.
 
@@ -197,7 +197,7 @@ def _find_target(
 
 
 def _objection(
-    waiter: Waiter, supervisors: Mapping[str, Supervisor], whole: Container[str]
+    waiter: Waiter, supervisors: Mapping[str, SupervisorRecord], whole: Container[str]
 ) -> str | None:
     """What keeps this waiter from being a whole standby, or None."""
     if supervisors[waiter.supervisor].is_silent:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockserver.witness import INCARNATION, WitnessFile, name_of
+from lockserver.core.names import INCARNATION, WitnessFile, name_of
 
 MEMBERS_MAX = 16  # of one engine; as many fit into a slot of the state file, for every lock
 SUPERVISOR_CHARS = 16

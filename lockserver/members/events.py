@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockserver.core.events import Close, Happened, Input, Refuse, SendHandOver, Tick
+from lockserver.core.events import (
+    Close,
+    Happened,
+    Input,
+    RefuseConnection,
+    SendHandOver,
+    TimePassed,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ class MemberClosed:
     conn: int
 
 
-MemberInput = MemberOpened | MemberWanted | MemberBeaten | MemberClosed | Tick
+MemberInput = MemberOpened | MemberWanted | MemberBeaten | MemberClosed | TimePassed
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,5 +90,12 @@ class SendGranted:
 
 
 MemberOutput = (
-    Feed | SendRenewed | SendMemberLost | SendGranted | SendHandOver | Refuse | Close | Happened
+    Feed
+    | SendRenewed
+    | SendMemberLost
+    | SendGranted
+    | SendHandOver
+    | RefuseConnection
+    | Close
+    | Happened
 )

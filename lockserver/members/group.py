@@ -1,23 +1,24 @@
 """An engine's members, and the group they form: one virtual supervisor to the lock machine.
 
-Records and what follows from them alone; who may join and when a group is over is in `members.py`.
+Records and what follows from them alone, such as what each member is sent when the machine answers
+the group; who may join and when a group is over is in `members.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from lockserver.core.events import Wanted
+from lockserver.core.events import Close, Effect, RefuseConnection, SendGrant, SendHandOver, Wanted
+from lockserver.core.names import WitnessState
 from lockserver.core.terms import LeaseTerms, MemberId, unlockable_witness
-from lockserver.members.events import MemberWanted
-from lockserver.witness import Probe
+from lockserver.members.events import MemberOutput, MemberWanted, SendGranted
 
 LEASE = "lease"  # what watches a virtual supervisor's process: `Wanted.process`
 
 
 @dataclass(slots=True)
-class Member:
+class NodeMember:
     """One supervisor of an engine that may span nodes, and what it said last."""
 
     engine: str
@@ -63,12 +64,12 @@ class Group:
     def incarnation(self) -> str:
         return self.terms.members[0].incarnation
 
-    def has(self, member: Member) -> bool:
+    def has(self, member: NodeMember) -> bool:
         """Whether this member, as it is now, is the one that belongs to this group."""
         count = len(self.terms.members)
         return member.count == count and self.terms.members[member.index] == member.id
 
-    def wanted(self, members: Sequence[Member], kinds: Mapping[str, bool]) -> Wanted:
+    def wanted(self, members: Sequence[NodeMember], kinds: Mapping[str, bool]) -> Wanted:
         """What all of them say, as one supervisor. A fenced lock is wanted once all want it."""
         assert self.conn is not None
         locks = tuple(
@@ -87,7 +88,37 @@ class Group:
             locks=locks,
             tokens=dict(sorted(named, key=lambda each: each[1])),  # the largest of each stays
             witness_file=file,
-            witness_state=Probe.HELD,
+            witness_state=WitnessState.HELD,
             process=LEASE,
             lease=self.terms,
         )
+
+
+def fan_out(effect: Effect, members: Sequence[NodeMember]) -> list[MemberOutput]:
+    """An effect on a virtual connection, for the connected members behind it."""
+    if isinstance(effect, SendGrant):
+        return [_grant(effect, member) for member in members if _concerns(effect, member)]
+    if isinstance(effect, SendHandOver):  # member 0 drains: the requests come to it
+        return [replace(effect, conn=member.conn) for member in members[:1] if member.conn]
+    if isinstance(effect, RefuseConnection | Close):
+        return [replace(effect, conn=member.conn) for member in members if member.conn]
+    return []  # nothing can be lent over TCP
+
+
+def _is_own(effect: SendGrant, member: NodeMember) -> bool:
+    terms = effect.holder.lease
+    return terms is not None and member.id in terms.members
+
+
+def _concerns(effect: SendGrant, member: NodeMember) -> bool:
+    """A plain lock is granted to a group for those of its members that want it."""
+    return effect.lock in member.locks or not _is_own(effect, member)
+
+
+def _grant(effect: SendGrant, member: NodeMember) -> SendGranted:
+    """In the member's own name, if it is its group's; else as the news that it is."""
+    assert member.conn is not None
+    holder = effect.holder
+    incarnation = member.incarnation if _is_own(effect, member) else holder.incarnation
+    assert incarnation is not None
+    return SendGranted(member.conn, effect.lock, holder.engine, incarnation, holder.token)

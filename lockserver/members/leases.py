@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lockserver.core.evidence import Locks
-from lockserver.core.patience import STALL_MS
+from lockserver.core.evidence import STALL_MS
+from lockserver.core.supervisors import Locks
 from lockserver.core.terms import LeaseTerms, MemberId
 
 LEASE_MS = 5000.0

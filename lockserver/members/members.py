@@ -36,12 +36,12 @@ from lockserver.core.events import (
     ConnectionClosed,
     Effect,
     ProcessGone,
-    Refuse,
-    Tick,
+    RefuseConnection,
+    TimePassed,
     Wanted,
 )
-from lockserver.core.evidence import Locks
-from lockserver.core.patience import STALL_MS
+from lockserver.core.evidence import STALL_MS
+from lockserver.core.supervisors import Locks
 from lockserver.core.terms import LeaseTerms
 from lockserver.members import sentences
 from lockserver.members.events import (
@@ -55,11 +55,9 @@ from lockserver.members.events import (
     SendMemberLost,
     SendRenewed,
 )
-from lockserver.members.fan_out import fan_out
-from lockserver.members.group import LEASE, Group, Member
+from lockserver.members.group import LEASE, Group, NodeMember, fan_out
 from lockserver.members.leases import Lease, Leases
-from lockserver.members.roll import Roll
-from lockserver.members.wants import check_member
+from lockserver.members.roll import Roll, check_member
 from plumbing.errors import InvariantError
 
 
@@ -118,7 +116,7 @@ class Members:
         yield from self._judge(member)
         yield from self._settle(member.engine, is_spoken=True)
 
-    def _renew(self, member: Member, now_ms: float) -> SendRenewed:
+    def _renew(self, member: NodeMember, now_ms: float) -> SendRenewed:
         """Answer: from here the server's side of the lease runs anew."""
         assert member.conn is not None
         lease_ms = self.leases.lease_ms
@@ -133,7 +131,9 @@ class Members:
     def _beaten(self, beat: MemberBeaten, now_ms: float) -> Iterable[MemberOutput]:
         member = self.roll.by_conn(beat.conn)
         if member is None:
-            yield Refuse(beat.conn, "lock.want_first", "a member says `want` before it beats")
+            yield RefuseConnection(
+                beat.conn, "lock.want_first", "a member says `want` before it beats"
+            )
             return
         if beat.progress <= member.progress:
             return  # the same count again: whatever sends it does not work any more
@@ -153,7 +153,7 @@ class Members:
 
     # ------------------------------------------------------------------ who is over
 
-    def _judge(self, member: Member) -> Iterable[MemberOutput]:
+    def _judge(self, member: NodeMember) -> Iterable[MemberOutput]:
         """Compare what a member says with what it was part of."""
         group = self.groups.get(member.engine)
         if group is not None and not group.is_over and not group.has(member):
@@ -170,7 +170,7 @@ class Members:
                 member.conn, member.engine, incarnation, spent.member, spent.reason
             )
 
-    def _stale_claim(self, member: Member) -> str | None:
+    def _stale_claim(self, member: NodeMember) -> str | None:
         """A lock that this member says it holds, and which is not its group's."""
         for name in member.tokens:
             lock = self._locks[name]
@@ -180,7 +180,7 @@ class Members:
                 return name
         return None
 
-    def _end_member(self, member: Member, reason: str) -> Iterable[MemberOutput]:
+    def _end_member(self, member: NodeMember, reason: str) -> Iterable[MemberOutput]:
         """This member's incarnation is over, and its group with it if it has one."""
         assert member.incarnation is not None
         group = self.groups.get(member.engine)
@@ -229,7 +229,7 @@ class Members:
         if is_spoken:
             yield Feed(group.wanted(present, self._kinds))
 
-    def _present(self, engine: str) -> list[Member] | None:
+    def _present(self, engine: str) -> list[NodeMember] | None:
         """The engine's members, if all are connected, with incarnations that may serve."""
         first = self.roll.at(engine, 1)
         count = first[0].count if first else 0
@@ -237,11 +237,11 @@ class Members:
         found = [m for m in members if m.conn is not None and self._serves(m)]
         return found if found and len(found) == count else None
 
-    def _serves(self, member: Member) -> bool:
+    def _serves(self, member: NodeMember) -> bool:
         incarnation = member.incarnation
         return incarnation in self.leases.alive and self.leases.spent(incarnation) is None
 
-    def _terms(self, members: list[Member]) -> LeaseTerms:
+    def _terms(self, members: list[NodeMember]) -> LeaseTerms:
         ids = tuple(member.id for member in members if member.id is not None)
         return LeaseTerms(max(self.leases.alive[who.incarnation].lease_ms for who in ids), ids)
 
@@ -277,7 +277,7 @@ class Members:
             yield from self._settle(member.engine)
 
     @_on.register
-    def _tick(self, event: Tick, now_ms: float) -> Iterable[MemberOutput]:
+    def _tick(self, event: TimePassed, now_ms: float) -> Iterable[MemberOutput]:
         gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
         for lease in self.leases.tick(now_ms):
             yield from self._run_out(lease)
@@ -307,7 +307,7 @@ class Members:
         if group is not None and is_part and not group.is_over and self._holds(group):
             yield from self._end(group, lease.member, "its lease has run out")
 
-    def _hang_up(self, member: Member, why: str) -> Iterable[MemberOutput]:
+    def _hang_up(self, member: NodeMember, why: str) -> Iterable[MemberOutput]:
         conn = member.conn
         assert conn is not None
         self.roll.leave(conn)

@@ -1,11 +1,14 @@
-"""Which members are known, by their place in an engine and by their connection. Decides nothing."""
+"""Which members are known, by their place in an engine and by connection, and who may join."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import re
+from collections.abc import Container, Iterable, Mapping
 
+from lockserver.core.events import RefuseConnection, Wanted
+from lockserver.core.supervisors import check_want
 from lockserver.members.events import MemberWanted
-from lockserver.members.group import Group, Member
+from lockserver.members.group import Group, NodeMember
 from lockserver.members.leases import Leases
 
 
@@ -13,8 +16,8 @@ class Roll:
     """A record per member, from its first `want` until it is gone and belongs to nothing."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[str, int], Member] = {}
-        self._by_conn: dict[int, Member] = {}
+        self.known: dict[tuple[str, int], NodeMember] = {}
+        self._by_conn: dict[int, NodeMember] = {}
         self._nameless: dict[int, float] = {}  # connections without a want: since when
 
     # ------------------------------------------------------------------ connections
@@ -22,12 +25,12 @@ class Roll:
     def opened(self, conn: int, now_ms: float) -> None:
         self._nameless[conn] = now_ms
 
-    def enter(self, want: MemberWanted, now_ms: float) -> tuple[Member, int | None]:
+    def enter(self, want: MemberWanted, now_ms: float) -> tuple[NodeMember, int | None]:
         """The member's record, made to say what its `want` says; the connection it replaces."""
         key = want.engine, want.member
         member = self.known.get(key)
         if member is None or member.supervisor != want.supervisor:
-            member = self.known[key] = Member(*key, want.members, want.supervisor, now_ms)
+            member = self.known[key] = NodeMember(*key, want.members, want.supervisor, now_ms)
         replaced = member.conn if member.conn != want.conn else None
         if replaced is not None:
             del self._by_conn[replaced]
@@ -36,10 +39,10 @@ class Roll:
         self._by_conn[want.conn] = member
         return member, replaced
 
-    def by_conn(self, conn: int) -> Member | None:
+    def by_conn(self, conn: int) -> NodeMember | None:
         return self._by_conn.get(conn)
 
-    def leave(self, conn: int) -> Member | None:
+    def leave(self, conn: int) -> NodeMember | None:
         """This connection is no more; whose it was."""
         self._nameless.pop(conn, None)
         member = self._by_conn.pop(conn, None)
@@ -53,21 +56,21 @@ class Roll:
 
     # ------------------------------------------------------------------ members
 
-    def connected(self) -> list[Member]:
+    def connected(self) -> list[NodeMember]:
         return list(self._by_conn.values())
 
     def engines(self) -> list[str]:
         return sorted({engine for engine, _ in self.known})
 
-    def at(self, engine: str, count: int) -> list[Member]:
+    def at(self, engine: str, count: int) -> list[NodeMember]:
         """The known ones of the first `count` members of an engine, in order."""
         found = (self.known.get((engine, index)) for index in range(count))
         return [member for member in found if member is not None]
 
-    def of(self, group: Group) -> list[Member]:
+    def of(self, group: Group) -> list[NodeMember]:
         return self.at(group.engine, len(group.terms.members))
 
-    def line(self, groups: Iterable[Group], virtual: int) -> list[Member]:
+    def line(self, groups: Iterable[Group], virtual: int) -> list[NodeMember]:
         """The connected members behind a virtual connection, in order."""
         group = next((each for each in groups if each.conn == virtual), None)
         members = [] if group is None else self.of(group)
@@ -79,3 +82,94 @@ class Roll:
             is_here = member.conn is not None or leases.of(*key)
             if not is_here and member.engine not in engines:
                 del self.known[key]
+
+
+SUPERVISOR = re.compile(r"[0-9a-f]{16}")  # it is filed, and a slot of the file has room for these
+MEMBERS_KNOWN_MAX = 256  # of all engines together; each may be remembered while its lease lives
+
+Known = Mapping[tuple[str, int], NodeMember]
+
+
+def check_member(
+    want: MemberWanted, known: Known, leases: Leases, locks: Container[str], now_ms: float
+) -> RefuseConnection | None:
+    """Why this `want` cannot be taken, or None."""
+    return _check_shape(want, locks) or _check_place(want, known, leases, now_ms)
+
+
+def _check_shape(want: MemberWanted, locks: Container[str]) -> RefuseConnection | None:
+    refusal = check_want(
+        Wanted(
+            conn=want.conn,
+            supervisor=want.supervisor,
+            engine=want.engine,
+            incarnation=want.incarnation,
+            witness=want.witness,
+            locks=want.locks,
+            tokens=want.tokens,
+        ),
+        locks,
+    )
+    if refusal is not None:
+        return refusal
+    if not SUPERVISOR.fullmatch(want.supervisor):
+        why = f"{want.supervisor!r} is no supervisor id: 16 hex digits"
+        return RefuseConnection(want.conn, "lock.bad_supervisor", why)
+    if want.member >= want.members:
+        why = f"member {want.member} of {want.members}: they are counted from 0"
+        return RefuseConnection(want.conn, "lock.bad_member", why)
+    return None
+
+
+def _check_place(
+    want: MemberWanted, known: Known, leases: Leases, now_ms: float
+) -> RefuseConnection | None:
+    member = known.get((want.engine, want.member))
+    for other in known.values():
+        if other.conn == want.conn and other is not member:
+            why = f"this is member {other.index} of {other.engine}; it cannot become another"
+            return RefuseConnection(want.conn, "lock.identity_changed", why)
+    for lease in leases.of(want.engine, want.member):
+        if lease.id.supervisor != want.supervisor:
+            return _taken(want, lease.left_ms(now_ms))
+    owner = leases.alive.get(want.incarnation) if want.incarnation else None
+    if owner is not None and owner.member != want.member:
+        why = f"{want.incarnation} is member {owner.member}; each member has one of its own"
+        return RefuseConnection(want.conn, "lock.bad_member", why)
+    if member is not None and member.supervisor != want.supervisor and member.conn is not None:
+        return _taken(want, None)
+    if member is not None and member.supervisor == want.supervisor:
+        if want.progress < member.progress:
+            why = "words of an older connection, which a newer one has overtaken"
+            return RefuseConnection(want.conn, "lock.stale_want", why)
+    elif member is None and len(known) >= MEMBERS_KNOWN_MAX:
+        why = f"{MEMBERS_KNOWN_MAX} members are known here, which is the limit"
+        return RefuseConnection(want.conn, "lock.too_many_members", why)
+    return _check_count(want, known, leases)
+
+
+def _check_count(want: MemberWanted, known: Known, leases: Leases) -> RefuseConnection | None:
+    """All members say the same number; an engine may be widened once the old ones are gone."""
+    for other in known.values():
+        is_elsewhere = other.engine == want.engine and other.index != want.member
+        lives = other.conn is not None or leases.of(other.engine, other.index)
+        if is_elsewhere and lives and other.count != want.members:
+            why = (
+                f"member {other.index} of {want.engine} says that there are {other.count} members,"
+                f" and member {want.member} that there are {want.members}; give all of them the"
+                " same --members"
+            )
+            return RefuseConnection(want.conn, "lock.member_mismatch", why)
+    return None
+
+
+def _taken(want: MemberWanted, left_ms: float | None) -> RefuseConnection:
+    which = f"member {want.member} of {want.engine}"
+    if left_ms is None:
+        why = f"{which} is connected already, from another supervisor; stop one of the two"
+        return RefuseConnection(want.conn, "lock.engine_id_taken", why)
+    why = (
+        f"another supervisor of {which} may still be alive: its lease runs out in"
+        f" {left_ms / 1000:.1f} s unless it is renewed; if two run, stop one of them"
+    )
+    return RefuseConnection(want.conn, "lock.engine_id_taken", why, {"left_ms": round(left_ms)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockserver.core.events import Happened
-from lockserver.members.group import Group, Member
+from lockserver.members.group import Group, NodeMember
 from lockserver.members.leases import Lease
 
 
@@ -24,7 +24,7 @@ def missing(group: Group, absent: list[int]) -> Happened:
     return Happened("lock.member_missing", message, "warning", data)
 
 
-def silent(member: Member) -> Happened:
+def silent(member: NodeMember) -> Happened:
     message = f"member {member.index} of {member.engine} is silent; its connection is closed"
     data = {"engine": member.engine, "member": member.index, "name": member.name}
     return Happened("lock.member_silent", message, "warning", data)

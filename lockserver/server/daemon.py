@@ -9,7 +9,7 @@ from typing import Any
 
 from lockserver.core.lock import LockState
 from lockserver.server.server import LockServer
-from lockserver.server.settings import Settings
+from lockserver.server.settings import LockSettings
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.page import Page
 from plumbing.service.signals import wait_signals
@@ -17,7 +17,7 @@ from plumbing.service.signals import wait_signals
 UI = Path(__file__).parent.parent / "ui" / "ui.html"
 
 
-async def run(settings: Settings, http_host: str, http_port: int) -> None:
+async def run(settings: LockSettings, http_host: str, http_port: int) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:

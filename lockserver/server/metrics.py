@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lockserver.core.lock import LockState
-from lockserver.core.machine import Machine
+from lockserver.core.machine import LockMachine
 from lockserver.members.members import Members
 from lockserver.server.service_socket import STATES
-from lockserver.status.member_status import longest_left_ms, missing_of
+from lockserver.status.document import longest_left_ms, missing_of
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metrics
 
@@ -113,7 +113,7 @@ class LockMetrics:
     def service(self, lock: str, state: str) -> None:
         self._services.set(state, lock=lock)
 
-    def update(self, machine: Machine, members: Members, now_ms: float) -> None:
+    def update(self, machine: LockMachine, members: Members, now_ms: float) -> None:
         for lock in machine.locks.values():
             holder = lock.holder
             supervisor = machine.supervisors.get(holder.supervisor) if holder else None

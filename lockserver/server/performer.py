@@ -14,34 +14,34 @@ from functools import singledispatchmethod
 
 from lockserver import witness
 from lockserver.core import events as ev
-from lockserver.core.machine import Machine
+from lockserver.core.machine import LockMachine
 from lockserver.members.members import is_virtual
 from lockserver.messages import Granted, HandOver
+from lockserver.server.event_outbox import EventOutbox
 from lockserver.server.metrics import LockMetrics
 from lockserver.server.observers import Observers
-from lockserver.server.process_watch import ProcessWatch
+from lockserver.server.prober import ProcessWatch
 from lockserver.server.remote import Remote
 from lockserver.server.service_desk import ServiceDesk
 from lockserver.server.switchover_desk import SwitchoverDesk
-from lockserver.server.teller import Teller
-from lockserver.state_file import StateFile
+from lockserver.state_file import LockStateFile
 from plumbing.errors import ProtocolError
 from plumbing.wire.connection import Connection
 
 
 @dataclass
-class Performer:
+class LockPerformer:
     """Everything that an effect may touch."""
 
     directory: str
-    machine: Machine
-    state: StateFile
+    machine: LockMachine
+    state: LockStateFile
     conns: Mapping[int, Connection]
     desk: ServiceDesk
     observers: Observers
     processes: ProcessWatch
     switchovers: SwitchoverDesk
-    teller: Teller
+    teller: EventOutbox
     remote: Remote
     metrics: LockMetrics
     feed: Callable[[ev.Input], None]
@@ -74,7 +74,7 @@ class Performer:
         self.observers.tell(message)
 
     @_do.register
-    def _refuse(self, effect: ev.Refuse) -> None:
+    def _refuse(self, effect: ev.RefuseConnection) -> None:
         conn = self.conns.get(effect.conn)
         if conn is not None:
             conn.fault(ProtocolError(effect.code, effect.message, **effect.details))
@@ -145,4 +145,4 @@ def granted(lock: str, holder: ev.Holder) -> Granted:
 
 
 # A singledispatchmethod makes a function anew at each call; a grant has a dozen effects.
-_hand_of = Performer.__dict__["_do"].dispatcher.dispatch
+_hand_of = LockPerformer.__dict__["_do"].dispatcher.dispatch

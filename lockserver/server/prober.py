@@ -1,12 +1,12 @@
-"""When to try the evidence: nothing announces that a witness is free, so it is tried often.
+"""When to look at the evidence: witnesses are tried, and the pidfds of processes are watched.
 
-At once, then every 0.2 ms for 20 ms, which is how long small processes take to die, every
-millisecond for the first second, then every 10 ms. A try takes microseconds, so it is done on the
-loop. Where a holder's evidence is a lease, `leases` is asked in place of the file. Must not decide
-what a free witness means.
+Nothing announces that a witness is free, so it is tried often: at once, then every 0.2 ms for
+20 ms, which is how long small processes take to die, every millisecond for the first second, then
+every 10 ms. A try takes microseconds, so it runs on the loop. Where a holder's evidence is a lease,
+`leases` is asked instead of the file. Must not decide what a free witness means.
 
 The surprising thing: the first 20 ms are slept on the loop, in steps, because uvloop's timers
-count whole milliseconds; between two steps the loop serves whoever has something to say.
+count whole milliseconds; between two steps the loop serves its connections.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from contextlib import suppress
 from lockserver import witness
 from lockserver.core import evidence
 from lockserver.core.events import DirectoryScanned, Holder, Input, WitnessFree
-from lockserver.core.machine import Machine
+from lockserver.core.machine import LockMachine
+from lockserver.core.names import WitnessState
 from lockserver.members.leases import Leases
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.peer import Peer, is_gone
 
 DENSE_S = 0.0002
 DENSE_FOR_S = 0.020
@@ -34,7 +37,7 @@ class Prober:
     """Tries what the machine finds worth trying and hands the outcome to `feed`."""
 
     def __init__(
-        self, directory: str, machine: Machine, leases: Leases, feed: Callable[[Input], None]
+        self, directory: str, machine: LockMachine, leases: Leases, feed: Callable[[Input], None]
     ) -> None:
         self._directory = directory
         self._machine = machine
@@ -100,7 +103,7 @@ class Prober:
             return is_free
         file = holder.witness
         path = os.path.join(self._directory, file.name)
-        return witness.probe(path, file.dev, file.ino) is witness.Probe.FREE
+        return witness.probe(path, file.dev, file.ino) is WitnessState.FREE
 
     def _try_directory(self) -> None:
         """Look first and seal only if that settles it: newcomers may be just about to lock."""
@@ -112,3 +115,42 @@ class Prober:
             kept = evidence.kept_witnesses(machine.supervisors)
             held = witness.scan(self._directory, seal=True, keep=kept)
             self._feed(DirectoryScanned(frozenset(held)))
+
+
+class ProcessWatch:
+    """Says `on_gone(supervisor)` once when the process behind its pidfd has ended."""
+
+    def __init__(self, on_gone: Callable[[str], None]) -> None:
+        self._on_gone = on_gone
+        self._loop = asyncio.get_running_loop()
+        self._pidfds: dict[str, OwnedFd] = {}
+
+    def watch(self, supervisor: str, peer: Peer) -> None:
+        """Take the peer's pidfd, if it still has one, in place of what was watched before."""
+        pidfd = peer.take_pidfd()
+        if pidfd is None:
+            return
+        self.forget(supervisor)
+        self._pidfds[supervisor] = pidfd
+        self._loop.add_reader(pidfd.fileno(), self._readable, supervisor)
+
+    def look(self, supervisor: str) -> None:
+        """Ask now: its connection has ended, and as a rule it is the whole process that has."""
+        pidfd = self._pidfds.get(supervisor)
+        if pidfd is not None and is_gone(pidfd.fileno()):
+            self._readable(supervisor)
+
+    def forget(self, supervisor: str) -> None:
+        """Stop watching; again, or never watched, is harmless."""
+        pidfd = self._pidfds.pop(supervisor, None)
+        if pidfd is not None:
+            self._loop.remove_reader(pidfd.fileno())
+            pidfd.close()
+
+    def close(self) -> None:
+        for supervisor in tuple(self._pidfds):
+            self.forget(supervisor)
+
+    def _readable(self, supervisor: str) -> None:
+        self.forget(supervisor)
+        self._on_gone(supervisor)

@@ -13,7 +13,7 @@ from functools import singledispatchmethod
 from typing import Any
 
 from lockserver.core import events as ev
-from lockserver.core.machine import Machine
+from lockserver.core.machine import LockMachine
 from lockserver.members import events as me
 from lockserver.members.leases import Leases
 from lockserver.members.members import Members
@@ -27,8 +27,8 @@ from lockserver.messages import (
     Renewed,
     Want,
 )
-from lockserver.server.settings import Settings
-from lockserver.server.teller import Teller
+from lockserver.server.event_outbox import EventOutbox
+from lockserver.server.settings import LockSettings
 from plumbing.errors import ProtocolError
 from plumbing.service.clock import Clock
 from plumbing.wire.connection import Connection
@@ -42,11 +42,11 @@ class Remote:
 
     def __init__(
         self,
-        settings: Settings,
-        machine: Machine,
+        settings: LockSettings,
+        machine: LockMachine,
         clock: Clock,
         feed: Callable[[ev.Input], None],
-        teller: Teller,
+        teller: EventOutbox,
     ) -> None:
         now_ms, listen = clock.now_ms(), settings.listen
         self.leases = Leases(
@@ -122,7 +122,7 @@ class Remote:
 
     def tick(self) -> None:
         """Time has passed; before the machine hears of it."""
-        self._hear(ev.Tick())
+        self._hear(ev.TimePassed())
 
     def _hear(self, event: me.MemberInput) -> None:
         for output in self.members.handle(event, self._clock.now_ms()):
@@ -172,7 +172,7 @@ class Remote:
         self._send(output.conn, HandOver(output.lock, output.incarnation, output.to))
 
     @_do.register
-    def _refuse(self, output: ev.Refuse) -> None:
+    def _refuse(self, output: ev.RefuseConnection) -> None:
         conn = self._conns.get(output.conn)
         if conn is not None:
             conn.fault(ProtocolError(output.code, output.message, **output.details))

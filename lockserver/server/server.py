@@ -1,4 +1,4 @@
-"""The shell around the lock machine: what arrives and the time go in, effects go to `performer`.
+"""The shell around the lock machine: messages and the time go in, effects go to `performer`.
 
 Owns the connections and the order of things. Must not decide who holds what: every question goes to
 `core`. Everything runs as callbacks on one loop, so the machine is never entered twice.
@@ -13,25 +13,25 @@ from typing import Any
 
 from lockserver import witness
 from lockserver.core import events as ev
+from lockserver.core.events import Wanted
 from lockserver.core.lock import LockState
-from lockserver.core.machine import KINDS, Machine
-from lockserver.core.roster import SUPERVISORS_MAX
+from lockserver.core.machine import KINDS, LockMachine
+from lockserver.core.names import WitnessState
+from lockserver.core.supervisors import SUPERVISORS_MAX
 from lockserver.messages import CATALOGUE, Beat, Status, StatusReply, SwitchOver, Want, Watch
+from lockserver.server.directory import LockDirectory
+from lockserver.server.event_outbox import EventOutbox
 from lockserver.server.metrics import LockMetrics
 from lockserver.server.observers import Observers
-from lockserver.server.performer import Performer
-from lockserver.server.place import Place
-from lockserver.server.prober import Prober
-from lockserver.server.process_watch import ProcessWatch
+from lockserver.server.performer import LockPerformer
+from lockserver.server.prober import Prober, ProcessWatch
 from lockserver.server.remote import Remote
+from lockserver.server.report import Report
 from lockserver.server.service_desk import ServiceDesk
 from lockserver.server.service_socket import AWAY
-from lockserver.server.settings import Settings
+from lockserver.server.settings import LockSettings
 from lockserver.server.switchover_desk import SwitchoverDesk, lives
-from lockserver.server.teller import Teller
-from lockserver.server.wanted import wanted
-from lockserver.state_file import StateFile
-from lockserver.status.report import Report
+from lockserver.state_file import LockStateFile
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
@@ -49,7 +49,7 @@ TICK_S = 0.1  # silence is told in seconds; a tenth of one is exact enough and c
 class LockServer:
     """One directory's lock server."""
 
-    def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
+    def __init__(self, settings: LockSettings, clock: Clock | None = None) -> None:
         for lock in settings.services:
             if lock not in KINDS:
                 raise UsageError("lock.unknown_lock", f"--service names {lock!r}: no such lock")
@@ -82,18 +82,18 @@ class LockServer:
         """
         self._loop = asyncio.get_running_loop()
         await self._server.start()  # first: it guards everything below against a second server
-        self._place = Place(self.settings.directory, self._server, self.events)
+        self._place = LockDirectory(self.settings.directory, self._server, self.events)
         try:
-            self._state = StateFile(
+            self._state = LockStateFile(
                 self.settings.directory, KINDS, may_be_elsewhere=self.settings.listen is not None
             )
-            self.machine = Machine(
+            self.machine = LockMachine(
                 self._state.loaded.record,
                 self.clock.now_ms(),
                 silent_ms=self.settings.silent_ms,
                 window_ms=self.settings.window_ms,
             )
-            self._teller = Teller(self.events, self.clock)
+            self._teller = EventOutbox(self.events, self.clock)
             self.remote = Remote(self.settings, self.machine, self.clock, self.feed, self._teller)
             leases, directory = self.remote.leases, self.settings.directory
             self._prober = Prober(directory, self.machine, leases, self.feed)
@@ -102,7 +102,7 @@ class LockServer:
         except BaseException:
             await self._server.close()
             raise
-        self._performer = Performer(
+        self._performer = LockPerformer(
             directory=self.settings.directory,
             machine=self.machine,
             state=self._state,
@@ -211,7 +211,7 @@ class LockServer:
         self._ticker = self._loop.call_later(TICK_S, self._tick)
         self._look_after_the_place()
         self.remote.tick()
-        self.feed(ev.Tick())
+        self.feed(ev.TimePassed())
         now_ms = self.clock.now_ms()
         for name in self._desk.watch(self.machine.locks, now_ms):
             self._performer.lend_to_all(name)
@@ -246,3 +246,23 @@ class LockServer:
     def document(self) -> dict[str, Any]:
         """The status document, the same for the CLI, `/status` and observers."""
         return self._report.document()
+
+
+def wanted(directory: str, conn: Connection, want: Want) -> Wanted:
+    """The event for the machine: its witness is looked at, its process is the peer's."""
+    file, state = None, WitnessState.UNPROVEN
+    if want.witness is not None and want.incarnation is not None and "/" not in want.witness:
+        file, state = witness.identify(os.path.join(directory, want.witness))
+    return Wanted(
+        conn=conn.id,
+        supervisor=want.supervisor,
+        engine=want.engine,
+        incarnation=want.incarnation,
+        witness=want.witness,
+        locks=want.locks,
+        tokens=want.tokens,
+        witness_file=file,
+        witness_state=state,
+        pid=conn.peer.pid,
+        process=conn.peer.pidfd_source,
+    )

@@ -14,7 +14,7 @@ HOLD_MS = 10_000.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class LockSettings:
     """One directory's server."""
 
     directory: str

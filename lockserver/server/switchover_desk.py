@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from lockserver import witness
 from lockserver.core.events import RefuseSwitchOver, ReportSwitchOver, SwitchOverAsked
-from lockserver.core.machine import Machine
-from lockserver.core.supervisor import Supervisor
+from lockserver.core.machine import LockMachine
+from lockserver.core.names import WitnessState
+from lockserver.core.supervisors import SupervisorRecord
 from lockserver.members.leases import Leases
 from lockserver.messages import SWITCHOVER_MS_MAX, SwitchedOver, SwitchOver
-from lockserver.witness import Probe
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
 
@@ -25,7 +25,7 @@ from plumbing.wire.connection import Connection
 class SwitchoverDesk:
     """Between the connections of those who ask and the machine."""
 
-    def __init__(self, machine: Machine, lives: Callable[[Supervisor], bool]) -> None:
+    def __init__(self, machine: LockMachine, lives: Callable[[SupervisorRecord], bool]) -> None:
         """`lives` looks whether all of a waiting engine lives at this moment."""
         self._machine = machine
         self._lives = lives
@@ -71,7 +71,7 @@ class SwitchoverDesk:
             conn.fault(error, request_id, close=False)
 
 
-def lives(directory: str, leases: Leases, supervisor: Supervisor) -> bool:
+def lives(directory: str, leases: Leases, supervisor: SupervisorRecord) -> bool:
     """Whether processes of this supervisor's backend hold the witness that it has named; over TCP,
     whether the leases of all members live."""
     if supervisor.lease is not None:
@@ -79,4 +79,4 @@ def lives(directory: str, leases: Leases, supervisor: Supervisor) -> bool:
     if supervisor.witness is None:
         return False
     found, state = witness.identify(os.path.join(directory, supervisor.witness.name))
-    return found == supervisor.witness and state is Probe.HELD
+    return found == supervisor.witness and state is WitnessState.HELD

@@ -1,7 +1,7 @@
-"""What people and programs see of a running server: one document, from the machine.
+"""The status document of a running server: one document, from the machine. Reads, never changes.
 
-Reads, never changes. Looking for who has a witness open walks /proc, so it is done when somebody
-asks or when it is worth an event, never in the path of a grant.
+Finding out which processes have a witness open walks /proc, so it is done when status is asked for
+or when an event needs it, never in the path of a grant.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from lockserver import witness
 from lockserver.core.events import Holder
 from lockserver.core.lock import Lock, LockState
-from lockserver.core.machine import Machine
+from lockserver.core.machine import LockMachine
+from lockserver.core.names import WitnessFile
+from lockserver.members.group import Group, NodeMember
+from lockserver.members.leases import Lease
 from lockserver.members.members import Members
-from lockserver.server.place import Place
+from lockserver.server.directory import LockDirectory
 from lockserver.server.service_socket import AWAY, ServiceSocket
-from lockserver.status.wait import NAMED_MAX, Seen, Wait, since_ms
-from lockserver.status.wait_members import see_members
-from lockserver.status.wait_queue import address_away_wait, unreachable_wait
-from lockserver.status.waits import waits_of
-from lockserver.witness import WitnessFile
+from lockserver.status.wait import NAMED_MAX, LockWait, Seen, since_ms
+from lockserver.status.waits import address_away_wait, see_members, unreachable_wait, waits_of
 from plumbing.service import procfs
 from plumbing.service.clock import Clock, rfc3339
 
@@ -45,10 +45,10 @@ def processes_of(file: WitnessFile) -> list[dict[str, Any]]:
 class Here:
     """Where the facts are: the machine and what is around it."""
 
-    machine: Machine
+    machine: LockMachine
     members: Members
     services: Mapping[str, ServiceSocket]
-    place: Place
+    place: LockDirectory
     clock: Clock
     directory: str
 
@@ -95,7 +95,7 @@ def _lock_document(lock: Lock, here: Here) -> dict[str, Any]:
     }
 
 
-def _switchover_document(lock: Lock, machine: Machine, clock: Clock) -> dict[str, Any] | None:
+def _switchover_document(lock: Lock, machine: LockMachine, clock: Clock) -> dict[str, Any] | None:
     """The switchover under way, if there is one."""
     found = machine.switchovers.under_way.get(lock.name)
     if found is None:
@@ -113,7 +113,7 @@ def _switchover_document(lock: Lock, machine: Machine, clock: Clock) -> dict[str
 
 
 def _holder_document(
-    lock: Lock, machine: Machine, clock: Clock, window_ms: float
+    lock: Lock, machine: LockMachine, clock: Clock, window_ms: float
 ) -> dict[str, Any] | None:
     holder = lock.holder
     if holder is None:
@@ -142,7 +142,7 @@ def _evidence(holder: Holder, process: str) -> str:
     return "witness" if process == "none" else "pidfd+witness"
 
 
-def wait_document(wait: Wait, clock: Clock) -> dict[str, Any]:
+def wait_document(wait: LockWait, clock: Clock) -> dict[str, Any]:
     return {
         "reason": wait.reason,
         "message": wait.message,
@@ -176,7 +176,7 @@ def _look(lock: Lock, here: Here, now_ms: float) -> Seen:
     return Seen(file == holder.witness, probe, processes)
 
 
-def _strangers(lock: Lock, machine: Machine, directory: str) -> dict[str, list[dict[str, Any]]]:
+def _strangers(lock: Lock, machine: LockMachine, directory: str) -> dict[str, list[dict[str, Any]]]:
     """The witnesses that keep a lock unknown, by name, each with who holds it."""
     known = {
         each.witness_name
@@ -190,7 +190,7 @@ def _strangers(lock: Lock, machine: Machine, directory: str) -> dict[str, list[d
     return strangers
 
 
-def supervisor_documents(machine: Machine, clock: Clock) -> list[dict[str, Any]]:
+def supervisor_documents(machine: LockMachine, clock: Clock) -> list[dict[str, Any]]:
     """The `supervisors` part: who is known here, connected or not, the first of them."""
     now_ms = clock.now_ms()
     return [
@@ -214,3 +214,88 @@ def moment(mono_ms: float, clock: Clock) -> dict[str, Any]:
     for_ms = max(0.0, clock.now_ms() - mono_ms)
     since = clock.wall() - timedelta(milliseconds=for_ms)
     return {"since": rfc3339(since), "for_ms": round(for_ms)}
+
+
+WHOLE, WAITING, ENDING = "whole", "waiting", "ending"
+
+
+def member_documents(members: Members, now_ms: float) -> dict[str, Any]:
+    """The `members` part of the status document, by engine; empty where nobody comes over TCP."""
+    engines = sorted({*members.groups, *members.roll.engines()})
+    return {engine: _engine_document(engine, members, now_ms) for engine in engines}
+
+
+def _engine_document(engine: str, members: Members, now_ms: float) -> dict[str, Any]:
+    group = members.groups.get(engine)
+    count = count_of(engine, members)
+    known = {member.index: member for member in members.roll.at(engine, count)}
+    return {
+        "count": count,
+        "state": state_of(group),
+        "missing": missing(engine, members),
+        "members": [
+            _member_document(
+                index,
+                known.get(index),
+                next(iter(members.leases.of(engine, index)), None),
+                members,
+                now_ms,
+            )
+            for index in range(count)
+        ],
+    }
+
+
+def _member_document(
+    index: int, member: NodeMember | None, lease: Lease | None, members: Members, now_ms: float
+) -> dict[str, Any]:
+    incarnation = member.incarnation if member is not None else None
+    if incarnation is None and lease is not None:
+        incarnation = lease.id.incarnation
+    spent = members.leases.spent(incarnation)
+    return {
+        "member": index,
+        "name": member.name if member is not None else None,
+        "supervisor": member.supervisor if member is not None else None,
+        "incarnation": incarnation,
+        "connected": member is not None and member.conn is not None,
+        "heard_ms_ago": round(now_ms - member.heard_ms) if member is not None else None,
+        "lease_left_ms": round(lease.left_ms(now_ms)) if lease is not None else None,
+        "wants": list(member.locks) if member is not None else [],
+        "over": spent.reason if spent is not None else None,
+    }
+
+
+def state_of(group: Group | None) -> str:
+    if group is None:
+        return WAITING
+    if group.is_over:
+        return ENDING
+    return WHOLE if group.conn is not None else WAITING
+
+
+def count_of(engine: str, members: Members) -> int:
+    """How many members the engine has, as they say themselves, or as is on file."""
+    said = [m.count for (name, _), m in members.roll.known.items() if name == engine]
+    group = members.groups.get(engine)
+    return max([*said, len(group.terms.members) if group is not None else 0])
+
+
+def missing(engine: str, members: Members) -> list[int]:
+    """The members that are not connected."""
+    count = count_of(engine, members)
+    here = {m.index for m in members.roll.at(engine, count) if m.conn is not None}
+    return [index for index in range(count) if index not in here]
+
+
+def missing_of(holder: Holder | None, members: Members) -> int:
+    if holder is None or holder.lease is None:
+        return 0
+    return len(missing(holder.engine, members))
+
+
+def longest_left_ms(holder: Holder | None, members: Members, now_ms: float) -> float:
+    """How long a holder may live at the most if nothing more is heard of it; 0 without a lease."""
+    if holder is None or holder.lease is None:
+        return 0.0
+    return max(members.leases.remaining_ms(holder.lease, now_ms).values(), default=0.0)

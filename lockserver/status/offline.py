@@ -11,10 +11,11 @@ import time
 from typing import Any
 
 from lockserver import state_file, witness
-from lockserver.core.events import Holder, Record
+from lockserver.core.events import Holder, LockRecord
 from lockserver.core.machine import KINDS
+from lockserver.core.names import WitnessState
 from lockserver.status.document import SCHEMA, moment, processes_of, wait_document
-from lockserver.status.wait import Wait, named
+from lockserver.status.wait import LockWait, named
 from plumbing.service.clock import Clock, SystemClock
 
 UNANSWERED = "no lock server answers; this is what its state file says"
@@ -51,7 +52,7 @@ def offline(directory: str, clock: Clock | None = None) -> dict[str, Any] | None
 
 
 def _lock_document(
-    directory: str, name: str, record: Record, written_ms: float, clock: Clock
+    directory: str, name: str, record: LockRecord, written_ms: float, clock: Clock
 ) -> dict[str, Any]:
     holder = record.holders.get(name)
     since_ms = written_ms if holder is None else holder.since_mono_ms
@@ -79,7 +80,7 @@ def _lock_document(
             "witness": state,
         }
         document["waiting_for"] = processes
-        who = f" by {named(processes)}" if state == str(witness.Probe.HELD) else ""
+        who = f" by {named(processes)}" if state == str(WitnessState.HELD) else ""
         evidence = f"witness {holder.witness.name} {state}{who}"
         if holder.lease is not None:
             count, lease_s = len(holder.lease.members), holder.lease.lease_ms / 1000
@@ -89,7 +90,7 @@ def _lock_document(
     goes_on = "who serves goes on meanwhile, and nobody is granted"
     if holder is not None and holder.lease is not None:
         goes_on = "who serves stops before its lease has run out"
-    wait = Wait(
+    wait = LockWait(
         "no_server",
         UNANSWERED,
         since_ms,
@@ -105,4 +106,4 @@ def _lock_document(
 
 def _witness_state(directory: str, holder: Holder) -> str:
     file, probe = witness.identify(os.path.join(directory, holder.witness.name))
-    return str(probe if file == holder.witness else witness.Probe.UNPROVEN)
+    return str(probe if file == holder.witness else WitnessState.UNPROVEN)

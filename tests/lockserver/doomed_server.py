@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from lockserver import cli
 from lockserver.messages import Granted
-from lockserver.state_file import StateFile
+from lockserver.state_file import LockStateFile
 from plumbing.wire.connection import Connection
 
 # In the order in which a grant meets them.
@@ -28,13 +28,13 @@ def _die(*_: Any) -> NoReturn:
 
 def doom(moment: str, token: int) -> None:
     """Have this process die at `moment` of the grant with `token`."""
-    write, send, pwrite = StateFile.write, Connection.send, os.pwrite
+    write, send, pwrite = LockStateFile.write, Connection.send, os.pwrite
 
     def half(fd: int, slot: bytes, offset: int) -> NoReturn:
         pwrite(fd, slot[: len(slot) // 2], offset)
         _die()
 
-    def doomed_write(self: StateFile, record: Any) -> None:
+    def doomed_write(self: LockStateFile, record: Any) -> None:
         if record.token >= token:
             if moment == "before_write":
                 _die()
@@ -52,7 +52,7 @@ def doom(moment: str, token: int) -> None:
         if is_it and moment == "after_send":
             _die()
 
-    StateFile.write = doomed_write  # type: ignore[method-assign]  # the real one, and an end
+    LockStateFile.write = doomed_write  # type: ignore[method-assign]  # the real one, and an end
     Connection.send = doomed_send  # type: ignore[method-assign]  # the same
 
 

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lockserver.client.lease_keeper import BEATS_PER_LEASE, LeaseKeeper
+from lockserver.client.lease import BEATS_PER_LEASE, LeaseKeeper
 
 LEASES_MS = (500, 1000, 2000)
 MARGIN = 0.2  # of the lease

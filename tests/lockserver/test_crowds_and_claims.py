@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from lockserver.core.roster import SUPERVISORS_MAX
+from lockserver.core.supervisors import SUPERVISORS_MAX
 from plumbing.errors import RemoteError, UnreachableError
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient

@@ -295,6 +295,6 @@ def test_over_tcp_no_timer_no_client(monkeypatch):
     def refuse() -> None:
         raise UnderstudyError("lock.no_dead_man", "no timer")
 
-    monkeypatch.setattr("lockserver.client.lease_watch.dead_man.DeadMan", refuse)
+    monkeypatch.setattr("lockserver.client.lease.dead_man.DeadMan", refuse)
     with pytest.raises(UnderstudyError, match="no_dead_man"):
         LockClient("tcp://127.0.0.1:1", engine="engine-0")

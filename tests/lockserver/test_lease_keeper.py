@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockserver.client.client import FENCED
-from lockserver.client.lease_keeper import SENT_MAX, Lease, LeaseKeeper
+from lockserver.client.lease import SENT_MAX, LeaseKeeper, RenewedLease
 from lockserver.core.machine import KINDS
 from tests.lockserver.lease_world import World
 
@@ -26,7 +26,7 @@ def test_a_lease_counts_from_when_it_was_asked_for():
     keeper.sent(1, 100.0)
     assert not keeper.may_act(100.0)
     assert keeper.renewed(1, 1000, 600.0)
-    assert keeper.lease == Lease(100.0, 1000)
+    assert keeper.lease == RenewedLease(100.0, 1000)
     assert (keeper.lease.stop_at_ms, keeper.lease.kill_at_ms) == (700.0, 900.0)
     assert keeper.lease.valid_until_ms == 1100.0
     assert keeper.may_act(699.0)
@@ -52,7 +52,7 @@ def test_an_answer_counts_once_and_passes_over_older_ones():
     assert keeper.renewed(2, 1000, 150.0)
     assert not keeper.renewed(1, 1000, 160.0)
     assert not keeper.renewed(2, 1000, 170.0)
-    assert keeper.lease == Lease(100.0, 1000)
+    assert keeper.lease == RenewedLease(100.0, 1000)
 
 
 def test_of_a_cut_connection_and_an_older_incarnation_no_answer_counts():
@@ -98,7 +98,7 @@ def test_answers_while_the_tree_is_reaped_keep_the_supervisor_alive():
     keeper.sent(2, 500.0)
     assert keeper.must_stop(600.0)
     assert keeper.renewed(2, 1000, 700.0)
-    assert keeper.lease == Lease(500.0, 1000)
+    assert keeper.lease == RenewedLease(500.0, 1000)
     assert keeper.must_stop(701.0)
     assert not keeper.may_act(701.0)
 
@@ -110,7 +110,7 @@ def test_a_lease_that_has_run_out_is_not_revived():
     keeper.hold()
     keeper.sent(2, 950.0)
     assert not keeper.renewed(2, 1000, 1000.0)
-    assert keeper.lease == Lease(0.0, 1000)
+    assert keeper.lease == RenewedLease(0.0, 1000)
     assert keeper.must_stop(1001.0)
 
 
@@ -164,7 +164,7 @@ class CountsFromTheAnswer(LeaseKeeper):
     def renewed(self, progress: int, lease_ms: int, now_ms: float) -> bool:
         if not super().renewed(progress, lease_ms, now_ms):
             return False
-        self.lease = Lease(now_ms, self.lease.lease_ms)
+        self.lease = RenewedLease(now_ms, self.lease.lease_ms)
         return True
 
 
@@ -172,14 +172,14 @@ class RenewsByMereSending(LeaseKeeper):
     def sent(self, progress: int, now_ms: float) -> None:
         super().sent(progress, now_ms)
         if self.lease is not None:
-            self.lease = Lease(now_ms, self.lease.lease_ms)
+            self.lease = RenewedLease(now_ms, self.lease.lease_ms)
 
 
 class ActsOnOldGrants(LeaseKeeper):
     def may_act(self, now_ms: float) -> bool:
         if self.lease is None:
             return False
-        self.lease = Lease(now_ms, self.lease.lease_ms)
+        self.lease = RenewedLease(now_ms, self.lease.lease_ms)
         return True
 
 

@@ -10,9 +10,10 @@ import pytest
 from lockserver import witness
 from lockserver.core import events as ev
 from lockserver.core import evidence
-from lockserver.core.events import Holder, Record
+from lockserver.core.events import Holder, LockRecord
 from lockserver.core.lock import LockState
-from lockserver.core.machine import Machine
+from lockserver.core.machine import LockMachine
+from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.terms import (
     LEASE_MS_MAX,
     MEMBERS_MAX,
@@ -22,8 +23,7 @@ from lockserver.core.terms import (
 )
 from lockserver.messages import MEMBERS_MAX as MEMBERS_SPOKEN_MAX
 from lockserver.messages import TOKEN_CLAIMED_MAX
-from lockserver.state_file import FORMAT, StateFile
-from lockserver.witness import Probe, WitnessFile
+from lockserver.state_file import FORMAT, LockStateFile
 from tests.helpers import free_witness
 
 LOCKS = ("active", "loader")
@@ -52,11 +52,11 @@ def test_two_groups_of_as_many_members_and_with_the_longest_names_fit_a_slot(dir
     largest numbers, in both locks; written for real and read back."""
     assert MEMBERS_MAX == MEMBERS_SPOKEN_MAX
     holders = {name: leased("e" * 63, MEMBERS_MAX, TOKEN_CLAIMED_MAX) for name in LOCKS}
-    record = Record(TOKEN_CLAIMED_MAX, holders, frozenset())
-    state = StateFile(directory, LOCKS)
+    record = LockRecord(TOKEN_CLAIMED_MAX, holders, frozenset())
+    state = LockStateFile(directory, LOCKS)
     state.write(record)
     state.close()
-    again = StateFile(directory, LOCKS)
+    again = LockStateFile(directory, LOCKS)
     assert again.loaded.record == record
     assert again.loaded.problem is None
     again.close()
@@ -70,7 +70,7 @@ def test_file_of_before_leases_is_read_as_it_was_written(directory):
         b'"token":7,"since_mono_ms":12.5}},"unknown":[]}'
     )
     FORMAT.create(os.path.join(directory, "lockserver.json"), text)
-    state = StateFile(directory, LOCKS)
+    state = LockStateFile(directory, LOCKS)
     holder = state.loaded.record.holders["active"]
     assert holder.witness == WitnessFile("witness_e_0000000000000001", 3, 4)
     assert holder.lease is None
@@ -85,7 +85,7 @@ def test_older_server_that_reads_a_group_grants_nobody_and_seals_nothing(directo
     path = free_witness(directory, holder.incarnation)
     as_read = Holder.from_dict({k: v for k, v in holder.to_dict().items() if k != "lease"})
     assert as_read == replace(holder, lease=None)
-    machine = Machine(Record(7, {"active": as_read}, frozenset()), 0.0)
+    machine = LockMachine(LockRecord(7, {"active": as_read}, frozenset()), 0.0)
     other = witness.new_incarnation("engine-1")
     machine.handle(
         ev.Wanted(
@@ -97,14 +97,14 @@ def test_older_server_that_reads_a_group_grants_nobody_and_seals_nothing(directo
             locks=("active",),
             tokens={},
             witness_file=WitnessFile(witness.name_of(other), 1, 2),
-            witness_state=Probe.HELD,
+            witness_state=WitnessState.HELD,
         ),
         0.0,
     )
     for now_ms in range(0, 3_600_000, 1000):
-        machine.handle(ev.Tick(), float(now_ms))
+        machine.handle(ev.TimePassed(), float(now_ms))
         for _, due in evidence.probes_due(machine.locks, machine.supervisors):
             file = due.witness
-            assert witness.probe(path, file.dev, file.ino) is Probe.UNPROVEN
+            assert witness.probe(path, file.dev, file.ino) is WitnessState.UNPROVEN
     assert machine.locks["active"].state is LockState.RECOVERING
     assert os.path.getsize(path) == 0  # not sealed: whoever joins it now may

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 from lockserver import witness
 from lockserver.core.events import WitnessFree
+from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.server import prober
 from lockserver.server.prober import DENSE_S, FAST_S, SLOW_S, Prober
 
 HOLDER = SimpleNamespace(
     incarnation="engine-0-0123456789abcdef",
     lease=None,
-    witness=witness.WitnessFile("witness_engine-0_0123456789abcdef", 1, 1),
+    witness=WitnessFile("witness_engine-0_0123456789abcdef", 1, 1),
 )
 
 
@@ -42,9 +43,9 @@ class Loop:
 
 def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
     """The waits between tries of a witness that is free at the `free_after`-th; what was fed."""
-    loop, fed, results = Loop(), [], iter([witness.Probe.HELD] * (free_after - 1))
+    loop, fed, results = Loop(), [], iter([WitnessState.HELD] * (free_after - 1))
     monkeypatch.setattr(prober, "time", SimpleNamespace(sleep=loop.slept, monotonic=loop.time))
-    monkeypatch.setattr(witness, "probe", lambda *_: next(results, witness.Probe.FREE))
+    monkeypatch.setattr(witness, "probe", lambda *_: next(results, WitnessState.FREE))
     monkeypatch.setattr(
         prober.evidence, "probes_due", lambda *_: [] if fed else [("active", HOLDER)]
     )

@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 
-from lockserver.server.process_watch import ProcessWatch
+from lockserver.server.prober import ProcessWatch
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.peer import Peer
 from tests.helpers import auntil

@@ -206,9 +206,9 @@ def test_server_that_cannot_write_says_so_and_grants_once_it_can(pod_dir):
 
 async def _with_a_failing_disk(pod_dir: str) -> None:
     from lockserver.server.server import LockServer
-    from lockserver.server.settings import Settings
+    from lockserver.server.settings import LockSettings
 
-    server = LockServer(Settings(pod_dir))
+    server = LockServer(LockSettings(pod_dir))
     await server.start()
     working = server._state.write
 
@@ -246,9 +246,9 @@ def test_server_closes_cleanly_and_unwatches_everything(pod_dir):
 
     async def scenario() -> None:
         from lockserver.server.server import LockServer
-        from lockserver.server.settings import Settings
+        from lockserver.server.settings import LockSettings
 
-        server = LockServer(Settings(pod_dir))
+        server = LockServer(LockSettings(pod_dir))
         await server.start()
         async with Engine(pod_dir, "engine-0") as engine:
             await engine.hold()

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from lockserver.core.events import Holder, Record
-from lockserver.state_file import FILE_BYTES, NAME, SLOT_BYTES, StateFile, read
-from lockserver.witness import WitnessFile
+from lockserver.core.events import Holder, LockRecord
+from lockserver.core.names import WitnessFile
+from lockserver.state_file import FILE_BYTES, NAME, SLOT_BYTES, LockStateFile, read
 from plumbing.errors import UnderstudyError
 from tests.helpers import free_witness, open_fds
 
@@ -26,11 +26,11 @@ HOLDER = Holder(
 
 
 def record(token):
-    return Record(token, {"active": HOLDER}, frozenset())
+    return LockRecord(token, {"active": HOLDER}, frozenset())
 
 
 def write(directory, *tokens):
-    state = StateFile(directory, LOCKS)
+    state = LockStateFile(directory, LOCKS)
     for token in tokens:
         state.write(record(token))
     state.close()
@@ -48,7 +48,7 @@ def path_of(directory):
 def test_state_file_last_write_is_what_is_read(directory):
     """Goal: a record comes back as it went. Method: write some, open again."""
     write(directory, 1, 2, 3)
-    state = StateFile(directory, LOCKS)
+    state = LockStateFile(directory, LOCKS)
     assert state.loaded.record == record(3)
     assert state.loaded.problem is None
     state.write(record(4))
@@ -62,16 +62,16 @@ def test_state_file_last_write_is_what_is_read(directory):
 def test_state_file_first_start_is_empty_and_known(directory):
     """Goal: a fresh pod grants at once. Method: no file, no witness."""
     assert read(directory, LOCKS) is None
-    state = StateFile(directory, LOCKS)
+    state = LockStateFile(directory, LOCKS)
     assert state.loaded.is_first
-    assert state.loaded.record == Record()
+    assert state.loaded.record == LockRecord()
     state.close()
 
 
 def test_state_file_missing_with_witnesses_is_unknown(directory):
     """Goal: a deleted file is no fresh pod. Method: a witness lies in the directory."""
     free_witness(directory, HOLDER.incarnation)
-    state = StateFile(directory, LOCKS)
+    state = LockStateFile(directory, LOCKS)
     assert state.loaded.record.unknown == {"active", "loader"}
     assert not state.loaded.is_first
     state.close()
@@ -85,7 +85,7 @@ def test_state_file_truncated_anywhere_is_unknown_and_kept_aside(directory, size
     """Goal: a partial file is never half-believed. Method: cut it, open, look."""
     write(directory, 5, 6, 7)
     os.truncate(path_of(directory), size)
-    state = StateFile(directory, LOCKS)
+    state = LockStateFile(directory, LOCKS)
     assert state.loaded.record.unknown == {"active", "loader"}
     assert state.loaded.record.holders == {}
     assert state.loaded.aside == path_of(directory) + ".unreadable-1"
@@ -106,7 +106,7 @@ def test_state_file_one_bad_slot_counts_the_other_ones_token(directory, slot, of
     found = read(directory, LOCKS)
     assert found is not None
     # 5 lies in slot 0, 6 in slot 1; one more than the readable one is left out.
-    assert found.record == Record(token=(6 if slot == 0 else 5) + 1, unknown=frozenset(LOCKS))
+    assert found.record == LockRecord(token=(6 if slot == 0 else 5) + 1, unknown=frozenset(LOCKS))
 
 
 def test_state_file_token_survives_losing_a_slot_again_and_again(directory):
@@ -114,7 +114,7 @@ def test_state_file_token_survives_losing_a_slot_again_and_again(directory):
     used = []
     write(directory, 5)
     for _ in range(5):
-        state = StateFile(directory, LOCKS)
+        state = LockStateFile(directory, LOCKS)
         token = state.loaded.record.token + 1
         assert token not in used
         used.append(token)
@@ -146,7 +146,7 @@ def test_state_file_checksum_fits_but_meaning_does_not(directory):
 
 def test_state_file_failed_write_is_repeated_into_the_same_slot(directory, monkeypatch):
     """Goal: the good slot is never touched while the other is in doubt. Method: fail one sync."""
-    state = StateFile(directory, LOCKS)
+    state = LockStateFile(directory, LOCKS)
     state.write(record(1))
     real = os.fdatasync
 
@@ -167,14 +167,14 @@ def test_state_file_directory_of_its_name_or_no_room_is_one_sentence(directory):
     """Goal: the start-up says what is wrong. Method: a directory in the way; a file-size limit."""
     os.mkdir(path_of(directory))
     with pytest.raises(UnderstudyError) as caught:
-        StateFile(directory, LOCKS)
+        LockStateFile(directory, LOCKS)
     assert caught.value.code == "lock.state_unwritable"
     os.rmdir(path_of(directory))
     script = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "from lockserver.state_file import StateFile\n"
+        "from lockserver.state_file import LockStateFile\n"
         "from plumbing.errors import UnderstudyError\n"
-        "try: StateFile(sys.argv[1], ('active',))\n"
+        "try: LockStateFile(sys.argv[1], ('active',))\n"
         "except UnderstudyError as error: print(error.code)"
     )
     ran = subprocess.run([sys.executable, "-c", script, directory], capture_output=True, text=True)
@@ -185,9 +185,9 @@ def test_state_file_directory_of_its_name_or_no_room_is_one_sentence(directory):
 def test_state_file_is_locked_and_leaks_nothing(directory):
     """Goal: one writer. Method: open twice, count descriptors."""
     before = open_fds()
-    state = StateFile(directory, LOCKS)
+    state = LockStateFile(directory, LOCKS)
     with pytest.raises(UnderstudyError) as caught:
-        StateFile(directory, LOCKS)
+        LockStateFile(directory, LOCKS)
     assert caught.value.code == "lock.state_in_use"
     state.close()
     assert open_fds() == before
@@ -198,7 +198,7 @@ def test_state_file_removed_while_open_is_made_anew_by_the_next_write(directory,
     """Goal: no grant goes to a file without a name, where it would be granted again after a
     restart. Method: remove or replace the file between two writes, then read as a new server."""
     path = os.path.join(directory, NAME)
-    state = StateFile(directory, LOCKS)
+    state = LockStateFile(directory, LOCKS)
     state.write(record(3))
     os.unlink(path)
     if how == "replaced":
@@ -212,5 +212,5 @@ def test_state_file_removed_while_open_is_made_anew_by_the_next_write(directory,
     assert found is not None
     assert (found.record.token, found.problem) == (5, None)
     with pytest.raises(UnderstudyError, match=r"lock\.state_in_use"):
-        StateFile(directory, LOCKS)
+        LockStateFile(directory, LOCKS)
     state.close()

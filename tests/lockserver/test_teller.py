@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from lockserver.core.events import Happened
-from lockserver.server.teller import Teller
+from lockserver.server.event_outbox import EventOutbox
 from plumbing.service.clock import FakeClock
 from plumbing.service.events import Event, EventLog
 from tests.helpers import auntil
@@ -20,7 +20,7 @@ def test_what_is_told_late_carries_the_time_at_which_it_happened():
         log = EventLog("lockserver", clock)
         told: list[Event] = []
         log.subscribe(told.append)
-        teller = Teller(log, clock)
+        teller = EventOutbox(log, clock)
         teller.happened(Happened("lock.releasing", "first"))
         clock.advance(1.0)
         teller.happened(Happened("lock.granted", "second"))
@@ -40,7 +40,7 @@ def test_what_happened_is_told_although_nobody_asks():
 
     async def scenario() -> None:
         log = EventLog("lockserver", FakeClock())
-        Teller(log, FakeClock()).happened(Happened("lock.queue", "somebody waits"))
+        EventOutbox(log, FakeClock()).happened(Happened("lock.queue", "somebody waits"))
         assert log.last_id == 0
         await auntil(lambda: log.last_id == 1, "the event to be told")
 

@@ -24,7 +24,7 @@ class Law:
         tokens = {tree.token: tree.incarnation for tree in self.serving()}
         assert len(tokens) <= 1, f"two grants are served: {tokens}"
 
-    def written(self, record: ev.Record) -> None:
+    def written(self, record: ev.LockRecord) -> None:
         """A grant counts from when it is on disk: whoever it was before must be dead by then."""
         holder = record.holders.get("active")
         if holder is None or holder.token <= self.token_max:

@@ -160,7 +160,7 @@ class Node:
         elif isinstance(message, me.SendMemberLost):
             if message.incarnation == tree.incarnation:
                 self.kill_tree()
-        elif isinstance(message, ev.Refuse) and message.code in OVER:
+        elif isinstance(message, ev.RefuseConnection) and message.code in OVER:
             self.kill_tree()
 
     def renewed(self, message: me.SendRenewed) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lockserver.core import events as ev
 from lockserver.core import evidence
-from lockserver.core.machine import Machine
+from lockserver.core.machine import LockMachine
 from lockserver.members import events as me
 from lockserver.members.members import Members, is_virtual
 from tests.sim.lease_parts import DRIFT, LASTS_MS, LEASE_MS, Line
@@ -30,8 +30,11 @@ class Server:
     def __init__(self, world: LeaseWorld) -> None:
         self.world = world
         self.rate = 1 + world.random.uniform(-DRIFT, DRIFT)
-        self.machine: Machine | None = None  # and beside it `leases` and `members`
-        self.slots: list[ev.Record | None] = [ev.Record(), ev.Record()]  # the newest is the last
+        self.machine: LockMachine | None = None  # and beside it `leases` and `members`
+        self.slots: list[ev.LockRecord | None] = [
+            ev.LockRecord(),
+            ev.LockRecord(),
+        ]  # the newest is the last
         self.closed: list[int] = []  # by the server; the loop tells of it later
         self.ticks_at_ms = 0.0  # by its own clock
         self.down_until_ms = 0.0  # true time, and so are these
@@ -48,10 +51,10 @@ class Server:
         readable = [slot.token for slot in self.slots if slot is not None]
         if len(readable) < 2 or record is None:  # as the state file: one bad slot is a lost one
             floor = max(readable, default=self.world.law.token_max)
-            record = ev.Record(floor + 1, unknown=LOCKS)
+            record = ev.LockRecord(floor + 1, unknown=LOCKS)
             self.slots = [record, record]
         world, now_ms = self.world, self.now()
-        self.machine = Machine(record, now_ms, silent_ms=SILENT_MS)
+        self.machine = LockMachine(record, now_ms, silent_ms=SILENT_MS)
         self.leases = world.leases_type(now_ms, lease_ms=LEASE_MS, margin_ms=world.margin_ms)
         self.members = Members(self.leases, self.machine.locks, now_ms, silent_ms=SILENT_MS)
         self.perform(self.machine.begin())
@@ -88,7 +91,7 @@ class Server:
             granted = me.SendGranted(conn, lock, holder.engine, holder.incarnation, holder.token)
             self.world.network.send_down(conn, granted)
 
-    def persist(self, record: ev.Record) -> None:
+    def persist(self, record: ev.LockRecord) -> None:
         if self.world.true_ms < self.disk_fails_until_ms:
             self.feed(ev.PersistFailed("a full disk"))
             return
@@ -113,7 +116,7 @@ class Server:
                 return
             if isinstance(output, me.Feed):
                 self.feed(output.event)
-            elif isinstance(output, ev.Refuse | ev.Close):
+            elif isinstance(output, ev.RefuseConnection | ev.Close):
                 network.send_down(output.conn, output)
                 line = network.lines.get(output.conn)
                 if line is not None and line.server_open:
@@ -143,8 +146,8 @@ class Server:
 
     def tick(self) -> None:
         self.ticks_at_ms = self.now() + TICK_MS
-        self.hear(ev.Tick())
-        self.feed(ev.Tick())
+        self.hear(ev.TimePassed())
+        self.feed(ev.TimePassed())
 
     def read(self, line: Line) -> None:
         if not line.is_known:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockserver.core import events as ev
-from lockserver.core.machine import Machine
-from lockserver.witness import Probe, WitnessFile, name_of
+from lockserver.core.machine import LockMachine
+from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.witness import name_of
 
 LOADER = "loader"
 
@@ -34,7 +35,7 @@ class LoaderService:
     """Grants `loader`; `has_living(incarnation)` is what its witness would say."""
 
     def __init__(self, has_living: Callable[[str], bool]) -> None:
-        self.machine = Machine(ev.Record(), 0.0)
+        self.machine = LockMachine(ev.LockRecord(), 0.0)
         self.wires: dict[int, Wire] = {}
         self.dead: list[str] = []  # supervisors whose pidfd is readable
         self.now_ms = 0.0
@@ -84,7 +85,7 @@ class LoaderService:
     def _hear(self, wire: Wire) -> None:
         want = wire.up.popleft()
         lives = want.incarnation is not None and self._has_living(want.incarnation)
-        state = Probe.HELD if lives else Probe.FREE
+        state = WitnessState.HELD if lives else WitnessState.FREE
         self._feed(
             ev.Wanted(
                 want.conn, want.supervisor, want.engine, want.incarnation, want.witness,
@@ -106,7 +107,7 @@ class LoaderService:
         for effect in self.machine.handle(event, self.now_ms):
             if isinstance(effect, ev.Persist):
                 self._feed(ev.Persisted())
-            elif isinstance(effect, ev.SendGrant | ev.Refuse | ev.Close):
+            elif isinstance(effect, ev.SendGrant | ev.RefuseConnection | ev.Close):
                 wire = self.wires.get(effect.conn)
                 if wire is not None and not wire.is_closed:
                     wire.hear(effect)

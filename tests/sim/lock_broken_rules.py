@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from lockserver.core import events as ev
-from lockserver.core import evidence, ledger, machine, patience, roster
+from lockserver.core import evidence, ledger, machine, supervisors
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState, Signal
-from lockserver.core.machine import Machine
+from lockserver.core.machine import LockMachine
+from lockserver.core.names import WitnessState
 from lockserver.core.queue import Waiter
-from lockserver.core.supervisor import Supervisor
-from lockserver.witness import Probe
+from lockserver.core.supervisors import SupervisorRecord
 from tests.sim.lock_planted import LIVES, Patch, Rule, hear
 from tests.sim.lock_shell import Shell
 
@@ -25,20 +25,20 @@ STUCK = "nobody serves|waits for the dead|is free while|was not given its grant"
 
 def older_connection_counts(patch: Patch) -> None:
     """What an older connection says late is taken for news."""
-    adopt = Supervisor.adopt
+    adopt = SupervisorRecord.adopt
 
-    def forget_order(self: Supervisor, want: ev.Wanted) -> None:
+    def forget_order(self: SupervisorRecord, want: ev.Wanted) -> None:
         adopt(self, want)
         self.newest = -1
 
-    patch.setattr(Supervisor, "adopt", forget_order)
+    patch.setattr(SupervisorRecord, "adopt", forget_order)
 
 
 def old_eof_counts(patch: Patch) -> None:
     """The end of a connection that was replaced is taken for the end of the new one."""
-    older: dict[Machine, dict[int, str]] = {}
+    older: dict[LockMachine, dict[int, str]] = {}
 
-    def confuse(self: Machine, event: ev.Input) -> ev.Input:
+    def confuse(self: LockMachine, event: ev.Input) -> ev.Input:
         mine = older.setdefault(self, {})
         if isinstance(event, ev.Wanted):
             mine[event.conn] = event.supervisor
@@ -53,28 +53,34 @@ def old_eof_counts(patch: Patch) -> None:
 
 def unnamed_lives_on(patch: Patch) -> None:
     """What a want no longer names is not over."""
-    patch.setattr(Machine, "_end_what_is_not_named", lambda self, supervisor, now_ms: [])
+    patch.setattr(LockMachine, "_end_unnamed", lambda self, supervisor, now_ms: [])
 
 
 def any_claim_is_believed(patch: Patch) -> None:
     """A claim with a token is believed although the state file could be read."""
-    ask = Machine._ask
+    ask = LockMachine._ask
 
-    def believe(self: Machine, lock: Lock, want: ev.Wanted, refused: bool, now_ms: float) -> Any:
+    def believe(
+        self: LockMachine, lock: Lock, want: ev.Wanted, refused: bool, now_ms: float
+    ) -> Any:
         is_other = lock.holder is None or lock.holder.incarnation != want.incarnation
-        if lock.name in want.tokens and is_other and want.witness_state is Probe.HELD:
+        if lock.name in want.tokens and is_other and want.witness_state is WitnessState.HELD:
             lock.state, lock.holder = LockState.RECOVERING, None
             lock.is_ended = False
         yield from ask(self, lock, want, refused, now_ms)
 
-    patch.setattr(Machine, "_ask", believe)
+    patch.setattr(LockMachine, "_ask", believe)
 
 
 def free_witness_is_let_in(patch: Patch) -> None:
     """Whoever asks is taken for alive."""
 
-    def as_held(self: Machine, event: ev.Input) -> ev.Input:
-        return replace(event, witness_state=Probe.HELD) if isinstance(event, ev.Wanted) else event
+    def as_held(self: LockMachine, event: ev.Input) -> ev.Input:
+        return (
+            replace(event, witness_state=WitnessState.HELD)
+            if isinstance(event, ev.Wanted)
+            else event
+        )
 
     hear(patch, as_held)
 
@@ -86,13 +92,13 @@ def no_seal(patch: Patch) -> None:
 
 def grant_is_not_repeated(patch: Patch) -> None:
     """The holder that asks again is not told again."""
-    confirm = Machine._confirm
+    confirm = LockMachine._confirm
 
-    def confirm_silently(self: Machine, lock: Lock, conn: int, now_ms: float) -> Any:
+    def confirm_silently(self: LockMachine, lock: Lock, conn: int, now_ms: float) -> Any:
         effects = confirm(self, lock, conn, now_ms)
         return (effect for effect in effects if not isinstance(effect, ev.SendGrant))
 
-    patch.setattr(Machine, "_confirm", confirm_silently)
+    patch.setattr(LockMachine, "_confirm", confirm_silently)
 
 
 def silent_waiter_is_granted(patch: Patch) -> None:
@@ -127,7 +133,7 @@ def silent_holder_is_not_tried(patch: Patch) -> None:
 
 def silent_holder_is_gone(patch: Patch) -> None:
     """Silence is taken for death."""
-    fall_silent = patience.fall_silent
+    fall_silent = evidence.fall_silent
 
     def fall(locks: Any, supervisors: Any, heard_before_ms: float) -> Any:
         yield from fall_silent(locks, supervisors, heard_before_ms)
@@ -136,7 +142,7 @@ def silent_holder_is_gone(patch: Patch) -> None:
             if known is not None and known.is_silent:
                 lock.fire(Signal.EVIDENCE_GONE, heard_before_ms)
 
-    patch.setattr(patience, "fall_silent", fall)
+    patch.setattr(evidence, "fall_silent", fall)
 
 
 def the_window_ends(patch: Patch) -> None:
@@ -148,22 +154,22 @@ def the_window_ends(patch: Patch) -> None:
                 lock.fire(Signal.EVIDENCE_GONE, now_ms)
         return ()
 
-    patch.setattr(patience, "report_overdue", give_up)
+    patch.setattr(evidence, "report_overdue", give_up)
 
 
 def stall_is_silence(patch: Patch) -> None:
     """Nobody was heard while the server was stopped: all are silent."""
-    patch.setattr(patience, "forgive", lambda supervisors, now_ms: None)
+    patch.setattr(evidence, "forgive", lambda supervisors, now_ms: None)
 
 
 def lost_file_is_an_empty_one(patch: Patch) -> None:
     """State that cannot be read says that nobody holds anything."""
-    init = Machine.__init__
+    init = LockMachine.__init__
 
-    def forget(self: Machine, record: ev.Record, now_ms: float, **options: Any) -> None:
+    def forget(self: LockMachine, record: ev.LockRecord, now_ms: float, **options: Any) -> None:
         init(self, replace(record, unknown=frozenset()), now_ms, **options)
 
-    patch.setattr(Machine, "__init__", forget)
+    patch.setattr(LockMachine, "__init__", forget)
 
 
 def strangers_do_not_count(patch: Patch) -> None:
@@ -174,12 +180,12 @@ def strangers_do_not_count(patch: Patch) -> None:
 
 def the_disconnected_wait_on(patch: Patch) -> None:
     """Who is gone keeps its place in the queue."""
-    patch.setattr(Machine, "_leave_queues", lambda self, supervisor_id: None)
+    patch.setattr(LockMachine, "_leave_queues", lambda self, supervisor_id: None)
 
 
 def twins_are_let_in(patch: Patch) -> None:
     """A second supervisor of an engine is one more."""
-    for module in (machine, roster):
+    for module in (machine, supervisors):
         patch.setattr(module, "twins_of", lambda want, supervisors: [])
 
 
@@ -191,7 +197,7 @@ def the_process_does_not_count(patch: Patch) -> None:
 def unwritten_grant_is_sent(patch: Patch) -> None:
     """A write that failed is good enough."""
 
-    def ignore(self: Machine, event: ev.Input) -> ev.Input:
+    def ignore(self: LockMachine, event: ev.Input) -> ev.Input:
         return ev.Persisted() if isinstance(event, ev.PersistFailed) else event
 
     hear(patch, ignore)
@@ -211,15 +217,15 @@ def witness_is_removed_early(patch: Patch) -> None:
         early.append(witness)
 
     early: list[Any] = []
-    handle = Machine.handle
+    handle = LockMachine.handle
 
-    def handle_hastily(self: Machine, event: ev.Input, now_ms: float) -> list[ev.Effect]:
+    def handle_hastily(self: LockMachine, event: ev.Input, now_ms: float) -> list[ev.Effect]:
         effects = handle(self, event, now_ms)
         gone, early[:] = tuple(early), []
         return [ev.Discard(gone), *effects]
 
     patch.setattr(Ledger, "end", forget)
-    patch.setattr(Machine, "handle", handle_hastily)
+    patch.setattr(LockMachine, "handle", handle_hastily)
 
 
 MODEL = [

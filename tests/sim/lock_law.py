@@ -13,7 +13,7 @@ from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.lock import LockState
 from lockserver.core.machine import SILENT_MS
-from lockserver.witness import WitnessFile
+from lockserver.core.names import WitnessFile
 from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Law:
 
     # ------------------------------------------------------------------ what it does
 
-    def written(self, record: ev.Record) -> None:
+    def written(self, record: ev.LockRecord) -> None:
         """A grant is on disk; from now on it counts, whether or not it is ever sent."""
         for lock, holder in record.holders.items():
             if holder != self.filed.get(lock) and self.sent.get(holder.token) is None:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockserver.witness import WitnessFile
+from lockserver.core.names import WitnessFile
 
 ACTIVE, LOADER = "active", "loader"
 

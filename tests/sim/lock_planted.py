@@ -16,7 +16,7 @@ from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, Signal
-from lockserver.core.machine import Machine
+from lockserver.core.machine import LockMachine
 from tests.sim.lock_shell import Shell
 
 Patch = pytest.MonkeyPatch
@@ -34,21 +34,21 @@ class Rule:
 
 def grant_on_eof(patch: Patch) -> None:
     """A closed connection is a dead holder."""
-    lose = Machine._lose
+    lose = LockMachine._lose
 
-    def lose_at_once(self: Machine, lock: Lock, signal: Signal, now_ms: float) -> Any:
+    def lose_at_once(self: LockMachine, lock: Lock, signal: Signal, now_ms: float) -> Any:
         yield from lose(self, lock, signal, now_ms)
         if signal is Signal.CONNECTION_CLOSED and lock.holder is not None:
             yield from self._free(lock, now_ms)
 
-    patch.setattr(Machine, "_lose", lose_at_once)
+    patch.setattr(LockMachine, "_lose", lose_at_once)
 
 
 def grant_not_persisted(patch: Patch) -> None:
     """A grant is sent, and what is written is the state before it."""
     record = Ledger._record
 
-    def without_grant(self: Ledger, locks: Any) -> ev.Record:
+    def without_grant(self: Ledger, locks: Any) -> ev.LockRecord:
         grant, self._grant = self._grant, None
         try:
             return record(self, locks)
@@ -60,12 +60,12 @@ def grant_not_persisted(patch: Patch) -> None:
 
 def holder_on_file_ignored(patch: Patch) -> None:
     """A restarted server takes every lock for free."""
-    init = Machine.__init__
+    init = LockMachine.__init__
 
-    def forget(self: Machine, record: ev.Record, now_ms: float, **options: Any) -> None:
+    def forget(self: LockMachine, record: ev.LockRecord, now_ms: float, **options: Any) -> None:
         init(self, replace(record, holders={}, unknown=frozenset()), now_ms, **options)
 
-    patch.setattr(Machine, "__init__", forget)
+    patch.setattr(LockMachine, "__init__", forget)
 
 
 def witness_ignored(patch: Patch) -> None:
@@ -90,11 +90,11 @@ PLANTED = [
 ]
 
 
-def hear(patch: Patch, change: Callable[[Machine, ev.Input], ev.Input]) -> None:
+def hear(patch: Patch, change: Callable[[LockMachine, ev.Input], ev.Input]) -> None:
     """Let the machine hear something else."""
-    handle = Machine.handle
+    handle = LockMachine.handle
 
-    def handle_changed(self: Machine, event: ev.Input, now_ms: float) -> list[ev.Effect]:
+    def handle_changed(self: LockMachine, event: ev.Input, now_ms: float) -> list[ev.Effect]:
         return handle(self, change(self, event), now_ms)
 
-    patch.setattr(Machine, "handle", handle_changed)
+    patch.setattr(LockMachine, "handle", handle_changed)

@@ -11,22 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 from lockserver.core import events as ev
 from lockserver.core import evidence
-from lockserver.core.machine import KINDS, Machine
-from lockserver.witness import Probe
+from lockserver.core.machine import KINDS, LockMachine
+from lockserver.core.names import WitnessState
 from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
     from tests.sim.lock_world import World
 
-TICK = ev.Tick()
+TICK = ev.TimePassed()
 NO_MACHINE = "the server is down"
 
 
 class Shell:
     def __init__(self, world: World, locks: tuple[str, ...]) -> None:
         self.world, self.kinds = world, {name: KINDS[name] for name in locks}
-        self.machine: Machine | None = None
-        self.slots: list[ev.Record | None] = [ev.Record(), ev.Record()]  # the newest is the last
+        self.machine: LockMachine | None = None
+        self.slots: list[ev.LockRecord | None] = [
+            ev.LockRecord(),
+            ev.LockRecord(),
+        ]  # the newest is the last
         self.disk_fails = False
         self.dies_after_write = False
         self.watched: dict[str, Sup] = {}  # whose pidfd this server has
@@ -38,10 +41,10 @@ class Shell:
         record = self.slots[1]
         readable = [slot.token for slot in self.slots if slot is not None]
         if len(readable) < 2 or record is None:  # as the state file: one bad slot is a lost one
-            record = ev.Record(max(readable, default=0) + 1, unknown=frozenset(self.kinds))
+            record = ev.LockRecord(max(readable, default=0) + 1, unknown=frozenset(self.kinds))
             self.slots = [record, record]
             self.world.law.state_lost(is_whole=not readable)
-        self.machine = Machine(record, self.world.now_ms, kinds=self.kinds)
+        self.machine = LockMachine(record, self.world.now_ms, kinds=self.kinds)
         self.world.law.server_started()
         trees = self.world.trees.values()
         self.perform(
@@ -77,7 +80,7 @@ class Shell:
                 self.send(effect.conn, effect)
             elif isinstance(effect, ev.Announce):
                 self.announce(effect)
-            elif isinstance(effect, ev.Refuse | ev.Close):
+            elif isinstance(effect, ev.RefuseConnection | ev.Close):
                 self.close(effect)
             elif isinstance(effect, ev.Discard):
                 law.discarded(effect.witnesses)
@@ -94,7 +97,7 @@ class Shell:
             if known.conn is not None and known.id != effect.holder.supervisor:
                 self.send(known.conn, ev.SendGrant(known.conn, effect.lock, effect.holder))
 
-    def write(self, record: ev.Record) -> None:
+    def write(self, record: ev.LockRecord) -> None:
         if self.disk_fails:
             self.feed(ev.PersistFailed("a full disk"))
             return
@@ -114,11 +117,11 @@ class Shell:
         if conn is not None and conn.client_open and conn.server_open:
             conn.down.append(message)
 
-    def close(self, effect: ev.Refuse | ev.Close) -> None:
+    def close(self, effect: ev.RefuseConnection | ev.Close) -> None:
         conn = self.conn_of(effect.conn)
         if conn is None or not conn.server_open:
             return
-        if isinstance(effect, ev.Refuse):
+        if isinstance(effect, ev.RefuseConnection):
             self.send(conn.id, effect)
             self.world.law.refused(conn)
         conn.server_open = False
@@ -165,9 +168,9 @@ class Shell:
     def hear(self, conn: Conn, said: Said) -> None:
         """A `want` arrives; the server looks at the witness that it names."""
         sup, tree = conn.sup, said.tree
-        state = Probe.UNPROVEN
+        state = WitnessState.UNPROVEN
         if tree is not None and not tree.is_sealed and not tree.is_removed:
-            state = Probe.HELD if tree.is_alive else Probe.FREE
+            state = WitnessState.HELD if tree.is_alive else WitnessState.FREE
         event = ev.Wanted(
             conn=conn.id,
             supervisor=sup.id,
@@ -185,8 +188,10 @@ class Shell:
         assert machine is not None, NO_MACHINE
         holders = {name: lock.holder for name, lock in machine.locks.items()}
         effects = machine.handle(event, self.world.now_ms)
-        codes = [e.code for e in effects if isinstance(e, ev.Refuse) and e.conn == conn.id]
-        owed = law.heard(conn, said, holders, codes, is_held=state is Probe.HELD)
+        codes = [
+            e.code for e in effects if isinstance(e, ev.RefuseConnection) and e.conn == conn.id
+        ]
+        owed = law.heard(conn, said, holders, codes, is_held=state is WitnessState.HELD)
         self.perform(effects)
         if self.machine is None:
             return  # it died in between

@@ -145,7 +145,7 @@ class Names:
         ends = (conn.client_open, conn.server_open, is_replaced, conn.id < conn.sup.newest)
         return (self.sup_names[conn.sup.id], up, down, ends)
 
-    def record(self, record: ev.Record | None) -> Any:
+    def record(self, record: ev.LockRecord | None) -> Any:
         if record is None:
             return None
         holders = [self.holder(holder) for holder in record.holders.values()]

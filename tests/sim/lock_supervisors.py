@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockserver.core import events as ev
-from lockserver.witness import WitnessFile, name_of
+from lockserver.core.names import WitnessFile
+from lockserver.witness import name_of
 from tests.sim.lock_parts import ACTIVE, LOADER, Said, Sup, Tree
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Supervisors:
     def hear(self, sup: Sup) -> None:
         assert sup.conn is not None
         message, tree = sup.conn.down.popleft(), sup.tree
-        if isinstance(message, ev.Refuse):
+        if isinstance(message, ev.RefuseConnection):
             sup.is_patient = True
             if message.code in LOST:
                 self.give_up(sup)

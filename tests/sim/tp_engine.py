@@ -119,7 +119,7 @@ class Engine:
 
     def _hear(self) -> None:
         message = self.grants.popleft()
-        if isinstance(message, lock_ev.Refuse):
+        if isinstance(message, lock_ev.RefuseConnection):
             self.world.trace.append(f"({self.name}'s want was refused: {message.code})")
         elif isinstance(message, lock_ev.SendGrant):
             mine = message.holder.incarnation == self.incarnation

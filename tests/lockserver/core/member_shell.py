@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lockserver.core import events as ev
 from lockserver.core import evidence
-from lockserver.core.machine import Machine
+from lockserver.core.machine import LockMachine
 from lockserver.members import events as me
 from lockserver.members.leases import Leases
 from lockserver.members.members import Members, is_virtual
@@ -23,12 +23,12 @@ S0, S1, S1_OTHER, SB = "50" * 8, "51" * 8, "52" * 8, "5b" * 8
 class Shell:
     """The machine, its members and its leases, and what everybody was told."""
 
-    def __init__(self, record: ev.Record | None = None, **options) -> None:
+    def __init__(self, record: ev.LockRecord | None = None, **options) -> None:
         self.now_ms = 0.0
-        self.machine = Machine(record or ev.Record(), 0.0, silent_ms=SILENT_MS)
+        self.machine = LockMachine(record or ev.LockRecord(), 0.0, silent_ms=SILENT_MS)
         self.leases = Leases(0.0, lease_ms=LEASE_MS, margin_ms=MARGIN_MS, **options)
         self.members = Members(self.leases, self.machine.locks, 0.0, silent_ms=SILENT_MS)
-        self.disk = record or ev.Record()
+        self.disk = record or ev.LockRecord()
         self.told: list[tuple[int, object]] = []
         self.fed: list[ev.Input] = []
         self.happened: list[str] = []
@@ -93,8 +93,8 @@ class Shell:
     def pass_ms(self, ms, beating=()) -> None:
         for number in range(round(ms / 100)):
             self.now_ms += 100
-            self.hear(ev.Tick())
-            self.feed(ev.Tick())
+            self.hear(ev.TimePassed())
+            self.feed(ev.TimePassed())
             if number % 5 == 4:
                 self.beat(*beating)
 
@@ -108,7 +108,7 @@ class Shell:
         return [(m.incarnation, m.member) for m in self.heard(conn, me.SendMemberLost)]
 
     def refused(self, conn) -> list[str]:
-        return [refusal.code for refusal in self.heard(conn, ev.Refuse)]
+        return [refusal.code for refusal in self.heard(conn, ev.RefuseConnection)]
 
     def closed(self, conn) -> bool:
         return bool(self.heard(conn, ev.Close))

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from lockserver.core import events as ev
 from lockserver.core import evidence
-from lockserver.core.machine import Machine
-from lockserver.witness import Probe, WitnessFile, name_of
+from lockserver.core.machine import LockMachine
+from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.witness import name_of
 
 A = "engine-0-000000000000000a"
 A2 = "engine-0-00000000000000a2"
@@ -17,10 +18,10 @@ B = "engine-1-000000000000000b"
 class Shell:
     """Feeds a machine and does what a shell does with `Persist`; keeps every effect."""
 
-    def __init__(self, record: ev.Record | None = None, **options: float) -> None:
+    def __init__(self, record: ev.LockRecord | None = None, **options: float) -> None:
         self.now_ms = 0.0
-        self.machine = Machine(record or ev.Record(), 0.0, **options)
-        self.disk = record or ev.Record()
+        self.machine = LockMachine(record or ev.LockRecord(), 0.0, **options)
+        self.disk = record or ev.LockRecord()
         self.disk_error: str | None = None
         self.effects: list[ev.Effect] = []
 
@@ -43,7 +44,7 @@ class Shell:
         done: list[ev.Effect] = []
         for _ in range(round(ms / 100)):
             self.now_ms += 100
-            done += self.feed(ev.Tick())
+            done += self.feed(ev.TimePassed())
         return done
 
     @property
@@ -68,7 +69,7 @@ def want(conn, incarnation, *locks, engine=None, supervisor=None, **fields) -> e
         locks=locks,
         tokens={},
         witness_file=WitnessFile(witness, 1, hash(witness) % 1000) if witness else None,
-        witness_state=Probe.HELD,
+        witness_state=WitnessState.HELD,
         pid=100 + sum(supervisor.encode()),  # one supervisor, one process
         process="SO_PEERPIDFD",
     )
@@ -80,7 +81,7 @@ def sent(effects) -> list[tuple[int, str, int]]:
 
 
 def refused(effects) -> list[str]:
-    return [effect.code for effect in effects if isinstance(effect, ev.Refuse)]
+    return [effect.code for effect in effects if isinstance(effect, ev.RefuseConnection)]
 
 
 def happened(effects) -> list[str]:

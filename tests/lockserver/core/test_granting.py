@@ -7,8 +7,8 @@ import pytest
 from lockserver.core import events as ev
 from lockserver.core.ledger import ENDED_MAX
 from lockserver.core.lock import LockState
-from lockserver.core.machine import Machine
-from lockserver.witness import Probe, WitnessFile
+from lockserver.core.machine import LockMachine
+from lockserver.core.names import WitnessFile, WitnessState
 from plumbing.errors import InvariantError
 from tests.lockserver.core.shell import (
     A,
@@ -48,10 +48,10 @@ def test_grant_failed_write_is_sent_to_nobody_and_retried_every_second():
 
 def test_grant_while_one_is_being_written_is_an_invariant():
     """Goal: nothing happens between choosing and writing. Method: an event in between."""
-    machine = Machine(ev.Record(), 0.0)
+    machine = LockMachine(ev.LockRecord(), 0.0)
     machine.handle(want(1, A, "active"), 0.0)
     with pytest.raises(InvariantError):
-        machine.handle(ev.Tick(), 0.0)
+        machine.handle(ev.TimePassed(), 0.0)
 
 
 def test_want_again_by_the_holder_gets_the_same_grant():
@@ -97,13 +97,13 @@ def test_older_connection_that_is_read_late_takes_nothing_back():
 def test_event_of_no_kind_is_an_invariant():
     """Goal: nothing is silently ignored. Method: hand in something that is no event."""
     with pytest.raises(InvariantError, match="unknown event"):
-        Machine(ev.Record(), 0.0).handle("hello", 0.0)
+        LockMachine(ev.LockRecord(), 0.0).handle("hello", 0.0)
 
 
 def test_refused_lock_is_one_reason_enough():
     """Goal: one error frame ends a connection. Method: two locks, neither with a witness."""
     shell = Shell()
-    bad = want(1, A, "active", "loader", witness_file=None, witness_state=Probe.UNPROVEN)
+    bad = want(1, A, "active", "loader", witness_file=None, witness_state=WitnessState.UNPROVEN)
     assert refused(shell.feed(bad)) == ["lock.witness_unproven"]
 
 

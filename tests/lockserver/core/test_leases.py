@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockserver.core.events import Holder
+from lockserver.core.evidence import STALL_MS
 from lockserver.core.lock import Lock, LockState
-from lockserver.core.patience import STALL_MS
+from lockserver.core.names import WitnessFile
 from lockserver.core.terms import LeaseTerms, MemberId
 from lockserver.members.leases import SPENT_MAX, Leases
-from lockserver.witness import WitnessFile
 
 A = MemberId("a" * 16, "engine-0-000000000000000a")
 B = MemberId("b" * 16, "engine-0-000000000000000b")

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from lockserver.core.events import Holder
-from lockserver.core.lock import TRANSITIONS, IllegalTransition, Lock, LockState, Signal
+from lockserver.core.lock import TRANSITIONS, IllegalLockTransition, Lock, LockState, Signal
+from lockserver.core.names import WitnessFile
 from lockserver.core.queue import Waiter, next_waiter
-from lockserver.witness import WitnessFile
 
 HOLDER = Holder("e", "e-0011223344556677", "s" * 16, WitnessFile("w", 1, 2), 1, 0.0)
 NAMING = (Signal.GRANTED, Signal.CLAIMED)
@@ -32,7 +32,7 @@ def test_lock_every_pair_is_in_the_table_or_raises_and_changes_nothing(state, si
     before = (lock.state, lock.holder, lock.cause, lock.lost_ms, lock.is_ended)
     target = TRANSITIONS.get((state, signal))
     if target is None:
-        with pytest.raises(IllegalTransition):
+        with pytest.raises(IllegalLockTransition):
             lock.fire(signal, 5.0, holder)
         assert (lock.state, lock.holder, lock.cause, lock.lost_ms, lock.is_ended) == before
     else:
@@ -46,7 +46,7 @@ def test_lock_signal_with_the_wrong_holder_raises(signal):
     """Goal: a grant names its holder and nothing else does. Method: swap them."""
     for state in LockState:
         lock = lock_in(state)
-        with pytest.raises(IllegalTransition):
+        with pytest.raises(IllegalLockTransition):
             lock.fire(signal, 1.0, None if signal in NAMING else HOLDER)
         assert lock.state is state
 
@@ -62,7 +62,7 @@ def test_lock_ended_holder_is_never_confirmed_again():
     """Goal: a reaped incarnation does not come back. Method: not wanted, then its want."""
     lock = lock_in(LockState.HELD)
     lock.fire(Signal.NOT_WANTED, 1.0)
-    with pytest.raises(IllegalTransition):
+    with pytest.raises(IllegalLockTransition):
         lock.fire(Signal.CONFIRMED, 2.0)
     lock.fire(Signal.PROCESS_GONE, 3.0)
     assert (lock.cause, lock.lost_ms) == ("not_wanted", 1.0)
@@ -71,7 +71,7 @@ def test_lock_ended_holder_is_never_confirmed_again():
 def test_lock_known_holder_cannot_be_claimed():
     """Goal: a claim is only for a lost file. Method: claim a lock that has a holder on file."""
     lock = lock_in(LockState.RECOVERING)
-    with pytest.raises(IllegalTransition):
+    with pytest.raises(IllegalLockTransition):
         lock.fire(Signal.CLAIMED, 1.0, HOLDER)
 
 

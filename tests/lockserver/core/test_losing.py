@@ -5,7 +5,8 @@ from __future__ import annotations
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.lock import LockState
-from lockserver.witness import WitnessFile, name_of
+from lockserver.core.names import WitnessFile
+from lockserver.witness import name_of
 from tests.lockserver.core.shell import (
     A,
     B,
@@ -103,7 +104,7 @@ def test_server_that_was_stopped_calls_nobody_silent():
     """Goal: our own stall is not theirs. Method: one tick after a minute."""
     shell = held_by_a()
     shell.now_ms += 60_000
-    assert "lock.unresponsive" not in happened(shell.feed(ev.Tick()))
+    assert "lock.unresponsive" not in happened(shell.feed(ev.TimePassed()))
 
 
 def test_plain_lock_is_free_when_unwanted_or_its_supervisor_is_gone():

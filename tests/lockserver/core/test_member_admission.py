@@ -8,7 +8,7 @@ import pytest
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from lockserver.members import events as me
-from lockserver.members.wants import MEMBERS_KNOWN_MAX
+from lockserver.members.roll import MEMBERS_KNOWN_MAX
 from lockserver.witness import name_of
 from tests.lockserver.core.member_shell import A0, A1, S0, S1, S1_OTHER, SILENT_MS, Shell, cut, held
 
@@ -61,13 +61,13 @@ def test_another_supervisor_waits_until_the_lease_has_run_out_then_takes_the_pla
     shell = held()
     cut(shell)
     shell.want(40, S1_OTHER, None, 1)
-    assert shell.heard(40, ev.Refuse)[0].details["left_ms"] == 6000
+    assert shell.heard(40, ev.RefuseConnection)[0].details["left_ms"] == 6000
     shell.pass_ms(6000, beating=(10, 20))
     shell.want(41, S1_OTHER, None, 1)
     assert not shell.refused(41)
     shell.want(42, S1, None, 1)
     assert shell.refused(42) == ["lock.engine_id_taken"]
-    assert "left_ms" not in shell.heard(42, ev.Refuse)[0].details
+    assert "left_ms" not in shell.heard(42, ev.RefuseConnection)[0].details
 
 
 def test_beat_before_want_and_want_that_never_comes_cost_the_connection():

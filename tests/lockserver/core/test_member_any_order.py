@@ -52,8 +52,8 @@ class Heard:
             shell.pass_ms(which, beating=(20,))
         elif what == "stall":
             shell.now_ms += which
-            shell.hear(ev.Tick())
-            shell.feed(ev.Tick())
+            shell.hear(ev.TimePassed())
+            shell.feed(ev.TimePassed())
             shell.beat(20)
         elif what == "launch":
             self.launches += 1

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from lockserver.core import events as ev
+from lockserver.core.evidence import STALL_MS
 from lockserver.core.lock import LockState
-from lockserver.core.patience import STALL_MS
 from lockserver.members import events as me
 from tests.lockserver.core.member_shell import (
     A0,
@@ -163,8 +163,8 @@ def test_stalled_server_buries_nobody():
     """Goal: a stop of the server is nobody's silence. Method: a leap in time, then beats again."""
     shell = held()
     shell.now_ms += STALL_MS + 60_000
-    shell.hear(ev.Tick())
-    shell.feed(ev.Tick())
+    shell.hear(ev.TimePassed())
+    shell.feed(ev.TimePassed())
     shell.pass_ms(5000, beating=(10, 11, 20))
     assert shell.active.state is LockState.HELD
     assert not shell.closed(10)

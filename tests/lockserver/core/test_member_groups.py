@@ -7,9 +7,10 @@ import pytest
 
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
+from lockserver.core.names import WitnessFile
 from lockserver.core.terms import LeaseTerms, MemberId
 from lockserver.members import events as me
-from lockserver.witness import WitnessFile, name_of
+from lockserver.witness import name_of
 from plumbing.errors import InvariantError
 from tests.lockserver.core.member_shell import (
     A0,
@@ -105,7 +106,7 @@ def test_words_of_the_machine_reach_the_members_they_are_for():
     told = shell.members.fan_out(ev.SendHandOver(conn, "active", A0, "engine-1"))
     assert [(type(m).__name__, m.conn) for m in told] == [("SendHandOver", 10)]
     assert [m.conn for m in shell.members.fan_out(ev.Close(conn, "why"))] == [10, 11]
-    assert [m.conn for m in shell.members.fan_out(ev.Refuse(conn, "c", "m"))] == [10, 11]
+    assert [m.conn for m in shell.members.fan_out(ev.RefuseConnection(conn, "c", "m"))] == [10, 11]
     assert shell.members.fan_out(ev.Lend(conn)) == []
     assert shell.members.fan_out(ev.Close(-99, "why")) == []
     assert sorted(shell.members.audience("engine-1")) == [10, 11]

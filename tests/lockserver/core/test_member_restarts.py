@@ -22,7 +22,7 @@ from tests.lockserver.core.member_shell import (
     whole,
 )
 
-LOST = ev.Record(token=9, unknown=frozenset({"active", "loader"}))
+LOST = ev.LockRecord(token=9, unknown=frozenset({"active", "loader"}))
 
 
 def restarted(shell: Shell, **options) -> Shell:

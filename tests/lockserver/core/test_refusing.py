@@ -8,8 +8,8 @@ import pytest
 
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
-from lockserver.core.roster import SUPERVISORS_MAX
-from lockserver.witness import Probe
+from lockserver.core.names import WitnessState
+from lockserver.core.supervisors import SUPERVISORS_MAX
 from tests.lockserver.core.shell import (
     A2,
     A,
@@ -34,8 +34,8 @@ from tests.lockserver.core.shell import (
         (want(9, A, tokens={"active": 3}), "lock.bad_want"),
         (replace(want(9, None), locks=("active",)), "lock.bad_want"),
         (replace(want(9, None), engine="a/b"), "lock.bad_engine_id"),
-        (want(9, A, "active", witness_state=Probe.FREE), "lock.witness_unproven"),
-        (want(9, A, "active", witness_state=Probe.UNPROVEN), "lock.witness_unproven"),
+        (want(9, A, "active", witness_state=WitnessState.FREE), "lock.witness_unproven"),
+        (want(9, A, "active", witness_state=WitnessState.UNPROVEN), "lock.witness_unproven"),
         (want(9, A, "loader", witness_file=None), "lock.witness_unproven"),
         (want(9, A, "active", tokens={"active": 3}), "lock.stale_claim"),
     ],

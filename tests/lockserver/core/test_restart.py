@@ -7,7 +7,8 @@ from dataclasses import replace
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.lock import LockState
-from lockserver.witness import Probe, name_of
+from lockserver.core.names import WitnessState
+from lockserver.witness import name_of
 from tests.lockserver.core.shell import (
     A2,
     A,
@@ -42,7 +43,7 @@ def test_restart_who_came_before_the_holder_is_told_that_it_holds():
     assert [(each.lock, each.holder.incarnation) for each in told] == [("active", A)]
     assert not any(isinstance(e, ev.Announce) for e in shell.feed(want(1, A, "active")))  # no news
 
-    shell = Shell(ev.Record(token=8, unknown=frozenset({"active"})))
+    shell = Shell(ev.LockRecord(token=8, unknown=frozenset({"active"})))
     shell.feed(want(2, B, "active"))
     told = shell.feed(want(1, A, "active", tokens={"active": 7}))
     assert [e.holder.token for e in told if isinstance(e, ev.Announce)] == [7]
@@ -88,7 +89,7 @@ def test_restart_stale_claim_of_one_lock_leaves_the_other_heard():
     assert shell.machine.locks["loader"].state is LockState.RELEASING
 
 
-LOST = ev.Record(token=8, unknown=frozenset({"active", "loader"}))
+LOST = ev.LockRecord(token=8, unknown=frozenset({"active", "loader"}))
 
 
 def test_unknown_file_claim_with_a_held_witness_is_believed_and_filed():
@@ -106,7 +107,7 @@ def test_unknown_file_claim_with_a_held_witness_is_believed_and_filed():
 def test_unknown_file_claim_of_a_free_witness_is_refused():
     """Goal: a token is no proof of life. Method: claim with a witness that nobody holds."""
     shell = Shell(LOST)
-    claim = want(1, A, "active", tokens={"active": 12}, witness_state=Probe.FREE)
+    claim = want(1, A, "active", tokens={"active": 12}, witness_state=WitnessState.FREE)
     assert refused(shell.feed(claim)) == ["lock.stale_claim"]
 
 
@@ -122,7 +123,7 @@ def test_unknown_file_is_free_only_when_no_stranger_holds_a_witness():
 
 def test_unknown_file_stays_unknown_on_disk_while_another_lock_is_granted():
     """Goal: a grant of one lock files no false freedom of another. Method: loader settles first."""
-    shell = Shell(ev.Record(token=8, unknown=frozenset({"active"})))
+    shell = Shell(ev.LockRecord(token=8, unknown=frozenset({"active"})))
     shell.feed(want(2, B, "loader"))
     assert shell.disk.holders["loader"].incarnation == B
     assert shell.disk.unknown == {"active"}

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
+from lockserver.core.names import WitnessState
 from lockserver.core.queue import Waiter, next_waiter
 from lockserver.core.switchover import FORGET_MS, Switchovers
-from lockserver.witness import Probe
 from tests.lockserver.core.shell import Shell, happened, refused, sent, want
 
 A = "engine-0-000000000000000a"
@@ -375,7 +375,7 @@ def test_switchovers_never_grant_early_and_answer_once(steps):
         elif step == "time":
             for _ in range(4):
                 shell.now_ms += 250
-                feed(ev.Tick())
+                feed(ev.TimePassed())
         elif step == "beat":
             for each in tuple(shell.machine.supervisors.values()):
                 if each.conn is not None:
@@ -404,7 +404,7 @@ def test_switchovers_never_grant_early_and_answer_once(steps):
         assert (shell.active.preferred is None) == (not shell.machine.switchovers.under_way)
     for _ in range(12):
         shell.now_ms += 250
-        feed(ev.Tick())
+        feed(ev.TimePassed())
     assert sorted(ask for ask, _ in seen) == asks
 
 
@@ -418,5 +418,5 @@ def test_unproven_standby_cannot_even_wait():
     """Goal: what counts as waiting has shown its witness. Method: a want without proof is refused,
     so that it is no standby for a switchover either."""
     shell = pod()
-    assert refused(shell.feed(want(2, B, "active", witness_state=Probe.FREE)))
+    assert refused(shell.feed(want(2, B, "active", witness_state=WitnessState.FREE)))
     assert answers(ask(shell)) == [(1, "lock.no_standby")]

@@ -20,7 +20,7 @@ from plumbing.service.events import EventLog
 PUT_OFF_S = 0.005  # a small process is dead and its heir granted by then; nobody reads faster
 
 
-class Teller:
+class EventOutbox:
     """Turns `Happened` into events of `log`, in order."""
 
     def __init__(self, log: EventLog, clock: Clock) -> None:

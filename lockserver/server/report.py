@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from lockserver.core.machine import Machine
+from lockserver.core.machine import LockMachine
+from lockserver.server.directory import LockDirectory
+from lockserver.server.event_outbox import EventOutbox
 from lockserver.server.observers import Observers
-from lockserver.server.place import Place
 from lockserver.server.remote import Remote
 from lockserver.server.service_desk import ServiceDesk
-from lockserver.server.teller import Teller
-from lockserver.state_file import StateFile
+from lockserver.state_file import LockStateFile
+from lockserver.status import document
 from lockserver.status import document as status
-from lockserver.status import member_status
 from plumbing.service.clock import Clock, rfc3339
 from plumbing.service.events import EventLog
 
@@ -30,12 +30,12 @@ class Report:
     directory: str
     started: datetime
     clock: Clock
-    machine: Machine
+    machine: LockMachine
     remote: Remote
     desk: ServiceDesk
     observers: Observers
-    place: Place
-    teller: Teller
+    place: LockDirectory
+    teller: EventOutbox
     events: EventLog
 
     def document(self) -> dict[str, Any]:
@@ -58,14 +58,14 @@ class Report:
             "problem": machine.ledger.problem or self.place.problem or self.remote.problem,
             "locks": status.lock_documents(here),
             "tcp": self.remote.document(),
-            "members": member_status.member_documents(members, self.clock.now_ms()),
+            "members": document.member_documents(members, self.clock.now_ms()),
             "supervisors": status.supervisor_documents(machine, self.clock),
             "supervisors_total": len(machine.supervisors),
             "service": self.desk.documents(),
             "last_grants": list(self.observers.last_grants),
         }
 
-    def start(self, state: StateFile) -> None:
+    def start(self, state: LockStateFile) -> None:
         """What was found on disk, and which addresses are away."""
         loaded = state.loaded
         if loaded.problem is not None:

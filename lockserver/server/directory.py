@@ -16,7 +16,7 @@ from plumbing.service.events import EventLog
 from plumbing.wire.server import Server
 
 
-class Place:
+class LockDirectory:
     """Looks after one directory. `problem` is what people should know, or None; events tell it too.
 
     A stranger's socket at our path is a problem, and tried again: the guard is still ours, so it is

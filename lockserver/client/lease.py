@@ -1,19 +1,124 @@
-"""A member's lease in a running process: the keeper, with a clock, a timer and the dead man.
+"""A member's lease, as the member itself may count on it.
 
-Owns when `on_lost` is called and for when the kernel's timer is set. What counts and until when is
-`lease_keeper`. The surprising thing: the loop's own timer only asks whether it is time; it runs by
-a clock that stands still while the machine sleeps, and the lease does not.
+    sent(p, t) ──→ server ──→ renewed(p)        valid until  t + lease
+                                                stop at      t + 60 % of it: the engine ends itself
+                                                kill at      t + 80 % of it: the kernel ends it
+
+The server counts a lease, and a margin, from when it *received* what it answers; the member from
+when it *sent* that. Sending comes first, so a member always gives up before the server does,
+however long either direction takes. Clocks only have to run at the same rate to within the margin.
+
+`LeaseKeeper` is pure: it owns what was sent when, what was answered, and until when that holds.
+`LeaseWatch` adds a clock, a timer and the dead man, and owns when `on_lost` is called. The
+surprising things:
+
+- Only an answer renews a lease, never a message that was merely sent; an answer to something older
+  than what was answered before changes nothing.
+- A lock that was held when the lease had to stop stays lost, whatever is answered later. Answers
+  still count as long as the lease has not expired in between: the tree is being reaped under it.
+- A grant that arrives while the lease is not valid is not kept for later. It may have lain in a
+  buffer while the server granted the lock to another. The want is sent again instead, and the
+  server repeats what is true by then.
+- The loop's timer only asks whether it is time; it runs by a clock that stops while the machine
+  sleeps, and the lease does not.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockserver.client import dead_man
-from lockserver.client.lease_keeper import BEATS_PER_LEASE, LeaseKeeper
 from lockserver.messages import Renewed
+
+STOP_FRACTION = 0.6  # from here to 80 % the engine kills and reaps its tree by itself
+KILL_FRACTION = 0.8  # and one fifth is left for what dies with its supervisor
+BEATS_PER_LEASE = 10  # so that four lost answers in a row cost nothing
+# Answers come in order; so many unanswered means that none come, and the newest is worth most.
+SENT_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RenewedLease:
+    """A lease as it was last renewed. Times are those of the member's own clock, milliseconds."""
+
+    sent_ms: float
+    lease_ms: int
+
+    @property
+    def stop_at_ms(self) -> float:
+        return self.sent_ms + STOP_FRACTION * self.lease_ms
+
+    @property
+    def kill_at_ms(self) -> float:
+        return self.sent_ms + KILL_FRACTION * self.lease_ms
+
+    @property
+    def valid_until_ms(self) -> float:
+        return self.sent_ms + self.lease_ms
+
+
+class LeaseKeeper:
+    """The lease of one incarnation after another."""
+
+    def __init__(self) -> None:
+        self.lease: RenewedLease | None = None
+        self.is_held = False  # a grant is acted on
+        self.is_lost = False  # it was, and had to be given up
+        self._sent: deque[tuple[int, float]] = deque(maxlen=SENT_MAX)
+
+    def begin(self) -> None:
+        """Another incarnation, or none: what was said for the last one renews nothing."""
+        self.lease, self.is_lost, self.is_held = None, False, False
+        self._sent.clear()
+
+    def sent(self, progress: int, now_ms: float) -> None:
+        """`progress` goes out now, and names an incarnation or beats for one that was named.
+
+        `progress` is larger each time.
+        """
+        self._sent.append((progress, now_ms))
+
+    def cut(self) -> None:
+        """The connection is gone, and with it every answer that has not come."""
+        self._sent.clear()
+
+    def renewed(self, progress: int, lease_ms: int, now_ms: float) -> bool:
+        """The server answered; whether that renewed anything."""
+        while self._sent and self._sent[0][0] < progress:
+            self._sent.popleft()
+        if not self._sent or self._sent[0][0] != progress:
+            return False  # answered twice, said for another incarnation, or never said
+        _, sent_ms = self._sent.popleft()
+        if self.is_held and (self.lease is None or now_ms >= self.lease.valid_until_ms):
+            self.is_lost = True  # the server may have answered before it gave up
+            return False
+        self.lease = RenewedLease(sent_ms, lease_ms)
+        return True
+
+    def may_act(self, now_ms: float) -> bool:
+        """Whether a grant that is read now may be acted on."""
+        return not self.is_lost and self.lease is not None and now_ms < self.lease.stop_at_ms
+
+    def hold(self) -> None:
+        """A grant is acted on; again is harmless. Only after `may_act`."""
+        self.is_held = True
+
+    def must_stop(self, now_ms: float) -> bool:
+        """Whether what is held is lost: nothing was answered for too long. Once so, it stays."""
+        if self.is_held and (self.lease is None or now_ms >= self.lease.stop_at_ms):
+            self.is_lost = True
+        return self.is_lost
+
+    def valid_for_ms(self, now_ms: float) -> float:
+        """How long the lease is still good for serving, for people; 0 if it is not."""
+        if self.lease is None or self.is_lost:
+            return 0.0
+        return max(0.0, self.lease.stop_at_ms - now_ms)
+
 
 # Heard nothing for so much of the lease, a connection is taken for half-open and made anew: TCP
 # itself would try the old one less and less often, and there is time for a second attempt or two.

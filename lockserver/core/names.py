@@ -1,0 +1,59 @@
+"""Names that all of the lock shares: engines, incarnations, witnesses and their states.
+
+Pure values, so that the core and every backend process can import them before anything else.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from enum import StrEnum
+
+from plumbing.errors import UsageError
+
+PREFIX = "witness_"
+
+ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # part of file names and of metrics
+INCARNATION = re.compile(r"(?P<engine>[A-Za-z0-9][A-Za-z0-9_.-]{0,62})-(?P<random>[0-9a-f]{16})")
+
+
+class WitnessState(StrEnum):
+    """What one look at a witness shows."""
+
+    FREE = "free"  # no process holds it: every process that joined is dead
+    HELD = "held"
+    UNPROVEN = "unproven"  # missing, replaced or unreadable: proves nothing
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessFile:
+    """A witness as the server records it: its name in the directory, its device and inode."""
+
+    name: str
+    dev: int
+    ino: int
+
+
+def new_incarnation(engine: str) -> str:
+    """The id of a new launch of `engine`: the engine's id and 64 random bits."""
+    if not ENGINE_ID.fullmatch(engine):
+        raise UsageError(
+            "engine.bad_id",
+            f"{engine!r} is not a valid engine id: use at most 63 letters, digits, '.', '_' or '-',"
+            " starting with a letter or digit",
+            engine=engine,
+        )
+    return f"{engine}-{secrets.token_hex(8)}"
+
+
+def name_of(incarnation: str) -> str:
+    """The file name of an incarnation's witness: `witness_<engine>_<16 hex digits>`."""
+    match = INCARNATION.fullmatch(incarnation)
+    if match is None:
+        raise UsageError(
+            "engine.bad_incarnation",
+            f"{incarnation!r} is not a valid incarnation: it must be ENGINE_ID-<16 hex digits>",
+            incarnation=incarnation,
+        )
+    return f"{PREFIX}{match['engine']}_{match['random']}"

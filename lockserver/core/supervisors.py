@@ -1,0 +1,144 @@
+"""What the server knows of each supervisor process, and which `want` it accepts.
+
+Pure questions about records. A record lasts until its process is gone (by pidfd; without one, until
+its connection closes), which is what makes a second supervisor of an engine visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+
+from lockserver.core.events import RefuseConnection, Wanted
+from lockserver.core.lock import Lock
+from lockserver.core.names import ENGINE_ID, INCARNATION, WitnessFile, name_of
+from lockserver.core.terms import LeaseTerms
+
+# A pod has a handful; a thousand may wait, at a few KiB each, because a heartbeat scans no others.
+# Each may be remembered until its process ends.
+SUPERVISORS_MAX = 1024
+
+
+@dataclass(slots=True)
+class SupervisorRecord:
+    """One supervisor process, from its first `want` until its process (or connection) is gone."""
+
+    id: str
+    engine: str
+    since_ms: float
+    heard_ms: float
+    conn: int | None = None
+    newest: int = -1  # the most recently opened connection that it sent a `want` on
+    pid: int = 0
+    process: str = "none"  # where its pidfd came from, or "lease"; "none": its connection counts
+    incarnation: str | None = None
+    witness: WitnessFile | None = None
+    witness_name: str | None = None
+    lease: LeaseTerms | None = None
+    locks: tuple[str, ...] = ()
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    progress: int = -1
+    is_silent: bool = False
+
+    @property
+    def has_process(self) -> bool:
+        return self.process != "none"
+
+    def adopt(self, want: Wanted) -> None:
+        """Replace what is known with what `want` says."""
+        self.conn, self.pid, self.process = want.conn, want.pid, want.process
+        self.newest = want.conn
+        self.incarnation, self.witness_name = want.incarnation, want.witness
+        self.lease = want.lease
+        self.witness, self.locks, self.tokens = want.witness_file, want.locks, dict(want.tokens)
+
+
+Locks = Mapping[str, Lock]
+Supervisors = Mapping[str, SupervisorRecord]
+
+
+def check_want(want: Wanted, locks: Container[str]) -> RefuseConnection | None:
+    """Why this `want` is malformed, whoever holds what; None if it is not."""
+    incarnation = INCARNATION.fullmatch(want.incarnation) if want.incarnation else None
+    if not ENGINE_ID.fullmatch(want.engine):
+        code, why = "lock.bad_engine_id", f"{want.engine!r} is not a valid engine id"
+    elif want.incarnation is not None and (
+        incarnation is None or incarnation["engine"] != want.engine
+    ):
+        code = "lock.bad_incarnation"
+        why = (
+            f"{want.incarnation!r} is not a valid incarnation of {want.engine}: it must be"
+            f" {want.engine}-<16 hex digits>"
+        )
+    elif want.incarnation is None and (want.locks or want.tokens or want.witness):
+        code = "lock.bad_want"
+        why = "a `want` without an incarnation must not name a lock, a token or a witness"
+    elif want.incarnation and want.witness and want.witness != name_of(want.incarnation):
+        code = "lock.bad_witness_name"
+        why = (
+            f"the witness of {want.incarnation} must be named {name_of(want.incarnation)}, not"
+            f" {want.witness}"
+        )
+    elif want.locks and not want.witness:
+        code, why = "lock.bad_witness_name", "a `want` that names a lock must name a witness"
+    elif unknown := [lock for lock in (*want.locks, *want.tokens) if lock not in locks]:
+        code, why = "lock.unknown_lock", f"there is no lock named {unknown[0]!r}"
+    elif len(set(want.locks)) != len(want.locks) or not set(want.tokens) <= set(want.locks):
+        code = "lock.bad_want"
+        why = "a `want` must name each lock once, and a token only for a lock that it names"
+    else:
+        return None
+    return RefuseConnection(want.conn, code, why)
+
+
+def twins_of(want: Wanted, supervisors: Supervisors) -> list[SupervisorRecord]:
+    """Other supervisors of the same engine."""
+    others = supervisors.values()
+    return [s for s in others if s.engine == want.engine and s.id != want.supervisor]
+
+
+def rank(supervisor_id: str, locks: Locks) -> int:
+    """Which of two supervisors of one engine stays: the one whose locks weigh more.
+
+    Were it enough to hold any lock, two that hold different locks would evict each other forever.
+    """
+    held = [k for k in locks.values() if k.holder and k.holder.supervisor == supervisor_id]
+    return max((1 + lock.is_fenced for lock in held), default=0)
+
+
+def check_identity(
+    want: Wanted, sender: SupervisorRecord | None, locks: Locks, supervisors: Supervisors
+) -> RefuseConnection | None:
+    """Why this `want` cannot be from whom it claims, or None; `sender`: who used its connection."""
+    known = sender or supervisors.get(want.supervisor)
+    if known is not None and (known.id, known.engine) != (want.supervisor, want.engine):
+        why = (
+            f"this connection belongs to supervisor {known.id} of {known.engine} and cannot be used"
+            " for another one"
+        )
+        return RefuseConnection(want.conn, "lock.identity_changed", why)
+    if known is not None and known.has_process and want.pid and known.pid not in (0, want.pid):
+        why = (
+            f"supervisor {known.id} of {known.engine} is pid {known.pid}, which is alive; pid"
+            f" {want.pid} cannot act for it"
+        )
+        return RefuseConnection(want.conn, "lock.identity_changed", why)
+    is_full = known is None and len(supervisors) >= SUPERVISORS_MAX
+    if is_full and not rank(want.supervisor, locks):  # a holder on file is always let in
+        why = f"the limit of {SUPERVISORS_MAX} supervisors is reached; stop some of them"
+        return RefuseConnection(want.conn, "lock.too_many_waiters", why)
+    twins = twins_of(want, supervisors)
+    if twins and rank(want.supervisor, locks) <= max(rank(twin.id, locks) for twin in twins):
+        return engine_id_taken(want.conn, want.engine, twins[0].pid)
+    return None
+
+
+def engine_id_taken(conn: int, engine: str, pid: int) -> RefuseConnection:
+    who = f"pid {pid}" if pid else "on another host or in another container"
+    return RefuseConnection(
+        conn,
+        "lock.engine_id_taken",
+        f"engine {engine} already has a running supervisor, {who}; stop that one, or choose another"
+        " ENGINE_ID",
+        {"engine": engine, "pid": pid},
+    )
