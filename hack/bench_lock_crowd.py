@@ -27,7 +27,7 @@ from hack.bench_lock_race import Lane
 from hack.bench_lock_servers import folder, lockserver
 from hack.bench_lock_trees import spread
 from lockserver import witness
-from lockserver.client import LockClient
+from lockserver.client import LockCallbacks, LockClient
 from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
 from plumbing.service.fd_limit import raise_fd_limit
@@ -106,9 +106,8 @@ class Waiter:
         name = f"crowd-{number}"
         self.client = LockClient(
             os.path.join(directory, "lockserver.sock"),
+            LockCallbacks(on_granted=lambda *_: self._hear("queued"), on_refused=self._refused),
             engine=name,
-            on_granted=lambda *_: self._hear("queued"),
-            on_refused=self._refused,
         )
         incarnation = witness.new_incarnation(name)
         path, self.fd = witness.create(directory, incarnation)

@@ -13,7 +13,7 @@ from typing import Any
 import uvloop
 
 from lockserver import witness
-from lockserver.client import LockClient
+from lockserver.client import LockCallbacks, LockClient
 from plumbing.service.parent import die_with_parent
 from tests.helpers import free_witness
 
@@ -32,7 +32,7 @@ class Supervisor:
         if not self.is_remote:
             self.witness = free_witness(address, self.incarnation)
             address = os.path.join(address, "lockserver.sock")
-        self.client = LockClient(address, engine=name, on_granted=self._heard)
+        self.client = LockClient(address, LockCallbacks(on_granted=self._heard), engine=name)
 
     def _heard(self, lock: str, incarnation: str, token: int) -> None:
         if lock == "active" and incarnation == self.incarnation:

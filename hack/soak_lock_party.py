@@ -21,7 +21,7 @@ from typing import Any
 import uvloop
 
 from lockserver import witness
-from lockserver.client import LockClient
+from lockserver.client import LockCallbacks, LockClient
 from plumbing.service import procfs
 from plumbing.service.parent import die_with_parent
 from tests.helpers import free_witness
@@ -52,7 +52,7 @@ class Party:
         if not self.pids:
             self._join()
         path = os.path.join(directory, "lockserver.sock")
-        self.client = LockClient(path, engine=plan.engine, on_granted=self._heard)
+        self.client = LockClient(path, LockCallbacks(on_granted=self._heard), engine=plan.engine)
         self._watched: dict[int, int] = {}  # pid → pidfd
         self._watched_witness: int | None = None
         self._is_in_line = self._is_holder = False

@@ -16,7 +16,7 @@ from engine.core.events import Event, Failed, Granted, HandOver, OtherGranted
 from engine.supervisor.launch import Launch
 from engine.supervisor.own_listener import OwnListener
 from engine.supervisor.settings import Settings
-from lockserver.client import LockClient
+from lockserver.client import LockCallbacks, LockClient
 from plumbing.errors import UnderstudyError
 from plumbing.service.events import EventLog
 from plumbing.wire.fds import OwnedFd
@@ -68,18 +68,19 @@ class LockSide:
         self._token = 0
         self.client = LockClient(
             settings.lockserver_socket,
+            LockCallbacks(
+                on_granted=self._granted,
+                on_service=self._lent,
+                on_connected=self._connected,
+                on_lost=self._lost,
+                on_refused=self._refused,
+                on_hand_over=self._hand_over,
+                on_lease_lost=lambda reason: self._end("lease_lost", reason),
+                on_member_lost=lambda reason: self._end("member_lost", reason),
+            ),
             engine=settings.engine,
             security=settings.lockserver_security,
-            member=settings.member,
-            members=settings.members,
-            on_granted=self._granted,
-            on_service=self._lent,
-            on_connected=self._connected,
-            on_lost=self._lost,
-            on_refused=self._refused,
-            on_hand_over=self._hand_over,
-            on_lease_lost=lambda reason: self._end("lease_lost", reason),
-            on_member_lost=lambda reason: self._end("member_lost", reason),
+            member=(settings.member, settings.members),
         )
 
     @property

@@ -1,6 +1,6 @@
-"""What engines import of the lock."""
+"""What engines import from the lock server."""
 
 from lockserver import messages, witness
-from lockserver.client.client import HEARTBEAT_MS, LockClient
+from lockserver.client.client import HEARTBEAT_MS, LockCallbacks, LockClient
 
-__all__ = ["HEARTBEAT_MS", "LockClient", "messages", "witness"]
+__all__ = ["HEARTBEAT_MS", "LockCallbacks", "LockClient", "messages", "witness"]

@@ -1,14 +1,14 @@
-"""What an engine's supervisor needs of the lock: one connection kept alive, one truth told.
+"""What an engine's supervisor needs of the lock: one connection kept alive, one want kept sent.
 
 Owns reconnecting, the heartbeat, and the copies of lent service sockets that are handed back after
-a restart of the server. Must not know why something is wanted; `set_want` is told.
+a restart of the server. Must not know why something is wanted: `set_want` decides.
 
-The surprising things: the current want is the first message on every connection, and it is all
-that is ever said; a lost grant, a cut connection and a restarted server are mended by saying it
-again. A lost connection is no lost lock: on one host the witness protects its holder, over TCP its
-lease does, so `on_lost` asks for patience, not for anybody's death; `on_lease_lost` does ask for
-it. While a supervisor reaps its tree it must not call `set_want`: over TCP, too, another
-incarnation or none says that the last one is gone, and ends the watch over it.
+The surprising things: the current want is the first message on every connection, and nothing else
+is ever sent but heartbeats; a lost grant, a cut connection and a restarted server are all fixed by
+sending it again. A lost connection is not a lost lock: on one host the witness protects its holder,
+over TCP its lease does. So `on_lost` asks for patience; only `on_lease_lost` asks for the tree to
+be killed. While a supervisor reaps its tree it must not call `set_want`: naming another incarnation
+or none states that the last one is gone, and over TCP ends the watch over it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockserver import messages, witness
 from lockserver.client.lease import Ender, LeaseWatch
 from lockserver.messages import (
     CATALOGUE,
@@ -41,24 +40,56 @@ from plumbing.wire.tcp.address import SCHEME, TcpAddress
 if TYPE_CHECKING:
     from plumbing.wire.tcp.security import Security
 
-__all__ = ["HEARTBEAT_MS", "LockClient", "messages", "witness"]
-
 HEARTBEAT_MS = 500  # six of them fit into the server's silent_ms of 3 s
 CONNECT_DEADLINE_S = 5.0
 # Over TCP a lost packet may make one attempt hang: there must be time for another within a lease.
 TCP_CONNECT_DEADLINE_S = 1.5
-RETRY_MS_MIN = 10.0  # a restarted server is found again within a few of these
+RETRY_MS_MIN = 10.0  # a restarted server is found again after a few of these
 RETRY_MS_MAX = 500.0
-FENCED = frozenset({"active"})  # the locks that nobody may act on once their lease has run out
+FENCED = frozenset({"active"})  # the locks that no engine may act on once its lease has expired
 
 
 def _ignore(*_: object) -> None:
     """The default of every callback."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockCallbacks:
+    """What a `LockClient` calls, on its loop; none may block.
+
+    - `on_granted(lock, incarnation, token)`: `incarnation` (of any engine) holds `lock`. The same
+      grant may arrive again. A grant to another of a lock that this engine believes to hold means
+      that it is lost.
+    - `on_service(lock, address, fd)`: the listening socket of `lock`; takes `fd`. Arrives on every
+      connection that did not hand it back. Never `shutdown()` it: that ends it for every copy.
+    - `on_refused(error)`: the server refuses this want (`lock.stale_claim`: the lock is lost, kill
+      the tree; `lock.engine_id_taken`, …). The same want is retried with back-off.
+    - `on_hand_over(lock, incarnation, to)`: `incarnation`, which holds `lock`, must finish its
+      requests, reap its tree and release the lock to engine `to`. May arrive again.
+    - `on_connected()`, `on_lost(reason)`.
+
+    Over TCP alone; the incarnation's tree must be killed and reaped at once:
+
+    - `on_lease_lost(reason)`: the server could not be heard for too long while `active` was held.
+      Called once per incarnation. A little later the kernel ends this process, unless `set_want`
+      states before then that the tree is reaped, or the server is heard.
+    - `on_member_lost(reason)`: another of the nodes that this engine spans is gone, or the server
+      has given this one up. May arrive again.
+    """
+
+    on_granted: Callable[[str, str, int], object] = _ignore
+    on_service: Callable[[str, str, OwnedFd], object] | None = None
+    on_connected: Callable[[], object] = _ignore
+    on_lost: Callable[[str], object] = _ignore
+    on_refused: Callable[[UnderstudyError], object] = _ignore
+    on_hand_over: Callable[[str, str, str], object] = _ignore
+    on_lease_lost: Callable[[str], object] = _ignore
+    on_member_lost: Callable[[str], object] = _ignore
+
+
 @dataclass(frozen=True, slots=True)
-class _Truth:
-    """The current want, without who says it."""
+class _Want:
+    """The current want, without its sender."""
 
     incarnation: str | None = None
     witness: str | None = None
@@ -67,51 +98,27 @@ class _Truth:
 
 
 class LockClient:
-    """Keeps one supervisor's connection to the lock server.
-
-    Callbacks run on the loop and must not block:
-
-    - `on_granted(lock, incarnation, token)`: `incarnation` (anybody's) holds `lock`. The same
-      grant may come again. Another's grant of a lock that one believes to hold means: lost.
-    - `on_service(lock, address, fd)`: the listening socket of `lock`; takes `fd`. Comes on every
-      connection that did not hand it back. Never `shutdown()` it: that ends it for everybody.
-    - `on_refused(error)`: the server refuses this want (`lock.stale_claim`: the lock is lost, kill
-      the tree; `lock.engine_id_taken`, …). The same want is tried again with back-off.
-    - `on_hand_over(lock, incarnation, to)`: `incarnation`, which holds `lock`, is to finish, reap
-      and give it up to engine `to`. May come again.
-    - `on_connected()`, `on_lost(reason)`.
-
-    Over TCP alone; the incarnation's tree must be killed and reaped at once:
-
-    - `on_lease_lost(reason)`: the server could not be heard for too long while `active` was held.
-      Comes once per incarnation. A little later the kernel ends this process, unless `set_want`
-      says before then that it is reaped, or the server is heard.
-    - `on_member_lost(reason)`: another of the nodes that this engine spans is gone, or this one was
-      given up by the server. May come again.
-    """
+    """Keeps one supervisor's connection to the lock server."""
 
     def __init__(
         self,
         address: str,
+        callbacks: LockCallbacks = LockCallbacks(),
         *,
         engine: str,
         supervisor: str | None = None,
         security: Security | None = None,
-        member: int = 0,
-        members: int = 1,
-        on_granted: Callable[[str, str, int], object] = _ignore,
-        on_service: Callable[[str, str, OwnedFd], object] | None = None,
-        on_connected: Callable[[], object] = _ignore,
-        on_lost: Callable[[str], object] = _ignore,
-        on_refused: Callable[[UnderstudyError], object] = _ignore,
-        on_hand_over: Callable[[str, str, str], object] = _ignore,
-        on_lease_lost: Callable[[str], object] = _ignore,
-        on_member_lost: Callable[[str], object] = _ignore,
+        member: tuple[int, int] = (0, 1),
         heartbeat_ms: float = HEARTBEAT_MS,
         ender: Ender | None = None,
     ) -> None:
-        """`address` is the path of a Unix socket, or tcp://HOST:PORT with its `security`. `ender`
-        stands in for the kernel's timer in tests.
+        """Connect later, in `run`.
+
+        Args:
+            address: the path of a Unix socket, or tcp://HOST:PORT with its `security`.
+            supervisor: this process's id, 16 hex digits; random unless given.
+            member: which of the engine's nodes this is, and how many there are.
+            ender: stands in for the kernel's timer in tests.
 
         Raises:
             UnderstudyError: `lock.no_dead_man`: over TCP, and this process cannot have a timer.
@@ -120,22 +127,15 @@ class LockClient:
         self.engine = engine
         self.unreachable: str | None = None  # why the last attempt to connect failed
         self.supervisor = supervisor or secrets.token_hex(8)
-        self._on_granted = on_granted
-        self._on_service = on_service
-        self._on_connected = on_connected
-        self._on_lost = on_lost
-        self._on_refused = on_refused
-        self._on_hand_over = on_hand_over
-        self._on_member_lost = on_member_lost
+        self._callbacks = callbacks
         self._security = security
-        self._member = member
-        self._members = members
+        self._member, self._members = member
         self._lease: LeaseWatch | None = None
         if address.startswith(SCHEME):
-            self._lease = LeaseWatch(on_lease_lost, ender)
-        self._must_repeat = False  # a grant came that could not be acted on
+            self._lease = LeaseWatch(callbacks.on_lease_lost, ender)
+        self._must_repeat = False  # a grant arrived that could not be acted on
         self._heartbeat_ms = heartbeat_ms
-        self._truth = _Truth()
+        self._want = _Want()
         self._services: dict[str, OwnedFd] = {}
         self._conn: Connection | None = None
         self._ended = asyncio.Event()
@@ -157,7 +157,7 @@ class LockClient:
         locks: Sequence[str] = (),
         tokens: Mapping[str, int] | None = None,
     ) -> None:
-        """The whole truth from now on; said at once if it is new, and first on each connection.
+        """Replace the whole want; sent at once if it is new, and first on each connection.
 
         Args:
             incarnation: None between two launches: the last one has been reaped.
@@ -165,14 +165,14 @@ class LockClient:
             tokens: by lock, what this incarnation believes it holds.
         """
         name = witness.rpartition("/")[2] if witness is not None else None
-        truth = _Truth(incarnation, name, tuple(locks), dict(tokens or {}))
-        if truth == self._truth:
-            return  # a holder that answers each grant with its token must not go round for ever
-        if self._lease is not None and incarnation != self._truth.incarnation:
+        want = _Want(incarnation, name, tuple(locks), dict(tokens or {}))
+        if want == self._want:
+            return  # else a holder that answers each grant with its token would loop forever
+        if self._lease is not None and incarnation != self._want.incarnation:
             self._lease.begin()
-        self._truth = truth
+        self._want = want
         if self._conn is not None:
-            self._conn.send(self._want())
+            self._conn.send(self._message())
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -184,7 +184,7 @@ class LockClient:
                     self._ended.clear()
                     try:
                         await self._connect()
-                    except UnderstudyError as error:  # unreachable: tried again below
+                    except UnderstudyError as error:  # unreachable: retried below
                         self.unreachable = error.message
                     else:
                         loop = asyncio.get_running_loop()
@@ -207,7 +207,7 @@ class LockClient:
         if not self.address.startswith(SCHEME):
             await connect(self.address, CATALOGUE, self, CONNECT_DEADLINE_S)
             return
-        from plumbing.wire.tcp.server import connect_tcp  # who uses the Unix socket needs no TLS
+        from plumbing.wire.tcp.server import connect_tcp  # the Unix socket needs no TLS
 
         where = TcpAddress.parse(self.address)
         await connect_tcp(where, CATALOGUE, self, self._security, TCP_CONNECT_DEADLINE_S)
@@ -220,28 +220,28 @@ class LockClient:
             if self._conn is None:
                 continue
             if lease is not None and lease.is_silent():
-                self._conn.close("the lock server answers nothing; connecting anew")
+                self._conn.close("the lock server does not answer; reconnecting")
             elif self._must_repeat:
-                self._conn.send(self._want())
+                self._conn.send(self._message())
             else:
                 self._conn.send(Beat(self._next_progress()))
 
     def _next_progress(self) -> int:
-        """The number of the message that is about to be sent, from when its answer counts."""
+        """The number of the message that is about to be sent; a lease counts from here."""
         self._progress += 1
-        if self._lease is not None and self._truth.incarnation is not None:
+        if self._lease is not None and self._want.incarnation is not None:
             self._lease.sent(self._progress)
         return self._progress
 
-    def _want(self, services: tuple[str, ...] = ()) -> Want:
-        truth, self._must_repeat = self._truth, False
+    def _message(self, services: tuple[str, ...] = ()) -> Want:
+        want, self._must_repeat = self._want, False
         return Want(
             supervisor=self.supervisor,
             engine=self.engine,
-            incarnation=truth.incarnation,
-            witness=truth.witness,
-            locks=truth.locks,
-            tokens=dict(truth.tokens),
+            incarnation=want.incarnation,
+            witness=want.witness,
+            locks=want.locks,
+            tokens=dict(want.tokens),
             services=services,
             member=self._member,
             members=self._members,
@@ -255,8 +255,8 @@ class LockClient:
         if self._lease is not None:
             self._lease.opened()
         copies = [fd.duplicate() for fd in self._services.values()]
-        conn.send(self._want(tuple(self._services)), fds=copies)
-        self._on_connected()
+        conn.send(self._message(tuple(self._services)), fds=copies)
+        self._callbacks.on_connected()
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
@@ -268,40 +268,43 @@ class LockClient:
         elif isinstance(message, Renewed) and self._lease is not None:
             self._lease.renewed(message)
         elif isinstance(message, MemberLost):
-            if message.incarnation == self._truth.incarnation:
+            if message.incarnation == self._want.incarnation:
                 is_own = message.member == self._member
                 who = "this supervisor" if is_own else f"member {message.member} of this engine"
-                self._on_member_lost(f"the lock server has lost {who}: {message.reason}")
+                reason = f"the lock server has lost {who}: {message.reason}"
+                self._callbacks.on_member_lost(reason)
         elif isinstance(message, Service):
             self._borrow(message, fds[0])
         elif isinstance(message, HandOver):
-            self._on_hand_over(message.lock, message.incarnation, message.to)
+            self._callbacks.on_hand_over(message.lock, message.incarnation, message.to)
         elif isinstance(message, Fault):
-            self._on_refused(RemoteError(message.code, message.message, **message.details))
+            self._callbacks.on_refused(
+                RemoteError(message.code, message.message, **message.details)
+            )
 
     def closed(self, conn: Connection, reason: str) -> None:
         if self._conn is conn:
             self._conn = None
             if self._lease is not None:
                 self._lease.cut()
-            self._on_lost(reason)
+            self._callbacks.on_lost(reason)
         self._ended.set()
 
     def _granted(self, message: Granted) -> None:
-        """Anybody's grant is news; our own is acted on only under a lease that runs."""
-        if self._lease is not None and message.incarnation == self._truth.incarnation:
+        """Report any grant; act on our own only under a valid lease."""
+        if self._lease is not None and message.incarnation == self._want.incarnation:
             if not self._lease.may_act():
                 self._must_repeat = True
                 return
             if message.lock in FENCED:
                 self._lease.hold()
-        self._on_granted(message.lock, message.incarnation, message.token)
+        self._callbacks.on_granted(message.lock, message.incarnation, message.token)
 
     def _borrow(self, message: Service, fd: OwnedFd) -> None:
-        """Keep one copy to hand back after a restart of the server; give the engine another."""
+        """Keep a copy to hand back after a restart of the server; pass another to the engine."""
         known = self._services.pop(message.lock, None)
         if known is not None:
             known.close()
         self._services[message.lock] = fd
-        if self._on_service is not None:
-            self._on_service(message.lock, message.address, fd.duplicate())
+        if self._callbacks.on_service is not None:
+            self._callbacks.on_service(message.lock, message.address, fd.duplicate())

@@ -1,6 +1,6 @@
-"""The kernel's word that this process ends in time, whatever it is doing then.
+"""A kernel timer that ends this process in time, whatever it is doing then.
 
-Over TCP a holder must be gone before its lease can have run out. Its own loop sees to that, unless
+Over TCP a holder must be gone before its lease can have expired. Its own loop sees to that, unless
 it is stopped, swapped out or stuck; then a POSIX timer (timer_create(2)) does, which the kernel
 runs without us: SIGKILL also ends a process that is stopped.
 
@@ -8,13 +8,13 @@ The surprising things:
 
 - The clock is CLOCK_BOOTTIME, which goes on while the machine sleeps, and the time is absolute: a
   process that is preempted between reading a clock and setting the timer loses nothing.
-- PID 1 of a PID namespace, which is what a supervisor is in its container, is deaf to a SIGKILL
-  from inside, and a timer counts as inside (tried). It does hear a signal for which it has a
-  handler, and SIGCONT wakes it even from a SIGSTOP that came from outside. So there the handler of
-  one timer's signal is the C library's `_exit`, which needs neither Python nor its lock, and a
-  second timer sends SIGCONT.
-- Timers are neither inherited by a fork nor kept by an exec, and they are the process's, not the
-  thread's. What must end with this process has PDEATHSIG, or is in the namespace whose PID 1 it is.
+- PID 1 of a PID namespace, which is what a supervisor is in its container, ignores a SIGKILL from
+  inside, and a timer counts as inside (tried). It does receive a signal for which it has a handler,
+  and SIGCONT wakes it even from a SIGSTOP that came from outside. So there the handler of one
+  timer's signal is the C library's `_exit`, which needs neither Python nor its lock, and a second
+  timer sends SIGCONT.
+- Timers are neither inherited by a fork nor kept by an exec, and they belong to the process, not
+  the thread. Processes that must end with this one have PDEATHSIG, or are in its PID namespace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plumbing.errors import InvariantError, UnderstudyError
 CLOCK_BOOTTIME = time.CLOCK_BOOTTIME
 TIMER_ABSTIME = 1  # linux/time.h
 SIGEV_SIGNAL = 0  # asm-generic/siginfo.h
-EXIT_SIGNAL = signal.SIGRTMAX  # for PID 1: no library and no shell has a use for it
+EXIT_SIGNAL = signal.SIGRTMAX  # for PID 1: no library and no shell uses it
 NS_PER_S = 10**9
 
 
@@ -40,18 +40,18 @@ ITIMERSPEC = struct.Struct("@4l")
 
 
 def now_ms() -> float:
-    """The clock that leases are counted by: CLOCK_BOOTTIME in milliseconds."""
+    """The clock of leases: CLOCK_BOOTTIME in milliseconds."""
     return time.clock_gettime_ns(CLOCK_BOOTTIME) / 1e6
 
 
 class DeadMan:
-    """Ends this process at the time it is armed for, unless it is armed anew or disarmed."""
+    """Ends this process at the time it is armed for, unless it is armed again or disarmed."""
 
     def __init__(self) -> None:
-        """Make the timers.
+        """Create the timers.
 
         Raises:
-            UnderstudyError: `lock.no_dead_man`, the kernel gives none.
+            UnderstudyError: `lock.no_dead_man`, the kernel refuses.
         """
         self.at_ms: float | None = None
         self._timers: list[ctypes.c_void_p] = []
@@ -67,17 +67,17 @@ class DeadMan:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise UnderstudyError(
                 "lock.no_dead_man",
-                f"the kernel gives this process no timer that would end it with its lease"
+                f"the kernel refuses this process a timer that would end it with its lease"
                 f" ({reason}), so it must not hold a lock over TCP; raise RLIMIT_SIGPENDING"
                 " (ulimit -i), or use the lock server's Unix socket",
             ) from error
 
     def arm(self, at_ms: float) -> None:
-        """End this process at `at_ms` of `now_ms`, and no longer at any time said before."""
+        """End this process at `at_ms` (of `now_ms()`), and no longer at a time set before."""
         self.at_ms = at_ms
-        # 0 would disarm; and the machine may have come up less than a lease ago.
+        # 0 would disarm; and the machine may have booted less than a lease ago.
         at_ns = max(1, int(at_ms * 1e6))
-        for later, timer in enumerate(self._timers):  # woken only once there is an end to wake to
+        for later, timer in enumerate(self._timers):  # woken only once the end is set
             self._set(timer, at_ns + later * NS_PER_S // 1000)
 
     def disarm(self) -> None:
@@ -86,7 +86,7 @@ class DeadMan:
             self._set(timer, 0)
 
     def close(self) -> None:
-        """Give the timers back; they do nothing any more."""
+        """Delete the timers."""
         self.at_ms = None
         for timer in self._timers:
             self._libc.timer_delete(timer)

@@ -35,15 +35,21 @@ from lockserver.client import dead_man
 from lockserver.messages import Renewed
 
 STOP_FRACTION = 0.6  # from here to 80 % the engine kills and reaps its tree by itself
-KILL_FRACTION = 0.8  # and one fifth is left for what dies with its supervisor
+KILL_FRACTION = 0.8  # the last fifth is for the processes that die with the supervisor
 BEATS_PER_LEASE = 10  # so that four lost answers in a row cost nothing
-# Answers come in order; so many unanswered means that none come, and the newest is worth most.
+# Answers arrive in order; this many without one means that none will, and the newest counts most.
 SENT_MAX = 64
+# After this much of the lease without a message, a connection counts as half-open and is replaced:
+# TCP itself would retry the old one less and less often, and there is time for another attempt.
+SILENT_FRACTION = 0.4
+SILENT_MS_MAX = 3_000.0  # for long leases too: a connection should be there when needed
+# Until the first answer carries the lease: the shortest one allows six of these.
+FIRST_BEAT_MS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class RenewedLease:
-    """A lease as it was last renewed. Times are those of the member's own clock, milliseconds."""
+    """A lease as it was last renewed; times in milliseconds of the member's own clock."""
 
     sent_ms: float
     lease_ms: int
@@ -62,28 +68,25 @@ class RenewedLease:
 
 
 class LeaseKeeper:
-    """The lease of one incarnation after another."""
+    """The lease of one incarnation after another. Pure."""
 
     def __init__(self) -> None:
         self.lease: RenewedLease | None = None
-        self.is_held = False  # a grant is acted on
-        self.is_lost = False  # it was, and had to be given up
+        self.is_held = False  # a grant was acted on
+        self.is_lost = False  # it was, and the lock had to be given up
         self._sent: deque[tuple[int, float]] = deque(maxlen=SENT_MAX)
 
     def begin(self) -> None:
-        """Another incarnation, or none: what was said for the last one renews nothing."""
+        """Another incarnation, or none: messages of the last one renew nothing."""
         self.lease, self.is_lost, self.is_held = None, False, False
         self._sent.clear()
 
     def sent(self, progress: int, now_ms: float) -> None:
-        """`progress` goes out now, and names an incarnation or beats for one that was named.
-
-        `progress` is larger each time.
-        """
+        """A `want` or heartbeat for an incarnation is sent now; `progress` grows each time."""
         self._sent.append((progress, now_ms))
 
     def cut(self) -> None:
-        """The connection is gone, and with it every answer that has not come."""
+        """The connection is gone, and with it every answer that has not arrived."""
         self._sent.clear()
 
     def renewed(self, progress: int, lease_ms: int, now_ms: float) -> bool:
@@ -91,7 +94,7 @@ class LeaseKeeper:
         while self._sent and self._sent[0][0] < progress:
             self._sent.popleft()
         if not self._sent or self._sent[0][0] != progress:
-            return False  # answered twice, said for another incarnation, or never said
+            return False  # answered twice, sent for another incarnation, or never sent
         _, sent_ms = self._sent.popleft()
         if self.is_held and (self.lease is None or now_ms >= self.lease.valid_until_ms):
             self.is_lost = True  # the server may have answered before it gave up
@@ -104,32 +107,24 @@ class LeaseKeeper:
         return not self.is_lost and self.lease is not None and now_ms < self.lease.stop_at_ms
 
     def hold(self) -> None:
-        """A grant is acted on; again is harmless. Only after `may_act`."""
+        """A grant is acted on; repeating it is harmless. Only after `may_act`."""
         self.is_held = True
 
     def must_stop(self, now_ms: float) -> bool:
-        """Whether what is held is lost: nothing was answered for too long. Once so, it stays."""
+        """Whether the held lock is lost, because no answer arrived for too long. Stays true."""
         if self.is_held and (self.lease is None or now_ms >= self.lease.stop_at_ms):
             self.is_lost = True
         return self.is_lost
 
     def valid_for_ms(self, now_ms: float) -> float:
-        """How long the lease is still good for serving, for people; 0 if it is not."""
+        """For status: how long the engine may still serve under the lease; 0 if it may not."""
         if self.lease is None or self.is_lost:
             return 0.0
         return max(0.0, self.lease.stop_at_ms - now_ms)
 
 
-# Heard nothing for so much of the lease, a connection is taken for half-open and made anew: TCP
-# itself would try the old one less and less often, and there is time for a second attempt or two.
-SILENT_FRACTION = 0.4
-SILENT_MS_MAX = 3_000.0  # also where the lease is long: a connection should be there when needed
-# Until the lease is known, which the first answer says: the shortest one allows six of these.
-FIRST_BEAT_MS = 100.0
-
-
 class Ender(Protocol):
-    """What is needed of `dead_man.DeadMan`."""
+    """The part of `dead_man.DeadMan` that is used here."""
 
     def arm(self, at_ms: float) -> None: ...
 
@@ -145,10 +140,10 @@ class LeaseWatch:
         ender: Ender | None = None,
         clock: Callable[[], float] = dead_man.now_ms,
     ) -> None:
-        """`on_lost` is told once, when what is held must be stopped. `clock` is `ender`'s.
+        """`on_lost` is called once, when the engine must stop serving. `clock` is `ender`'s.
 
         Raises:
-            UnderstudyError: `lock.no_dead_man`, this process could not be ended in time.
+            UnderstudyError: `lock.no_dead_man`, the kernel could not end this process in time.
         """
         self.keeper = LeaseKeeper()
         self.heard_ms: float | None = None
@@ -156,13 +151,13 @@ class LeaseWatch:
         self._ender = ender or dead_man.DeadMan()
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
-        self._is_told = False
+        self._is_reported = False
 
     def begin(self) -> None:
-        """Another incarnation: the last one has been reaped, and nothing must end for it."""
+        """Another incarnation: the last one has been reaped, and nothing must be killed for it."""
         self.keeper.begin()
         self._ender.disarm()
-        self._is_told = False
+        self._is_reported = False
         self.close()
 
     def sent(self, progress: int) -> None:
@@ -170,11 +165,11 @@ class LeaseWatch:
         self.keeper.sent(progress, self._clock())
 
     def heard(self) -> None:
-        """The server said something, whatever it was."""
+        """A message of the server arrived, whichever it was."""
         self.heard_ms = self._clock()
 
     def opened(self) -> None:
-        """A connection is there; it has a while to be answered on."""
+        """A new connection; the server has some time to answer on it."""
         self.heard_ms = self._clock()
 
     def cut(self) -> None:
@@ -189,7 +184,7 @@ class LeaseWatch:
         return self.keeper.may_act(self._clock())
 
     def hold(self) -> None:
-        """What is granted is about to be acted on: from here on the kernel watches, too."""
+        """A grant is about to be acted on: from here on the kernel's timer runs too."""
         self.keeper.hold()
         self._arm()
         self._look()
@@ -202,12 +197,12 @@ class LeaseWatch:
         return self.heard_ms is not None and self._clock() - self.heard_ms >= limit_ms
 
     def beat_ms(self, usual_ms: float) -> float:
-        """How long to wait before the next heartbeat."""
+        """The delay before the next heartbeat."""
         lease = self.keeper.lease
         return min(usual_ms, lease.lease_ms / BEATS_PER_LEASE if lease else FIRST_BEAT_MS)
 
     def document(self) -> dict[str, Any]:
-        """For status: how long the lease is good for, and when the server was last heard."""
+        """For status: how long the lease is valid, and when the server was last heard."""
         now_ms, lease = self._clock(), self.keeper.lease
         heard_ms = None if self.heard_ms is None else round(now_ms - self.heard_ms, 1)
         return {
@@ -219,7 +214,7 @@ class LeaseWatch:
         }
 
     def close(self) -> None:
-        """No more looking. An armed kernel timer stays: who ends while it holds has to be quick."""
+        """Stop watching. An armed kernel timer stays: a holder that exits must do so in time."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -230,12 +225,12 @@ class LeaseWatch:
             self._ender.arm(lease.kill_at_ms)
 
     def _look(self) -> None:
-        """Tell that it is lost if it is, and look again when it could be."""
+        """Report the lease lost if it is, and look again when it could be."""
         self.close()
         now_ms, lease = self._clock(), self.keeper.lease
         if self.keeper.must_stop(now_ms):
-            if not self._is_told:
-                self._is_told = True
+            if not self._is_reported:
+                self._is_reported = True
                 self._on_lost(self._why(now_ms))
         elif self.keeper.is_held and lease is not None:
             delay_s = max(0.0, lease.stop_at_ms - now_ms) / 1000
@@ -244,9 +239,10 @@ class LeaseWatch:
     def _why(self, now_ms: float) -> str:
         lease = self.keeper.lease
         if lease is None:
-            return "the lease is over"
+            return "the lease has ended"
+        silent_ms = now_ms - lease.sent_ms
         return (
-            f"the lock server has answered nothing that was said in the last"
-            f" {now_ms - lease.sent_ms:.0f} ms; of a lease of {lease.lease_ms} ms no more may be"
-            " used, since another engine may be granted the lock when it has run out"
+            f"the lock server has not answered for {silent_ms:.0f} ms; this engine must stop before"
+            f" its lease of {lease.lease_ms} ms expires, because another engine may be granted the"
+            " lock then"
         )

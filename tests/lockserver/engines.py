@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockserver import witness
-from lockserver.client import LockClient
+from lockserver.client import LockCallbacks, LockClient
 from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil, free_witness
@@ -68,12 +68,14 @@ class Engine:
         self.witness: str | None = None
         self.client = LockClient(
             os.path.join(directory, "lockserver.sock"),
+            LockCallbacks(
+                on_granted=self._granted,
+                on_service=lambda lock, address, fd: self.services.append((lock, address, fd)),
+                on_connected=self._connected,
+                on_refused=lambda error: self.refused.append(error.code),
+            ),
             engine=engine,
             supervisor=supervisor,
-            on_granted=self._granted,
-            on_service=lambda lock, address, fd: self.services.append((lock, address, fd)),
-            on_connected=self._connected,
-            on_refused=lambda error: self.refused.append(error.code),
             heartbeat_ms=50,
         )
         self.on_granted: Any = None

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from lockserver import witness
-from lockserver.client import LockClient
+from lockserver.client import LockCallbacks, LockClient
 from lockserver.client.dead_man import now_ms
 from plumbing.errors import UnderstudyError
 from tests.helpers import auntil
@@ -42,11 +42,13 @@ class Member:
         self.ender = Ledger()
         self.client = LockClient(
             address,
+            LockCallbacks(
+                on_granted=lambda lock, who, token: self.told.append((lock, (who, token))),
+                on_lost=lambda reason: self.told.append(("lost", reason)),
+                on_lease_lost=lambda reason: self.told.append(("lease_lost", reason)),
+                on_member_lost=lambda reason: self.told.append(("member_lost", reason)),
+            ),
             engine=engine,
-            on_granted=lambda lock, who, token: self.told.append((lock, (who, token))),
-            on_lost=lambda reason: self.told.append(("lost", reason)),
-            on_lease_lost=lambda reason: self.told.append(("lease_lost", reason)),
-            on_member_lost=lambda reason: self.told.append(("member_lost", reason)),
             ender=self.ender,
             heartbeat_ms=50,
             **more,
@@ -108,7 +110,7 @@ async def beats(server: LeaseServer, count: int = 3) -> None:
 async def test_want_says_which_member_it_is(server):
     """Goal: the first message on each connection names the member; each message has a number of
     its own. Method: two connections, the second after a cut."""
-    async with running(Member(server.address, member=1, members=2)) as member:
+    async with running(Member(server.address, member=(1, 2))) as member:
         member.want("active")
         await auntil(lambda: server.want and server.want.incarnation, "the want")
         await beats(server)
@@ -249,7 +251,7 @@ async def test_a_connection_that_says_nothing_is_made_anew(server):
             await beats(server)
             server.is_deaf = True
             await auntil(lambda: member.heard("lost"), "the silent connection to be closed")
-            assert "connecting anew" in member.heard("lost")[0]
+            assert "reconnecting" in member.heard("lost")[0]
             server.is_deaf = False
             await beats(server)
 
@@ -258,7 +260,7 @@ async def test_a_connection_that_says_nothing_is_made_anew(server):
 async def test_a_lost_member_is_told_for_this_incarnation_only(server):
     """Goal: `member_lost` of an incarnation that is over changes nothing.
     Method: one for another incarnation, then one for ours."""
-    async with running(Member(server.address, members=2)) as member:
+    async with running(Member(server.address, member=(0, 2))) as member:
         member.want("active")
         await beats(server)
         server.lose("engine-0", witness.new_incarnation("engine-0"), 1)
