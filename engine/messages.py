@@ -8,112 +8,92 @@ know what a message leads to: that is `engine/core`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from plumbing.part.observe import EventRecord as EventRecord
 from plumbing.part.observe import Status as Status
 from plumbing.part.observe import StatusReply as StatusReply
 from plumbing.part.observe import Watch as Watch
-from plumbing.wire.messages import Catalogue, Length, Message, Range
+from plumbing.wire.messages import Catalogue, Message
 
 INT64_MAX = 2**63 - 1
 RANKS_MAX = 64  # one engine's tensor-parallel cohort in one pod; a node has 8 or 16 devices
 PID_MAX = 2**22  # PID_MAX_LIMIT, include/linux/threads.h
 
-Count = Annotated[int, Range(0, INT64_MAX)]
-Id = Annotated[str, Length(1, 96)]
-Name = Annotated[str, Length(1, 32)]
-Sentence = Annotated[str, Length(0, 4096)]
-Rank = Annotated[int, Range(0, RANKS_MAX - 1)]
-Pid = Annotated[int, Range(1, PID_MAX)]
+Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Id = Annotated[str, Meta(min_length=1, max_length=96)]
+Name = Annotated[str, Meta(min_length=1, max_length=32)]
+Sentence = Annotated[str, Meta(max_length=4096)]
+Rank = Annotated[int, Meta(ge=0, le=RANKS_MAX - 1)]
+Pid = Annotated[int, Meta(ge=1, le=PID_MAX)]
 
 # ---------------------------------------------------------------- supervisor → backend, and answers
 
 
-@dataclass(frozen=True, slots=True)
-class Wake(Message):
+class Wake(Message, frozen=True, tag="wake"):
     """Take memory for the KV cache; the descriptor is the listening socket, not to be accepted
     from before `serve`."""
 
-    TYPE: ClassVar[str] = "wake"
-    FDS: ClassVar[tuple[int, int]] = (1, 1)
+    FDS = (1, 1)
     token: Count
     engine: Id
 
 
-@dataclass(frozen=True, slots=True)
-class Woken(Message):
-    TYPE: ClassVar[str] = "woken"
+class Woken(Message, frozen=True, tag="woken"):
     kv_bytes: Count
 
 
-@dataclass(frozen=True, slots=True)
-class RunCanary(Message):
+class RunCanary(Message, frozen=True, tag="run_canary"):
     """Do one real inference and judge its outcome."""
 
-    TYPE: ClassVar[str] = "run_canary"
 
-
-@dataclass(frozen=True, slots=True)
-class Canary(Message):
-    TYPE: ClassVar[str] = "canary"
+class Canary(Message, frozen=True, tag="canary"):
     ok: bool
     detail: Sentence = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Serve(Message):
+class Serve(Message, frozen=True, tag="serve"):
     """Begin to accept from the listening socket."""
 
-    TYPE: ClassVar[str] = "serve"
+
+class Serving(Message, frozen=True, tag="serving"):
+    """The answer to `serve`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Serving(Message):
-    TYPE: ClassVar[str] = "serving"
+class Health(Message, frozen=True, tag="health"):
+    """Ask whether the backend works; answered by `healthy`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Health(Message):
-    TYPE: ClassVar[str] = "health"
-
-
-@dataclass(frozen=True, slots=True)
-class Healthy(Message):
+class Healthy(Message, frozen=True, tag="healthy"):
     """`progress` only grows: tokens made plus steps of prefill, over all requests."""
 
-    TYPE: ClassVar[str] = "healthy"
     in_flight: Count
     progress: Count
     accepting: bool
     rejected: Count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Drain(Message):
+class Drain(Message, frozen=True, tag="drain"):
     """Refuse new work, finish what runs within `budget_ms`, then answer."""
 
-    TYPE: ClassVar[str] = "drain"
     budget_ms: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Drained(Message):
-    TYPE: ClassVar[str] = "drained"
+class Drained(Message, frozen=True, tag="drained"):
+    """The answer to `drain`: nothing is in flight."""
 
 
 # ---------------------------------------------------------------- backend → supervisor, unasked
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared(Message):
+class Prepared(Message, frozen=True, tag="prepared"):
     """Weights in place and everything ready but the KV cache, whose size is `kv_bytes`.
 
     `warnings` are for people: what works, and will cost them something they may not expect.
     """
 
-    TYPE: ClassVar[str] = "prepared"
     weights_bytes: Count
     kv_bytes: Count
     epoch: Sentence
@@ -121,19 +101,17 @@ class Prepared(Message):
     warnings: tuple[Sentence, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FaultReport(Message):
+class FaultReport(Message, frozen=True, tag="fault_report"):
     """Why the backend is about to end, in one sentence for people.
 
     `permanent` means that a relaunch cannot help (a checkpoint that is missing or broken): the
     supervisor ends with `exit_code`, 2 for a wrong argument and 1 for everything else.
     """
 
-    TYPE: ClassVar[str] = "fault_report"
     code: Id
     message: Sentence
     permanent: bool
-    exit_code: Annotated[int, Range(1, 2)] = 1
+    exit_code: Annotated[int, Meta(ge=1, le=2)] = 1
 
 
 CHANNEL = Catalogue(
@@ -154,109 +132,87 @@ CHANNEL = Catalogue(
 # ---------------------------------------------------------------- the control socket
 
 
-@dataclass(frozen=True, slots=True)
-class Ok(Message):
-    TYPE: ClassVar[str] = "ok"
+class Ok(Message, frozen=True, tag="ok"):
     detail: Sentence = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Register(Message):
+class Register(Message, frozen=True, tag="register"):
     """A process of the backend, after it holds the witness; the descriptor is its lifeline, where
     it has one."""
 
-    TYPE: ClassVar[str] = "register"
-    FDS: ClassVar[tuple[int, int]] = (0, 1)
+    FDS = (0, 1)
     incarnation: Id
     name: Name
     pid: Pid
 
 
-@dataclass(frozen=True, slots=True)
-class Registered(Message):
-    TYPE: ClassVar[str] = "registered"
+class Registered(Message, frozen=True, tag="registered"):
+    """The answer to `register`."""
 
 
-@dataclass(frozen=True, slots=True)
-class MayLoad(Message):
+class MayLoad(Message, frozen=True, tag="may_load"):
     """A rank has come to the weights. Answered by `load` once it may go on, which can take hours
     where another engine is loading: poll the connection's end, not a clock."""
 
-    TYPE: ClassVar[str] = "may_load"
     incarnation: Id
     rank: Rank
-    ranks: Annotated[int, Range(1, RANKS_MAX)] = 1
+    ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Load(Message):
+class Load(Message, frozen=True, tag="load"):
     """`rw_or_ro`: write if nothing is committed (the loader lock is held, under `token`).
     `ro`: only ever import."""
 
-    TYPE: ClassVar[str] = "load"
-    mode: Annotated[str, Length(2, 8)]
+    mode: Annotated[str, Meta(min_length=2, max_length=8)]
     token: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Attached(Message):
+class Attached(Message, frozen=True, tag="attached"):
     """A rank has its weights mapped. `identity` is the part that does not depend on the rank."""
 
-    TYPE: ClassVar[str] = "attached"
     incarnation: Id
     rank: Rank
     epoch: Sentence
     identity: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Broken(Message):
+class Broken(Message, frozen=True, tag="broken"):
     """Why a process of the backend is about to end; the other fields are those of `FaultReport`.
 
     For a process that has no other way to say it: what its parent says of it comes late, and is
     about the parent.
     """
 
-    TYPE: ClassVar[str] = "broken"
     incarnation: Id
     code: Id
     message: Sentence
     permanent: bool
-    exit_code: Annotated[int, Range(1, 2)] = 1
+    exit_code: Annotated[int, Meta(ge=1, le=2)] = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover(Message):
+class Leftover(Message, frozen=True, tag="leftover"):
     """A file that a process of the backend uses and does not keep open, so that nothing in /proc
     shows whose it is; to be removed after the incarnation."""
 
-    TYPE: ClassVar[str] = "leftover"
     incarnation: Id
-    path: Annotated[str, Length(1, 4096)]
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
-@dataclass(frozen=True, slots=True)
-class Leave(Message):
+class Leave(Message, frozen=True, tag="drain"):
     """What SIGTERM says: leave the queue, or drain, then end. Answered by `ok` at once."""
 
-    TYPE: ClassVar[str] = "drain"
 
-
-@dataclass(frozen=True, slots=True)
-class Kill(Message):
+class Kill(Message, frozen=True, tag="kill"):
     """Rehearse a death: `supervisor`, or `backend-<name>` of a registered process. `is_stop`: with
     SIGSTOP, so that it hangs and has to be found out."""
 
-    TYPE: ClassVar[str] = "kill"
     target: Name
     is_stop: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Killing(Message):
+class Killing(Message, frozen=True, tag="killing"):
     """`mono_ms` is CLOCK_MONOTONIC at the signal (for `supervisor`, just before it)."""
 
-    TYPE: ClassVar[str] = "killing"
     pid: Pid
     mono_ms: float
 

@@ -8,15 +8,16 @@ Manifests are bytes, which `gms/core/manifest.py` makes and reads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from gms.core.capacity import SLABS_MAX
 from plumbing.part.observe import EventRecord as EventRecord
 from plumbing.part.observe import Status as Status
 from plumbing.part.observe import StatusReply as StatusReply
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
-from plumbing.wire.messages import Catalogue, Length, Message, Range
+from plumbing.wire.messages import Catalogue, Message
 
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
 WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: longer waits are a unit mistaken for another
@@ -25,39 +26,33 @@ EVENT_ID_MAX = 2**62  # a thousand a second for a hundred million years
 REQUEST_BYTES_MAX = 512 * 1024  # of every frame but those with a manifest: an identity is half
 DETAIL_LENGTH_MAX = 2048  # a sentence of a driver or a canary, not a core dump
 
-Name = Annotated[str, Length(1, 128)]
-Bytes = Annotated[int, Range(0, BYTES_MAX)]
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Bytes = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
 
 
-@dataclass(frozen=True, slots=True)
-class Attach(Message):
+class Attach(Message, frozen=True, tag="attach"):
     """Ask for the device's memory; `mode` is `rw`, `ro` or `rw_or_ro`."""
 
-    TYPE: ClassVar[str] = "attach"
     engine: Name
     incarnation: Name
     mode: Name
     identity: dict[str, Any] | None = None
-    rank: Annotated[int, Range(0, RANKS_MAX)] = 0
-    wait_ms: Annotated[int, Range(0, WAIT_MS_MAX)] = 0
+    rank: Annotated[int, Meta(ge=0, le=RANKS_MAX)] = 0
+    wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
     replace: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting(Message):
+class Waiting(Message, frozen=True, tag="waiting"):
     """Not yet: `reason` is a code, `message` names what is waited for. Sent at every change."""
 
-    TYPE: ClassVar[str] = "waiting"
     reason: str
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Attached(Message):
+class Attached(Message, frozen=True, tag="attached"):
     """The committed epoch, with read-only descriptors of slabs `first`, `first` + 1, …"""
 
-    TYPE: ClassVar[str] = "attached"
-    FDS: ClassVar[tuple[int, int]] = (0, FDS_PER_FRAME_MAX)
+    FDS = (0, FDS_PER_FRAME_MAX)
     epoch: str
     epoch_file: str  # a name in the service's directory, which containers may mount anywhere
     identity: dict[str, Any]
@@ -67,21 +62,17 @@ class Attached(Message):
     first: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Slabs(Message):
+class Slabs(Message, frozen=True, tag="slabs"):
     """More descriptors of the same answer, from slab `first` on."""
 
-    TYPE: ClassVar[str] = "slabs"
-    FDS: ClassVar[tuple[int, int]] = (1, FDS_PER_FRAME_MAX)
+    FDS = (1, FDS_PER_FRAME_MAX)
     epoch: str
     first: int
 
 
-@dataclass(frozen=True, slots=True)
-class Writing(Message):
+class Writing(Message, frozen=True, tag="writing"):
     """RW is granted; hold a shared flock on `epoch_file` before the first `allocate`."""
 
-    TYPE: ClassVar[str] = "writing"
     epoch: str
     epoch_file: str
     capacity_bytes: Bytes
@@ -89,175 +80,135 @@ class Writing(Message):
     granularity_bytes: Bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Allocate(Message):
-    TYPE: ClassVar[str] = "allocate"
-    size_bytes: Annotated[int, Range(1, BYTES_MAX)]
+class Allocate(Message, frozen=True, tag="allocate"):
+    size_bytes: Annotated[int, Meta(ge=1, le=BYTES_MAX)]
 
 
-@dataclass(frozen=True, slots=True)
-class Allocated(Message):
+class Allocated(Message, frozen=True, tag="allocated"):
     """A new slab (numbered from 0) with its writable descriptor."""
 
-    TYPE: ClassVar[str] = "allocated"
-    FDS: ClassVar[tuple[int, int]] = (1, 1)
+    FDS = (1, 1)
     slab: int
     size_bytes: Bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Progress(Message):
+class Progress(Message, frozen=True, tag="progress"):
     """The writer lives and has placed so much; has no answer."""
 
-    TYPE: ClassVar[str] = "progress"
     done_bytes: Bytes
     total_bytes: Bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Commit(Message):
+class Commit(Message, frozen=True, tag="commit"):
     """Publish what was written. The writer has mapped every slab read-only before it says so."""
 
-    TYPE: ClassVar[str] = "commit"
     identity: dict[str, Any]
     manifest: bytes
     layout_hash: str
 
 
-@dataclass(frozen=True, slots=True)
-class Committed(Message):
+class Committed(Message, frozen=True, tag="committed"):
     """Published, sealed and on disk; the session goes on as RO."""
 
-    TYPE: ClassVar[str] = "committed"
     epoch: str
 
 
-@dataclass(frozen=True, slots=True)
-class Rejoin(Message):
+class Rejoin(Message, frozen=True, tag="rejoin"):
     """A session ended with its server: say what this process maps, to be its reader again.
     `was_committed` is false for a writer whose commit was not answered."""
 
-    TYPE: ClassVar[str] = "rejoin"
     engine: Name
     incarnation: Name
     epoch: Name
-    slab_sizes: Annotated[tuple[Bytes, ...], Length(0, SLABS_MAX)]
+    slab_sizes: Annotated[tuple[Bytes, ...], Meta(max_length=SLABS_MAX)]
     was_committed: bool
-    rank: Annotated[int, Range(0, RANKS_MAX)] = 0
+    rank: Annotated[int, Meta(ge=0, le=RANKS_MAX)] = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Rejoined(Message):
+class Rejoined(Message, frozen=True, tag="rejoined"):
     """Registered. Another answer to `rejoin` is `wanted`."""
 
-    TYPE: ClassVar[str] = "rejoined"
     epoch: str
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted(Message):
+class Wanted(Message, frozen=True, tag="wanted"):
     """The service has lost this epoch: hand it back with `offer`."""
 
-    TYPE: ClassVar[str] = "wanted"
     epoch: str
 
 
-@dataclass(frozen=True, slots=True)
-class Offer(Message):
+class Offer(Message, frozen=True, tag="offer"):
     """The epoch, with the read-only descriptors of its first slabs; more come in `slabs`."""
 
-    TYPE: ClassVar[str] = "offer"
-    FDS: ClassVar[tuple[int, int]] = (0, FDS_PER_FRAME_MAX)
+    FDS = (0, FDS_PER_FRAME_MAX)
     epoch: Name
     identity: dict[str, Any]
     manifest: bytes
     layout_hash: Name
 
 
-@dataclass(frozen=True, slots=True)
-class Condemn(Message):
+class Condemn(Message, frozen=True, tag="condemn"):
     """The bytes are bad: `why` is `device_error` or `canary`. Has no answer: its sender is about
     to end."""
 
-    TYPE: ClassVar[str] = "condemn"
     why: Name
-    detail: Annotated[str, Length(0, DETAIL_LENGTH_MAX)]
+    detail: Annotated[str, Meta(max_length=DETAIL_LENGTH_MAX)]
 
 
-@dataclass(frozen=True, slots=True)
-class DigestWanted(Message):
+class DigestWanted(Message, frozen=True, tag="digest_wanted"):
     """A reader is asked for the digest of its epoch's bytes."""
 
-    TYPE: ClassVar[str] = "digest_wanted"
     epoch: str
 
 
-@dataclass(frozen=True, slots=True)
-class Digest(Message):
+class Digest(Message, frozen=True, tag="digest"):
     """SHA-256, in hex, of all slabs in order: unasked by the writer after its commit, or the
     answer to `digest_wanted`. None: this reader has better things to do, or, with `is_coming`, it
     has begun and answers again."""
 
-    TYPE: ClassVar[str] = "digest"
-    digest: Annotated[str, Length(64, 64)] | None
+    digest: Annotated[str, Meta(min_length=64, max_length=64)] | None
     is_coming: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Verify(Message):
+class Verify(Message, frozen=True, tag="verify"):
     """Ask whether the committed bytes are still those that were written."""
 
-    TYPE: ClassVar[str] = "verify"
 
-
-@dataclass(frozen=True, slots=True)
-class Verified(Message):
+class Verified(Message, frozen=True, tag="verified"):
     """`expected` is None while the writer has not computed it."""
 
-    TYPE: ClassVar[str] = "verified"
     epoch: str
     expected: str | None
     found: str
     reader: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drop(Message):
+class Drop(Message, frozen=True, tag="drop"):
     """Take the committed epoch out of service."""
 
-    TYPE: ClassVar[str] = "drop"
     epoch: Name | None = None
     even_if_mapped: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped(Message):
+class Dropped(Message, frozen=True, tag="dropped"):
     """Done; its memory is freed when the last of `readers` leaves."""
 
-    TYPE: ClassVar[str] = "dropped"
     epoch: str
     readers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Watch(Message):
+class Watch(Message, frozen=True, tag="watch"):
     """Stay and be told: a `status_reply`, with `since` the kept events after that id, then every
     event as it happens. A server that was restarted counts its ids from 1 again."""
 
-    TYPE: ClassVar[str] = "watch"
-    since: Annotated[int, Range(0, EVENT_ID_MAX)] | None = None
+    since: Annotated[int, Meta(ge=0, le=EVENT_ID_MAX)] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Inspect(Message):
+class Inspect(Message, frozen=True, tag="inspect"):
     """Ask for every epoch with its slabs, readers and tensors."""
 
-    TYPE: ClassVar[str] = "inspect"
 
-
-@dataclass(frozen=True, slots=True)
-class InspectReply(Message):
-    TYPE: ClassVar[str] = "inspect_reply"
+class InspectReply(Message, frozen=True, tag="inspect_reply"):
     document: dict[str, Any]
 
 

@@ -8,9 +8,6 @@ descriptor, one range of addresses for all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from gms import messages as msg
 from gms import names
 from gms.server.server import DeviceServer
@@ -25,34 +22,26 @@ from plumbing.wire.messages import Catalogue, Fault, Hello, Message, Welcome
 from plumbing.wire.server import Server
 
 
-@dataclass(frozen=True, slots=True)
-class Describe(Message):
+class Describe(Message, frozen=True, tag="describe"):
     """What is allocation `slab` of the epoch?"""
 
-    TYPE: ClassVar[str] = "describe"
     epoch: str
     slab: int
 
 
-@dataclass(frozen=True, slots=True)
-class Described(Message):
-    TYPE: ClassVar[str] = "described"
+class Described(Message, frozen=True, tag="described"):
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Export(Message):
+class Export(Message, frozen=True, tag="export"):
     """Its descriptor, please."""
 
-    TYPE: ClassVar[str] = "export"
     epoch: str
     slab: int
 
 
-@dataclass(frozen=True, slots=True)
-class Exported(Message):
-    TYPE: ClassVar[str] = "exported"
-    FDS: ClassVar[tuple[int, int]] = (1, 1)
+class Exported(Message, frozen=True, tag="exported"):
+    FDS = (1, 1)
 
 
 ADDED = (Describe, Described, Export, Exported)
@@ -64,7 +53,7 @@ class PerAllocationServer(DeviceServer):
 
     def __init__(self, directory: str, device: str, memory: Memory, capacity_bytes: int) -> None:
         super().__init__(directory, device, memory, capacity_bytes)
-        every = msg.CATALOGUE._classes.values()
+        every = msg.CATALOGUE.classes.values()
         known = [cls for cls in every if cls not in (Hello, Welcome, Fault)]  # in all catalogues
         catalogue = Catalogue(*known, *ADDED, frame_bytes_max=MANIFEST_FRAME_BYTES_MAX)
         path = names.socket_path(directory, device)

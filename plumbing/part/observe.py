@@ -7,10 +7,11 @@ holds anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from plumbing.wire.messages import Message, Range
+from msgspec import Meta
+
+from plumbing.wire.messages import Message
 
 EVENT_ID_MAX = 2**63 - 1
 
@@ -19,24 +20,17 @@ EVENT_ID_MAX = 2**63 - 1
 KEPT_BYTES_MAX = 4 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Status(Message):
-    TYPE: ClassVar[str] = "status"
+class Status(Message, frozen=True, tag="status"):
+    """Ask for the status document, once."""
 
 
-@dataclass(frozen=True, slots=True)
-class StatusReply(Message):
-    TYPE: ClassVar[str] = "status_reply"
+class StatusReply(Message, frozen=True, tag="status_reply"):
     document: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Watch(Message):
-    TYPE: ClassVar[str] = "watch"
-    since: Annotated[int, Range(0, EVENT_ID_MAX)] | None = None
+class Watch(Message, frozen=True, tag="watch"):
+    since: Annotated[int, Meta(ge=0, le=EVENT_ID_MAX)] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EventRecord(Message):
-    TYPE: ClassVar[str] = "event"
+class EventRecord(Message, frozen=True, tag="event"):
     record: dict[str, Any]

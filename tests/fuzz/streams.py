@@ -8,7 +8,6 @@ merged and flipped anywhere.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import typing
 from collections.abc import Iterator
@@ -16,11 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgpack
+import msgspec
 from hypothesis import strategies as st
 
 from plumbing.wire.frames import HEADER, MAGIC, VERSION
 from plumbing.wire.limits import FDS_PER_FRAME_MAX
-from plumbing.wire.messages import Catalogue, Length, Message, Range
+from plumbing.wire.messages import Catalogue, Message, type_of
 
 CORPUS = Path(__file__).parent / "corpus"
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))  # 0: a short run, with every test run
@@ -37,7 +37,7 @@ def keep(script: bytes, name: str) -> None:
 
 
 def classes(catalogue: Catalogue) -> list[type[Message]]:
-    return list(catalogue._classes.values())
+    return list(catalogue.classes.values())
 
 
 # Fields whose plainest value says nothing.
@@ -50,16 +50,16 @@ def value_of(hint: Any) -> Any:
     if origin is Annotated:
         base, *bounds = typing.get_args(hint)
         for bound in bounds:
-            if isinstance(bound, Range):
-                return bound.least
-            if isinstance(bound, Length):
-                return "x" * bound.least if base is str else value_of(base)
+            if base is int:
+                return bound.ge
+            if base is str:
+                return "x" * (bound.min_length or 0)
         return value_of(base)
     if origin is tuple:
         return []
     if origin is dict:
         return {}
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return body_of(hint)
     plain = {str: "ro", int: 1, float: 0.5, bool: True, bytes: b"", Any: None}
     return plain.get(hint)  # None for X | None
@@ -67,7 +67,7 @@ def value_of(hint: Any) -> Any:
 
 def body_of(cls: type[Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    body = {field.name: value_of(hints[field.name]) for field in dataclasses.fields(cls)}
+    body = {name: value_of(hints[name]) for name in cls.__struct_fields__}
     return {name: WORDS.get(name, value) for name, value in body.items()}
 
 
@@ -79,7 +79,7 @@ def frame(payload: bytes, fds: int = 0, length: int | None = None) -> bytes:
 
 def valid(cls: type[Message], request_id: int = 1) -> bytes:
     """The payload of a plain message of `cls`."""
-    packed: bytes = msgpack.packb({"type": cls.TYPE, "id": request_id, **body_of(cls)})
+    packed: bytes = msgpack.packb({"type": type_of(cls), "id": request_id, **body_of(cls)})
     return packed
 
 
@@ -87,7 +87,7 @@ def seeds(catalogue: Catalogue) -> Iterator[tuple[str, bytes]]:
     """One script for every message, and one for every way that was once found to break a server."""
     for cls in classes(catalogue):
         least = cls.FDS[0]
-        yield f"valid-{cls.TYPE}", bytes([least]) + frame(valid(cls), least)
+        yield f"valid-{type_of(cls)}", bytes([least]) + frame(valid(cls), least)
     hello = frame(msgpack.packb({"type": "hello", "id": 1}))
     yield "many-hellos", b"\0" + hello * 200
     yield "fds-nobody-announced", b"\5" + hello
@@ -129,7 +129,7 @@ anything: st.SearchStrategy[Any] = st.recursive(
 def payloads(draw: st.DrawFn, catalogue: Catalogue) -> bytes:
     """A message of the catalogue, with up to three of its fields replaced, removed or added."""
     cls = draw(st.sampled_from(classes(catalogue)))
-    body = {"type": cls.TYPE, "id": draw(st.integers(0, 3)), **body_of(cls)}
+    body = {"type": type_of(cls), "id": draw(st.integers(0, 3)), **body_of(cls)}
     for _ in range(draw(st.integers(0, 3))):
         name = draw(st.sampled_from([*body, "surplus"]) if body else st.just("surplus"))
         if draw(st.booleans()):

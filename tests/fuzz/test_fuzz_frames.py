@@ -25,7 +25,7 @@ from plumbing.errors import ProtocolError
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import FrameDecoder
 from plumbing.wire.limits import FRAME_BYTES_MAX
-from plumbing.wire.messages import Catalogue, Hello, Welcome, fault_of
+from plumbing.wire.messages import Catalogue, Hello, Welcome, fault_of, type_of
 from tests.fuzz.streams import EXAMPLES, classes, corpus, frame, keep, scripts, seeds, valid
 from tests.gms.bench import DEVICE, IDENTITY, GmsProcess
 from tests.helpers import open_fds, until
@@ -108,7 +108,7 @@ def test_any_script_is_decoded_or_refused(name: str):
     run()
 
 
-@pytest.mark.parametrize("cls", classes(GMS), ids=lambda cls: cls.TYPE)
+@pytest.mark.parametrize("cls", classes(GMS), ids=type_of)
 def test_valid_frame_split_at_every_byte_is_one_message(cls: type):
     """Goal: where a frame is cut changes nothing. Method: every message, cut at every byte."""
     whole = frame(valid(cls), 0)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from engine.messages import RANKS_MAX, Count, Id, Rank, Sentence
-from plumbing.wire.messages import Catalogue, Length, Message, Range
+from plumbing.wire.messages import Catalogue, Message
 
 LINK_ENV = "UNDERSTUDY_LINK"  # the number of the model process's end, in its environment
 # Its sockets to the other ranks, comma-separated: on rank 0 those to ranks 1, 2, …, else one.
@@ -31,28 +32,24 @@ PROMPT_BYTES_UNFINISHED_MAX = PROMPT_BYTES_MAX + (1 << 20)
 FRAME_BYTES_MAX = PROMPT_BYTES_MAX + (64 << 10)
 REQUESTS_UNFINISHED_MAX = 1024  # each costs a task and its chunks here; far above slots and queue
 
-TokenId = Annotated[int, Range(0, 2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Configure(Message):
+class Configure(Message, frozen=True, tag="configure"):
     """The first frame: what the command line said. `max_context` None: what fits."""
 
-    TYPE: ClassVar[str] = "configure"
     directory: str
-    slots: Annotated[int, Range(1, 1024)]
-    max_context: Annotated[int, Range(2, PROMPT_TOKENS_MAX)] | None
+    slots: Annotated[int, Meta(ge=1, le=1024)]
+    max_context: Annotated[int, Meta(ge=2, le=PROMPT_TOKENS_MAX)] | None
     kv_bytes: Count | None
     is_standalone: bool
     rank: Rank = 0
-    ranks: Annotated[int, Range(1, RANKS_MAX)] = 1
+    ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Ready(Message):
+class Ready(Message, frozen=True, tag="ready"):
     """Weights mapped, decoder tried, no KV. Sizes are of the rank that says so."""
 
-    TYPE: ClassVar[str] = "ready"
     weights_bytes: Count
     kv_bytes: Count
     max_context: Count
@@ -62,40 +59,30 @@ class Ready(Message):
     identity: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class TakeMemory(Message):
+class TakeMemory(Message, frozen=True, tag="take_memory"):
     """Allocate the KV cache; answered by `taken`."""
 
-    TYPE: ClassVar[str] = "take_memory"
 
-
-@dataclass(frozen=True, slots=True)
-class Taken(Message):
-    TYPE: ClassVar[str] = "taken"
+class Taken(Message, frozen=True, tag="taken"):
     kv_bytes: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Check(Message):
+class Check(Message, frozen=True, tag="check"):
     """Run the canary; answered by `checked`."""
 
-    TYPE: ClassVar[str] = "check"
 
-
-@dataclass(frozen=True, slots=True)
-class Checked(Message):
-    TYPE: ClassVar[str] = "checked"
+class Checked(Message, frozen=True, tag="checked"):
     ok: bool
     detail: Sentence
 
 
-@dataclass(frozen=True, slots=True)
-class Submit(Message):
+class Submit(Message, frozen=True, tag="submit"):
     """Generate; answered by `token` after `token`, or by one `refused`."""
 
-    TYPE: ClassVar[str] = "submit"
     request: Count
-    prompt: Annotated[bytes, Length(TOKEN_BYTES, PROMPT_BYTES_MAX)]  # see `pack`
+    prompt: Annotated[
+        bytes, Meta(min_length=TOKEN_BYTES, max_length=PROMPT_BYTES_MAX)
+    ]  # see `pack`
     max_tokens: Count
     temperature: float
     top_p: float
@@ -105,25 +92,20 @@ class Submit(Message):
     stop_token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel(Message):
+class Cancel(Message, frozen=True, tag="cancel"):
     """Nobody waits for it any more. Answered by nothing; a last token may be on its way."""
 
-    TYPE: ClassVar[str] = "cancel"
     request: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
+class Alternative(Struct, frozen=True, forbid_unknown_fields=True):
     token: int
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class Token(Message):
+class Token(Message, frozen=True, tag="token"):
     """One token of one request. `finish_reason` "stop": it is the stop token and has no text."""
 
-    TYPE: ClassVar[str] = "token"
     request: Count
     token: TokenId
     progress: Count
@@ -132,32 +114,26 @@ class Token(Message):
     top: tuple[Alternative, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Refused(Message):
-    TYPE: ClassVar[str] = "refused"
+class Refused(Message, frozen=True, tag="refused"):
     request: Count
     code: Id
     message: Sentence
     is_usage: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Progressed(Message):
+class Progressed(Message, frozen=True, tag="progressed"):
     """A prefill step was done, which makes no token."""
 
-    TYPE: ClassVar[str] = "progressed"
     progress: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Failed(Message):
+class Failed(Message, frozen=True, tag="failed"):
     """The model process ends now, and why. The fields are those of `FaultReport`."""
 
-    TYPE: ClassVar[str] = "failed"
     code: Id
     message: Sentence
     permanent: bool
-    exit_code: Annotated[int, Range(1, 5)]
+    exit_code: Annotated[int, Meta(ge=1, le=5)]
 
 
 LINK = Catalogue(

@@ -5,40 +5,34 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import uvloop
+from msgspec import Meta, Struct
 
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.messages import Catalogue, Length, Message, Range
+from plumbing.wire.messages import Catalogue, Message
 from plumbing.wire.server import Server
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Echo(Message):
-    TYPE: ClassVar[str] = "echo"
-    FDS: ClassVar[tuple[int, int]] = (0, 250)
-    text: Annotated[str, Length(0, 100_000)] = ""
-    count: Annotated[int, Range(0, 1000)] = 0
+class Echo(Message, frozen=True, tag="echo"):
+    FDS = (0, 250)
+    text: Annotated[str, Meta(max_length=100_000)] = ""
+    count: Annotated[int, Meta(ge=0, le=1000)] = 0
     ratio: float = 0.0
     parts: tuple[Part, ...] = ()
     extra: dict[str, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse(Message):
+class Refuse(Message, frozen=True, tag="refuse"):
     """Asks the server for an error."""
-
-    TYPE: ClassVar[str] = "refuse"
 
 
 CATALOGUE = Catalogue(Echo, Refuse)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any
 
 import msgpack
 import pytest
@@ -53,10 +52,10 @@ def test_message_round_trip_is_identity(message: Echo, request_id: int):
         ({"type": "echo", "id": 1, "parts": {}}, "wire.bad_field", "echo.parts"),
         ({"type": "echo", "id": 1, "parts": [1]}, "wire.bad_field", "echo.parts[0]"),
         ({"type": "echo", "id": 1, "parts": [{"name": "a"}]}, "wire.missing_field", "size"),
-        ({"type": "echo", "id": 1, "extra": {"a": "b"}}, "wire.bad_field", "echo.extra.a"),
+        ({"type": "echo", "id": 1, "extra": {"a": "b"}}, "wire.bad_field", "echo.extra[...]"),
         ({"type": "echo", "id": 1, "extra": [1]}, "wire.bad_field", "echo.extra"),
-        ({"type": "echo", "id": 1, "extra": {b"a": 1}}, "wire.bad_field", "string keys"),
-        ({"type": "error", "id": 1, "code": "x"}, "wire.missing_field", "details"),
+        ({"type": "echo", "id": 1, "extra": {b"a": 1}}, "wire.bad_field", "`key` in `echo.extra`"),
+        ({"type": "error", "id": 1, "code": "x"}, "wire.missing_field", "message"),
     ],
 )
 def test_message_broken_body_names_the_field(body: Any, code: str, named: str):
@@ -101,43 +100,23 @@ def test_message_wrong_number_of_fds_is_refused():
         CATALOGUE.decode(payload, 1)
 
 
-def test_catalogue_refuses_what_cannot_travel():
+def test_catalogue_refuses_a_message_that_cannot_be_decoded():
     """Goal: a mistake in a message is found when the catalogue is made, not on the wire."""
 
-    @dataclass(frozen=True, slots=True)
-    class Reserved(Message):
-        TYPE: ClassVar[str] = "reserved"
+    class Reserved(Message, frozen=True, tag="reserved"):
         id: int
 
-    @dataclass(frozen=True, slots=True)
-    class Untyped(Message):
-        TYPE: ClassVar[str] = "untyped"
-        thing: set[int]
+    class Duplicate(Message, frozen=True, tag="hello"):
+        pass
 
-    @dataclass(frozen=True, slots=True)
-    class Twice(Message):
-        TYPE: ClassVar[str] = "hello"
+    class Ambiguous(Message, frozen=True, tag="ambiguous"):
+        items: list[int] | tuple[str, ...]
 
-    @dataclass(frozen=True, slots=True)
-    class Pair(Message):
-        TYPE: ClassVar[str] = "pair"
-        both: tuple[int, str]
-
-    @dataclass(frozen=True, slots=True)
-    class ByNumber(Message):
-        TYPE: ClassVar[str] = "by_number"
-        names: dict[int, str]
-
-    @dataclass(frozen=True, slots=True)
-    class Either(Message):
-        TYPE: ClassVar[str] = "either"
-        thing: int | str
-
-    for broken in (Reserved, Untyped, Twice, Pair, ByNumber, Either):
+    for broken in (Reserved, Duplicate, Ambiguous):
         with pytest.raises(TypeError):
             Catalogue(broken)
     with pytest.raises(TypeError):
-        Catalogue().encode(Twice())
+        Catalogue().encode(Duplicate())
 
 
 class Mood(StrEnum):

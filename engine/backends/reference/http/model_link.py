@@ -14,9 +14,10 @@ import itertools
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from engine.backends.reference.http.spawn import ModelProcess
 from engine.backends.reference.link import (

@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from engine.backends.process import child_environment
 from engine.backends.reference.link import LINK, LINK_ENV, PEERS_ENV, Configure
@@ -37,7 +39,10 @@ def spawn(settings: Configure) -> list[ModelProcess]:
     pairs = [socket.socketpair() for _ in range(1, settings.ranks)]
     peers = [[leads for leads, _ in pairs], *([follows] for _, follows in pairs)]
     try:
-        return [_spawn(replace(settings, rank=rank), sockets) for rank, sockets in enumerate(peers)]
+        return [
+            _spawn(structs.replace(settings, rank=rank), sockets)
+            for rank, sockets in enumerate(peers)
+        ]
     finally:
         for pair in pairs:
             for sock in pair:

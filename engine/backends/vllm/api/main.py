@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from msgspec import structs
 
 from engine.backends import asks_for_help, process
 from engine.messages import FaultReport
@@ -98,7 +99,7 @@ async def _run(args: argparse.Namespace, body_max: int | None, channel: ChannelT
     front = await Front.start(engine, args, sock, body_max)
     backend = Backend(engine, front, progress)
     prepared = await backend.prepare()
-    channel.prepared(backend, dataclasses.replace(prepared, warnings=warnings))
+    channel.prepared(backend, structs.replace(prepared, warnings=warnings))
     await backend.watch(lambda error: channel.end(process.fault_report(error)))
 
 
