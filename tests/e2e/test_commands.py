@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from plumbing.service.procfs import children, descendants, rss_bytes
+from plumbing.service.procfs import children, descendants
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.e2e.processes import Processes, port_flags, same_fds, settled_fds
 from tests.helpers import until
@@ -106,14 +106,13 @@ def test_drill_of_processes_that_hang_finds_each_of_them_out(
 
 
 def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(home: PodHome):
-    """Goal: no descriptor and no memory per kill, whole again after it. Method: `--attach`, each
-    target once, /proc of both before and after."""
+    """Goal: kills leak no descriptors, and the pod is whole again. Method: `--attach`, each target
+    once; the descriptors of both before and after."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
         watched = [pod.pid("lockserver"), pod.pid("gms"), pod.gms_server()]
         fds = await settled_fds(watched)
-        memory = {pid: rss_bytes(pid) for pid in watched}
         process = await asyncio.create_subprocess_exec(
             *(UNDERSTUDY, "drill", "--attach", "--yes", "--kills=3", "--json"),
             f"--dir={pod.directory}",
@@ -130,8 +129,6 @@ def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(hom
         assert killed == [before.engine, other, before.engine]
         assert (after.engine, after.standbys) == (other, (before.engine,))
         await same_fds(fds)
-        for pid in watched:
-            assert (rss_bytes(pid) or 0) <= 1.05 * (memory[pid] or 0)
 
     home.run(scenario)
 

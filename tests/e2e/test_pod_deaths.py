@@ -202,22 +202,6 @@ async def incarnations(pod: Pod) -> list[str]:
     return [part["engine"]["incarnation"] for part in (await pod.view())["engines"]]
 
 
-def test_memory_of_supervisors_and_lock_server_after_requests(home: PodHome):
-    """Goal: supervisors at most 64 MiB resident, the lock server 56. Method: /proc, after use."""
-    from plumbing.service.procfs import rss_bytes
-
-    async def scenario(pod: Pod) -> None:
-        async with pod.load() as load:
-            await load.answers(50)
-        used = {name: (rss_bytes(pid) or 0) >> 20 for name, pid in pod.runner.pids().items()}
-        assert used["engine-0"] <= 64
-        assert used["engine-1"] <= 64
-        assert used["lockserver"] <= 56
-        assert used["gms"] <= 64
-
-    home.run(scenario)
-
-
 def test_witness_of_a_dead_standby_is_cleared_away(home: PodHome):
     """Goal: the directory does not grow with deaths. Method: kill the standby's backend, then look:
     its witness gone, one new one."""

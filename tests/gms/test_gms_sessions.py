@@ -10,7 +10,6 @@ import pytest
 
 from gms.client import Reader, Writer
 from plumbing.errors import InvariantError, RemoteError, UnderstudyError
-from plumbing.service.procfs import rss_bytes
 from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess
 from tests.helpers import open_fds, until
 
@@ -180,14 +179,13 @@ def test_replaced_epoch_lives_until_its_last_reader_leaves(gms: GmsProcess):
         new.close()
 
 
-def test_descriptors_and_memory_are_flat_over_many_attachments(gms: GmsProcess):
+def test_descriptors_are_flat_over_many_attachments(gms: GmsProcess):
     """100 readers come and go, half of them unasked for: the server is as it was."""
     with gms.load(8 * MIB):
         for _ in range(10):
             gms.reader().close()
         until(lambda: len(gms.status()["sessions"]) == 1, "the readers to be gone")
-        fds, memory = len(open_fds(gms.pid)), rss_bytes(gms.pid)
-        assert memory is not None
+        fds = len(open_fds(gms.pid))
         mine = len(open_fds())
         for index in range(100):
             if index % 2:
@@ -198,8 +196,6 @@ def test_descriptors_and_memory_are_flat_over_many_attachments(gms: GmsProcess):
         # The first count may include connections that were just being closed: so no more, not ==.
         until(lambda: len(open_fds(gms.pid)) <= fds, "the server's descriptors to be as before")
         assert len(open_fds()) == mine
-        grown = (rss_bytes(gms.pid) or 0) - memory
-        assert grown < 2 * MIB
 
 
 def test_many_clients_race_for_one_load(gms: GmsProcess, client: Start):

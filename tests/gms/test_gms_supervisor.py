@@ -18,13 +18,11 @@ import pytest
 
 from gms.client import Reader, open_session
 from plumbing.service import procfs
-from plumbing.service.config import size_bytes
 from tests.gms.bench import IDENTITY, GmsProcess
 from tests.gms.kinds import host_only
 from tests.helpers import until
 from tests.standin import build
 
-RSS_MAX = size_bytes("64MiB")
 DEVICES = {"host": ("HOST-0", "HOST-1"), "cuda": (build.GPU_A, build.GPU_B)}
 
 
@@ -124,7 +122,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_startup_is_ok_when_every_socket_answers(serve: Serve):
-    """/startup goes 503 → 200; then every device's socket takes a session. Memory is modest."""
+    """/startup goes 503 → 200; then every device's socket takes a session."""
     serve.started()
     assert serve.get("/live")[0] == serve.get("/ready")[0] == 200
     for device in (serve.first, serve.second):
@@ -133,9 +131,6 @@ def test_startup_is_ok_when_every_socket_answers(serve: Serve):
             identity=IDENTITY, wait_s=20,
         )  # fmt: skip
         session.close()
-    pids = [serve.process.pid, *(device["pid"] for device in serve.devices())]
-    for pid in pids:
-        assert (procfs.rss_bytes(pid) or 0) <= RSS_MAX
 
 
 def test_metrics_are_there_from_the_first_scrape_and_follow(shared: Serve):

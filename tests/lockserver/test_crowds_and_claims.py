@@ -12,7 +12,6 @@ import pytest
 
 from lockserver.core.supervisors import SUPERVISORS_MAX
 from plumbing.errors import RemoteError, UnreachableError
-from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from tests.helpers import auntil, until
 from tests.lockserver.by_hand import Hand
@@ -21,7 +20,6 @@ from tests.lockserver.processes import ServerProcess
 
 WAITERS = 1000
 # What a thousand waiters may weigh: 24 KiB each is twice what was seen.
-CROWD_BYTES_MAX = WAITERS * 24 * 1024
 
 
 @contextlib.contextmanager
@@ -40,10 +38,6 @@ def in_line(server: ServerProcess) -> int:
     return server.lock()["waiters_total"]
 
 
-def rss(server: ServerProcess) -> int:
-    return procfs.rss_bytes(server.pid) or 0
-
-
 def code_of(hand: Hand, **claims) -> str:
     with hand.connect() as client:
         client.notify(hand.want(**claims))
@@ -60,11 +54,9 @@ def test_thousand_waiters_cost_the_holder_nothing_and_each_grant_is_one(
     server = start_server("--silent-ms", "60000")  # who waits here does not beat
     holder = start_engine("engine-0")
     assert holder.granted() == 1
-    before = rss(server)
     with crowd(pod_dir, WAITERS) as found:
         assert found == {"waiting": WAITERS, "refused": {}}
         assert in_line(server) == WAITERS
-        assert rss(server) - before < CROWD_BYTES_MAX
         assert server.lock()["holder"]["token"] == 1
         holder.close()
         until(lambda: server.lock()["state"] == "held", "the next grant")
