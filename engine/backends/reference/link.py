@@ -1,9 +1,9 @@
-"""What the HTTP process and the model processes say to each other, over a socketpair each.
+"""Messages between the HTTP process and the model processes, over a socket pair each.
 
-Owns the messages. All of them are notifications: one request of a kind is under way at a time,
-except `submit`, whose answers carry its number. Must not know text: prompts are token ids when
-they come here, and so is what comes back. Every tensor-parallel rank has such a link, for its
-settings, its memory and its last words; requests go to rank 0 only, which leads the others.
+Owns the messages. All of them are notifications: one request of a kind is in flight at a time,
+except `submit`, whose answers carry its number. Must not know text: prompts and answers are token
+ids here. Every tensor-parallel rank has such a link, for its settings, its memory and its failure;
+requests go to rank 0 only, which leads the others.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ TOKEN_BYTES = 4
 PROMPT_TOKENS_MAX = 1 << 20
 PROMPT_BYTES_MAX = PROMPT_TOKENS_MAX * TOKEN_BYTES
 # Prompts of all unfinished requests together. A connection is dropped when it holds two frames'
-# worth of unread bytes, and a client must never be able to bring that about.
+# worth of unread bytes, and a client must never be able to cause that.
 PROMPT_BYTES_UNFINISHED_MAX = PROMPT_BYTES_MAX + (1 << 20)
 FRAME_BYTES_MAX = PROMPT_BYTES_MAX + (64 << 10)
-REQUESTS_UNFINISHED_MAX = 1024  # each costs a task and its chunks here; far above slots and queue
 
+PackedPrompt = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=PROMPT_BYTES_MAX)]
+"""See `pack`."""
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-class Configure(Message, frozen=True, tag="configure"):
-    """The first frame: what the command line said. `max_context` None: what fits."""
+class ConfigureMsg(Message, frozen=True, tag="configure"):
+    """The first frame: the command line's settings. `max_context` None: what fits."""
 
     directory: str
     slots: Annotated[int, Meta(ge=1, le=1024)]
     max_context: Annotated[int, Meta(ge=2, le=PROMPT_TOKENS_MAX)] | None
     kv_bytes: Count | None
-    is_standalone: bool
     rank: Rank = 0
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
 
 
-class Ready(Message, frozen=True, tag="ready"):
-    """Weights mapped, decoder tried, no KV. Sizes are of the rank that says so."""
+class ReadyMsg(Message, frozen=True, tag="ready"):
+    """Weights mapped, decoder tried, no KV memory yet. Sizes are those of the sending rank."""
 
     weights_bytes: Count
     kv_bytes: Count
@@ -59,76 +59,64 @@ class Ready(Message, frozen=True, tag="ready"):
     identity: dict[str, Any]
 
 
-class TakeMemory(Message, frozen=True, tag="take_memory"):
+class TakeMemoryMsg(Message, frozen=True, tag="take_memory"):
     """Allocate the KV cache; answered by `taken`."""
 
 
-class Taken(Message, frozen=True, tag="taken"):
+class TakenMsg(Message, frozen=True, tag="taken"):
     kv_bytes: Count
 
 
-class Check(Message, frozen=True, tag="check"):
+class CheckMsg(Message, frozen=True, tag="check"):
     """Run the canary; answered by `checked`."""
 
 
-class Checked(Message, frozen=True, tag="checked"):
+class CheckedMsg(Message, frozen=True, tag="checked"):
     ok: bool
     detail: Sentence
 
 
-class Submit(Message, frozen=True, tag="submit"):
-    """Generate; answered by `token` after `token`, or by one `refused`."""
+class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
+    """How to choose a token. `temperature` 0 is greedy; `seed` None: a new one per request."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+class SubmitMsg(Message, frozen=True, tag="submit"):
+    """Generate; answered by one `token` message per token."""
 
     request: Count
-    prompt: Annotated[
-        bytes, Meta(min_length=TOKEN_BYTES, max_length=PROMPT_BYTES_MAX)
-    ]  # see `pack`
+    prompt: PackedPrompt
     max_tokens: Count
-    temperature: float
-    top_p: float
-    top_k: Count
-    seed: int | None
-    logprobs: Count | None
+    sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
 
 
-class Cancel(Message, frozen=True, tag="cancel"):
-    """Nobody waits for it any more. Answered by nothing; a last token may be on its way."""
+class CancelMsg(Message, frozen=True, tag="cancel"):
+    """The client has left. There is no answer; a last token may be on its way."""
 
     request: Count
 
 
-class Alternative(Struct, frozen=True, forbid_unknown_fields=True):
-    token: int
-    logprob: float
-
-
-class Token(Message, frozen=True, tag="token"):
+class TokenMsg(Message, frozen=True, tag="token"):
     """One token of one request. `finish_reason` "stop": it is the stop token and has no text."""
 
     request: Count
     token: TokenId
     progress: Count
     finish_reason: str | None = None
-    logprob: float | None = None
-    top: tuple[Alternative, ...] = ()
 
 
-class Refused(Message, frozen=True, tag="refused"):
-    request: Count
-    code: Id
-    message: Sentence
-    is_usage: bool
-
-
-class Progressed(Message, frozen=True, tag="progressed"):
+class ProgressedMsg(Message, frozen=True, tag="progressed"):
     """A prefill step was done, which makes no token."""
 
     progress: Count
 
 
-class Failed(Message, frozen=True, tag="failed"):
-    """The model process ends now, and why. The fields are those of `FaultReport`."""
+class FailedMsg(Message, frozen=True, tag="failed"):
+    """Why the model process exits now. The fields are those of `FaultReport`."""
 
     code: Id
     message: Sentence
@@ -137,18 +125,17 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 LINK = Catalogue(
-    Configure,
-    Ready,
-    TakeMemory,
-    Taken,
-    Check,
-    Checked,
-    Submit,
-    Cancel,
-    Token,
-    Refused,
-    Progressed,
-    Failed,
+    ConfigureMsg,
+    ReadyMsg,
+    TakeMemoryMsg,
+    TakenMsg,
+    CheckMsg,
+    CheckedMsg,
+    SubmitMsg,
+    CancelMsg,
+    TokenMsg,
+    ProgressedMsg,
+    FailedMsg,
     frame_bytes_max=FRAME_BYTES_MAX,
 )
 

@@ -9,7 +9,8 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine.backends.reference.model.batch import Request, SamplingParams
+from engine.backends.reference.link import SamplingParams
+from engine.backends.reference.model.batch import Request
 from engine.backends.reference.model.checkpoint import Checkpoint, open_checkpoint
 from engine.backends.reference.model.decoder import Decoder, KVCache, weights_from
 from engine.backends.reference.model.generation import Generator, Produced

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.backends.reference.model.binding import check_bound
 from engine.backends.reference.model.checkpoint import DTYPE, Checkpoint, open_checkpoint
+from engine.backends.reference.model.weights import check_bound
 from gms.core.manifest import TensorRecord
 from plumbing.errors import UnderstudyError
 from tests.engine.reference.support import golden

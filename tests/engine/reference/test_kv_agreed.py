@@ -7,8 +7,9 @@ import pytest
 
 from engine.backends import free_memory
 from engine.backends.free_memory import RESERVE_BYTES, Room
-from engine.backends.reference.link import Configure
-from engine.backends.reference.model.rank import Rank
+from engine.backends.reference.config import read_config
+from engine.backends.reference.link import ConfigureMsg
+from engine.backends.reference.model.rank import size_kv
 from plumbing.errors import UnderstudyError
 from tests.engine.reference.support import golden
 
@@ -19,8 +20,8 @@ def prepared_kv_bytes(monkeypatch: pytest.MonkeyPatch, room: Room, **more: int) 
     """What an engine says, before it has any KV memory, that it will take."""
     monkeypatch.setattr(free_memory, "read_room", lambda *_: room)
     fields = {"slots": 4, "max_context": None, "kv_bytes": None, **more}
-    settings = Configure(directory=golden("untied-gqa-bf16"), is_standalone=True, **fields)
-    return Rank(settings, []).kv_bytes
+    directory = golden("untied-gqa-bf16")
+    return size_kv(read_config(directory), ConfigureMsg(directory=directory, **fields))[1]
 
 
 def test_row_10_kv_size_follows_from_settings_and_model_alone(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 
-from engine.backends.reference.http.text import StopStrings, Tokenizer
+from engine.backends.reference.http.text import (
+    AnswerText,
+    Piece,
+    StopStrings,
+    TextStream,
+    Tokenizer,
+)
+from engine.backends.reference.link import TokenMsg
 from engine.backends.reference.random_model import SPECIALS, byte_tokenizer, write_random_model
 from plumbing.errors import UsageError
 from tests.engine.reference.support import edit_json
@@ -45,7 +52,7 @@ SENTENCEPIECE = sentencepiece()
 
 
 def streamed(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    stream = tokenizer.stream()
+    stream = TextStream(tokenizer)
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
@@ -125,6 +132,37 @@ def test_stop_strings_hold_back_no_more_than_needed():
     assert StopStrings([""]).push("x") == ("x", False)
 
 
+def answer(text: bytes, *, stop: tuple[str, ...] = (), finish: str = "length") -> list[Piece]:
+    """The pieces of an answer of one token per byte, up to its end."""
+    answering = AnswerText(BYTES, stop)
+    pieces: list[Piece] = []
+    for index, byte in enumerate(text):
+        reason = finish if index == len(text) - 1 else None
+        pieces.append(answering.push(TokenMsg(1, byte, 0, reason)))
+        if pieces[-1].finish_reason:
+            break
+    assert answering.token_count == len(pieces)
+    return pieces
+
+
+@pytest.mark.parametrize(
+    ("pieces", "texts", "reason"),
+    [
+        (answer(b"abc"), ["a", "b", "c"], "length"),
+        (answer(b"abX", finish="stop"), ["a", "b", ""], "stop"),  # counted, not shown
+        (answer(b"abcde", stop=("cd",)), ["a", "b", "", ""], "stop"),
+        (answer(b"abc", stop=("cd",)), ["a", "b", "c"], "length"),  # it began like a stop string
+        (answer("é!".encode()), ["", "é", "!"], "length"),
+    ],
+)
+def test_answer_shows_no_stop_and_no_half_character(
+    pieces: list[Piece], texts: list[str], reason: str
+):
+    """Stop tokens, stop strings over two tokens, a character of two tokens."""
+    assert [piece.text for piece in pieces] == texts
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(texts) - 1) + [reason]
+
+
 @pytest.fixture(scope="module", name="model")
 def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = str(tmp_path_factory.mktemp("text") / "model")
@@ -139,7 +177,6 @@ def test_render_chat_gives_a_prompt_that_encodes_with_its_special_tokens(model: 
     assert text == "<s><|user|>hé<|end|><|assistant|>"
     assert tokenizer.encode(text, special=False) == [256, 259, 104, 195, 169, 261, 260]
     assert tokenizer.encode("h") == [256, 104]
-    assert tokenizer.token_text(256) == "<s>"
 
 
 @pytest.mark.parametrize(
@@ -179,16 +216,16 @@ def test_load_tokenizer_damaged_is_one_sentence(model: str, tmp_path: Any):
 
 
 def test_load_chat_template_from_each_place(model: str, tmp_path: Any):
-    """A file of its own wins, then the settings, plain or named; without any, a sentence."""
+    """A separate file wins over the settings; without either, an error says what to use."""
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     settings_path = tmp_path / "tokenizer_config.json"
     settings_path.write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     with pytest.raises(UsageError) as caught:
         Tokenizer.load(str(tmp_path)).render_chat([])
     assert caught.value.code == "model.no_chat_template"
-    named = [{"name": "default", "template": "named {{ eos_token }}"}]
-    edit_json(str(settings_path), lambda settings: settings.update(chat_template=named))
-    assert Tokenizer.load(str(tmp_path)).render_chat([]) == "named </s>"
+    template = "settings {{ eos_token }}"
+    edit_json(str(settings_path), lambda settings: settings.update(chat_template=template))
+    assert Tokenizer.load(str(tmp_path)).render_chat([]) == "settings </s>"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert Tokenizer.load(str(tmp_path)).render_chat([]) == "file"
     (tmp_path / "chat_template.jinja").write_text("{% if")

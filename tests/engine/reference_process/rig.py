@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import re
 import select
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,31 +39,6 @@ from tests.helpers import auntil, free_witness
 
 COMMAND = [sys.executable, "-m", "engine.backends.reference.http.main"]
 DEADLINE_S = 60.0
-
-
-@contextmanager
-def standalone(model: Path, *more: str) -> Iterator[str]:
-    """A backend without a pod; the base URL. Ends by SIGTERM, with exit code 0."""
-    command = [*COMMAND, "--standalone", "--port", "0", "--model", str(model), *more]
-    backend = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert backend.stderr is not None
-    with backend.stderr:
-        try:
-            url = None
-            for line in backend.stderr:
-                if found := re.search(r"serving .* at (http://[0-9.:]+)", line):
-                    url = found[1]
-                    break
-            assert url is not None, f"it ended with {backend.wait(DEADLINE_S)}"
-            drain = threading.Thread(target=backend.stderr.read)
-            drain.start()
-            yield url
-            backend.terminate()
-            assert backend.wait(DEADLINE_S) == 0
-        finally:
-            backend.kill()
-            backend.wait()
-        drain.join(DEADLINE_S)
 
 
 class Supervisor:

@@ -1,4 +1,4 @@
-"""The HTTP interface as a client meets it, on a real pair of processes without a pod."""
+"""The HTTP interface as a client sees it, on real processes under the stub supervisor."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 
-from tests.engine.reference_process.rig import standalone
+from tests.engine.reference_process.active import serving
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 CHAT = [{"role": "user", "content": "hello"}]
+STOCK = json.loads((Path(__file__).parent.parent / "reference/stock_bodies.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def url(model: Path) -> Iterator[str]:
-    with standalone(model, "--served-model-name", "tiny", "--slots", "3") as base:
+def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("pod")
+    with serving(directory, model, "--served-model-name", "tiny", "--slots", "3") as base:
         yield base
 
 
@@ -57,7 +59,7 @@ def test_models_are_listed_and_named(url: str):
     status, headers, body = call(f"{url}/v1/models")
     listed = json.loads(body)
     assert (status, listed["object"], listed["data"][0]["id"]) == (200, "list", "tiny")
-    assert (headers["X-Understudy-Engine"], headers["X-Understudy-Token"]) == ("standalone", "0")
+    assert (headers["X-Understudy-Engine"], headers["X-Understudy-Token"]) == ("engine-0", "1")
     assert json.loads(call(f"{url}/v1/models/tiny")[2]) == listed["data"][0]
     status, error = error_of(call(f"{url}/v1/models/other"))
     assert (status, error["code"]) == (404, "model_not_found")
@@ -78,12 +80,22 @@ def test_stream_and_whole_answer_say_the_same(url: str):
     )
     assert status == 200
     assert headers["Content-Type"].startswith("text/event-stream")
-    assert headers["X-Understudy-Engine"] == "standalone"
+    assert headers["X-Understudy-Engine"] == "engine-0"
     *chunks, last, usage = events(body)
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
     assert text == whole["choices"][0]["text"]
     assert last["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"] == "length"
     assert usage["usage"] == whole["usage"]
+
+
+@pytest.mark.parametrize("client", STOCK)
+def test_stock_client_gets_its_stream(url: str, client: str):
+    """Goal: benchmarks and SDKs work as they are. Method: bodies as they send them."""
+    status, _, body = call(url + STOCK[client]["path"], STOCK[client]["body"])
+    assert status == 200, body
+    *_, last, usage = events(body)
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert usage["usage"]["completion_tokens"] == 4
 
 
 def test_chat_streams_role_then_text(url: str):
@@ -111,17 +123,6 @@ def test_stop_string_ends_before_itself(url: str):
     choice = complete(url, stop=stop)["choices"][0]
     assert choice["text"] == text[: text.index(stop)]
     assert choice["finish_reason"] == "stop"
-
-
-def test_logprobs_name_the_chosen_token_first(url: str):
-    """Goal: logprobs of a greedy answer. Method: the best alternative is the token itself."""
-    logprobs = complete(url, logprobs=2)["choices"][0]["logprobs"]
-    assert len(logprobs["tokens"]) == 12
-    for token, logprob, top in zip(
-        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
-    ):
-        assert len(top) == 2
-        assert top[token] == logprob == max(top.values())
 
 
 def test_seed_repeats_and_company_changes_nothing(url: str):
@@ -159,7 +160,7 @@ def test_bad_requests_get_an_openai_error(url: str, path: str, body: bytes, stat
     """Goal: every refusal has OpenAI's shape and our headers. Method: one wrong request each."""
     answer = call(url + path, body=body)
     assert answer[0] == status
-    assert answer[1]["X-Understudy-Engine"] == "standalone"
+    assert answer[1]["X-Understudy-Engine"] == "engine-0"
     if code is not None:
         error = error_of(answer)[1]
         assert error["code"] == code
@@ -184,9 +185,9 @@ def test_body_beyond_the_limit_is_413(url: str):
     assert (status, error["code"]) == (413, "body_too_large")
 
 
-def test_burst_beyond_the_slots_waits_its_turn(model: Path):
+def test_burst_beyond_the_slots_waits_its_turn(model: Path, tmp_path: Path):
     """Goal: a queue, not a refusal. Method: 48 requests at once on one slot, all the same."""
-    with standalone(model, "--slots", "1") as url, ThreadPoolExecutor(24) as threads:
+    with serving(tmp_path, model, "--slots", "1") as url, ThreadPoolExecutor(24) as threads:
         answers = list(threads.map(lambda _: complete(url, max_tokens=3), range(48)))
     assert len({answer["choices"][0]["text"] for answer in answers}) == 1
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 
-from engine.backends.reference.http.listener import CONNECTIONS_MAX, Listener
+from engine.backends.reference.http.listener import CONNECTIONS_MAX, SharedListener
 from tests.engine.reference_process.rig import lend, listening
 from tests.helpers import auntil
 
@@ -49,7 +49,7 @@ def test_nothing_is_accepted_before_start():
     async def main() -> None:
         owner, _ = listening()
         with owner, connect(owner) as client:
-            listener = Listener(lend(owner), Greeter)
+            listener = SharedListener(lend(owner), Greeter)
             await asyncio.sleep(0)
             accepted = await asyncio.get_running_loop().run_in_executor(None, is_silent, client)
             assert accepted
@@ -75,7 +75,7 @@ def test_backlog_of_the_owner_is_kept():
         owner, _ = listening()
         with owner:
             owner.listen(777)
-            listener = Listener(lend(owner), Greeter)
+            listener = SharedListener(lend(owner), Greeter)
             listener.start()
             assert backlog_of(owner) == 777
             listener.stop()
@@ -90,12 +90,12 @@ def test_stop_leaves_the_backlog_to_the_next_one():
     async def main() -> None:
         owner, _ = listening()
         with owner:
-            first = Listener(lend(owner), Greeter)
+            first = SharedListener(lend(owner), Greeter)
             first.start()
             first.stop()
             first.stop()
             with connect(owner) as client:
-                second = Listener(lend(owner), Greeter)
+                second = SharedListener(lend(owner), Greeter)
                 second.start()
                 loop = asyncio.get_running_loop()
                 assert await loop.sock_recv(client, 16) == b"hello"
@@ -112,7 +112,7 @@ def test_many_at_once_are_all_accepted():
         owner, _ = listening()
         with owner:
             clients = [connect(owner) for _ in range(100)]
-            listener = Listener(lend(owner), Greeter)
+            listener = SharedListener(lend(owner), Greeter)
             listener.start()
             loop = asyncio.get_running_loop()
             for client in clients:
@@ -137,12 +137,12 @@ def test_connection_that_sends_no_request_is_closed_and_another_is_not():
             return hosts[-1]
 
         with owner:
-            listener = Listener(lend(owner), factory, first_request_s=0.05)
+            listener = SharedListener(lend(owner), factory, first_request_s=0.05)
             listener.start()
             loop = asyncio.get_running_loop()
             with connect(owner) as good:
                 assert await loop.sock_recv(good, 16) == b"hello"
-                listener.heard(hosts[0])
+                listener.request_received(hosts[0])
                 quiet = connect(owner)
                 assert await loop.sock_recv(quiet, 16) == b"hello"
                 with contextlib.suppress(ConnectionResetError):
@@ -164,7 +164,7 @@ def test_full_house_leaves_newcomers_in_the_backlog():
         owner, _ = listening()
         open_connections = CONNECTIONS_MAX
         with owner, connect(owner) as client:
-            listener = Listener(lend(owner), Greeter, lambda: open_connections)
+            listener = SharedListener(lend(owner), Greeter, lambda: open_connections)
             listener.start()
             await auntil(lambda: listener._retry is not None, "the pause")
             open_connections = 0

@@ -14,26 +14,24 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
-from engine.backends.reference.http.model_link import ModelLink
-from engine.backends.reference.http.routes import Service, make_app
+from engine.backends.reference.http.model_link import QUEUE_MAX, ModelLink
+from engine.backends.reference.http.routes import ServedModel, make_app
 from engine.backends.reference.http.text import Tokenizer
 from engine.backends.reference.link import (
     LINK,
     PROMPT_TOKENS_MAX,
-    REQUESTS_UNFINISHED_MAX,
-    Cancel,
-    Check,
-    Checked,
-    Failed,
-    Progressed,
-    Ready,
-    Refused,
-    Submit,
-    Token,
+    CancelMsg,
+    CheckedMsg,
+    CheckMsg,
+    FailedMsg,
+    ProgressedMsg,
+    ReadyMsg,
+    SamplingParams,
+    SubmitMsg,
+    TokenMsg,
     pack,
     unpack,
 )
-from engine.backends.reference.model.batch import SamplingParams
 from plumbing.errors import UnderstudyError
 from plumbing.wire.client import from_socket
 from plumbing.wire.connection import Connection
@@ -41,7 +39,8 @@ from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 from tests.helpers import auntil
 
-READY = Ready(1, 1, 64, 512, (0,), "epoch", {})
+READY = ReadyMsg(1, 1, 64, 512, (0,), "epoch", {})
+SLOTS = 4
 
 
 class StubModel:
@@ -66,20 +65,19 @@ class StubModel:
 
 
 @asynccontextmanager
-async def linked(failures: list[Failed]) -> AsyncIterator[tuple[ModelLink, StubModel]]:
+async def linked(failures: list[FailedMsg]) -> AsyncIterator[tuple[ModelLink, StubModel]]:
     ours, theirs = socket.socketpair()
-    link, model = ModelLink(ours, failures.append), StubModel(theirs)
+    link, model = ModelLink(ours, SLOTS, failures.append), StubModel(theirs)
     try:
         yield link, model
     finally:
         model.conn.close("the test is over")
-        link.close()
-        await asyncio.sleep(0)
+        await auntil(lambda: link._conn.is_closed, "the end")
 
 
-def run(scenario: Callable[[ModelLink, StubModel, list[Failed]], Any]) -> None:
+def run(scenario: Callable[[ModelLink, StubModel, list[FailedMsg]], Any]) -> None:
     async def main() -> None:
-        failures: list[Failed] = []
+        failures: list[FailedMsg] = []
         async with linked(failures) as (link, model):
             await scenario(link, model, failures)
 
@@ -100,17 +98,17 @@ def test_prompts_travel_packed():
 def test_tokens_reach_their_own_request_and_count_as_progress():
     """Goal: answers are told apart by number. Method: two requests, tokens out of order."""
 
-    async def scenario(link: ModelLink, model: StubModel, failures: list[Failed]) -> None:
+    async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
         with generate(link) as first, generate(link) as second:
-            await auntil(lambda: len(model.of(Submit)) == 2, "two submissions")
-            model.conn.send(Progressed(3))
-            model.conn.send(Token(second.number, 7, 4))
-            model.conn.send(Token(first.number, 8, 5, "length"))
+            await auntil(lambda: len(model.of(SubmitMsg)) == 2, "two submissions")
+            model.conn.send(ProgressedMsg(3))
+            model.conn.send(TokenMsg(second.number, 7, 4))
+            model.conn.send(TokenMsg(first.number, 8, 5, "length"))
             assert (await first.next()).token == 8
             assert (await second.next()).token == 7
             assert (link.progress, link.in_flight) == (5, 1)
-        await auntil(lambda: model.of(Cancel), "the unfinished one to be cancelled")
-        assert [cancel.request for cancel in model.of(Cancel)] == [second.number]
+        await auntil(lambda: model.of(CancelMsg), "the unfinished one to be cancelled")
+        assert [cancel.request for cancel in model.of(CancelMsg)] == [second.number]
         assert link.in_flight == 0
 
     run(scenario)
@@ -119,14 +117,14 @@ def test_tokens_reach_their_own_request_and_count_as_progress():
 def test_late_token_of_a_cancelled_request_is_nobodys():
     """Goal: what was on its way is dropped. Method: a token after the cancellation."""
 
-    async def scenario(link: ModelLink, model: StubModel, failures: list[Failed]) -> None:
+    async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
         with generate(link) as gone:
             pass
-        model.conn.send(Token(gone.number, 7, 1))
+        model.conn.send(TokenMsg(gone.number, 7, 1))
         with generate(link) as other:
-            model.conn.send(Token(other.number, 8, 2, "length"))
+            model.conn.send(TokenMsg(other.number, 8, 2, "length"))
             assert (await other.next()).token == 8
-        assert gone.items.empty()
+        assert gone.tokens.empty()
         assert not failures
 
     run(scenario)
@@ -135,14 +133,14 @@ def test_late_token_of_a_cancelled_request_is_nobodys():
 def test_more_than_the_link_may_hold_is_refused():
     """Goal: no client can cut the link. Method: prompts up to each limit, unread by the model."""
 
-    async def scenario(link: ModelLink, model: StubModel, failures: list[Failed]) -> None:
+    async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
         model.conn._loop.remove_reader(model.conn._sock.fileno())  # a model deep in one unit
         largest = [1] * PROMPT_TOKENS_MAX
         with generate(link, largest):
             with pytest.raises(UnderstudyError, match="tokens of prompt") as caught:
                 generate(link, largest)
             assert caught.value.code == "engine.queue_full"
-        small = [generate(link) for _ in range(REQUESTS_UNFINISHED_MAX)]
+        small = [generate(link) for _ in range(SLOTS + QUEUE_MAX)]
         with pytest.raises(UnderstudyError):
             generate(link)
         assert link.in_flight == len(small)
@@ -154,12 +152,12 @@ def test_more_than_the_link_may_hold_is_refused():
 def test_two_who_ask_for_a_canary_share_one():
     """Goal: one inference answers both. Method: ask twice before the answer."""
 
-    async def scenario(link: ModelLink, model: StubModel, failures: list[Failed]) -> None:
+    async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
         both = asyncio.gather(link.check(), link.check())
-        await auntil(lambda: model.of(Check), "the question")
-        model.conn.send(Checked(True, "fine"))
+        await auntil(lambda: model.of(CheckMsg), "the question")
+        model.conn.send(CheckedMsg(True, "fine"))
         assert [checked.ok for checked in await both] == [True, True]
-        assert len(model.of(Check)) == 1
+        assert len(model.of(CheckMsg)) == 1
 
     run(scenario)
 
@@ -167,8 +165,8 @@ def test_two_who_ask_for_a_canary_share_one():
 def test_model_that_says_why_it_ends_is_quoted_once():
     """Goal: the reason is the model's own. Method: a failure, then the end of the stream."""
 
-    async def scenario(link: ModelLink, model: StubModel, failures: list[Failed]) -> None:
-        model.conn.send(Failed("model.missing", "there is nothing", True, 2))
+    async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
+        model.conn.send(FailedMsg("model.missing", "there is nothing", True, 2))
         model.conn.close("dead")
         await auntil(lambda: failures, "the failure")
         await auntil(lambda: link._conn.is_closed, "the end")
@@ -181,7 +179,7 @@ def test_model_that_says_why_it_ends_is_quoted_once():
 def test_model_that_vanishes_is_reported():
     """Goal: silence has a name too. Method: close without a word."""
 
-    async def scenario(link: ModelLink, model: StubModel, failures: list[Failed]) -> None:
+    async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
         model.conn.close("dead")
         await auntil(lambda: failures, "the failure")
         assert failures[0].code == "engine.model_died"
@@ -190,30 +188,40 @@ def test_model_that_vanishes_is_reported():
     run(scenario)
 
 
-@pytest.mark.parametrize(
-    ("refusal", "status", "retry_after"),
-    [(("engine.queue_full", False), 429, "1"), (("request.bad_token", True), 400, None)],
-)
-def test_refusal_of_the_model_is_a_status_also_for_a_stream(
-    model: Path, refusal: tuple[str, bool], status: int, retry_after: str | None
-):
-    """Goal: no 200 before the model has begun. Method: refuse a stream at the link."""
-    code, is_usage = refusal
+def test_ignore_eos_leaves_the_model_no_stop_token(model: Path):
+    """Goal: a benchmark gets as many tokens as it asks for. Method: what the model is sent."""
 
-    async def scenario(link: ModelLink, stub: StubModel, failures: list[Failed]) -> None:
-        service = Service("tiny", Tokenizer.load(str(model)), link, "engine-0", 5, ready=READY)
-        async with TestServer(make_app(service)) as server, aiohttp.ClientSession() as client:
+    async def scenario(link: ModelLink, stub: StubModel, failures: list[FailedMsg]) -> None:
+        served = ServedModel("tiny", Tokenizer.load(str(model)), link, ready=READY)
+        async with TestServer(make_app(served)) as server, aiohttp.ClientSession() as client:
+            for number, ignore_eos in enumerate((False, True)):
+                body = {"prompt": "x", "ignore_eos": ignore_eos}
+                url = server.make_url("/v1/completions")
+                answer = asyncio.ensure_future(client.post(url, json=body))
+                await auntil(lambda n=number: len(stub.of(SubmitMsg)) > n, "the submission")
+                stub.conn.send(TokenMsg(stub.of(SubmitMsg)[-1].request, 65, 1, "length"))
+                assert (await answer).status == 200
+        stops = [submit.stop_token_ids for submit in stub.of(SubmitMsg)]
+        assert stops == [READY.stop_token_ids, ()]
+
+    run(scenario)
+
+
+def test_full_engine_refuses_a_stream_with_a_status(model: Path):
+    """Goal: no 200 for what is not going to be answered. Method: a stream with the link full."""
+
+    async def scenario(link: ModelLink, stub: StubModel, failures: list[FailedMsg]) -> None:
+        served = ServedModel("tiny", Tokenizer.load(str(model)), link, "engine-0", 5, ready=READY)
+        async with TestServer(make_app(served)) as server, aiohttp.ClientSession() as client:
+            for _ in range(SLOTS + QUEUE_MAX):
+                generate(link)
             body = json.dumps({"prompt": "x", "stream": True})
-            asked = asyncio.ensure_future(
-                client.post(server.make_url("/v1/completions"), data=body)
-            )
-            await auntil(lambda: stub.of(Submit), "the submission")
-            stub.conn.send(Refused(stub.of(Submit)[0].request, code, "no", is_usage))
-            async with await asked as response:
-                assert response.status == status
-                assert response.headers.get("Retry-After") == retry_after
+            async with client.post(server.make_url("/v1/completions"), data=body) as response:
+                assert response.status == 429
+                assert response.headers["Retry-After"] == "1"
                 assert response.headers["X-Understudy-Token"] == "5"
-                assert (await response.json())["error"]["message"] == "no"
-            assert service.rejected == (1 if status == 429 else 0)
+                error = (await response.json())["error"]
+                assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
+            assert served.rejected == 1
 
     run(scenario)

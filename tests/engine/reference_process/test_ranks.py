@@ -17,11 +17,10 @@ import aiohttp
 import pytest
 
 from plumbing.service import procfs
-from tests.engine.reference_process.active import activate
+from tests.engine.reference_process.active import activate, active_engine
 from tests.engine.reference_process.rig import (
     listening,
     memory_service,
-    standalone,
     supervisor,
 )
 from tests.helpers import auntil
@@ -54,7 +53,8 @@ def test_two_ranks_share_their_devices_with_a_second_engine(tmp_path: Path, mode
     first, compare answers, also with a backend of one rank."""
 
     async def main() -> None:
-        with standalone(model) as url_of_one_rank:
+        (tmp_path / "one").mkdir(mode=0o700)
+        async with active_engine(tmp_path / "one", model) as (_, _, url_of_one_rank):
             expected = await complete(url_of_one_rank)
         sock, url = listening()
         arguments = ("--model", str(model), *TWO)

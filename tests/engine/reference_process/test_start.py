@@ -1,8 +1,7 @@
-"""What the command line says, and how a start by hand fails: one sentence, an exit code."""
+"""The command line, and how a start by hand fails: one sentence, an exit code."""
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from engine.backends.reference.config import read_config
 from engine.backends.reference.http.main import parse
-from engine.backends.reference.link import Configure
+from engine.backends.reference.link import ConfigureMsg
 from engine.backends.reference.model.rank import DEFAULT_CONTEXT, choose_context
 from plumbing.errors import UsageError
 from tests.engine.reference_process.rig import COMMAND, DEADLINE_S
@@ -19,8 +18,8 @@ from tests.engine.reference_process.rig import COMMAND, DEADLINE_S
 PER_POSITION = 1000
 
 
-def settings(max_context: int | None = None, kv_bytes: int | None = None) -> Configure:
-    return Configure("dir", 4, max_context, kv_bytes, is_standalone=True)
+def settings(max_context: int | None = None, kv_bytes: int | None = None) -> ConfigureMsg:
+    return ConfigureMsg("dir", 4, max_context, kv_bytes)
 
 
 def test_arguments_have_defaults_and_sizes():
@@ -64,32 +63,10 @@ def test_context_is_what_was_asked_or_what_fits(model: Path):
             choose_context(config, wrong, PER_POSITION)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "exit_code", "says"),
-    [
-        (["--standalone", "--model", "/nowhere"], 2, "/nowhere is not a directory"),
-        (["--standalone"], 2, "--model"),
-        (["--standalone", "--model", "MODEL", "--max-context", "9999"], 2, "2048 positions"),
-        (["--model", "MODEL"], 2, "engine run"),
-    ],
-)
-def test_start_by_hand_that_cannot_work_says_so(
-    model: Path, arguments: list[str], exit_code: int, says: str
-):
-    """Goal: one sentence on stderr, no stack trace. Method: run it."""
-    filled = [str(model) if argument == "MODEL" else argument for argument in arguments]
-    ended = subprocess.run([*COMMAND, *filled], capture_output=True, text=True, timeout=DEADLINE_S)
-    assert ended.returncode == exit_code
-    assert says in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-def test_port_in_use_is_named(model: Path):
-    """Goal: the sentence names the port. Method: take one first."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        command = [*COMMAND, "--standalone", "--model", str(model), "--port", port]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert ended.returncode == 1
-    assert port in ended.stderr
+def test_start_by_hand_names_the_command_to_use():
+    """A backend without a supervisor is one sentence on stderr and exit code 2, no stack trace."""
+    command = [*COMMAND, "--model", "m"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == 2
+    assert "engine run" in ended.stderr
     assert "Traceback" not in ended.stderr

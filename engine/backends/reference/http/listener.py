@@ -1,12 +1,12 @@
 """Accepts connections from a listening socket that other processes hold too.
 
-Owns one copy of the socket and when it is accepted from. Knows no HTTP: whatever protocol factory
-it is given gets the connections. It does not use `create_server(sock=…)`: that calls `listen` again
-with a backlog of its own, which is the lock server's to choose (its length holds for all copies),
-and accepts as many as the backlog is long before anybody else has a turn.
+Owns one copy of the socket and decides when to accept from it. Knows no HTTP: any protocol factory
+gets the connections. It does not use `create_server(sock=…)`, which calls `listen` again with a
+backlog of its own (the length holds for all copies, and the lock server chooses it) and accepts a
+whole backlog before anything else runs on the loop.
 
-The surprising thing: `shutdown` would end listening for every copy; `close` ends only ours. What
-waits in the backlog then waits for the next engine.
+The surprising thing: `shutdown` would end listening for every copy; `close` ends only ours.
+Connections in the backlog then wait for the next engine.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
 
-# Whoever connects and sends no request in this time is closed: thousands of half requests would
-# take every descriptor, and nobody else could be answered.
+# A connection without a request after this time is closed: otherwise thousands of half requests
+# would take every descriptor, and no other client could be answered.
 FIRST_REQUEST_S = 10.0
 CONNECTIONS_MAX = 4096  # far above what a few slots can serve, far below the limit of open files
 
-ACCEPTS_PER_TURN = 32  # then the requests that are under way have their turn
-RETRY_S = 0.1  # after running out of descriptors or memory: both end when others close
+ACCEPTS_PER_TURN = 32  # then the requests in flight get the loop
+RETRY_S = 0.1  # after running out of descriptors or memory, until connections close
 
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Listener:
+class SharedListener:
     """Accepts between `start` and `stop`, and never otherwise."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Listener:
         count: Callable[[], int] = lambda: 0,
         first_request_s: float = FIRST_REQUEST_S,
     ) -> None:
-        """Take `fd`, a bound and listening stream socket. `count` is of open connections."""
+        """Take `fd`, a bound and listening stream socket. `count` gives the open connections."""
         self._sock = socket.socket(fileno=fd.detach())
         self._sock.setblocking(False)  # a flag of the open file, the same for all its holders
         self._factory = factory
@@ -57,7 +57,7 @@ class Listener:
 
     @property
     def is_arriving(self) -> bool:
-        """Whether a connection has been accepted that its protocol does not have yet."""
+        """Whether a connection has been accepted and not yet reached its protocol."""
         return bool(self._arrivals)
 
     def start(self) -> None:
@@ -65,7 +65,7 @@ class Listener:
         self._loop.add_reader(self._sock.fileno(), self._accept)
 
     def stop(self) -> None:
-        """Accept no more and close our copy. Again is harmless."""
+        """Accept no more and close our copy; repeated calls do nothing."""
         if self._retry is not None:
             self._retry.cancel()
         if self.is_accepting:
@@ -76,8 +76,8 @@ class Listener:
         self._quiet.clear()
         self._sock.close()
 
-    def heard(self, protocol: asyncio.BaseProtocol) -> None:
-        """The connection of `protocol` has sent a request."""
+    def request_received(self, protocol: asyncio.BaseProtocol) -> None:
+        """Lift the deadline of `protocol`: its connection has sent a request."""
         timer = self._quiet.pop(protocol, None)
         if timer is not None:
             timer.cancel()
@@ -110,7 +110,7 @@ class Listener:
             transport, protocol = await self._loop.connect_accepted_socket(
                 self._factory, connection
             )
-        except OSError:  # gone already
+        except OSError:  # the client is gone
             connection.close()
             return
         self._quiet[protocol] = self._loop.call_later(
@@ -118,7 +118,7 @@ class Listener:
         )
 
     def _pause(self, why: str) -> None:
-        """What comes waits in the backlog meanwhile."""
+        """New connections wait in the backlog meanwhile."""
         logger.warning("cannot accept: %s; trying again in %g s", why, RETRY_S)
         self._loop.remove_reader(self._sock.fileno())
         self._retry = self._loop.call_later(RETRY_S, self.start)

@@ -1,57 +1,55 @@
-"""The HTTP process on its event loop: under a supervisor, or alone.
+"""The HTTP process on its event loop: prepared, awake, serving, draining, as the supervisor asks.
 
-Owns the two ways to run and what ends them. Imported late, since aiohttp and the tokenizer are the
-slow imports: by then the model process is at work.
+Owns the lent listening socket and the HTTP server behind it. Imported late, since aiohttp and the
+tokenizer are the slow imports: by then the model processes are at work.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import signal
 import socket
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NoReturn
 
 import uvloop
+from aiohttp import web
 
 from engine.backends import process
 from engine.backends.channel import Channel
-from engine.backends.phases import Phase
-from engine.backends.reference.http.backend import Backend
+from engine.backends.drain import until_done
+from engine.backends.phases import Phases
+from engine.backends.reference.http.listener import SharedListener
 from engine.backends.reference.http.model_link import join_ranks
-from engine.backends.reference.http.routes import Service
+from engine.backends.reference.http.routes import ServedModel, make_app
 from engine.backends.reference.http.spawn import ModelProcess
 from engine.backends.reference.http.text import Tokenizer
-from engine.backends.reference.link import Failed
-from engine.messages import FaultReport, Prepared
-from plumbing.errors import UnderstudyError, UsageError
+from engine.backends.reference.link import FailedMsg, ReadyMsg
+from engine.messages import Canary, FaultReport, Healthy, Prepared
+from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
-logger = logging.getLogger(__name__)
-
-BACKLOG = 128  # standalone only; a lent socket keeps its owner's
-ALONE_DRAIN_S = 10.0
-CHILD_EXIT_S = 10.0  # between two units of work it sees that the link has ended
-ENGINE_ALONE = "standalone"
+KEEPALIVE_S = 75.0
+# For what is cut when the drain's budget is spent. Not 0, which aiohttp takes for "no limit"; not
+# more, because its `shutdown` waits that long for idle connections too.
+FLUSH_S = 0.1
 
 
-def run(main: Coroutine[Any, Any, int]) -> int:
+def run(
+    directory: str, model_name: str, slots: int, sock: socket.socket, models: Sequence[ModelProcess]
+) -> NoReturn:
+    """Serve for the supervisor at the other end of `sock`, which decides when this process ends."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
+        runner.run(_serve(directory, model_name, slots, sock, models))
+    raise AssertionError("the backend stopped serving without a request to do so")
 
 
-async def supervised(
-    directory: str,
-    model_name: str,
-    sock: socket.socket,
-    models: Sequence[ModelProcess],
-) -> int:
-    """Serve for a supervisor. Ends only by the process's end, which the supervisor decides."""
+async def _serve(
+    directory: str, model_name: str, slots: int, sock: socket.socket, models: Sequence[ModelProcess]
+) -> None:
     channel = Channel(sock)
-    link = join_ranks(models, lambda failed: channel.end(_report_of(failed)))
+    link = join_ranks(models, slots, lambda failed: channel.end(_report_of(failed)))
     try:
-        backend = Backend(Service(model_name, Tokenizer.load(directory), link))
+        backend = ReferenceBackend(ServedModel(model_name, Tokenizer.load(directory), link))
         ready = await backend.prepare()
     except UnderstudyError as error:
         channel.end(process.fault_report(error))
@@ -59,79 +57,89 @@ async def supervised(
         backend, Prepared(ready.weights_bytes, ready.kv_bytes, ready.epoch, ready.identity)
     )
     await asyncio.Event().wait()
-    raise AssertionError("nobody sets that event")
 
 
-def _report_of(failed: Failed) -> FaultReport:
+def _report_of(failed: FailedMsg) -> FaultReport:
     exit_code = 2 if failed.exit_code == 2 else 1
     return FaultReport(failed.code, failed.message, failed.permanent, exit_code)
 
 
-async def alone(
-    directory: str,
-    model_name: str,
-    port: int,
-    models: Sequence[ModelProcess],
-) -> int:
-    """Serve on 127.0.0.1:`port` until SIGINT or SIGTERM.
+class ReferenceBackend:
+    """One incarnation's model service: what `channel.Backend` asks for."""
 
-    Raises:
-        UnderstudyError: what the model process said before it ended; `engine.port_in_use`.
-    """
-    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    def __init__(self, served: ServedModel) -> None:
+        self._phases = Phases()
+        self._served = served
+        self._listener: SharedListener | None = None
+        self._runner = web.AppRunner(
+            make_app(served),
+            handler_cancellation=True,  # a client that leaves frees its slot
+            access_log=None,
+            keepalive_timeout=KEEPALIVE_S,
+        )
 
-    def fail(failed: Failed) -> None:
-        if not ended.done():
-            kind = UsageError if failed.exit_code == UsageError.exit_code else UnderstudyError
-            ended.set_exception(kind(failed.code, failed.message))
+    async def prepare(self) -> ReadyMsg:
+        """Build the HTTP server while the model loads, so that waking need not; wait for both."""
+        await self._runner.setup()
+        ready = await self._served.link.ready()
+        self._phases.step("ready")
+        self._served.ready = ready
+        return ready
 
-    def stop() -> None:
-        if not ended.done():
-            ended.set_result(0)
+    async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
+        """Take KV memory and keep `listening` for `serve`; the bytes taken. Takes the fd."""
+        with listening:
+            self._phases.step("wake")
+            server = self._server
+            self._served.engine, self._served.token = engine, token
+            self._listener = SharedListener(
+                listening.duplicate(), server, lambda: len(server.connections)
+            )
+            self._served.on_request = self._listener.request_received
+        return (await self._served.link.take_memory()).kv_bytes
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    listening = _listen(port)
-    link = join_ranks(models, fail)
-    backend = Backend(Service(model_name, Tokenizer.load(directory), link))
-    starting = asyncio.ensure_future(_start_alone(backend, listening))
-    await asyncio.wait((starting, ended), return_when=asyncio.FIRST_COMPLETED)
-    if starting.done():
-        logger.info("serving %s at http://127.0.0.1:%d/v1", model_name, starting.result())
-    else:
-        starting.cancel()
-        listening.close()
-    code = await ended
-    if backend.phases.now is Phase.SERVING:
-        await backend.drain(ALONE_DRAIN_S)
-    link.close()
-    for model in models:
-        model.child.wait(CHILD_EXIT_S)
-    return code
+    async def run_canary(self) -> Canary:
+        self._phases.step("run_canary")
+        checked = await self._served.link.check()
+        return Canary(checked.ok, checked.detail)
 
+    async def serve(self) -> None:
+        self._phases.step("serve")
+        assert self._listener is not None
+        self._listener.start()
 
-async def _start_alone(backend: Backend, listening: OwnedFd) -> int:
-    with socket.socket(fileno=listening.duplicate().detach()) as sock:
-        port = int(sock.getsockname()[1])
-    await backend.prepare()
-    await backend.wake(ENGINE_ALONE, 0, listening)
-    checked = await backend.run_canary()
-    if not checked.ok:
-        raise UnderstudyError("engine.canary_failed", checked.detail)
-    await backend.serve()
-    return port
+    def health(self) -> Healthy:
+        return Healthy(
+            in_flight=self._served.link.in_flight,
+            progress=self._served.link.progress,
+            accepting=self._listener is not None and self._listener.is_accepting,
+            rejected=self._served.rejected,
+        )
 
+    async def drain(self, budget_s: float) -> None:
+        """Accept no more, answer requests on open connections, cut them when the budget is spent.
 
-def _listen(port: int) -> OwnedFd:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(("127.0.0.1", port))
-    except OSError as error:
-        sock.close()
-        raise UnderstudyError(
-            "engine.port_in_use",
-            f"port {port} cannot be bound: {error.strerror}; choose another --port",
-        ) from error
-    sock.listen(BACKLOG)
-    return OwnedFd(sock.detach())
+        Connections in the backlog stay there for the next engine.
+        """
+        self._phases.step("drain")
+        self._served.is_draining = True
+        if self._listener is not None:
+            self._listener.stop()
+        server = self._server
+        await until_done(
+            lambda: [connection.transport for connection in server.connections],
+            self._is_idle,
+            budget_s,
+        )
+        server.pre_shutdown()
+        await server.shutdown(FLUSH_S)
+        await self._runner.cleanup()
+
+    @property
+    def _server(self) -> web.Server:
+        assert self._runner.server is not None  # since `prepare`
+        return self._runner.server
+
+    def _is_idle(self) -> bool:
+        is_arriving = self._listener is not None and self._listener.is_arriving
+        return not is_arriving and not self._served.requests_open

@@ -1,23 +1,23 @@
-"""Text to tokens and back: the tokenizer, the chat template, text that arrives token by token.
+"""Text to tokens and back: tokenizer, chat template, and the text of an answer, token by token.
 
 Owns everything about characters. Knows no model and imports no numpy: it runs in the HTTP process.
 The surprising thing: one token is not one piece of text. A character may be spread over several
-tokens, so text is held back until no later token can change it; the pieces that were sent, put
-together, are exactly what decoding all tokens at once would give.
+tokens, so text is held back until no later token can change it. The pieces sent, put together, are
+exactly what decoding all tokens at once would give, cut before the first stop string.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from datetime import datetime
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.backends.reference.link import TokenMsg
 from engine.backends.shards import read_json
 from plumbing.errors import UsageError
 
@@ -40,28 +40,24 @@ class Tokenizer:
     def load(cls, directory: str) -> Tokenizer:
         """Read the tokenizer of a checkpoint. Raises UsageError `model.missing|broken`."""
         path = os.path.join(directory, "tokenizer.json")
-        read_json(path)  # for its sentences; the library's own errors name neither file nor cause
+        read_json(path)  # for its messages; the library's own name neither file nor cause
         try:
             tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the library raises bare Exception
             raise UsageError(
                 "model.broken",
-                f"{path} is no tokenizer that the tokenizers library reads ({error}); download "
-                "it again.",
+                f"{path} is not a tokenizer that the tokenizers library can read ({error}); "
+                "download it again.",
             ) from None
         settings_path = os.path.join(directory, "tokenizer_config.json")
         settings = read_json(settings_path) if os.path.exists(settings_path) else {}
         return cls(tokenizer, settings, _read_template(directory, settings))
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; with `special`, what the tokenizer adds by itself (a beginning of text).
+        """Token ids; with `special`, also those that the tokenizer adds (a beginning of text).
 
-        A batch of one: the library's `encode` keeps the interpreter lock (a text of 4 MB held
-        every other thread up for 6 s, measured), its `encode_batch` lets go of it.
+        A batch of one: the library's `encode` keeps the interpreter lock (a text of 4 MB blocked
+        every other thread for 6 s, measured), its `encode_batch` releases it.
         """
         encoded = self._tokenizer.encode_batch([text], add_special_tokens=special)
         return list(encoded[0].ids)
@@ -70,17 +66,7 @@ class Tokenizer:
         """Text of the tokens, special ones left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def token_text(self, token: int) -> str:
-        """One token by itself, special ones included, as logprobs show it."""
-        return self._tokenizer.decode([token], skip_special_tokens=False)
-
-    def stream(self) -> TextStream:
-        """A new decoder for the tokens of one answer."""
-        return TextStream(self)
-
-    def render_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """The prompt that the chat template makes; encode it with `special=False`.
 
         Raises:
@@ -94,7 +80,7 @@ class Tokenizer:
         try:
             return self._template.render(
                 messages=messages,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=True,
                 tools=None,
                 **self._specials,
             )
@@ -142,6 +128,38 @@ class TextStream:
         new = text[self._sent : end]
         self._sent = max(self._sent, end)
         return new
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that may be sent, and why the answer ends with it (None: it does not)."""
+
+    text: str
+    finish_reason: str | None
+
+
+class AnswerText:
+    """The text of one answer. After a piece with a `finish_reason`, push no more.
+
+    A client sees nothing of a stop token or a stop string, and never half a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._stream = TextStream(tokenizer)
+        self._stops = StopStrings(stop)
+        self.token_count = 0
+
+    def push(self, token: TokenMsg) -> Piece:
+        self.token_count += 1
+        text = "" if token.finish_reason == "stop" else self._stream.push(token.token)
+        if token.finish_reason is not None:
+            text += self._stream.finish()
+        text, is_stopped = self._stops.push(text)
+        if is_stopped:
+            return Piece(text, "stop")
+        if token.finish_reason is not None:
+            text += self._stops.finish()
+        return Piece(text, token.finish_reason)
 
 
 class StopStrings:
@@ -194,20 +212,15 @@ def _read_template(directory: str, settings: dict[str, Any]) -> str | None:
             "model.broken", f"{path} cannot be read: {error}; copy it again."
         ) from None
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several named ones
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
     return template if isinstance(template, str) else None
 
 
 def _compile(template: str) -> jinja2.Template:
-    """As transformers compiles it: sandboxed, since a checkpoint is somebody else's program."""
+    """As transformers compiles it: sandboxed, because a template is foreign code."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return environment.from_string(template)
     except jinja2.TemplateError as error:
@@ -216,10 +229,6 @@ def _compile(template: str) -> jinja2.Template:
             f"The chat template of the checkpoint is not valid jinja2 ({error}); download its "
             "tokenizer files again.",
         ) from None
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise_exception(message: str) -> NoReturn:

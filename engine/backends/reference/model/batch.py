@@ -2,12 +2,12 @@
 
 Owns the slots (each a stretch of KV memory for one sequence), the queue before them and the
 progress of every sequence. Knows no logits, no clock and no sockets: `next_work` hands out one
-unit of work, the caller does it and says which token came out. Units go round the running
-sequences in turn, so that a long prompt never holds up the others for more than one chunk.
+unit of work, the caller does it and reports the resulting token. The running sequences take turns,
+so a long prompt never delays the others by more than one chunk.
 
 The surprising thing: work is cut by *position in the sequence* only, never by what else is
 running. Float sums depend on how a matrix product is cut, so this is what makes a sequence's
-logits bit-identical alone and in company.
+logits bit-identical alone and in a batch.
 """
 
 from __future__ import annotations
@@ -16,45 +16,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plumbing.errors import InvariantError, UnderstudyError, UsageError
+from engine.backends.reference.link import SamplingParams
+from plumbing.errors import InvariantError
 
 FinishReason = Literal["stop", "length"]
 
 # Tokens per prefill unit: large enough that a matrix product is efficient, small enough that a
 # 1 B model on one core shows progress well within the 3 s after which generation counts as hung.
 PREFILL_CHUNK = 32
-
-QUEUE_MAX = 256  # waiting requests; beyond it a client is told to come back, not kept for minutes
-LOGPROBS_MAX = 20  # OpenAI's limit of `top_logprobs`
-TEMPERATURE_MAX = 100.0  # OpenAI's is 2; beyond 100 every token is as likely as the next
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to choose a token.
-
-    `temperature` 0 is greedy, `top_k` 0 keeps all, `seed` None is a new one for each request,
-    `logprobs` is the number of alternatives to report (None: no logprobs at all).
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    logprobs: int | None = None
-
-    def check(self) -> None:
-        """Raise UsageError `request.bad_parameter`, naming the parameter and what it may be."""
-        if not 0 <= self.temperature <= TEMPERATURE_MAX:  # false for NaN
-            _bad("temperature", self.temperature, f"from 0 to {TEMPERATURE_MAX:g}")
-        if not 0 < self.top_p <= 1:
-            _bad("top_p", self.top_p, "above 0 and at most 1")
-        if self.top_k < 0:
-            _bad("top_k", self.top_k, "0 (off) or a positive number")
-        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
-            _bad("seed", self.seed, "a 64-bit number")
-        if self.logprobs is not None and not 0 <= self.logprobs <= LOGPROBS_MAX:
-            _bad("logprobs", self.logprobs, f"from 0 to {LOGPROBS_MAX}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +41,7 @@ class Request:
 class Work:
     """Run `tokens` of a sequence, the first at position `start`, through slot `slot`.
 
-    `samples` is true where the last token's logits choose the next token; the `index`-th new one.
+    `samples`: the last token's logits choose the next token, the `index`-th new one.
     """
 
     request_id: int
@@ -95,12 +64,8 @@ class _Running:
 class Scheduler:
     """Continuous batching over a fixed number of slots, first come first served."""
 
-    def __init__(
-        self, slots: int, max_context: int, vocab_size: int, *, queue_max: int = QUEUE_MAX
-    ) -> None:
+    def __init__(self, slots: int, max_context: int) -> None:
         self._max_context = max_context
-        self._vocab_size = vocab_size
-        self._queue_max = queue_max
         self._free = list(range(slots))[::-1]
         self._waiting: dict[int, Request] = {}  # in order of arrival
         self._running: dict[int, _Running] = {}
@@ -120,42 +85,12 @@ class Scheduler:
         return len(self._free)
 
     def submit(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            UsageError: `request.prompt_empty`, `request.prompt_too_long`, `request.bad_token`,
-                `request.bad_parameter`, `request.duplicate`.
-            UnderstudyError: `engine.queue_full`.
-        """
-        request.sampling.check()
-        if request.max_tokens < 1:
-            _bad("max_tokens", request.max_tokens, "at least 1")
-        if not request.prompt:
-            raise UsageError("request.prompt_empty", "The prompt has no tokens; send at least one.")
-        if len(request.prompt) >= self._max_context:
-            raise UsageError(
-                "request.prompt_too_long",
-                f"The prompt has {len(request.prompt)} tokens, and the context of "
-                f"{self._max_context} must also hold at least one new token; shorten the prompt.",
-                prompt_tokens=len(request.prompt),
-                max_context=self._max_context,
-            )
-        for token in request.prompt:
-            if not 0 <= token < self._vocab_size:
-                raise UsageError(
-                    "request.bad_token",
-                    f"Token {token} of the prompt is outside the vocabulary of {self._vocab_size}.",
-                )
-        if request.id in self._waiting or request.id in self._running:
-            raise UsageError("request.duplicate", f"Request {request.id} is already under way.")
+        """Start a request, or queue it. The HTTP process has checked it and limits their number."""
+        fits = 0 < len(request.prompt) < self._max_context and request.max_tokens > 0
+        if not fits or request.id in self._waiting or request.id in self._running:
+            raise InvariantError(f"request {request.id} is a duplicate or does not fit the context")
         if self._free:
             self._start(request)
-        elif len(self._waiting) >= self._queue_max:
-            raise UnderstudyError(
-                "engine.queue_full",
-                f"{len(self._waiting)} requests wait already, the most this engine keeps; try "
-                "again shortly.",
-            )
         else:
             self._waiting[request.id] = request
 
@@ -182,7 +117,7 @@ class Scheduler:
         return self._handed_out
 
     def done(self, work: Work, token: int | None) -> FinishReason | None:
-        """`work` is in the KV cache and gave `token`, if it samples; says whether that ends it."""
+        """`work` is in the KV cache and gave `token`, if it samples; why that ends the request."""
         if work is not self._handed_out or (token is None) == work.samples:
             raise InvariantError(f"not the work that was handed out, or no token: {work} {token}")
         self._handed_out = None
@@ -229,9 +164,3 @@ def _work(sequence: _Running) -> Work:
     end = prefill_end(start, len(request.prompt))
     samples = end == len(request.prompt)
     return Work(request.id, sequence.slot, request.prompt[start:end], start, samples, 0)
-
-
-def _bad(name: str, value: object, wanted: str) -> None:
-    raise UsageError(
-        "request.bad_parameter", f"{name} is {value}, but must be {wanted}.", parameter=name
-    )

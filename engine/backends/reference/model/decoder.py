@@ -6,7 +6,7 @@ weights and KV memory are given to it, and it copies neither. Read it against
 
 The surprising thing: sequences are never stacked into one product. A stacked product is faster,
 but its sums are cut differently for every number of rows, and then a sequence's logits depend on
-who else is being served. The same holds for threads: set OPENBLAS_NUM_THREADS=1 before numpy is
+the other requests. The same holds for threads: set OPENBLAS_NUM_THREADS=1 before numpy is
 imported (it also saves the thread pool's start-up).
 """
 
@@ -29,7 +29,7 @@ class Peers(Protocol):
     """The other ranks of a tensor-parallel model, which run the same step at the same time."""
 
     def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
-        """What is run now."""
+        """The step that runs now."""
 
     def sum(self, partial: Array) -> Array:
         """Every rank's `partial` added up, in the order of the ranks: the same bits everywhere."""

@@ -1,13 +1,13 @@
-"""What tensor-parallel ranks say to each other while they compute: one step, then float32 sums.
+"""Data exchange of tensor-parallel ranks while they compute: one step, then float32 sums.
 
-Rank 0 has a stream socket to every other rank; these have one to rank 0. Owns what goes over them:
-per step a fixed header and its tokens, then, at the same places of every rank's arithmetic, bare
-float32 arrays whose sizes both ends know. No frames: a step of a small model exchanges more often
-than it computes. Knows nothing of weights, requests or HTTP.
+Rank 0 has a stream socket to every other rank; these have one to rank 0. Owns the protocol on
+them: per step a fixed header and its tokens, then, at the same places of every rank's arithmetic,
+bare float32 arrays whose sizes both ends know. No frames: a step of a small model exchanges more
+often than it computes. Knows nothing of weights, requests or HTTP.
 
-The surprising thing: rank 0 adds in the order of the ranks and sends the result to everybody.
-Adding in the order of arrival, or everywhere anew, would give other bits now and then, and then
-the tokens would depend on the weather.
+The surprising thing: rank 0 adds in the order of the ranks and sends the result to all of them.
+Adding in the order of arrival, or on every rank separately, would change the last bits now and
+then, and with them the tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DONE = b"\0"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ForwardStep:
     """One call of `Decoder.forward`, by the number of the cache."""
 
     cache: int
@@ -52,9 +52,9 @@ class Leader:
     def sum(self, partial: Array) -> Array:
         total = partial
         for number, peer in enumerate(self._peers, 1):
-            theirs = np.empty(partial.shape, np.float32)
-            receive(peer, theirs.data, number)
-            total = total + theirs
+            received = np.empty(partial.shape, np.float32)
+            receive(peer, received.data, number)
+            total = total + received
         self._send(np.ascontiguousarray(total).data.cast("B"))
         return total
 
@@ -67,7 +67,7 @@ class Leader:
         return logits
 
     def distrust(self) -> None:
-        """Have every rank say of its weights that a canary failed; returns when they have."""
+        """Have every rank report that a canary failed; returns when they have."""
         self._send(HEADER.pack(DISTRUST, 0, 0, 0))
         for number, peer in enumerate(self._peers, 1):
             receive(peer, memoryview(bytearray(len(DONE))), number)
@@ -84,11 +84,11 @@ class Follower:
         self._leader = leader
 
     def fileno(self) -> int:
-        """Lend the socket's number: readable means a step, or the end of rank 0."""
+        """Lend the socket's descriptor: readable means a step, or the end of rank 0."""
         return self._leader.fileno()
 
-    def next_step(self) -> Step | None:
-        """What rank 0 begins; None: it distrusts the weights, and waits for `distrusted`."""
+    def next_step(self) -> ForwardStep | None:
+        """The step that rank 0 begins; None: it distrusts the weights, `confirm_distrust`."""
         header = bytearray(HEADER.size)
         receive(self._leader, memoryview(header), 0)
         cache, slot, start, count = HEADER.unpack(header)
@@ -96,9 +96,9 @@ class Follower:
             return None
         tokens = np.empty(count, "<u4")
         receive(self._leader, tokens.data, 0)
-        return Step(cache, slot, tuple(tokens.tolist()), start)
+        return ForwardStep(cache, slot, tuple(tokens.tolist()), start)
 
-    def distrusted(self) -> None:
+    def confirm_distrust(self) -> None:
         send(self._leader, DONE, 0)
 
     def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
@@ -116,7 +116,7 @@ class Follower:
 
 
 def send(sock: socket.socket, data: bytes | memoryview, rank: int) -> None:
-    """Everything, to `rank`. Raises UnderstudyError `engine.rank_lost`."""
+    """Send all of `data` to `rank`. Raises UnderstudyError `engine.rank_lost`."""
     try:
         sock.sendall(data)
     except OSError as error:
@@ -124,7 +124,7 @@ def send(sock: socket.socket, data: bytes | memoryview, rank: int) -> None:
 
 
 def receive(sock: socket.socket, into: memoryview, rank: int) -> None:
-    """Fill `into` with what `rank` sends. Raises UnderstudyError `engine.rank_lost`."""
+    """Fill `into` from `rank`. Raises UnderstudyError `engine.rank_lost`."""
     rest = into.cast("B")
     while rest:
         try:
@@ -139,7 +139,7 @@ def receive(sock: socket.socket, into: memoryview, rank: int) -> None:
 def lost(rank: int) -> UnderstudyError:
     return UnderstudyError(
         "engine.rank_lost",
-        f"rank {rank} of the model has ended in the middle of the work; without all of its ranks"
-        " this engine can compute nothing, so it ends",
+        f"rank {rank} of the model has ended during a step; an engine cannot compute without all"
+        " of its ranks, so this one exits",
         rank=rank,
     )

@@ -1,7 +1,7 @@
-"""What the model process loops over: one unit of work, from the scheduler through the decoder.
+"""One step of the model process's loop: a unit of work from the scheduler through the decoder.
 
-Owns nothing but the wiring of batch (who), decoder (logits) and sampling (which token). Knows no
-sockets: the caller asks for a step, sends what came out, and looks at its messages between steps.
+Connects batch (whose turn), decoder (logits) and sampling (which token). Knows no sockets: the
+caller asks for a step, sends the result, and reads its messages between steps.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.reference.model.batch import QUEUE_MAX, FinishReason, Request, Scheduler
+from engine.backends.reference.model.batch import FinishReason, Request, Scheduler
 from engine.backends.reference.model.decoder import Decoder, KVCache
-from engine.backends.reference.model.sampling import TokenLogprob, choose, logprobs
+from engine.backends.reference.model.sampling import choose
 from plumbing.errors import UnderstudyError
 
+CANARY_FAILED = "engine.canary_failed"
 CANARY_PROMPT_TOKENS = 8  # enough that attention has something to look back at
 CANARY_NEW_TOKENS = 2  # one from prefill, one from a decode step: both paths are run
 
@@ -27,18 +28,15 @@ class Produced:
     request_id: int
     token: int
     finish_reason: FinishReason | None
-    logprob: TokenLogprob | None
 
 
 class Generator:
     """Serves requests over one decoder and one KV cache; not thread-safe, never blocks."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, *, queue_max: int = QUEUE_MAX) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
         self._decoder = decoder
         self._cache = cache
-        self._scheduler = Scheduler(
-            cache.slots, cache.max_context, decoder.config.vocab_size, queue_max=queue_max
-        )
+        self._scheduler = Scheduler(cache.slots, cache.max_context)
         self._requests: dict[int, tuple[Request, int]] = {}  # with the seed that counts
         self.progress = 0
         """Grows with every prefill chunk and every token: what "not hung" means."""
@@ -53,7 +51,7 @@ class Generator:
         return self._scheduler.running + self._scheduler.waiting
 
     def submit(self, request: Request) -> None:
-        """Accept a request, or raise as `Scheduler.submit` does."""
+        """Accept a request that the HTTP process has checked."""
         self._scheduler.submit(request)
         seed = request.sampling.seed
         self._requests[request.id] = (request, secrets.randbits(63) if seed is None else seed)
@@ -75,19 +73,17 @@ class Generator:
             return None
         request, seed = self._requests[work.request_id]
         token = choose(logits, request.sampling, seed, work.index)
-        wanted = request.sampling.logprobs
-        logprob = None if wanted is None else logprobs(logits, token, wanted)
         reason = self._scheduler.done(work, token)
         if reason is not None:
             del self._requests[work.request_id]
-        return Produced(work.request_id, token, reason, logprob)
+        return Produced(work.request_id, token, reason)
 
 
 def canary(decoder: Decoder, cache: KVCache) -> tuple[int, ...]:
     """One tiny real inference over slot 0 of an idle cache: its greedy tokens.
 
-    The same weights give the same tokens, so the result before parking and after waking must be
-    equal. It also makes BLAS set itself up before the first request does.
+    The same weights give the same tokens, so the results before parking and after waking must be
+    equal. It also initialises BLAS before the first request.
 
     Raises:
         UnderstudyError: `engine.canary_failed`: logits that are not finite.
@@ -99,9 +95,9 @@ def canary(decoder: Decoder, cache: KVCache) -> tuple[int, ...]:
         logits = decoder.forward(cache, 0, tokens, position)
         if not np.isfinite(logits).all():
             raise UnderstudyError(
-                "engine.canary_failed",
-                "The canary's logits are not finite: the weights in memory are damaged; they must "
-                "be loaded anew.",
+                CANARY_FAILED,
+                "The canary's logits are not finite: the weights in memory are damaged and must "
+                "be loaded again.",
             )
         position += len(tokens)
         tokens = [int(logits.argmax())]

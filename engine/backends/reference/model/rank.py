@@ -1,41 +1,58 @@
 """One rank of a model: weights mapped, a decoder over them, KV memory once it is taken.
 
-What every model process has, whether it leads or follows. Owns the order of preparation and when
-memory is taken. Knows no link and no requests. With one rank, that rank is the model.
+Every model process has one, whether it leads or follows. Owns the order of preparation, when
+memory is taken, and the loop of the ranks above 0. Knows no requests. With one rank, that rank is
+the model.
 """
 
 from __future__ import annotations
 
 import logging
+import select
+import socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 from engine.backends import free_memory, process
 from engine.backends.reference.config import LlamaConfig
-from engine.backends.reference.link import Configure, Ready
+from engine.backends.reference.link import ConfigureMsg, ReadyMsg, TakeMemoryMsg, TakenMsg
+from engine.backends.reference.model.checkpoint import open_checkpoint
+from engine.backends.reference.model.decoder import Decoder, KVCache, weights_from
+from engine.backends.reference.model.exchange import Follower, Leader
+from engine.backends.reference.model.weights import map_weights
+from gms.client import Keeper
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
-from plumbing.service import parent
-
-if TYPE_CHECKING:  # numpy comes only after the number of its threads is set
-    import socket
-
-    from engine.backends.reference.model.decoder import KVCache
-    from engine.backends.reference.model.exchange import Follower, Leader
-    from gms.client import Keeper, Reader
+from plumbing.wire.blocking import BlockingClient
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT = 4096  # 1 GiB of KV for a Llama 3.2 1B with four slots
-SCRATCH_CONTEXT = 64  # for canaries while the real cache is busy or not there
+SCRATCH_CONTEXT = 64  # for canaries while the real cache is busy or not allocated
 SCRATCH, SERVING = 0, 1  # the numbers of the two caches
-# Who distrusts its weights is about to end, and its report with it: a memory service that has just
-# died is back within a second, and nothing serves meanwhile.
+# A process that distrusts its weights is about to exit, and its report with it: a memory service
+# that has just died is back within a second, and no engine serves meanwhile.
 REPORT_WAIT_S = 2.0
 
 
-def choose_context(config: LlamaConfig, settings: Configure, kv_bytes_per_position: int) -> int:
-    """Positions per slot: what was asked for, or as much as the model and the limit allow.
+def size_kv(config: LlamaConfig, settings: ConfigureMsg) -> tuple[int, int]:
+    """Positions per slot, and bytes of KV memory, of one rank: from settings and model alone.
+
+    Raises:
+        UsageError: `engine.context_too_long`, `engine.kv_too_small`, `engine.kv_too_large`.
+    """
+    bytes_per_position = KVCache.bytes_needed(config, settings.slots, 1)
+    context = choose_context(config, settings, bytes_per_position)
+    kv_bytes = context * bytes_per_position
+    # Simulated devices share the machine's memory, so there must be room for every rank's.
+    free_memory.check_can_ever_fit(
+        kv_bytes * settings.ranks, free_memory.read_room(), "lower --max-context or --slots"
+    )
+    return context, kv_bytes
+
+
+def choose_context(config: LlamaConfig, settings: ConfigureMsg, bytes_per_position: int) -> int:
+    """Positions per slot: the number asked for, or as many as the model and the limit allow.
 
     Raises:
         UsageError: `engine.context_too_long`, `engine.kv_too_small`.
@@ -50,71 +67,60 @@ def choose_context(config: LlamaConfig, settings: Configure, kv_bytes_per_positi
     context = asked or min(config.max_position, DEFAULT_CONTEXT)
     if settings.kv_bytes is None:
         return context
-    fits = settings.kv_bytes // kv_bytes_per_position
+    fits = settings.kv_bytes // bytes_per_position
     if asked is None and fits >= 2:
         return min(context, fits)
     if context > fits:
         raise UsageError(
             "engine.kv_too_small",
             f"{settings.slots} slots of {context} positions need"
-            f" {context * kv_bytes_per_position} bytes, and --kv-bytes is {settings.kv_bytes};"
+            f" {context * bytes_per_position} bytes, and --kv-bytes is {settings.kv_bytes};"
             " raise it, or lower --slots or --max-context",
         )
     return context
 
 
 def name_of(rank: int) -> str:
-    """How the supervisor calls the process of `rank`."""
+    """The supervisor's name for the process of `rank`."""
     return "model" if rank == 0 else f"model-{rank}"
 
 
 class Rank:
-    """This process's rank, prepared: everything is there but KV memory."""
+    """This process's rank, prepared: everything is in place but KV memory."""
 
-    def __init__(self, settings: Configure, peers: Sequence[socket.socket]) -> None:
-        """Come to the weights. `peers` are the sockets to the other ranks.
+    def __init__(self, settings: ConfigureMsg, peers: Sequence[socket.socket]) -> None:
+        """Load or map the weights. `peers` are the sockets to the other ranks.
 
         Raises:
             UnderstudyError: with the reason, from the supervisor, the service or the checkpoint.
         """
-        from engine.backends.reference.model import weights
-        from engine.backends.reference.model.checkpoint import open_checkpoint
-        from engine.backends.reference.model.decoder import Decoder, KVCache, weights_from
-
-        member = None
-        if settings.is_standalone:
-            parent.arm_from_environment()
-        else:
-            member = process.enter(name_of(settings.rank))
+        member = process.enter(name_of(settings.rank))
         checkpoint = open_checkpoint(settings.directory, settings.rank, settings.ranks)
-        config, slots = checkpoint.config, settings.slots
-        per_position = KVCache.bytes_needed(config, slots, 1)
-        context = choose_context(config, settings, per_position)
+        config = checkpoint.config
         self._settings = settings
-        self.kv_bytes = KVCache.bytes_needed(config, slots, context)
-        # Simulated devices share the machine's memory, so there must be room for every rank's.
-        self._kv_bytes_of_all = self.kv_bytes * settings.ranks
-        free_memory.check_can_ever_fit(
-            self._kv_bytes_of_all, free_memory.read_room(), "lower --max-context or --slots"
-        )
-        if member is None:
-            self.weights = weights.private(checkpoint)
-        else:
-            self.weights = weights.shared(checkpoint, member)
-        self.peers = _peers(settings, peers, config.vocab_size)
-        self.decoder = Decoder(config, weights_from(config, self.weights.view), self.peers)
+        self._context, self.kv_bytes = size_kv(config, settings)
+        reader, identity = map_weights(checkpoint, member)
+        self.peers: Leader | Follower | None = None
+        if settings.ranks > 1:
+            is_leader = settings.rank == 0
+            self.peers = Leader(peers, config.vocab_size) if is_leader else Follower(peers[0])
+        self.decoder = Decoder(config, weights_from(config, reader.view), self.peers)
         scratch_bytes = KVCache.bytes_needed(config, 1, SCRATCH_CONTEXT)
         scratch = KVCache(config, bytearray(scratch_bytes), 1, SCRATCH_CONTEXT, SCRATCH)
         self._caches = {SCRATCH: scratch}
-        self._keeper = self._keep(self.weights.session)
-        self.ready = Ready(
+        # Keeps the session through the deaths of the memory service, while this thread computes.
+        self._keeper = Keeper(
+            reader, may_digest=lambda: not self.has_memory, on_change=logger.warning
+        )
+        self._keeper.start()
+        self.ready = ReadyMsg(
             weights_bytes=checkpoint.weights_bytes,
             kv_bytes=self.kv_bytes,
-            max_context=context,
+            max_context=self._context,
             vocab_size=config.vocab_size,
             stop_token_ids=config.eos_token_ids,
-            epoch=self.weights.epoch,
-            identity=self.weights.identity,
+            epoch=reader.epoch,
+            identity=identity,
         )
 
     def cache(self, number: int) -> KVCache:
@@ -123,54 +129,68 @@ class Rank:
             raise InvariantError(f"rank {self._settings.rank} has no KV cache {number}")
         return found
 
-    def _keep(self, session: Reader | None) -> Keeper | None:
-        """Keep the session through the deaths of the memory service, while we compute."""
-        from gms.client import Keeper
-
-        if session is None:
-            return None
-        keeper = Keeper(session, may_digest=lambda: not self.has_memory, on_change=logger.warning)
-        keeper.start()
-        return keeper
-
     def distrust(self) -> None:
-        """The weights may be damaged: a canary over them failed. Once a second incarnation says so
-        they are taken out of service and loaded anew, on every rank, since none is above suspicion.
-        """
-        from engine.backends.reference.model.exchange import Leader
+        """Report that a canary failed: the weights may be damaged.
 
+        After the report of a second incarnation they are taken out of service and loaded again, on
+        every rank, because the damage may be on any of them.
+        """
         end = time.monotonic() + REPORT_WAIT_S
-        if self._keeper is not None:
-            self._keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
+        self._keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
         try:
             if isinstance(self.peers, Leader):
                 self.peers.distrust()
         except UnderstudyError as error:
-            logger.warning("not every rank was told that a canary failed: %s", error.message)
-        rest_s = max(0.0, end - time.monotonic())
-        if self._keeper is not None and not self._keeper.wait_until_reported(rest_s):
-            logger.warning("no memory service is there to be told that a canary failed")
+            logger.warning("a failed canary was not reported on every rank: %s", error.message)
+        if not self._keeper.wait_until_reported(max(0.0, end - time.monotonic())):
+            logger.warning("a failed canary was not reported: no memory service is running")
 
     @property
     def has_memory(self) -> bool:
         return SERVING in self._caches
 
     def take_memory(self) -> None:
-        """The wake: KV memory, once it is really free; again is harmless."""
-        from engine.backends.reference.model.decoder import KVCache
-
+        """Allocate KV memory once it is really free; repeated calls do nothing."""
         if not self.has_memory:
-            free_memory.wait_for_room(self._kv_bytes_of_all)
+            free_memory.wait_for_room(self.kv_bytes * self._settings.ranks)
             memory = free_memory.allocate(self.kv_bytes)
-            slots, context = self._settings.slots, self.ready.max_context
+            slots, context = self._settings.slots, self._context
             self._caches[SERVING] = KVCache(self.decoder.config, memory, slots, context, SERVING)
 
 
-def _peers(
-    settings: Configure, sockets: Sequence[socket.socket], vocab_size: int
-) -> Leader | Follower | None:
-    from engine.backends.reference.model.exchange import Follower, Leader
+def follow(link: BlockingClient, rank: Rank) -> NoReturn:
+    """A rank above 0: run the steps that rank 0 runs, at the same time, until a peer is gone.
 
-    if settings.ranks == 1:
-        return None
-    return Leader(sockets, vocab_size) if settings.rank == 0 else Follower(sockets[0])
+    Rank 0 sends which tokens go through which slot of which cache; memory is taken when the HTTP
+    process asks, as on every rank. Ends with the UnderstudyError that says why.
+    """
+    leader = rank.peers
+    if not isinstance(leader, Follower):
+        raise InvariantError("rank 0 has no rank to follow")
+    poll = select.poll()
+    poll.register(link.fileno(), select.POLLIN)
+    poll.register(leader.fileno(), select.POLLIN)
+    link.notify(rank.ready)
+    while True:
+        for fd, _ in poll.poll():
+            if fd == link.fileno():
+                _receive(link, rank)
+            else:
+                _follow_step(leader, rank)
+
+
+def _receive(link: BlockingClient, rank: Rank) -> None:
+    message = link.receive().message
+    if not isinstance(message, TakeMemoryMsg):
+        raise UnderstudyError("engine.link", f"{message.TYPE} is not for a rank above 0")
+    rank.take_memory()
+    link.notify(TakenMsg(rank.kv_bytes))
+
+
+def _follow_step(leader: Follower, rank: Rank) -> None:
+    step = leader.next_step()
+    if step is None:
+        rank.distrust()
+        leader.confirm_distrust()
+    else:
+        rank.decoder.forward(rank.cache(step.cache), step.slot, step.tokens, step.start)

@@ -1,57 +1,41 @@
 """Weights in place: written into the GPU memory service by the first engine, mapped by the next.
 
-Owns the order in which a rank comes to its weights: identity, leave to load, session with its own
-device, load and commit or map, report. Knows neither HTTP nor KV memory. The surprising thing:
-which of the two happens is the memory service's answer, not a setting; both end with the same
-read-only mapping.
+Owns the order of preparation of a rank's weights: identity, permission to load, session with its
+own device, load and commit or map, report; and the check that every tensor is there, and no other.
+Knows neither HTTP nor KV memory. The surprising thing: whether weights are loaded or mapped is the
+memory service's answer, not a setting; both end with the same read-only mapping.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from engine.backends.process import Member
-from engine.backends.reference.model.binding import check_bound
 from engine.backends.reference.model.checkpoint import (
     DTYPE,
     Checkpoint,
+    TensorSource,
     identity,
     same_on_every_rank,
 )
 from engine.backends.session import WAIT_S, attach, host_device, loading
+from gms.client import Reader, TensorRecord, Writer
 from plumbing.errors import UnderstudyError
-
-if TYPE_CHECKING:
-    from gms.client import Reader, Writer
 
 logger = logging.getLogger(__name__)
 
-ALIGN_BYTES = 64  # a cache line, as numpy's own allocator gives
 
+def map_weights(checkpoint: Checkpoint, member: Member) -> tuple[Reader, dict[str, Any]]:
+    """Map the weights through the memory service, after loading them if this engine is first.
 
-@dataclass(frozen=True)
-class Weights:
-    """A committed epoch, mapped. `view(name)` is one tensor's bytes; `session` None: private."""
-
-    epoch: str
-    identity: dict[str, Any]
-    view: Callable[[str], Any]
-    session: Reader | None = None
-
-
-def shared(checkpoint: Checkpoint, member: Member) -> Weights:
-    """Map the weights through the memory service; load them first if we are the one who may.
+    Returns the session, whose `view(name)` is one tensor's bytes, and the identity of the weights.
 
     Raises:
         UnderstudyError: with the reason, from the supervisor, the service or the checkpoint.
     """
-    from gms.client import Writer
-
     rank, ranks = checkpoint.rank, checkpoint.ranks
     mine = identity(checkpoint.directory, rank=rank, size=ranks)
     leave = member.may_load(WAIT_S, rank, ranks)
@@ -61,7 +45,7 @@ def shared(checkpoint: Checkpoint, member: Member) -> Weights:
         reader = _load(checkpoint, session, mine) if isinstance(session, Writer) else session
     check_bound(checkpoint.tensors, reader.epoch, reader.tensors)
     member.attached(reader.epoch, same_on_every_rank(mine), rank)
-    return Weights(reader.epoch, mine, reader.view, reader)
+    return reader, mine
 
 
 def _load(checkpoint: Checkpoint, writer: Writer, before: dict[str, Any]) -> Reader:
@@ -79,7 +63,7 @@ def _load(checkpoint: Checkpoint, writer: Writer, before: dict[str, Any]) -> Rea
         raise UnderstudyError(
             "model.changed",
             f"{checkpoint.directory} changed while it was read ({', '.join(changed)}); nothing was"
-            " published, and the next attempt reads it anew.",
+            " published, and the next attempt reads it again.",
         )
     reader = writer.commit(after)
     logger.info(
@@ -91,18 +75,44 @@ def _load(checkpoint: Checkpoint, writer: Writer, before: dict[str, Any]) -> Rea
     return reader
 
 
-def private(checkpoint: Checkpoint) -> Weights:
-    """Weights in this process's own memory: for trying the decoder without the rest of the pod."""
-    offsets, end = {}, 0
-    for tensor in checkpoint.tensors:
-        offsets[tensor.name] = (end, end + tensor.nbytes)
-        end += -(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    memory = memoryview(mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+def check_bound(
+    wanted: Iterable[TensorSource], epoch: str, found: Mapping[str, TensorRecord]
+) -> None:
+    """Check that `epoch` has exactly the tensors `wanted`, each with the shape and type read here.
 
-    def view(name: str) -> memoryview:
-        start, stop = offsets[name]
-        return memory[start:stop]
+    A tensor that the epoch lacks, or one in it that no part of the model reads, belongs to a model
+    that computes something else: an error, because a warning would be served.
 
-    checkpoint.load_into(lambda name, nbytes, shape, dtype: view(name), lambda done, total: None)
-    mine = identity(checkpoint.directory, rank=checkpoint.rank, size=checkpoint.ranks)
-    return Weights("private", mine, view)
+    Raises:
+        UnderstudyError: `model.unbound`, naming the first tensor that is missing, surplus or of
+            another shape or type; `details` has all the missing and surplus ones.
+    """
+    needed = {tensor.name: tensor for tensor in wanted}
+    missing = [name for name in needed if name not in found]
+    surplus = [name for name in found if name not in needed]
+    if missing:
+        what = f"tensor {missing[0]}{_more(missing)} of the model is not in epoch {epoch}"
+        raise _unbound(what, missing, surplus)
+    if surplus:
+        what = f"tensor {surplus[0]}{_more(surplus)} of epoch {epoch} belongs to no part of the"
+        raise _unbound(f"{what} model", missing, surplus)
+    for name, tensor in needed.items():
+        record = found[name]
+        there, here = (record.dtype, tuple(record.shape)), (DTYPE, tensor.shape)
+        if there != here or record.nbytes != tensor.nbytes or record.strides is not None:
+            what = f"tensor {name} is {record.dtype} {list(record.shape)} in epoch {epoch}, and"
+            raise _unbound(f"{what} {DTYPE} {list(tensor.shape)} in the model", [name], [])
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _unbound(what: str, missing: list[str], surplus: list[str]) -> UnderstudyError:
+    return UnderstudyError(
+        "model.unbound",
+        f"{what}; stop every engine that maps this epoch, so that the next one loads it again, and"
+        " run the same release of understudy in every container",
+        missing=missing,
+        surplus=surplus,
+    )
