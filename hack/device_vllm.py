@@ -37,7 +37,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.service.cli import INTERRUPTED, run_async
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
-from understudy.drill.expected import write_expected
+from understudy.drill.prompts import write_expected
 from understudy.drill.run import Drill, DrillPlan
 from understudy.kubelet.runner import Runner, run_pod
 from understudy.status.gather import gather

@@ -38,8 +38,8 @@ from plumbing.service.cli import INTERRUPTED, fail, run_async
 from plumbing.service.config import Option, Resolved, resolve
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
-from understudy.drill.expected import write_expected
-from understudy.drill.page.write import check_destination
+from understudy.drill.page_file import check_destination
+from understudy.drill.prompts import write_expected
 from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan
 from understudy.kubelet.runner import Runner, run_pod

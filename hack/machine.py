@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from understudy.drill import report
+from understudy import host
 
 
 def machine() -> dict[str, Any]:
     """What a reader of the figures must know of it."""
-    return {**report.machine(), "load_1min": os.getloadavg()[0]}
+    return {**host.machine(), "load_1min": os.getloadavg()[0]}

@@ -32,7 +32,7 @@ from hack.vllm_pod import make_pod, model_of
 from plumbing.service.cli import INTERRUPTED, run_async
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target, stream_without_pause
-from understudy.drill.memory_killer import Standing
+from understudy.drill.part_killer import Standing
 from understudy.drill.prompts import learn_answers
 from understudy.drill.records import Exchange, Outcome, Prompt
 from understudy.drill.run import Drill, DrillPlan

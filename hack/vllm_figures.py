@@ -16,8 +16,8 @@ import psutil
 
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
-from understudy.drill.memory_killer import committed_devices
-from understudy.drill.physical import MEMFD, physical_bytes, roots_of
+from understudy.drill.part_killer import committed_devices, roots_of
+from understudy.host import MEMFD, physical_bytes
 from understudy.status.gather import gather, pids_of
 
 # A parked engine is asked once in so long, for each rank, whether it could be woken, and vLLM's

@@ -21,9 +21,10 @@ from plumbing.errors import UsageError
 from plumbing.service.cli import INTERRUPTED, options, plain_errors, run_async
 from plumbing.service.config import Option, Resolved, resolve
 from plumbing.service.paths import runtime_dir
-from understudy.drill.page.write import check_destination
-from understudy.drill.report import machine, print_report
+from understudy.drill.page_file import check_destination
+from understudy.drill.report import print_report
 from understudy.drill.run import DrillPlan
+from understudy.host import machine
 from understudy.kubelet.containers import QUICK
 from understudy.manifest.values import Choices
 from understudy.settings import DRILL_OPTIONS, NOT_WITH_MANIFEST, POD_OPTIONS, UP_OPTIONS

@@ -27,7 +27,7 @@ from plumbing.part.format import size, table
 from understudy.bundle import redact
 from understudy.bundle.facts import machine_facts, process_facts
 from understudy.doctor.checks import document, examine
-from understudy.doctor.facts import Facts
+from understudy.doctor.facts import PodFacts
 from understudy.doctor.probe import look
 from understudy.status.gather import gather
 from understudy.status.past_events import past_events
@@ -114,7 +114,7 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
         except OSError as error:
             bundle.missing[name] = _why(error)
 
-    facts: list[Facts] = []
+    facts: list[PodFacts] = []
 
     async def doctor() -> str:
         facts.append(await look(directory, Ports(), os.environ))

@@ -14,8 +14,7 @@ from typing import Any
 from plumbing.service import procfs
 from plumbing.service.build import build_info, installed
 from understudy.bundle import redact
-from understudy.doctor.proc import descriptors
-from understudy.drill.report import machine
+from understudy.host import descriptors, machine
 
 PROCESSES_MAX = 256  # a pod of eight ranks and two engines has some fifty
 READ_BYTES_MAX = 64 << 10  # of a file in /proc; an environment can be two megabytes
@@ -62,7 +61,7 @@ def process_facts(pids: Collection[int]) -> list[dict[str, Any]]:
                 "command": redact.command_line(words),
                 "environment": redact.environment({name: value for name, _, value in variables}),
                 "rss_bytes": procfs.rss_bytes(pid),
-                "descriptors": _kinds(descriptors(pid)),
+                "descriptors": _kinds([target for _, target in descriptors(pid)]),
                 "files": {name: _read(f"/proc/{pid}/{name}") for name in PROCESS_FILES},
             }
         )

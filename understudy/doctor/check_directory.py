@@ -1,33 +1,41 @@
-"""Checks of the directory that a pod's parts meet in: is it ours, is it one, do locks work in it.
+"""Checks of the pod's shared directory: its owner, whether all parts share it, whether locks work.
 
-Pure. The surprising one is `shared`: parts that were given different directories of the same path
-start well, each alone, and nothing says so. What gives them away is the network that a pod's
-containers have in common: the kernel lists every Unix socket in it by its path.
+Pure. The surprising one is `shared`: parts with different directories under the same path all
+start, each alone, without an error. The network namespace that a pod's containers share reveals
+them: the kernel lists every Unix socket in it by its path.
 """
 
 from __future__ import annotations
 
 from plumbing.service.paths import LONGEST_COMMON_NAME, SUN_PATH_MAX
-from understudy.doctor.facts import Facts, Listener
-from understudy.doctor.finding import Check, Finding, failed, passed, skipped, warned
+from understudy.doctor.facts import (
+    Finding,
+    HealthCheck,
+    PodFacts,
+    SocketListener,
+    failed,
+    passed,
+    skipped,
+    warned,
+)
 
 LOCKSERVER = "lockserver.sock"
 ONE_VOLUME = (
-    "mount one volume into every container and give each the same --dir inside it; on a host,"
-    " start every part with the same --dir"
+    "mount one volume into every container, with the same --dir inside it; on a host, start every"
+    " part with the same --dir"
 )
-CLOSED = "the directory is somebody else's, and closed to us"
+CLOSED = "the directory belongs to another user and cannot be read"
 
 
-def directory(facts: Facts) -> Finding:
-    """Ours alone, or still to be made."""
+def directory(facts: PodFacts) -> Finding:
+    """Ours alone, or not created yet."""
     found = facts.directory
     if found.kind == "missing":
         if found.can_be_made:
-            return passed(f"{found.path} is not there yet; the first part makes it")
+            return passed(f"{found.path} does not exist yet; the first part creates it")
         return failed(
-            f"{found.path} does not exist and cannot be made",
-            "make the directory above it, writable for the pod's user, or choose another --dir",
+            f"{found.path} does not exist and cannot be created",
+            "create its parent directory, writable for the pod's user, or choose another --dir",
         )
     if found.kind != "directory":
         return failed(
@@ -35,77 +43,78 @@ def directory(facts: Facts) -> Finding:
         )
     if found.owner_uid != found.our_uid:
         return failed(
-            f"{found.path} belongs to uid {found.owner_uid}, this process is uid {found.our_uid}",
-            "run every part, and this command, as the one user whose directory it is, or choose"
-            " another --dir",
+            f"{found.path} belongs to uid {found.owner_uid}, but this process is uid "
+            f"{found.our_uid}",
+            "run every part, and this command, as the owner of the directory, or choose another "
+            "--dir",
         )
     if found.mode & 0o077:
         return failed(
-            f"{found.path} has mode {found.mode:04o}, so others could put their sockets there",
+            f"{found.path} has mode {found.mode:04o}, so other users could create sockets in it",
             f"chmod 700 {found.path}, or `understudy doctor --fix`",
         )
-    return passed(f"{found.path} is ours alone (uid {found.our_uid}, mode {found.mode:04o})")
+    return passed(f"{found.path} is private (uid {found.our_uid}, mode {found.mode:04o})")
 
 
-def path_length(facts: Facts) -> Finding:
-    """The kernel takes socket paths of 107 bytes, and a GPU's UUID is long."""
+def path_length(facts: PodFacts) -> Finding:
+    """Socket paths are limited to 107 bytes, and a GPU's UUID is long."""
     listed = [uuid for gpu in facts.gpus.listed for uuid in gpu.devices]
     names = [LONGEST_COMMON_NAME, *(each.name for each in facts.sockets)]
     names += [f"gms_{device}_weights.sock" for device in facts.served or listed]
     longest = max(names, key=len)
     length = len(f"{facts.directory.path}/{longest}".encode())
-    said = f"the longest socket, {longest}, has a path of {length} bytes of {SUN_PATH_MAX}"
+    found = f"the longest socket path, of {longest}, has {length} of {SUN_PATH_MAX} bytes"
     if length > SUN_PATH_MAX:
         spare = SUN_PATH_MAX - len(longest) - 1
-        return failed(said, f"choose a --dir of at most {spare} bytes")
-    return passed(said)
+        return failed(found, f"choose a --dir of at most {spare} bytes")
+    return passed(found)
 
 
-def shared(facts: Facts) -> Finding:
-    """Every part that has this path has this directory."""
+def shared(facts: PodFacts) -> Finding:
+    """All parts with this path have the same directory."""
     if _is_closed(facts):
         return skipped(CLOSED)
     astray = [each for each in facts.listeners if _is_elsewhere(each, facts)]
     if astray:
         return failed("; ".join(_elsewhere(each, facts) for each in astray), ONE_VOLUME)
-    deaf = _deaf_engines(facts)
-    if deaf:
+    disconnected = _disconnected_engines(facts)
+    if disconnected:
         return failed(
-            f"{', '.join(deaf)} cannot reach the lock server, which answers here",
-            f"look at LOCKSERVER_SOCKET and --dir of these engines; {ONE_VOLUME}",
+            f"{', '.join(disconnected)} cannot reach the lock server, which is running here",
+            f"check LOCKSERVER_SOCKET and --dir of these engines; {ONE_VOLUME}",
         )
     here = facts.answered()
     if here:
-        return passed(f"{len(here)} sockets are answered here, and none of this path elsewhere")
+        return passed(f"all {len(here)} listening sockets are in this directory")
     if facts.directory.kind == "missing":
-        return skipped("there is no directory yet")
+        return skipped("the directory does not exist yet")
     if facts.directory.filesystem == "overlay" and not facts.directory.is_mounted:
         return warned(
-            f"{facts.directory.path} is in the file system of this container alone", ONE_VOLUME
+            f"{facts.directory.path} is on the file system of this container alone", ONE_VOLUME
         )
-    return skipped("no part of a pod runs here that could be compared")
+    return skipped("no part of a pod is running here")
 
 
-def one_lockserver(facts: Facts) -> Finding:
-    """Two could both grant: each would take the other's engines for strangers."""
+def one_lockserver(facts: PodFacts) -> Finding:
+    """Two lock servers could both grant the lock."""
     servers = [each for each in facts.listeners if each.name == LOCKSERVER]
     if len(servers) > 1:
         return failed(
             f"{len(servers)} lock servers listen on {facts.directory.path}/{LOCKSERVER}: "
-            f"{', '.join(map(_who, servers))}; only one of them is reached there",
-            "stop all of them, then start one: engines serve on meanwhile, and connect to it; never"
-            " remove lockserver.lock or lockserver.json under a server that runs",
+            f"{', '.join(map(_who, servers))}; only one of them is reachable",
+            "stop all of them, then start one; engines keep serving meanwhile. Never remove"
+            " lockserver.lock or lockserver.json under a running server",
         )
     if servers:
         return passed(_who(servers[0]))
-    return skipped("no lock server runs on this directory")
+    return skipped("no lock server is running on this directory")
 
 
-def flock(facts: Facts) -> Finding:
-    """The fence, the guards and the state files are flocks."""
+def flock(facts: PodFacts) -> Finding:
+    """Fencing, socket guards and state files rely on flock."""
     found = facts.directory
     if found.kind != "directory":
-        return skipped("there is no directory yet")
+        return skipped("the directory does not exist yet")
     if _is_closed(facts):
         return skipped(CLOSED)
     kind = found.filesystem or "unknown"
@@ -115,51 +124,51 @@ def flock(facts: Facts) -> Finding:
             "put --dir on a local file system (tmpfs, ext4, xfs): without flock nothing proves that"
             " an engine is dead",
         )
-    return passed(f"two descriptors exclude each other on {found.path} ({kind})")
+    return passed(f"locks exclude each other on {found.path} ({kind})")
 
 
-def stale_sockets(facts: Facts) -> Finding:
-    """Left by parts that were killed. Their next start removes them; until then they mislead."""
+def stale_sockets(facts: PodFacts) -> Finding:
+    """Left behind by killed parts, until their next start removes them."""
     stale = [each.name for each in facts.sockets if not each.is_answered]
     if stale:
         return warned(
-            f"nobody listens on {', '.join(stale)}: their owners were killed and are not back",
-            "start these parts again, or `understudy doctor --fix` to remove the files",
+            f"no process listens on {', '.join(stale)}: their owners were killed and not restarted",
+            "restart these parts, or remove the files with `understudy doctor --fix`",
         )
-    return passed(f"every socket here is answered ({len(facts.sockets)})")
+    return passed(f"every socket has a listener ({len(facts.sockets)})")
 
 
-def _is_closed(facts: Facts) -> bool:
-    """Then it says nothing that nobody is reached in there."""
+def _is_closed(facts: PodFacts) -> bool:
+    """Whether the directory is closed to us, so that unreachable sockets prove nothing."""
     found = facts.directory
     return found.kind == "directory" and found.our_uid not in (0, found.owner_uid)
 
 
-def _is_elsewhere(listener: Listener, facts: Facts) -> bool:
+def _is_elsewhere(listener: SocketListener, facts: PodFacts) -> bool:
     if listener.directory is not None and listener.directory != facts.directory.identity:
         return True
     return listener.name not in {each.name for each in facts.answered()}
 
 
-def _elsewhere(listener: Listener, facts: Facts) -> str:
+def _elsewhere(listener: SocketListener, facts: PodFacts) -> str:
     path = f"{facts.directory.path}/{listener.name}"
     ours, theirs = facts.directory.identity, listener.directory
     if theirs is None:
-        return f"{_who(listener)} listens on {path}, and here nobody is reached by that path"
+        return f"{_who(listener)} listens on {path}, but that path leads to no listener here"
     if ours is None or theirs != ours:
         here = f"device {ours[0]} inode {ours[1]}" if ours else "nothing"
         return (
-            f"{_who(listener)} has {listener.name} in another directory of the same path: there it "
-            f"is device {theirs[0]} inode {theirs[1]}, here {here}"
+            f"{_who(listener)} has {listener.name} in another directory with the same path: device "
+            f"{theirs[0]} inode {theirs[1]} there, {here} here"
         )
-    return f"{_who(listener)} listens on {path}, whose file was removed or replaced under it"
+    return f"{_who(listener)} listens on {path}, but the file was removed or replaced"
 
 
-def _who(listener: Listener) -> str:
-    return str(listener.process or "a process that is not visible from here")
+def _who(listener: SocketListener) -> str:
+    return str(listener.process or "a process that is not visible here")
 
 
-def _deaf_engines(facts: Facts) -> list[str]:
+def _disconnected_engines(facts: PodFacts) -> list[str]:
     if "error" in facts.view["lockserver"]:
         return []
     return [
@@ -170,10 +179,10 @@ def _deaf_engines(facts: Facts) -> list[str]:
 
 
 CHECKS = (
-    Check("directory", "directory of the pod", directory),
-    Check("path_length", "length of socket paths", path_length),
-    Check("shared", "directory is shared", shared),
-    Check("one_lockserver", "one lock server", one_lockserver),
-    Check("flock", "file locks", flock),
-    Check("stale_sockets", "stale sockets", stale_sockets),
+    HealthCheck("directory", "pod directory", directory),
+    HealthCheck("path_length", "socket path length", path_length),
+    HealthCheck("shared", "shared directory", shared),
+    HealthCheck("one_lockserver", "single lock server", one_lockserver),
+    HealthCheck("flock", "file locks", flock),
+    HealthCheck("stale_sockets", "stale sockets", stale_sockets),
 )

@@ -1,7 +1,7 @@
-"""The check-up: every check in the order in which people should read it, asked of the facts.
+"""All checks in the order of the report, and the report itself.
 
-Pure: facts in, one document or lines out. A check that raises is our own fault and ends the
-command; a check-up with a hole that looks like a pass would be worse.
+Pure: facts in, one document or lines out. A check that raises is a bug and ends the command: a
+missing result must not look like a pass.
 """
 
 from __future__ import annotations
@@ -11,44 +11,45 @@ from collections.abc import Sequence
 from typing import Any
 
 from understudy.doctor import check_devices, check_directory, check_machine
-from understudy.doctor.facts import Facts
-from understudy.doctor.finding import Result, Status
+from understudy.doctor.facts import CheckResult, FindingStatus, PodFacts
 
 SCHEMA = 1
 
 CHECKS = (*check_directory.CHECKS, *check_machine.CHECKS, *check_devices.CHECKS)
 
-# Whether they are good news or bad, in words.
-_COUNTED = {
-    Status.FAIL: "failed",
-    Status.WARN: "to look at",
-    Status.PASS: "passed",
-    Status.SKIP: "skipped",
+COUNTED = {
+    FindingStatus.FAIL: "failed",
+    FindingStatus.WARN: "warnings",
+    FindingStatus.PASS: "passed",
+    FindingStatus.SKIP: "skipped",
 }
 
 
-def examine(facts: Facts) -> list[Result]:
-    """Ask every check."""
-    return [Result(check, check.judge(facts)) for check in CHECKS]
+def examine(facts: PodFacts) -> list[CheckResult]:
+    """The result of every check."""
+    return [CheckResult(check, check.judge(facts)) for check in CHECKS]
 
 
-def is_well(results: Sequence[Result], *, is_strict: bool) -> bool:
-    """Whether nothing failed; with `is_strict`, nothing is to be looked at either."""
-    bad = {Status.FAIL, Status.WARN} if is_strict else {Status.FAIL}
+def is_well(results: Sequence[CheckResult], *, is_strict: bool) -> bool:
+    """Whether nothing failed; with `is_strict`, there are no warnings either."""
+    bad = {FindingStatus.FAIL, FindingStatus.WARN} if is_strict else {FindingStatus.FAIL}
     return not any(each.finding.status in bad for each in results)
 
 
 def document(
-    directory: str, results: Sequence[Result], fixed: Sequence[str] = ()
+    directory: str, results: Sequence[CheckResult], fixed: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The document of `understudy doctor --json`; its keys only ever grow."""
     statuses = [each.finding.status for each in results]
-    worst = next((each for each in (Status.FAIL, Status.WARN) if each in statuses), Status.PASS)
+    worst = next(
+        (each for each in (FindingStatus.FAIL, FindingStatus.WARN) if each in statuses),
+        FindingStatus.PASS,
+    )
     return {
         "schema": SCHEMA,
         "dir": directory,
         "status": worst.value,
-        "counts": {status.value: statuses.count(status) for status in Status},
+        "counts": {status.value: statuses.count(status) for status in FindingStatus},
         "fixed": list(fixed),
         "checks": [
             {
@@ -56,23 +57,24 @@ def document(
                 "title": each.check.title,
                 "status": each.finding.status.value,
                 "found": each.finding.found,
-                "mend": each.finding.mend or None,
+                "mend": each.finding.fix or None,
             }
             for each in results
         ],
     }
 
 
-def lines(results: Sequence[Result], fixed: Sequence[str] = ()) -> list[str]:
-    """The check-up for people: the gravest first, each with its mend, and a line that counts."""
+def lines(results: Sequence[CheckResult], fixed: Sequence[str] = ()) -> list[str]:
+    """The report as text, most serious first, each finding with its fix; the counts last."""
     width = max(len(each.check.title) for each in results)
     out = [f"fixed  {sentence}" for sentence in fixed]
-    for status in Status:
+    for status in FindingStatus:
         for each in results:
             if each.finding.status is status:
                 out.append(f"{status.value:<5} {each.check.title:<{width}}  {each.finding.found}")
-                if each.finding.mend:
-                    out.append(f"{'':<6}{'':<{width}}  → {each.finding.mend}")
+                if each.finding.fix:
+                    out.append(f"{'':<6}{'':<{width}}  → {each.finding.fix}")
     counts = Counter(each.finding.status for each in results)
-    out.append(", ".join(f"{counts[each]} {_COUNTED[each]}" for each in Status if counts[each]))
+    words = COUNTED | ({FindingStatus.WARN: "warning"} if counts[FindingStatus.WARN] == 1 else {})
+    out.append(", ".join(f"{counts[each]} {words[each]}" for each in FindingStatus if counts[each]))
     return out

@@ -1,14 +1,15 @@
-"""What a check-up knows: facts of one moment, as data.
+"""The facts that the checks judge, as data, all of one moment.
 
-Probes fill them in, checks read them; neither knows the other. What could not be learnt is None,
-or a sentence that says why. A pid is one of this process's PID namespace: the kernel says it of
-whoever listens on a socket, so a part that runs in another namespace has none here.
+Probes fill them in, checks read them; neither knows the other. What could not be found out is None,
+or a sentence that says why. Pids are those of this PID namespace, as the kernel reports them for
+whoever listens on a socket; a part in another namespace has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 FileId = tuple[int, int]  # device and inode: two paths with the same are one directory
@@ -35,13 +36,13 @@ class Directory:
     mode: int = 0o700
     identity: FileId | None = None
     filesystem: str = ""  # as mount(8) calls it
-    is_mounted: bool = True  # on a file system other than the one that / is on
+    is_mounted: bool = True  # on another file system than /
     flock_problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SocketFile:
-    """A socket in the directory. `pid` is who listens on it, None if that is not visible."""
+    """A socket in the directory. `pid`: the process that listens on it, None if not visible."""
 
     name: str
     is_answered: bool
@@ -49,11 +50,11 @@ class SocketFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
-    """A socket with a path in our directory on which somebody of this network namespace listens.
+class SocketListener:
+    """A listening socket of this network namespace whose path is in our directory.
 
-    Containers of one pod have one network, so those of other containers are among them, whatever
-    their directories are. `directory` is what the path leads to for that process, where visible.
+    Containers of one pod share their network, so sockets of other containers are among them,
+    whatever their directories are. `directory`: what the path leads to for that process.
     """
 
     name: str
@@ -81,7 +82,7 @@ class FdUse:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port that a pod's part listens on, and who listens on it now."""
+    """A port that a part of the pod listens on, and the process that has it now."""
 
     number: int
     what: str
@@ -92,8 +93,8 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """`memory_bytes` is what this process's control group allows, `memory_limit` who says so."""
+class MachineFacts:
+    """`memory_bytes`: what this process may use; `memory_limit`: what sets that limit."""
 
     memory_bytes: int = 0
     memory_limit: str = ""
@@ -104,23 +105,23 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
-    """Device memory that a process has: bytes, or None where the driver does not say."""
+class HeldMemory:
+    """Memory that a process holds: bytes, or None where the driver does not report it."""
 
     process: Process
     size_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU as NVML knows it; what it does not know of this model is None."""
+class GpuFacts:
+    """One GPU as NVML describes it; None is what it does not support for this model."""
 
     uuid: str
     instances: tuple[str, ...] = ()
     is_mig: bool = False
     is_persistent: bool | None = None
     compute_mode: str | None = None  # "default", "exclusive_process", "prohibited", …
-    holds: tuple[Hold, ...] = ()
+    holds: tuple[HeldMemory, ...] = ()
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -130,50 +131,98 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """`problem` says why there is nothing to see; None: NVML answered. `is_broken`: a driver is
-    there and does not work, where otherwise there is none."""
+    """`problem`: why no GPU can be seen; None: NVML answered. `is_broken`: a driver is installed
+    and does not work."""
 
-    listed: tuple[Gpu, ...] = ()
+    listed: tuple[GpuFacts, ...] = ()
     driver_version: str = ""
     problem: str | None = None
     is_broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """Everything that the checks may ask about.
+class PodFacts:
+    """Everything that the checks may look at.
 
-    `pids` are the pod's processes, as far as they are visible. `view` is the document of
-    `understudy status`. `served` are the devices of the pod by its sockets; `named` those that the
-    environment names, by the variable. `slabs` are host memory of this pod's weights that
-    processes outside of it hold. `packages` are installed versions by name.
+    `pids`: the pod's visible processes. `view`: the document of `understudy status`. `served`: the
+    pod's devices, by its sockets; `named`: those in the environment, by variable. `slabs`: host
+    memory of this pod's weights that processes outside of it hold. `packages`: installed versions.
     """
 
     directory: Directory
     view: Mapping[str, Any]
     sockets: Sequence[SocketFile] = ()
-    listeners: Sequence[Listener] = ()
+    listeners: Sequence[SocketListener] = ()
     kernel: Kernel = field(default_factory=lambda: Kernel("unknown"))
     limits: Sequence[FdUse] = ()
     ports: Sequence[Port] = ()
-    machine: Machine = field(default_factory=Machine)
-    gpus: Gpus = field(default_factory=lambda: Gpus(problem="nobody has looked"))
+    machine: MachineFacts = field(default_factory=MachineFacts)
+    gpus: Gpus = field(default_factory=lambda: Gpus(problem="not probed"))
     pids: frozenset[int] = frozenset()
     served: Sequence[str] = ()
     named: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    slabs: Sequence[Hold] = ()
-    mps: str | None = None  # what speaks for the Multi-Process Service
+    slabs: Sequence[HeldMemory] = ()
+    mps: str | None = None  # evidence of the Multi-Process Service
     packages: Mapping[str, str] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
 
     def answered(self) -> list[SocketFile]:
-        """The sockets of the directory that somebody listens on."""
+        """The sockets of the directory that have a listener."""
         return [each for each in self.sockets if each.is_answered]
 
     def is_hidden(self) -> bool:
-        """Whether some part of the pod runs in a PID namespace that cannot be seen from here."""
+        """Whether a part of the pod runs in a PID namespace that is not visible here."""
         return any(each.pid is None for each in self.answered())
 
     def gpus_served(self) -> list[str]:
-        """The pod's devices that are GPUs: HOST-0 is none."""
+        """The pod's devices that are GPUs; HOST-0 is not one."""
         return [each for each in self.served if each.startswith(("GPU-", "MIG-"))]
+
+
+class FindingStatus(StrEnum):
+    """The outcome of a check, most serious first."""
+
+    FAIL = "fail"  # the pod, or its next failover, does not work
+    WARN = "warn"  # it works, with a risk
+    PASS = "pass"
+    SKIP = "skip"  # cannot be checked here
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found, in a sentence, and how to fix it (what to type, or what to change)."""
+
+    status: FindingStatus
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthCheck:
+    """One question about the machine. `id` is stable; `judge` answers it from the facts alone."""
+
+    id: str
+    title: str
+    judge: Callable[[PodFacts], Finding]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    check: HealthCheck
+    finding: Finding
+
+
+def passed(found: str) -> Finding:
+    return Finding(FindingStatus.PASS, found)
+
+
+def warned(found: str, fix: str) -> Finding:
+    return Finding(FindingStatus.WARN, found, fix)
+
+
+def failed(found: str, fix: str) -> Finding:
+    return Finding(FindingStatus.FAIL, found, fix)
+
+
+def skipped(why: str) -> Finding:
+    return Finding(FindingStatus.SKIP, why)

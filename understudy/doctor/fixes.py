@@ -1,7 +1,7 @@
-"""`understudy doctor --fix`: the mends that cannot make anything worse.
+"""`understudy doctor --fix`: the fixes that cannot make anything worse.
 
-Owns two: removing sockets that nobody listens on, and closing our own directory to others. Each is
-checked again at the moment of doing it. Everything else is told and left to people.
+There are two: removing sockets without a listener, and making our own directory private. Each is
+checked again at the moment of the change. Everything else is reported and left to the operator.
 """
 
 from __future__ import annotations
@@ -12,22 +12,19 @@ from pathlib import Path
 
 from plumbing.errors import UnderstudyError
 from plumbing.wire.server import PathGuard
-from understudy.doctor.facts import Facts
+from understudy.doctor.facts import PodFacts
 from understudy.doctor.probe_directory import look_at_socket
 
 
-def fix(facts: Facts) -> list[str]:
-    """Do what is safe; a sentence for each thing that was done."""
+def fix(facts: PodFacts) -> list[str]:
+    """Apply the safe fixes; a sentence for each change."""
     done = [_close(facts)]
     done += [_remove(facts, each.name) for each in facts.sockets if not each.is_answered]
     return [sentence for sentence in done if sentence]
 
 
-def _close(facts: Facts) -> str | None:
-    """Take the rights of others away, if nobody else can have used them.
-
-    What somebody else has put into the directory stays suspicious, and is for people to look at.
-    """
+def _close(facts: PodFacts) -> str | None:
+    """Make the directory private, unless it holds files of other users: those need a look."""
     found = facts.directory
     if found.kind != "directory" or found.owner_uid != found.our_uid or not found.mode & 0o077:
         return None
@@ -40,16 +37,16 @@ def _close(facts: Facts) -> str | None:
         os.fchmod(fd, 0o700)
     finally:
         os.close(fd)
-    return f"{found.path} had mode {found.mode:04o} and has 0700 now"
+    return f"{found.path}: mode changed from {found.mode:04o} to 0700"
 
 
-def _remove(facts: Facts, name: str) -> str | None:
-    """Remove the socket `name` under its server's own guard, so that none can be starting there."""
+def _remove(facts: PodFacts, name: str) -> str | None:
+    """Remove the socket `name`, holding its server's guard so that none can be starting."""
     path = Path(facts.directory.path, name)
     try:
         guard = PathGuard(str(path.with_suffix(".lock")), f"a server of {name}")
     except (UnderstudyError, OSError):
-        return None  # it is just being taken over, or is not ours to touch
+        return None  # a server is starting, or the file is not ours
     try:
         is_socket = stat.S_ISSOCK(path.lstat().st_mode)
         if not is_socket or look_at_socket(str(path)).is_answered:
@@ -59,4 +56,4 @@ def _remove(facts: Facts, name: str) -> str | None:
         return None
     finally:
         guard.close()
-    return f"{path} was removed: nobody listened on it"
+    return f"{path} was removed: no process listened on it"

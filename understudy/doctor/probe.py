@@ -1,44 +1,61 @@
-"""Gathers the facts of a check-up: every probe once, and who belongs to the pod.
+"""Gathers the facts for the checks: kernel, limits, ports, memory, and who belongs to the pod.
 
-Owns one rule: a process is of the pod if it listens on a socket of its directory, is a child of
-one that does, or supervises one. Pids in the parts' documents are not used: each part says its own,
-which means something else where containers have PID namespaces of their own.
+A process belongs to the pod if it listens on a socket of its directory, is a descendant of one that
+does, or supervises one. Pids in the parts' own documents are not used: in a PID namespace of its
+own a part reports another number.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import os
+import platform
+import resource
+import socket
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from engine.backends.free_memory import read_room
+from engine.supervisor.settings import TERMINATION_LOG
 from plumbing.service import procfs
 from plumbing.service.build import installed
-from understudy.doctor import probe_devices, probe_directory, probe_machine
-from understudy.doctor.facts import Facts, SocketFile
+from plumbing.wire.peer import SO_PEERPIDFD
+from understudy.doctor import probe_devices, probe_directory
+from understudy.doctor.facts import (
+    FdUse,
+    Kernel,
+    MachineFacts,
+    PodFacts,
+    Port,
+    Process,
+    SocketFile,
+)
+from understudy.host import fd_count
 from understudy.status.gather import gather, gms_sockets
 from understudy.up.ports import Ports
 
-ANSWER_S = 2.0  # what answers does so in milliseconds; one that hangs must not keep the others
+ANSWER_S = 2.0  # a healthy part answers in milliseconds; one that hangs must not delay the others
 INIT = 1
 PACKAGES = ("vllm", "torch", "cuda-python", "nvidia-ml-py")
+CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
+UNLIMITED = 2**31  # in place of RLIM_INFINITY, which is -1: more than any kernel allows
 
 
-async def look(directory: Path, ports: Ports, environ: Mapping[str, str]) -> Facts:
-    """Everything that can be learnt from here; changes nothing."""
+async def look(directory: Path, ports: Ports, environ: Mapping[str, str]) -> PodFacts:
+    """Everything that can be found out from here; changes nothing."""
     path = str(directory)
     sockets = probe_directory.look_at_sockets(path)
     view, gpus = await asyncio.gather(gather(directory, ANSWER_S), probe_devices.look_at_gpus())
-    parts = [each.pid for each in sockets if each.pid is not None]
     pids = _pod(sockets)
-    return Facts(
+    return PodFacts(
         directory=probe_directory.look_at_directory(path),
         view=view,
         sockets=sockets,
         listeners=probe_directory.listeners(path),
-        kernel=probe_machine.look_at_kernel(),
-        limits=probe_machine.look_at_limits(parts),
-        ports=probe_machine.look_at_ports(ports),
-        machine=probe_machine.look_at_machine(environ),
+        kernel=look_at_kernel(),
+        limits=look_at_limits(each.pid for each in sockets if each.pid is not None),
+        ports=look_at_ports(ports),
+        machine=look_at_machine(environ),
         gpus=gpus,
         pids=pids,
         served=list(gms_sockets(directory)),
@@ -50,8 +67,67 @@ async def look(directory: Path, ports: Ports, environ: Mapping[str, str]) -> Fac
     )
 
 
+def look_at_kernel() -> Kernel:
+    """The kernel's features that a pod needs."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        has_pidfd_open = True
+    except OSError:  # ENOSYS on an old kernel, EPERM from a seccomp profile
+        has_pidfd_open = False
+    try:
+        clock_source = Path(CLOCK_SOURCE).read_text().strip() or None
+    except OSError:
+        clock_source = None
+    return Kernel(platform.release(), _has_peer_pidfd(), has_pidfd_open, clock_source)
+
+
+def look_at_limits(pids: Iterable[int]) -> list[FdUse]:
+    """The descriptor limits of this process and of `pids`, where they are visible."""
+    uses = [FdUse(Process(os.getpid(), "this command"), *_fd_limits(os.getpid()))]
+    for pid in pids:
+        try:
+            limits = _fd_limits(pid)
+        except OSError:
+            continue
+        uses.append(FdUse(Process(pid, procfs.name(pid)), *limits, fd_count(pid)))
+    return uses
+
+
+def look_at_ports(ports: Ports) -> list[Port]:
+    """The processes that listen on the ports of a pod."""
+    import psutil  # of all commands, only this one needs it
+
+    whats = [("requests", "lockserver"), ("probes", "lockserver"), ("probes", "gms")]
+    whats += [("probes", f"engine-{number}") for number in range(len(ports.engines))]
+    owners = {
+        each.laddr.port: each.pid
+        for each in psutil.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN and each.laddr
+    }
+    found = []
+    for (flag, number), (what, part) in zip(ports.by_flag(), whats, strict=True):
+        pid = owners.get(number)
+        owner = Process(pid, procfs.name(pid)) if pid is not None else None
+        found.append(Port(number, f"{what} of {part}", flag, part, number in owners, owner))
+    return found
+
+
+def look_at_machine(environ: Mapping[str, str]) -> MachineFacts:
+    """Memory, /dev/shm and the termination log."""
+    room = read_room()
+    try:
+        shm = os.statvfs("/dev/shm")
+        shm_bytes = shm.f_frsize * shm.f_blocks
+    except OSError:
+        shm_bytes = None
+    log = environ.get("UNDERSTUDY_TERMINATION_LOG") or TERMINATION_LOG
+    has_log = os.path.exists(log)
+    problem = None if not has_log or os.access(log, os.W_OK) else "permission denied"
+    return MachineFacts(room.limit_bytes, room.limited_by, shm_bytes, log, problem, has_log)
+
+
 def _pod(sockets: Sequence[SocketFile]) -> frozenset[int]:
-    """The pod's processes, as far as they are visible."""
+    """The pod's visible processes."""
     found: set[int] = set()
     for each in sockets:
         if each.pid is None:
@@ -61,3 +137,19 @@ def _pod(sockets: Sequence[SocketFile]) -> frozenset[int]:
         if each.name.startswith("gms_") and above is not None and above > INIT:
             found.add(above)  # the supervisor of the devices' servers has no socket of its own
     return frozenset(found)
+
+
+def _has_peer_pidfd() -> bool:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        try:
+            os.close(ours.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
+        except OSError:
+            return False
+    return True
+
+
+def _fd_limits(pid: int) -> tuple[int, int]:
+    """RLIMIT_NOFILE of `pid`, soft and hard."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    return tuple(UNLIMITED if it == resource.RLIM_INFINITY else it for it in (soft, hard))  # type: ignore[return-value] # two in, two out

@@ -1,4 +1,4 @@
-"""Looks at the GPUs, and at who holds memory that is the pod's. Thin: see `facts.py`."""
+"""Probes the GPUs, and finds processes that hold the pod's memory. Thin: see `facts.py`."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.service import procfs
-from understudy.doctor import proc
-from understudy.doctor.facts import Gpu, Gpus, Hold, Process
+from understudy.doctor.facts import GpuFacts, Gpus, HeldMemory, Process
+from understudy.host import slabs_of
 
-NVML_DEADLINE_S = 20.0  # initialising takes seconds with eight GPUs that nobody holds open
+NVML_DEADLINE_S = 20.0  # NVML takes seconds to initialise eight GPUs that no process has open
 NAMING = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "UNDERSTUDY_GPUS")
 MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
-MPS_DAEMON = "nvidia-cuda-mps"  # what the names of its processes begin with
+MPS_DAEMON = "nvidia-cuda-mps"  # prefix of its processes' names
 SLAB_NAME_DIGITS = 8  # of an epoch's id, in the names of its slabs
 
 
 async def look_at_gpus() -> Gpus:
-    """What NVML says, or why it says nothing."""
-    words = (sys.executable, "-m", "gms.server.device_facts")
+    """What NVML reports, or why it does not answer."""
+    command = (sys.executable, "-m", "gms.server.device_facts")
     process = await asyncio.create_subprocess_exec(
-        *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:
         async with asyncio.timeout(NVML_DEADLINE_S):
-            said, _ = await process.communicate()
+            output, _ = await process.communicate()
     except TimeoutError:
         process.kill()
         await process.wait()
         why = f"the driver did not answer in {NVML_DEADLINE_S:g} s"
         return Gpus(problem=why, is_broken=True)
     try:
-        document: dict[str, Any] = json.loads(said)
+        document: dict[str, Any] = json.loads(output)
     except ValueError:
-        why = f"the driver ended the process that asked it, with {process.returncode}"
+        why = f"the process that asked the driver died with code {process.returncode}"
         return Gpus(problem=why, is_broken=True)
     if "problem" in document:
         return Gpus(problem=document["problem"], is_broken=document["is_broken"])
     return Gpus(tuple(map(_gpu, document["gpus"])), document["driver_version"])
 
 
-def _gpu(found: Mapping[str, Any]) -> Gpu:
-    return Gpu(
+def _gpu(found: Mapping[str, Any]) -> GpuFacts:
+    return GpuFacts(
         uuid=found["uuid"],
         instances=tuple(found["instances"]),
         is_mig=found["is_mig"],
         is_persistent=found["is_persistent"],
         compute_mode=found["compute_mode"],
         holds=tuple(
-            Hold(Process(each["pid"], procfs.name(each["pid"])), each["used_bytes"])
+            HeldMemory(Process(each["pid"], procfs.name(each["pid"])), each["used_bytes"])
             for each in found["processes"]
         ),
     )
 
 
 def named_devices(environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """The UUIDs that the environment names, by variable; indices and words like `all` are none."""
+    """The UUIDs in the environment, by variable; indices and values like `all` do not count."""
     found = {name: environ.get(name, "").split(",") for name in NAMING}
     uuids = {
         name: [word.strip() for word in words if word.strip().startswith(("GPU-", "MIG-"))]
@@ -71,7 +71,7 @@ def named_devices(environ: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def look_for_mps(environ: Mapping[str, str]) -> str | None:
-    """What speaks for the Multi-Process Service: its pipes named for us, or its daemon running."""
+    """Evidence of the Multi-Process Service: its pipe directory is set, or its daemon runs."""
     pipes = environ.get(MPS_PIPE)
     if pipes and os.path.isdir(pipes):
         return f"{MPS_PIPE} is {pipes}"
@@ -81,11 +81,17 @@ def look_for_mps(environ: Mapping[str, str]) -> str | None:
 
 def slabs_outside(
     directory: str, gms: Sequence[Mapping[str, Any]], pids: Collection[int]
-) -> list[Hold]:
+) -> list[HeldMemory]:
     """Host memory of this pod's epochs that processes other than `pids` hold."""
     epochs = {path.stem.rpartition("_")[2] for path in Path(directory).glob("gms_*.epoch")}
     epochs |= {str(device["epoch"]) for device in gms if device.get("epoch")}
     digits = {epoch[:SLAB_NAME_DIGITS] for epoch in epochs}
     outside = [pid for pid in procfs.pids() if pid not in pids] if digits else []
-    held = [(pid, proc.slab_bytes(pid, digits)) for pid in outside]
-    return [Hold(Process(pid, procfs.name(pid)), found) for pid, found in held if found]
+    held = [(pid, _slab_bytes(pid, digits)) for pid in outside]
+    return [HeldMemory(Process(pid, procfs.name(pid)), found) for pid, found in held if found]
+
+
+def _slab_bytes(pid: int, epochs: Collection[str]) -> int:
+    """The host memory that `pid` holds of `epochs`, which are the first digits of their ids."""
+    slabs = slabs_of(pid).values()
+    return sum(it.size_bytes for it in slabs if it.name[:SLAB_NAME_DIGITS] in epochs)

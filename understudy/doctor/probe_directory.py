@@ -1,7 +1,7 @@
-"""Looks at the shared directory, its sockets, and who else listens on these paths.
+"""Probes the shared directory, its sockets, and who else listens on these paths.
 
-Thin: every function asks the kernel one thing and says what it heard; what that means is the
-checks' business. Changes nothing, but for a file of no name with which it tries flock.
+Thin: each function asks the kernel one thing; what it means is up to the checks. Changes nothing;
+flock is tried on an unnamed temporary file.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import socket
 import stat
 import struct
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from plumbing.service import procfs
-from understudy.doctor import proc
-from understudy.doctor.facts import Directory, FileId, Listener, Process, SocketFile
+from understudy.doctor.facts import Directory, FileId, Process, SocketFile, SocketListener
+from understudy.host import descriptors
 
-UNIX_LISTENS = 1 << 16  # __SO_ACCEPTCON, the flag of a socket that listens (linux/net.h)
+UNIX_LISTENS = 1 << 16  # __SO_ACCEPTCON, the flag of a listening socket (linux/net.h)
 _UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid (man 7 unix)
 
 
@@ -61,25 +61,25 @@ def look_at_sockets(directory: str) -> list[SocketFile]:
 
 
 def look_at_socket(path: str) -> SocketFile:
-    """Whether anybody listens there, and who, where that is visible."""
+    """Whether a process listens there, and which, where that is visible."""
     name = os.path.basename(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # one whose backlog is full answers with "later": it listens
+        probe.setblocking(False)  # EAGAIN means a full backlog: it listens
         try:
             probe.connect(path)
         except BlockingIOError:
             return SocketFile(name, is_answered=True)
         except OSError as error:
-            # Only this says that nobody listens; what we may not touch may well be alive.
+            # Only ECONNREFUSED proves that there is no listener; EACCES does not.
             return SocketFile(name, is_answered=error.errno != errno.ECONNREFUSED)
         raw = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid = _UCRED.unpack(raw)[0]
     return SocketFile(name, is_answered=True, pid=pid or None)
 
 
-def listeners(directory: str) -> list[Listener]:
-    """Who listens on a path in `directory`, in all of this network namespace (man 5 proc)."""
-    found: dict[str, str] = {}  # the path of each, by its inode
+def listeners(directory: str) -> list[SocketListener]:
+    """All listeners on paths in `directory`, in this network namespace (man 5 proc)."""
+    found: dict[str, str] = {}  # path by inode
     with open("/proc/net/unix", encoding="utf-8", errors="replace") as table:
         for line in table:
             fields = line.rstrip("\n").split(maxsplit=7)
@@ -87,19 +87,31 @@ def listeners(directory: str) -> list[Listener]:
                 continue
             if int(fields[3], 16) & UNIX_LISTENS:
                 found[fields[6]] = fields[7]
-    owners = proc.socket_owners(found)
+    owners = _socket_owners(found)
     return [_listener(path, owners.get(inode)) for inode, path in found.items()]
 
 
-def _listener(path: str, pid: int | None) -> Listener:
+def _listener(path: str, pid: int | None) -> SocketListener:
     name = os.path.basename(path)
     if pid is None:
-        return Listener(name)
-    return Listener(name, Process(pid, procfs.name(pid)), _seen_by(pid, os.path.dirname(path)))
+        return SocketListener(name)
+    seen = _seen_by(pid, os.path.dirname(path))
+    return SocketListener(name, Process(pid, procfs.name(pid)), seen)
+
+
+def _socket_owners(inodes: Collection[str]) -> dict[str, int]:
+    """The process that has each of these sockets open, by the socket's inode."""
+    found: dict[str, int] = {}
+    for pid in procfs.pids() if inodes else ():
+        for _, target in descriptors(pid):
+            inode = target.removeprefix("socket:[").rstrip("]")
+            if target.startswith("socket:[") and inode in inodes:
+                found.setdefault(inode, pid)
+    return found
 
 
 def _seen_by(pid: int, directory: str) -> FileId | None:
-    """What `directory` is for the process `pid`: mounts and roots may differ from ours."""
+    """What `directory` is for the process `pid`, whose mounts and root may differ from ours."""
     try:
         found = os.stat(f"/proc/{pid}/root{directory}")
     except OSError:
@@ -108,7 +120,7 @@ def _seen_by(pid: int, directory: str) -> FileId | None:
 
 
 def _mount_of(path: str) -> tuple[str, bool]:
-    """The type of the file system that `path` is on, and whether it is another than that of /."""
+    """The type of the file system that `path` is on, and whether it is another one than /."""
     kinds: dict[str, str] = {}
     with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as table:
         for line in table:
@@ -126,7 +138,7 @@ def _with_parents(path: str) -> Iterable[str]:
 
 
 def _try_flock(directory: str) -> str | None:
-    """Why flock does not exclude in `directory`; None: it does."""
+    """Why flock does not exclude in `directory`; None if it does."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

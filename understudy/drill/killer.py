@@ -19,8 +19,8 @@ from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.part.peers import Answered, ask
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import descendants
-from understudy.drill.memory_killer import hold
 from understudy.drill.observer import Observer, OldTree
+from understudy.drill.part_killer import hold
 from understudy.drill.records import STOP, SUPERVISOR, Kill, asked_of_engine
 from understudy.status.gather import engine_sockets, gather
 from understudy.status.view import PARKED

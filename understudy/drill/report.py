@@ -1,60 +1,25 @@
-"""The report of a drill for people, and what the machine was that it ran on."""
+"""The report of a drill as text."""
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from plumbing.part.format import size
-from plumbing.service.procfs import descendants, rss_bytes
 from understudy.drill.records import PHASES, Upgrade
 from understudy.drill.verdict import Report, Spread
+from understudy.host import ResourceUsage, machine
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Open descriptors and resident bytes of one container's processes, taken together."""
-
-    fds: int
-    rss_bytes: int
-
-
-def usage_of(pid: int) -> Usage:
-    """What `pid` and everything below it use now."""
-    fds = rss = 0
-    for process in (pid, *descendants(pid)):
-        rss += rss_bytes(process) or 0
-        try:
-            fds += len(os.listdir(f"/proc/{process}/fd"))
-        except OSError:
-            continue  # it ended
-    return Usage(fds, rss)
-
-
-def machine() -> dict[str, Any]:
-    """Enough to compare two reports: cores, memory, kernel, Python."""
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "cpu": _cpu_name(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory_bytes": memory_bytes,
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
-
-
 def print_report(
     report: Report,
     console: Console,
     backend: str,
-    usages: Mapping[str, tuple[Usage, Usage]],
+    usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]],
     conditions: Mapping[str, Any] | None = None,
 ) -> None:
     """The table that `understudy drill` ends with. `conditions`: under which it was made."""
@@ -137,14 +102,3 @@ def _measured(report: Report, backend: str, *, has_failovers: bool) -> str:
 
 def _cells(spread: Spread) -> list[str]:
     return ["-" if value is None else f"{value:.1f}" for value in spread.to_dict().values()]
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.machine()

@@ -18,13 +18,19 @@ from typing import Any
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.service.clock import SystemClock
 from understudy.drill.clients import Target, send, stream_without_pause
-from understudy.drill.expected import read_expected
 from understudy.drill.killer import Whole, kill_active, wait_whole
-from understudy.drill.memory_killer import Standing, committed_devices, kill_server, wait_recovered
 from understudy.drill.observer import Observer
-from understudy.drill.part_killer import kill_part, wait_back
-from understudy.drill.physical import PhysicalMemory, roots_of
-from understudy.drill.prompts import all_prompts, learn_answers
+from understudy.drill.part_killer import (
+    PhysicalMemory,
+    Standing,
+    committed_devices,
+    kill_part,
+    kill_server,
+    roots_of,
+    wait_back,
+    wait_recovered,
+)
+from understudy.drill.prompts import all_prompts, learn_answers, read_expected
 from understudy.drill.records import (
     GMS,
     PARTS,

@@ -22,12 +22,12 @@ from plumbing.service.config import Resolved
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
 from understudy.drill.killer import wait_whole
-from understudy.drill.page.data import page_data
-from understudy.drill.page.write import write_page
+from understudy.drill.page_data import page_data
+from understudy.drill.page_file import write_page
 from understudy.drill.records import LOCKSERVER, Records
-from understudy.drill.report import Usage, machine, usage_of
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import Report, judge
+from understudy.host import ResourceUsage, machine
 from understudy.kubelet.containers import Container
 from understudy.kubelet.http_get import get
 from understudy.kubelet.runner import Runner, run_pod
@@ -53,7 +53,7 @@ class DrillResult:
     """
 
     report: Report
-    usages: dict[str, tuple[Usage, Usage]] = field(default_factory=dict)
+    usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = field(default_factory=dict)
     backend: str | None = None
     records: Records = field(default_factory=Records)
     conditions: dict[str, Any] = field(default_factory=dict)  # under which it was found
@@ -172,7 +172,7 @@ async def run_drill(
 
     `look` is awaited once the pod is whole and idle, before the first kill.
     """
-    usages: dict[str, tuple[Usage, Usage]] = {}
+    usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = {}
     failure: list[str] = []
 
     async def body() -> Records:
@@ -200,11 +200,11 @@ async def run_drill(
     return DrillResult(report, usages, drill.backend, records)
 
 
-def _usages(runner: Runner) -> dict[str, Usage]:
-    return {name: usage_of(pid) for name, pid in runner.pids().items() if name in WATCHED}
+def _usages(runner: Runner) -> dict[str, ResourceUsage]:
+    return {name: ResourceUsage.of(pid) for name, pid in runner.pids().items() if name in WATCHED}
 
 
-async def _settled(runner: Runner, before: dict[str, Usage]) -> dict[str, Usage]:
+async def _settled(runner: Runner, before: dict[str, ResourceUsage]) -> dict[str, ResourceUsage]:
     """The usage once our own last connections are closed at the other end, too."""
     end = asyncio.get_running_loop().time() + SETTLE_DEADLINE_S
     while True:

@@ -1,4 +1,4 @@
-"""Facts of a machine on which everything is well, to be spoilt one at a time."""
+"""PodFacts of a machine on which everything is well, to be spoilt one at a time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from understudy.doctor.checks import CHECKS
 from understudy.doctor.facts import (
     Directory,
-    Facts,
     FdUse,
-    Gpu,
+    Finding,
+    GpuFacts,
     Gpus,
     Kernel,
-    Listener,
-    Machine,
+    MachineFacts,
+    PodFacts,
     Port,
     Process,
     SocketFile,
+    SocketListener,
 )
-from understudy.doctor.finding import Finding
 
 HERE = (1, 2)
 GPU = "GPU-5a0f1b2c-0000-4000-8000-00000000000a"
@@ -37,7 +37,7 @@ VIEW: dict[str, Any] = {
     "engines": [{"engine": {"id": "engine-0"}, "lock": {"connected": True}}],
 }
 
-WELL = Facts(
+WELL = PodFacts(
     directory=Directory(
         "/run/understudy",
         owner_uid=10,
@@ -52,15 +52,17 @@ WELL = Facts(
         SocketFile("lockserver.sock", True, LOCKSERVER.pid),
     ),
     listeners=(
-        Listener("engine_engine-0.sock", ENGINE, HERE),
-        Listener("gms_HOST-0_weights.sock", GMS, HERE),
-        Listener("lockserver.sock", LOCKSERVER, HERE),
+        SocketListener("engine_engine-0.sock", ENGINE, HERE),
+        SocketListener("gms_HOST-0_weights.sock", GMS, HERE),
+        SocketListener("lockserver.sock", LOCKSERVER, HERE),
     ),
     kernel=Kernel("6.18", clock_source="tsc"),
     limits=(FdUse(LOCKSERVER, 20_000, 20_000, 30),),
     ports=(Port(9400, "probes", "--lockserver-port", "lockserver", True, LOCKSERVER),),
-    machine=Machine(16 << 30, "this machine's memory", 8 << 30, "/dev/termination-log", None, True),
-    gpus=Gpus((Gpu(GPU, is_persistent=True, compute_mode="default"),), "580.00"),
+    machine=MachineFacts(
+        16 << 30, "this machine's memory", 8 << 30, "/dev/termination-log", None, True
+    ),
+    gpus=Gpus((GpuFacts(GPU, is_persistent=True, compute_mode="default"),), "580.00"),
     pids=frozenset({10, 20, 21, 30, 31}),
     served=("HOST-0",),
     packages={"vllm": "0.32.0"},
@@ -79,12 +81,12 @@ NO_POD = replace(
 _BY_ID = {check.id: check for check in CHECKS}
 
 
-def ask(check: str, facts: Facts) -> Finding:
+def ask(check: str, facts: PodFacts) -> Finding:
     """What the check of this id finds."""
     return _BY_ID[check].judge(facts)
 
 
-def spoilt(facts: Facts = WELL, **changes: Any) -> Facts:
+def spoilt(facts: PodFacts = WELL, **changes: Any) -> PodFacts:
     """`facts` with other fields; `directory__mode=…` is a field of a field."""
     for name, value in changes.items():
         outer, _, inner = name.partition("__")

@@ -1,4 +1,4 @@
-"""Every check as pure code: what it calls wrong, what it names, and how it says to mend it."""
+"""Every check as pure code: what it reports, what it names, and which fix it gives."""
 
 from __future__ import annotations
 
@@ -24,23 +24,28 @@ from tests.understudy.doctor.facts import (
 )
 from understudy.doctor.checks import CHECKS, document, examine, is_well, lines
 from understudy.doctor.facts import (
-    Facts,
     FdUse,
-    Gpu,
+    FindingStatus,
+    GpuFacts,
     Gpus,
-    Hold,
-    Listener,
+    HeldMemory,
+    PodFacts,
     Port,
     Process,
     SocketFile,
+    SocketListener,
 )
-from understudy.doctor.finding import Status
 
-FAIL, WARN, PASS, SKIP = Status.FAIL, Status.WARN, Status.PASS, Status.SKIP
-ELSEWHERE = Listener("engine_engine-1.sock", Process(40, "engine"), (7, 8))
-REPLACED = Listener("engine_engine-1.sock", Process(40, "engine"), HERE)
-UNSEEN = Listener("engine_engine-1.sock")
-SECOND = Listener("lockserver.sock", Process(50, "lockserver"), HERE)
+FAIL, WARN, PASS, SKIP = (
+    FindingStatus.FAIL,
+    FindingStatus.WARN,
+    FindingStatus.PASS,
+    FindingStatus.SKIP,
+)
+ELSEWHERE = SocketListener("engine_engine-1.sock", Process(40, "engine"), (7, 8))
+REPLACED = SocketListener("engine_engine-1.sock", Process(40, "engine"), HERE)
+UNSEEN = SocketListener("engine_engine-1.sock")
+SECOND = SocketListener("lockserver.sock", Process(50, "lockserver"), HERE)
 NO_DRIVER = Gpus(problem="no driver here")
 DEAF = {**VIEW, "engines": [{"engine": {"id": "engine-1"}, "lock": {"connected": False}}]}
 AWAY = {**VIEW, "lockserver": {"locks": {}, "service": {"active": {"problem": "pid 9 has it"}}}}
@@ -53,40 +58,42 @@ BLIND = {
 }
 
 
-def listens(*more: Listener) -> Facts:
+def listens(*more: SocketListener) -> PodFacts:
     return spoilt(listeners=(*WELL.listeners, *more))
 
 
-def gpus(*holds: Hold, **differences: object) -> Facts:
+def gpus(*holds: HeldMemory, **differences: object) -> PodFacts:
     """A pod that serves the only GPU, which is not as it should be."""
-    gpu = Gpu(GPU, **{"is_persistent": True, "compute_mode": "default", **differences}, holds=holds)
+    gpu = GpuFacts(
+        GPU, **{"is_persistent": True, "compute_mode": "default", **differences}, holds=holds
+    )
     return spoilt(gpus=Gpus((gpu,), "580.00"), served=(GPU,))
 
 
-def limits(hard: int, count: int = 0) -> Facts:
+def limits(hard: int, count: int = 0) -> PodFacts:
     return spoilt(limits=(FdUse(GMS, hard, hard, count),))
 
 
-def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True) -> Facts:
+def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True) -> PodFacts:
     return spoilt(ports=(Port(9411, f"probes of {part}", "--engine-port", part, is_taken, owner),))
 
 
 @pytest.mark.parametrize(
     ("check", "facts", "status", "words"),
     [
-        ("directory", WELL, PASS, "ours alone"),
-        ("directory", spoilt(directory__kind="missing"), PASS, "not there yet"),
+        ("directory", WELL, PASS, "is private"),
+        ("directory", spoilt(directory__kind="missing"), PASS, "does not exist yet"),
         (
             "directory",
             spoilt(directory__kind="missing", directory__can_be_made=False),
             FAIL,
-            "cannot be made",
+            "cannot be created",
         ),
         ("directory", spoilt(directory__kind="a symbolic link"), FAIL, "is a symbolic link"),
-        ("directory", spoilt(directory__owner_uid=0), FAIL, "uid 0, this process is uid 10"),
+        ("directory", spoilt(directory__owner_uid=0), FAIL, "uid 0, but this process is uid 10"),
         ("directory", spoilt(directory__mode=0o755), FAIL, "mode 0755"),
         ("path_length", WELL, PASS, "gms_HOST-0_weights.sock"),
-        ("path_length", spoilt(directory__path="/" + 84 * "x"), FAIL, "of 107"),
+        ("path_length", spoilt(directory__path="/" + 84 * "x"), FAIL, "of 107 bytes"),
         # The GPU's UUID makes the path too long before any server has tried.
         (
             "path_length",
@@ -94,21 +101,26 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
             FAIL,
             f"gms_{GPU}_weights.sock",
         ),
-        ("shared", WELL, PASS, "3 sockets are answered here"),
+        ("shared", WELL, PASS, "all 3 listening sockets"),
         ("shared", listens(ELSEWHERE), FAIL, "pid 40 (engine) has engine_engine-1.sock in another"),
-        ("shared", listens(ELSEWHERE), FAIL, "device 7 inode 8, here device 1 inode 2"),
-        ("shared", listens(REPLACED), FAIL, "removed or replaced under it"),
-        ("shared", listens(UNSEEN), FAIL, "a process that is not visible from here listens"),
+        ("shared", listens(ELSEWHERE), FAIL, "device 7 inode 8 there, device 1 inode 2 here"),
+        ("shared", listens(REPLACED), FAIL, "removed or replaced"),
+        ("shared", listens(UNSEEN), FAIL, "a process that is not visible here listens"),
         (
             "shared",
             spoilt(NO_POD, listeners=(ELSEWHERE,), directory__identity=None),
             FAIL,
-            "here n",
+            "there, nothing here",
         ),
-        ("shared", spoilt(view=DEAF), FAIL, "engine-1 cannot reach the lock server, which answers"),
-        ("shared", spoilt(listens(UNSEEN), directory__owner_uid=0), SKIP, "somebody else's"),
+        (
+            "shared",
+            spoilt(view=DEAF),
+            FAIL,
+            "engine-1 cannot reach the lock server, which is running",
+        ),
+        ("shared", spoilt(listens(UNSEEN), directory__owner_uid=0), SKIP, "another user"),
         ("shared", NO_POD, SKIP, "no part of a pod"),
-        ("shared", spoilt(NO_POD, directory__kind="missing"), SKIP, "no directory yet"),
+        ("shared", spoilt(NO_POD, directory__kind="missing"), SKIP, "not exist yet"),
         (
             "shared",
             spoilt(NO_POD, directory__filesystem="overlay", directory__is_mounted=False),
@@ -120,8 +132,8 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
         ("one_lockserver", NO_POD, SKIP, "no lock server"),
         ("flock", WELL, PASS, "tmpfs"),
         ("flock", spoilt(directory__flock_problem="No locks available"), FAIL, "No locks"),
-        ("flock", spoilt(directory__kind="missing"), SKIP, "no directory"),
-        ("flock", spoilt(directory__owner_uid=0), SKIP, "closed to us"),
+        ("flock", spoilt(directory__kind="missing"), SKIP, "does not exist"),
+        ("flock", spoilt(directory__owner_uid=0), SKIP, "cannot be read"),
         ("stale_sockets", WELL, PASS, "(3)"),
         ("stale_sockets", spoilt(sockets=(SocketFile("x.sock", False),)), WARN, "x.sock"),
         ("peer_pidfd", WELL, PASS, "6.18"),
@@ -149,7 +161,7 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
         ),
         ("descriptors", WELL, PASS, "20000"),
         ("descriptors", limits(1023), FAIL, "pid 20 (gms) may open 1023 descriptors"),
-        ("descriptors", limits(1024), WARN, "4096 are advised"),
+        ("descriptors", limits(1024), WARN, "4096 recommended"),
         ("descriptors", limits(4096), PASS, "4096"),
         ("descriptors", limits(4096, 3500), WARN, "has 3500 of 4096 open"),
         ("clock_source", WELL, PASS, "tsc"),
@@ -159,8 +171,8 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
         ("shared_memory", spoilt(machine__shm_bytes=64 << 20), WARN, "64.0 MiB"),
         ("shared_memory", spoilt(machine__shm_bytes=65_536_000, packages={}), PASS, "62.5 MiB"),
         ("shared_memory", spoilt(machine__shm_bytes=32 << 20, packages={}), WARN, "32.0 MiB"),
-        ("shared_memory", spoilt(machine__shm_bytes=None), WARN, "cannot be looked at"),
-        ("host_memory", WELL, PASS, "4.0 GiB, and this machine's memory is 16.0 GiB"),
+        ("shared_memory", spoilt(machine__shm_bytes=None), WARN, "cannot be read"),
+        ("host_memory", WELL, PASS, "4.0 GiB; this machine's memory is 16.0 GiB"),
         ("host_memory", spoilt(machine__memory_bytes=2 << 30), WARN, "2.0 GiB"),
         ("host_memory", NO_POD, SKIP, ""),
         ("termination_log", WELL, PASS, "/dev/termination-log"),
@@ -173,7 +185,7 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
         ("termination_log", spoilt(machine__has_termination_log=False), SKIP, "Kubernetes"),
         ("ports", WELL, PASS, "9400"),
         ("ports", port(STRANGER), FAIL, "port 9411 (probes of engine-1) is in use by pid 99 (jup"),
-        ("ports", port(None), FAIL, "not visible from here"),
+        ("ports", port(None), FAIL, "not visible here"),
         ("ports", port(None, is_taken=False), PASS, "9411"),
         ("ports", port(Process(31, "python")), PASS, "9411"),
         # A part that is up was given another port, and this one is nobody's business.
@@ -188,8 +200,13 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
         ("driver", spoilt(gpus=Gpus(problem="it hangs", is_broken=True)), FAIL, "it hangs"),
         ("driver", spoilt(gpus=Gpus((), "580.00")), WARN, "lists no GPU"),
         ("device_uuid", gpus(), PASS, GPU),
-        ("device_uuid", WELL, PASS, "no device is named or served"),
-        ("device_uuid", spoilt(gpus(), served=(OTHER_GPU,)), FAIL, f"there is no {OTHER_GPU} here"),
+        ("device_uuid", WELL, PASS, "no device is configured or served"),
+        (
+            "device_uuid",
+            spoilt(gpus(), served=(OTHER_GPU,)),
+            FAIL,
+            f"{OTHER_GPU} is not visible here",
+        ),
         (
             "device_uuid",
             spoilt(named={"UNDERSTUDY_GPUS": ["GPU-ff"]}),
@@ -197,11 +214,11 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
             "UNDERSTUDY_GPUS names",
         ),
         ("device_uuid", spoilt(named={"UNDERSTUDY_GPUS": ["GPU-5A0F"]}), PASS, "GPU-5A0F"),
-        ("device_uuid", spoilt(gpus=NO_DRIVER), SKIP, "no GPU"),
+        ("device_uuid", spoilt(gpus=NO_DRIVER), SKIP, "no GPU is visible"),
         ("persistence_mode", gpus(), PASS, "1 GPU"),
         ("persistence_mode", gpus(is_persistent=None), PASS, "1 GPU"),
         ("persistence_mode", gpus(is_persistent=False), WARN, f"off on {GPU}"),
-        ("persistence_mode", spoilt(gpus=NO_DRIVER), SKIP, "no GPU"),
+        ("persistence_mode", spoilt(gpus=NO_DRIVER), SKIP, "no GPU is visible"),
         ("mig_mode", gpus(), PASS, "no GPU is in MIG mode"),
         ("mig_mode", gpus(is_mig=True, instances=("MIG-1", "MIG-2")), PASS, "2 instances"),
         ("mig_mode", gpus(is_mig=True), FAIL, "no instance"),
@@ -209,34 +226,39 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
         ("sharing_mode", gpus(compute_mode="exclusive_process"), FAIL, "exclusive_process"),
         ("sharing_mode", spoilt(gpus(), mps="pid 5 is nvidia-cuda-mps"), WARN, "pid 5"),
         ("memory_outside", WELL, PASS, "no process outside"),
-        ("memory_outside", gpus(Hold(GMS, 1 << 30)), PASS, "no process outside"),
-        ("memory_outside", gpus(Hold(STRANGER, 1 << 30)), FAIL, "pid 99 (jupyter) (1.0 GiB)"),
-        ("memory_outside", gpus(Hold(STRANGER, None)), FAIL, "pid 99 (jupyter)"),
-        ("memory_outside", spoilt(gpus(Hold(STRANGER, 1)), served=("HOST-0",)), WARN, "pid 99"),
-        ("memory_outside", spoilt(slabs=(Hold(STRANGER, 1 << 20),)), FAIL, "1.0 MiB"),
+        ("memory_outside", gpus(HeldMemory(GMS, 1 << 30)), PASS, "no process outside"),
+        ("memory_outside", gpus(HeldMemory(STRANGER, 1 << 30)), FAIL, "pid 99 (jupyter) (1.0 GiB)"),
+        ("memory_outside", gpus(HeldMemory(STRANGER, None)), FAIL, "pid 99 (jupyter)"),
         (
             "memory_outside",
-            spoilt(gpus(Hold(STRANGER, 1)), sockets=(SocketFile("a.sock", True, None),)),
+            spoilt(gpus(HeldMemory(STRANGER, 1)), served=("HOST-0",)),
+            WARN,
+            "pid 99",
+        ),
+        ("memory_outside", spoilt(slabs=(HeldMemory(STRANGER, 1 << 20),)), FAIL, "1.0 MiB"),
+        (
+            "memory_outside",
+            spoilt(gpus(HeldMemory(STRANGER, 1)), sockets=(SocketFile("a.sock", True, None),)),
             SKIP,
             "PID namespaces",
         ),
-        ("memory_outside", spoilt(NO_POD, gpus=NO_DRIVER), SKIP, "no GPU"),
+        ("memory_outside", spoilt(NO_POD, gpus=NO_DRIVER), SKIP, "no GPU is visible"),
     ],
 )
-def test_each_check_names_what_is_wrong_and_its_mend(check, facts, status, words):
-    """Goal: one thing amiss, one finding. Method: a table over every branch of every check."""
+def test_each_check_names_the_problem_and_its_fix(check, facts, status, words):
+    """Goal: one problem, one finding. Method: a table over every branch of every check."""
     finding = ask(check, facts)
     assert (finding.status, words in finding.found) == (status, True), finding
-    assert bool(finding.mend) == (status in (FAIL, WARN))
+    assert bool(finding.fix) == (status in (FAIL, WARN))
 
 
-def test_a_machine_on_which_all_is_well_passes_every_check():
+def test_healthy_machine_passes_every_check():
     """Goal: no false alarm. Method: the facts that the table spoils, as they are; and no pod."""
     assert {each.finding.status for each in examine(gpus())} == {PASS}
     assert {each.finding.status for each in examine(NO_POD)} == {PASS, SKIP}
 
 
-def test_ids_are_stable_and_no_two_alike():
+def test_ids_are_stable_and_unique():
     """Goal: programs may rely on them. Method: the list, to the letter."""
     assert [check.id for check in CHECKS] == [
         *("directory", "path_length", "shared", "one_lockserver", "flock", "stale_sockets"),
@@ -264,7 +286,7 @@ def test_every_check_is_in_the_reference_in_order():
         (limits(100), False, False, "fail"),
     ],
 )
-def test_warnings_fail_only_a_strict_check_up(facts, plain, strict, status):
+def test_warnings_fail_only_with_strict(facts, plain, strict, status):
     """Goal: exit codes. Method: the worst finding is each status in turn."""
     results = examine(facts)
     assert is_well(results, is_strict=False) is plain
@@ -272,8 +294,8 @@ def test_warnings_fail_only_a_strict_check_up(facts, plain, strict, status):
     assert document("/d", results)["status"] == status
 
 
-def test_document_and_lines_say_the_same_gravest_first():
-    """Goal: people and programs read one check-up. Method: a failure, a warning, a fix."""
+def test_document_and_lines_agree_most_serious_first():
+    """Goal: people and programs read the same report. Method: a failure, a warning, a fix."""
     facts = spoilt(limits(100), kernel__clock_source="hpet", gpus=NO_DRIVER)
     results = examine(facts)
     found = document("/d", results, ["x was removed"])
@@ -287,7 +309,7 @@ def test_document_and_lines_say_the_same_gravest_first():
     assert text[1].startswith("fail  open file descriptors")
     assert text[2].strip().startswith("→ raise `ulimit -Hn`")
     assert text[3].startswith("warn  clock source")
-    assert text[-1].startswith("1 failed, 1 to look at, ")
+    assert text[-1].startswith("1 failed, 1 warning, ")
     words = [line.split()[0] for line in text[1:-1] if not line.startswith(" ")]
     assert words == sorted(words, key=["fail", "warn", "pass", "skip"].index)
     for check in found["checks"]:
@@ -300,12 +322,12 @@ def test_parts_of_the_pod_in_the_facts_are_the_pods():
     assert STRANGER.pid not in WELL.pids
 
 
-def test_flag_that_moves_two_ports_is_named_once():
+def test_flag_of_two_ports_is_named_once():
     """Goal: a mend that can be read. Method: strangers on both engines' ports, of a pod that is
     down."""
     taken = [
         Port(number, f"probes of {part}", "--engine-port", part, True, STRANGER)
         for number, part in ((9420, "engine-2"), (9421, "engine-3"))
     ]
-    mend = ask("ports", spoilt(ports=tuple(taken))).mend
-    assert mend == "stop it, or choose another port with --engine-port"
+    fix = ask("ports", spoilt(ports=tuple(taken))).fix
+    assert fix == "stop it, or choose another port with --engine-port"

@@ -1,7 +1,6 @@
-"""The check-up where things are really wrong: real processes, sockets, files and the kernel.
+"""`understudy doctor` on real faults: real processes, sockets, files and the kernel.
 
-What only a GPU can show is shown by the stand-in for its driver; what only another kernel can, by a
-library that is preloaded.
+GPUs are the stand-in driver's; an older kernel is simulated by a preloaded library.
 """
 
 from __future__ import annotations
@@ -28,15 +27,18 @@ from tests.gms.kinds import stand_in_only
 from tests.helpers import until
 from tests.lockserver.processes import ServerProcess
 from tests.standin import build
-from understudy.doctor import fixes as mends
-from understudy.doctor import probe_devices
+from understudy.doctor import fixes, probe_devices
 from understudy.doctor.checks import examine
-from understudy.doctor.facts import Facts
-from understudy.doctor.finding import Finding, Status
+from understudy.doctor.facts import Finding, FindingStatus, PodFacts
 from understudy.doctor.probe import look
 from understudy.up.ports import Ports
 
-FAIL, WARN, PASS, SKIP = Status.FAIL, Status.WARN, Status.PASS, Status.SKIP
+FAIL, WARN, PASS, SKIP = (
+    FindingStatus.FAIL,
+    FindingStatus.WARN,
+    FindingStatus.PASS,
+    FindingStatus.SKIP,
+)
 LOCK_FILES = ("lockserver.sock", "lockserver.lock", "lockserver.json")
 PRELOAD = Path(__file__).with_name("old_kernel.c")
 
@@ -68,7 +70,7 @@ def ports_of(first: int) -> Ports:
     return Ports(first, first + 1, first + 2, (first + 3, first + 4))
 
 
-def facts_of(directory: str, ports: Ports | None = None) -> Facts:
+def facts_of(directory: str, ports: Ports | None = None) -> PodFacts:
     return asyncio.run(look(Path(directory), ports or ports_of(fresh_ports(5)), os.environ))
 
 
@@ -127,8 +129,8 @@ def test_directory_that_another_container_mounts_for_itself_is_not_shared(direct
     found = os.stat(directory)
     assert finding.status is FAIL
     assert f"pid {process.pid} (" in finding.found
-    assert f"here device {found.st_dev} inode {found.st_ino}" in finding.found
-    assert "mount one volume" in finding.mend
+    assert f"device {found.st_dev} inode {found.st_ino} here" in finding.found
+    assert "mount one volume" in finding.fix
 
 
 @contextmanager
@@ -174,7 +176,7 @@ def test_two_lock_servers_on_one_directory_are_named(directory: str, start):
     assert finding.status is FAIL
     assert "2 lock servers" in finding.found
     assert all(f"pid {pid} (" in finding.found for pid in pids)
-    assert "never remove lockserver.lock" in finding.mend
+    assert "Never remove lockserver.lock" in finding.fix
 
 
 def test_kernel_without_peer_pidfds_and_files_without_flock_are_named(
@@ -210,7 +212,7 @@ def test_too_few_descriptors_are_named_of_the_command_and_of_a_part(directory: s
     finding = examined(directory)["descriptors"]
     assert finding.status is FAIL
     assert f"pid {pid} (" in finding.found
-    assert "ulimit -Hn" in finding.mend
+    assert "ulimit -Hn" in finding.fix
 
 
 def test_port_that_a_stranger_has_is_named_with_its_owner(directory: str, start):
@@ -223,7 +225,7 @@ def test_port_that_a_stranger_has_is_named_with_its_owner(directory: str, start)
         assert finding.status is FAIL
         assert f"port {ports.lockserver} (probes of lockserver) is in use by" in finding.found
         assert f"pid {os.getpid()} (" in finding.found
-        assert "--lockserver-port" in finding.mend
+        assert "--lockserver-port" in finding.fix
     server = start(ServerProcess(directory))
     ports = Ports(first, server.http_port, first + 1, (first + 2, first + 3))
     assert examined(directory, ports)["ports"].status is PASS
@@ -263,12 +265,12 @@ def test_device_that_the_driver_does_not_list_is_named(
     monkeypatch.setenv("STANDIN_DEVICES", build.GPU_B)
     finding = examined(directory)["device_uuid"]
     assert finding.status is FAIL
-    assert f"there is no {gpu} here, and the memory service serves it" in finding.found
+    assert f"{gpu} is not visible here, but the memory service serves it" in finding.found
     assert f"the driver lists {build.GPU_B}" in finding.found
     monkeypatch.delenv("STANDIN_DEVICES")
     monkeypatch.setenv("UNDERSTUDY_GPUS", "GPU-ffffffff")
     finding = examined(directory)["device_uuid"]
-    assert "there is no GPU-ffffffff here, and UNDERSTUDY_GPUS names it" in finding.found
+    assert "GPU-ffffffff is not visible here, but UNDERSTUDY_GPUS names it" in finding.found
 
 
 @stand_in_only
@@ -291,7 +293,7 @@ def test_gpu_memory_that_a_process_outside_the_pod_holds_is_named(directory: str
         finding = examined(directory)["memory_outside"]
         stranger.kill()
     assert finding.status is FAIL
-    assert finding.found == f"pid {stranger.pid} (python) (3.0 MiB) has memory of {gpu}"
+    assert finding.found == f"pid {stranger.pid} (python) (3.0 MiB) uses memory of {gpu}"
 
 
 @pytest.mark.parametrize(
@@ -325,18 +327,21 @@ def test_pod_in_another_pid_namespace_is_examined_without_its_pids(directory: st
     code, checks = doctor(f"--dir={directory}", before=hidden)
     assert code == 0, checks
     assert checks["shared"]["status"] == checks["one_lockserver"]["status"] == "pass"
-    assert "not visible from here" in checks["one_lockserver"]["found"]
+    assert "not visible here" in checks["one_lockserver"]["found"]
     assert checks["stale_sockets"]["status"] == checks["ports"]["status"] == "pass"
 
 
 @pytest.mark.parametrize(
     ("program", "words"),
-    [("exec sleep 1000", "did not answer in 0.2 s"), ("kill -9 $$", "ended the process")],
+    [
+        ("exec sleep 1000", "did not answer in 0.2 s"),
+        ("kill -9 $$", "process that asked the driver died"),
+    ],
 )
 def test_driver_that_hangs_or_crashes_is_named_and_costs_no_more(
     directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, words: str
 ):
-    """Goal: what is wrong must not take the check-up along. Method: in place of the process that
+    """Goal: a broken driver must not break the doctor. Method: in place of the process that
     asks the driver, one that never ends, and one that is killed."""
     path = tmp_path / "python"
     path.write_text(f"#!/bin/sh\n{program}\n")
@@ -348,7 +353,7 @@ def test_driver_that_hangs_or_crashes_is_named_and_costs_no_more(
 
 
 def test_fix_removes_stale_sockets_and_closes_our_directory(directory: str, start):
-    """Goal: the safe mends, and no other. Method: a stale socket beside a living one, a mode that
+    """Goal: the safe fixes and no others. Method: a stale socket beside a living one, a mode that
     is too open; then a stranger's file, which leaves the mode to people."""
     server = start(ServerProcess(directory))
     stale = Path(directory, "engine_engine-7.sock")
@@ -371,7 +376,7 @@ def test_fix_removes_stale_sockets_and_closes_our_directory(directory: str, star
         foreign.touch()
         os.chown(foreign, 12345, -1)
         os.chmod(directory, 0o750)
-        assert mends.fix(facts_of(directory)) == []
+        assert fixes.fix(facts_of(directory)) == []
         assert os.stat(directory).st_mode & 0o777 == 0o750
 
 
@@ -381,11 +386,11 @@ def test_fix_leaves_a_socket_alone_whose_server_is_starting(directory: str):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(stale))
     found = facts_of(directory)
-    guard = mends.PathGuard(str(stale.with_suffix(".lock")), "a server that starts")
-    assert mends.fix(found) == []
+    guard = fixes.PathGuard(str(stale.with_suffix(".lock")), "a server that starts")
+    assert fixes.fix(found) == []
     guard.close()
     assert stale.exists()
-    assert mends.fix(found) == [f"{stale} was removed: nobody listened on it"]
+    assert fixes.fix(found) == [f"{stale} was removed: no process listened on it"]
 
 
 def test_directory_that_is_a_link_and_a_path_that_is_too_long_are_named(directory: str):

@@ -16,8 +16,8 @@ from plumbing.errors import UnderstudyError, UsageError
 from tests.browser import needs_chromium, tab
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.understudy.drill.fake_pod import FakePod
-from understudy.drill.page import data as page
-from understudy.drill.page.write import check_destination, render, write_page
+from understudy.drill import page_data as page
+from understudy.drill.page_file import check_destination, render, write_page
 from understudy.drill.records import (
     GONE,
     LOCK,
@@ -31,15 +31,15 @@ from understudy.drill.records import (
     PartKill,
     Records,
 )
-from understudy.drill.report import Usage
 from understudy.drill.run import DrillPlan
 from understudy.drill.verdict import judge
+from understudy.host import ResourceUsage
 from understudy.up import sessions
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 KILLED_MS = 1000.0
 MACHINE = {"cpu": "a CPU", "cpus": 2, "memory_bytes": 2**33, "kernel": "6.1", "python": "3.11"}
-USAGES = {"gms": (Usage(5, 2**20), Usage(5, 2**21))}
+USAGES = {"gms": (ResourceUsage(5, 2**20), ResourceUsage(5, 2**21))}
 
 
 def answer(sent_ms: float, *, token: int = 2, end: End = End.DONE, engine: str = "engine-1"):

@@ -20,9 +20,8 @@ from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.service.procfs import is_alive
 from tests.helpers import free_witness, until
 from understudy.drill import part_killer
-from understudy.drill.memory_killer import FIRST, hold
 from understudy.drill.observer import OldTree
-from understudy.drill.part_killer import kill_part, wait_back
+from understudy.drill.part_killer import FIRST, hold, kill_part, wait_back
 from understudy.drill.records import LOCKSERVER, PartKill, Records
 from understudy.drill.report import print_report
 from understudy.drill.verdict import judge

@@ -14,8 +14,8 @@ from itertools import islice
 from typing import Any
 
 from understudy.drill.records import LOCK, PHASES, Exchange, Kill, Moment, Outcome, Records
-from understudy.drill.report import Usage
 from understudy.drill.verdict import Report, classify, first_answers, phases_of, spread
+from understudy.host import ResourceUsage
 
 SCHEMA = 1
 DOTS_MAX = 5000  # more than a chart has room for; some 150 KiB
@@ -59,7 +59,7 @@ def page_data(
     report: Report,
     backend: str,
     machine: Mapping[str, Any],
-    usages: Mapping[str, tuple[Usage, Usage]],
+    usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]],
     made_at: str,
 ) -> dict[str, Any]:
     """The whole document."""

@@ -11,8 +11,8 @@ from engine.messages import Kill
 from gms.client import messages as gms_messages
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.wire.server import Server
-from understudy.drill import memory_killer
-from understudy.drill.memory_killer import (
+from understudy.drill import part_killer
+from understudy.drill.part_killer import (
     Standing,
     committed_devices,
     kill_server,
@@ -88,9 +88,7 @@ class Answers:
 
 
 async def recover(directory: Path, *documents: dict) -> MemoryKill:
-    kill = MemoryKill(
-        "HOST-0", "weights", 1, "e", readers_of(device()), memory_killer.clock.now_ms()
-    )
+    kill = MemoryKill("HOST-0", "weights", 1, "e", readers_of(device()), part_killer.clock.now_ms())
     path = str(directory / "gms_HOST-0_weights.sock")
     server = Server(path, gms_messages.CATALOGUE, Answers(list(documents)), service="gms")
     await server.start()
@@ -127,7 +125,7 @@ def test_service_that_does_not_recover_is_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict, words: str
 ):
     """Goal: a drill ends with a reason. Method: a server that stays at each stage."""
-    monkeypatch.setattr(memory_killer, "RECOVERY_DEADLINE_S", 0.1)
+    monkeypatch.setattr(part_killer, "RECOVERY_DEADLINE_S", 0.1)
     with pytest.raises(WaitTimeoutError, match=words) as caught:
         asyncio.run(recover(tmp_path, answer))
     assert caught.value.code == "drill.no_recovery"

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.helpers import auntil
-from understudy.drill.physical import PhysicalMemory, physical_bytes, roots_of
+from understudy.drill.part_killer import PhysicalMemory, roots_of
+from understudy.host import physical_bytes
 from understudy.status.gather import Pids
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from typing import Any
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.files import write_atomic
 
-TEMPLATE = Path(__file__).parent / "report.html"
+TEMPLATE = Path(__file__).parent / "page.html"
 PLACE = "{{data}}"
 MODE = 0o644  # it is made to be shown around
 

@@ -11,8 +11,7 @@ import pytest
 from plumbing.errors import UsageError
 from tests.understudy.drill.fake_pod import FakePod
 from understudy.drill.clients import Target
-from understudy.drill.expected import read_expected, write_expected
-from understudy.drill.prompts import all_prompts, learn_answers
+from understudy.drill.prompts import all_prompts, learn_answers, read_expected, write_expected
 from understudy.drill.run import DrillPlan
 from understudy.drill.verdict import Report
 from understudy.status.gather import gather
