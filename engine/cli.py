@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from engine.backends import asks_for_help, command_line
-from engine.messages import CONTROL, Leave, Ok, Status, StatusReply
+from engine.messages import CONTROL, Leave, Ok, StatusMsg, StatusReplyMsg
 from engine.supervisor import state_file
 from engine.supervisor.settings import OPTIONS, Settings, control_path, settle
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
@@ -103,8 +103,8 @@ def _wait_for_end(client: BlockingClient, end: float) -> None:
 
 def _ask_status(directory: str, engine: str) -> dict[str, Any]:
     with BlockingClient(control_path(directory, engine), CONTROL) as client:
-        reply = client.request(Status(), timeout_s=ANSWER_TIMEOUT_S).message
-    assert isinstance(reply, StatusReply)
+        reply = client.request(StatusMsg(), timeout_s=ANSWER_TIMEOUT_S).message
+    assert isinstance(reply, StatusReplyMsg)
     return {**reply.document, "online": True}
 
 

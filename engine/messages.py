@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from plumbing.part.observe import EventRecord as EventRecord
-from plumbing.part.observe import Status as Status
-from plumbing.part.observe import StatusReply as StatusReply
-from plumbing.part.observe import Watch as Watch
+from plumbing.part.observe import EventMsg as EventMsg
+from plumbing.part.observe import StatusMsg as StatusMsg
+from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
+from plumbing.part.observe import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message
 
 INT64_MAX = 2**63 - 1
@@ -226,10 +226,10 @@ CONTROL = Catalogue(
     Attached,
     Broken,
     Leftover,
-    Status,
-    StatusReply,
-    Watch,
-    EventRecord,
+    StatusMsg,
+    StatusReplyMsg,
+    WatchMsg,
+    EventMsg,
     Leave,
     Kill,
     Killing,

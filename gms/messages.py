@@ -13,16 +13,16 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from gms.core.capacity import SLABS_MAX
-from plumbing.part.observe import EventRecord as EventRecord
-from plumbing.part.observe import Status as Status
-from plumbing.part.observe import StatusReply as StatusReply
+from plumbing.part.observe import EventMsg as EventMsg
+from plumbing.part.observe import StatusMsg as StatusMsg
+from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
+from plumbing.part.observe import WatchMsg as WatchMsg
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
 from plumbing.wire.messages import Catalogue, Message
 
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
 WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: longer waits are a unit mistaken for another
 RANKS_MAX = 1024
-EVENT_ID_MAX = 2**62  # a thousand a second for a hundred million years
 REQUEST_BYTES_MAX = 512 * 1024  # of every frame but those with a manifest: an identity is half
 DETAIL_LENGTH_MAX = 2048  # a sentence of a driver or a canary, not a core dump
 
@@ -197,13 +197,6 @@ class Dropped(Message, frozen=True, tag="dropped"):
     readers: tuple[str, ...]
 
 
-class Watch(Message, frozen=True, tag="watch"):
-    """Stay and be told: a `status_reply`, with `since` the kept events after that id, then every
-    event as it happens. A server that was restarted counts its ids from 1 again."""
-
-    since: Annotated[int, Meta(ge=0, le=EVENT_ID_MAX)] | None = None
-
-
 class Inspect(Message, frozen=True, tag="inspect"):
     """Ask for every epoch with its slabs, readers and tensors."""
 
@@ -234,10 +227,10 @@ CATALOGUE = Catalogue(
     Verified,
     Drop,
     Dropped,
-    Status,
-    StatusReply,
-    Watch,
-    EventRecord,
+    StatusMsg,
+    StatusReplyMsg,
+    WatchMsg,
+    EventMsg,
     Inspect,
     InspectReply,
     frame_bytes_max=MANIFEST_FRAME_BYTES_MAX,

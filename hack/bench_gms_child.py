@@ -88,7 +88,7 @@ def ask(directory: str) -> None:
     while not poll.poll(ASK_EVERY_S * 1000):
         when, began = time.monotonic(), time.perf_counter()
         with BlockingClient(names.socket_path(directory, DEVICE), msg.CATALOGUE) as client:
-            client.request(msg.Status())
+            client.request(msg.StatusMsg())
         asked.append((when, _since(began)))
     print(json.dumps(asked))
 

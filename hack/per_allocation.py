@@ -18,7 +18,7 @@ from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
-from plumbing.wire.messages import Catalogue, Fault, Hello, Message, Welcome
+from plumbing.wire.messages import Catalogue, FaultMsg, HelloMsg, Message, WelcomeMsg
 from plumbing.wire.server import Server
 
 
@@ -45,7 +45,7 @@ class Exported(Message, frozen=True, tag="exported"):
 
 
 ADDED = (Describe, Described, Export, Exported)
-CLIENT_CATALOGUE = Catalogue(msg.Status, msg.StatusReply, *ADDED)
+CLIENT_CATALOGUE = Catalogue(msg.StatusMsg, msg.StatusReplyMsg, *ADDED)
 
 
 class PerAllocationServer(DeviceServer):
@@ -54,7 +54,8 @@ class PerAllocationServer(DeviceServer):
     def __init__(self, directory: str, device: str, memory: Memory, capacity_bytes: int) -> None:
         super().__init__(directory, device, memory, capacity_bytes)
         every = msg.CATALOGUE.classes.values()
-        known = [cls for cls in every if cls not in (Hello, Welcome, Fault)]  # in all catalogues
+        common = (HelloMsg, WelcomeMsg, FaultMsg)  # of all catalogues
+        known = [cls for cls in every if cls not in common]
         catalogue = Catalogue(*known, *ADDED, frame_bytes_max=MANIFEST_FRAME_BYTES_MAX)
         path = names.socket_path(directory, device)
         self._server = Server(path, catalogue, self, service="gms")
@@ -81,8 +82,8 @@ def attach(directory: str, device: str) -> tuple[Reservation, list[Allocation]]:
     memory = HostMemory()
     allocations: list[Allocation] = []
     with BlockingClient(names.socket_path(directory, device), CLIENT_CATALOGUE) as client:
-        status = client.request(msg.Status()).message
-        assert isinstance(status, msg.StatusReply)
+        status = client.request(msg.StatusMsg()).message
+        assert isinstance(status, msg.StatusReplyMsg)
         epoch = status.document["epoch"]
         whole = memory.reserve(status.document["committed_bytes"])
         end_bytes = 0

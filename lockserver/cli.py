@@ -145,19 +145,19 @@ def status(config: Resolved, as_json: bool, watch: bool) -> None:
 )
 def events(config: Resolved, as_json: bool, follow: bool) -> None:
     """What happened, as far as the server remembers: its last thousand events."""
-    from lockserver.messages import CATALOGUE, EventRecord, StatusReply, Watch
+    from lockserver.messages import CATALOGUE, EventMsg, StatusReplyMsg, WatchMsg
     from plumbing.wire.blocking import BlockingClient
 
     path = _socket(os.path.abspath(config["dir"]))
     with _until_interrupted(), BlockingClient(path, CATALOGUE) as client:
-        question = Watch(None if follow else 0)
+        question = WatchMsg(None if follow else 0)
         reply = client.request(question, timeout_s=STATUS_TIMEOUT_S).message
-        assert isinstance(reply, StatusReply)
+        assert isinstance(reply, StatusReplyMsg)
         shown_id = 0
         while follow or shown_id < reply.document["as_of_event_id"]:
             wait_s = FOLLOW_TIMEOUT_S if follow else STATUS_TIMEOUT_S
             message = client.receive(timeout_s=wait_s).message
-            if isinstance(message, EventRecord):
+            if isinstance(message, EventMsg):
                 shown_id = message.record["id"]
                 click.echo(json.dumps(message.record) if as_json else _line(message.record))
 
@@ -288,12 +288,12 @@ def _socket(directory: str) -> str:
 
 
 def _ask(directory: str) -> dict[str, Any]:
-    from lockserver.messages import CATALOGUE, Status, StatusReply
+    from lockserver.messages import CATALOGUE, StatusMsg, StatusReplyMsg
     from plumbing.wire.blocking import BlockingClient
 
     with BlockingClient(_socket(directory), CATALOGUE) as client:
-        reply = client.request(Status(), timeout_s=STATUS_TIMEOUT_S).message
-    assert isinstance(reply, StatusReply)
+        reply = client.request(StatusMsg(), timeout_s=STATUS_TIMEOUT_S).message
+    assert isinstance(reply, StatusReplyMsg)
     return reply.document
 
 

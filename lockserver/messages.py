@@ -12,10 +12,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from plumbing.part.observe import EventRecord as EventRecord
-from plumbing.part.observe import Status as Status
-from plumbing.part.observe import StatusReply as StatusReply
-from plumbing.part.observe import Watch as Watch
+from plumbing.part.observe import EventMsg as EventMsg
+from plumbing.part.observe import StatusMsg as StatusMsg
+from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
+from plumbing.part.observe import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message
 
 TOKEN_CLAIMED_MAX = 2**62  # leaves room above any claim, so that a wild one cannot exhaust tokens
@@ -137,8 +137,8 @@ CATALOGUE = Catalogue(
     HandOver,
     SwitchOver,
     SwitchedOver,
-    Status,
-    StatusReply,
-    Watch,
-    EventRecord,
+    StatusMsg,
+    StatusReplyMsg,
+    WatchMsg,
+    EventMsg,
 )

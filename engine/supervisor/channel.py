@@ -16,7 +16,7 @@ from plumbing.errors import ProtocolError
 from plumbing.wire.client import from_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import Fault, Message
+from plumbing.wire.messages import FaultMsg, Message
 
 OnReply = Callable[[Message], None]
 
@@ -66,7 +66,7 @@ class Channel:
     ) -> None:
         close_all(fds)  # no message of the backend carries any
         if request_id == 0:
-            if isinstance(message, Fault):
+            if isinstance(message, FaultMsg):
                 self._on_fault(f"the backend refuses to go on: {message.message} [{message.code}]")
             else:
                 self._on_word(message)
@@ -74,7 +74,7 @@ class Channel:
         if request_id not in self._asked:
             raise ProtocolError("engine.unasked_answer", f"nobody asked request {request_id}")
         asked, answer, on_reply = self._asked.pop(request_id)
-        if isinstance(message, Fault):
+        if isinstance(message, FaultMsg):
             self._on_fault(
                 f"the backend failed at {asked.TYPE}: {message.message} [{message.code}]"
             )

@@ -13,7 +13,7 @@ from engine.messages import (
     CONTROL,
     Attached,
     Broken,
-    EventRecord,
+    EventMsg,
     Kill,
     Killing,
     Leave,
@@ -23,9 +23,9 @@ from engine.messages import (
     Ok,
     Register,
     Registered,
-    Status,
-    StatusReply,
-    Watch,
+    StatusMsg,
+    StatusReplyMsg,
+    WatchMsg,
 )
 from plumbing.errors import ProtocolError
 from plumbing.part.observe import KEPT_BYTES_MAX
@@ -101,9 +101,9 @@ class Control:
             case Leftover():
                 self._desk.leftover(message)
                 conn.send(Ok(), request_id)
-            case Status():
-                conn.send(StatusReply(self._desk.status()), request_id)
-            case Watch():
+            case StatusMsg():
+                conn.send(StatusReplyMsg(self._desk.status()), request_id)
+            case WatchMsg():
                 self._watch(conn, message.since, request_id)
             case Leave():
                 conn.send(Ok(self._desk.leave("drain")), request_id)
@@ -118,10 +118,10 @@ class Control:
 
     def _watch(self, conn: Connection, since: int | None, request_id: int) -> None:
         def tell(event: Event) -> None:
-            conn.send(EventRecord(event.to_dict()))
+            conn.send(EventMsg(event.to_dict()))
 
         conn.limit_queue(KEPT_BYTES_MAX)
-        conn.send(StatusReply(self._desk.status()), request_id)
+        conn.send(StatusReplyMsg(self._desk.status()), request_id)
         for event in [] if since is None else self._events.kept_since(since):
             tell(event)
         if conn.state is None:

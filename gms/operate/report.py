@@ -135,11 +135,11 @@ def end_at_once() -> NoReturn:
 
 def _ask(directory: str, device: str, tag: str, *, in_full: bool) -> dict[str, Any]:
     path = os.path.join(directory, f"gms_{device}_{tag}.sock")
-    question: Message = msg.Inspect() if in_full else msg.Status()
+    question: Message = msg.Inspect() if in_full else msg.StatusMsg()
     try:
         with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=TIMEOUT_S) as client:
             answer = client.request(question, timeout_s=TIMEOUT_S).message
-        assert isinstance(answer, msg.StatusReply | msg.InspectReply)
+        assert isinstance(answer, msg.StatusReplyMsg | msg.InspectReply)
         for epoch in answer.document.get("epochs", ()):
             manifest = epoch.pop("manifest")
             # One that was handed back after a restart, and is history, came without its own.

@@ -192,8 +192,8 @@ def _chosen(directory: str, device: str | None) -> list[tuple[str, str]]:
 
 
 def _status(client: BlockingClient) -> dict[str, Any]:
-    answer = client.request(msg.Status(), timeout_s=ANSWER_TIMEOUT_S).message
-    assert isinstance(answer, msg.StatusReply)
+    answer = client.request(msg.StatusMsg(), timeout_s=ANSWER_TIMEOUT_S).message
+    assert isinstance(answer, msg.StatusReplyMsg)
     return answer.document
 
 

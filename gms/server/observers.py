@@ -26,7 +26,7 @@ class Observers:
         self._log, self._status = log, status
         self._watching: dict[int, Callable[[], None]] = {}  # how to end each, by connection
 
-    def watch(self, conn: Connection, message: msg.Watch, request_id: int) -> None:
+    def watch(self, conn: Connection, message: msg.WatchMsg, request_id: int) -> None:
         """Tell `conn` what is, what it missed, and from now on what happens.
 
         Raises:
@@ -36,10 +36,10 @@ class Observers:
             raise ProtocolError("gms.unexpected_message", "this connection watches already")
 
         def tell(event: Event) -> None:
-            conn.send(msg.EventRecord(event.to_dict()))
+            conn.send(msg.EventMsg(event.to_dict()))
 
         conn.limit_queue(QUEUED_BYTES_MAX)
-        conn.send(msg.StatusReply(self._status()), request_id)
+        conn.send(msg.StatusReplyMsg(self._status()), request_id)
         if message.since is not None:
             for event in self._log.kept_since(message.since):
                 tell(event)

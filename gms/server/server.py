@@ -179,12 +179,12 @@ class DeviceServer:
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         try:
-            if isinstance(message, msg.Status):
-                conn.send(msg.StatusReply(self.status()), request_id)
+            if isinstance(message, msg.StatusMsg):
+                conn.send(msg.StatusReplyMsg(self.status()), request_id)
             elif isinstance(message, msg.Inspect):
                 document = {**self.status(), "epochs": epochs_in_full(self.machine.device)}
                 conn.send(msg.InspectReply(document), request_id)
-            elif isinstance(message, msg.Watch):
+            elif isinstance(message, msg.WatchMsg):
                 self._observers.watch(conn, message, request_id)
             elif isinstance(message, msg.Slabs | msg.Offer):
                 self._take_offer(conn, message, request_id, fds)

@@ -29,7 +29,7 @@ from plumbing.service.signals import SignalInbox
 from plumbing.wire.client import connect
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import Hello, Message, Welcome
+from plumbing.wire.messages import HelloMsg, Message, WelcomeMsg
 from plumbing.wire.server import PathGuard
 
 PING_S = 1.0
@@ -89,11 +89,11 @@ class Child:
             try:
                 if self._conn is None or self._conn.is_closed:
                     self._conn = await connect(self.path, msg.CATALOGUE, self, deadline_s=PING_S)
-                    self._conn.send(Hello(), 1)  # first: it is believed when we know who it is
-                    self._conn.send(msg.Watch(since=self._heard_id), 2)
+                    self._conn.send(HelloMsg(), 1)  # first: it is believed when we know who it is
+                    self._conn.send(msg.WatchMsg(since=self._heard_id), 2)
                 elif self.is_answering:
-                    self._conn.send(Hello(), 1)
-                    self._conn.send(msg.Status(), 2)
+                    self._conn.send(HelloMsg(), 1)
+                    self._conn.send(msg.StatusMsg(), 2)
             except UnreachableError as error:
                 logger.debug("%s does not answer yet: %s", self.device, error)
             await asyncio.sleep(PING_S if self.is_answering else FIRST_PING_S)
@@ -124,15 +124,15 @@ class Child:
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         close_all(fds)
-        if isinstance(message, Welcome):
+        if isinstance(message, WelcomeMsg):
             if self.process is None or message.pid != self.process.pid:
                 conn.close("that is the server before this one, on its way out")
             else:
                 self.answered_ms = self._clock.now_ms()
-        elif isinstance(message, msg.StatusReply):
+        elif isinstance(message, msg.StatusReplyMsg):
             self._document = message.document
             self._metrics.update(message.document)
-        elif isinstance(message, msg.EventRecord):
+        elif isinstance(message, msg.EventMsg):
             self._relay(message.record)
 
     def closed(self, conn: Connection, reason: str) -> None:

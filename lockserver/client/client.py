@@ -34,7 +34,7 @@ from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.client import connect
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import Fault, Message
+from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.tcp.address import SCHEME, TcpAddress
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ class LockClient:
             self._borrow(message, fds[0])
         elif isinstance(message, HandOver):
             self._callbacks.on_hand_over(message.lock, message.incarnation, message.to)
-        elif isinstance(message, Fault):
+        elif isinstance(message, FaultMsg):
             self._callbacks.on_refused(
                 RemoteError(message.code, message.message, **message.details)
             )

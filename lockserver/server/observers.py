@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from lockserver.messages import EventRecord, StatusReply, Watch
+from lockserver.messages import EventMsg, StatusReplyMsg, WatchMsg
 from plumbing.part.observe import KEPT_BYTES_MAX
 from plumbing.service.clock import rfc3339
 from plumbing.service.events import Event, EventLog
@@ -30,14 +30,14 @@ class Observers:
         events.subscribe(self._publish)
 
     def join(
-        self, conn: Connection, watch: Watch, request_id: int, document: Mapping[str, Any]
+        self, conn: Connection, watch: WatchMsg, request_id: int, document: Mapping[str, Any]
     ) -> None:
         """Tell `conn` how things stand, what it asked for of the past, then all that happens."""
         conn.limit_queue(KEPT_BYTES_MAX)
-        conn.send(StatusReply(dict(document)), request_id)
+        conn.send(StatusReplyMsg(dict(document)), request_id)
         kept = [] if watch.since is None else self._events.kept_since(watch.since)
         for event in kept:
-            conn.send(EventRecord(event.to_dict()))
+            conn.send(EventMsg(event.to_dict()))
         self._conns.add(conn)
 
     def leave(self, conn: Connection) -> None:
@@ -51,4 +51,4 @@ class Observers:
         if event.type == "lock.granted":
             self.last_grants.append({**event.data, "ts": rfc3339(event.ts)})
         if self._conns:
-            self.tell(EventRecord(event.to_dict()))
+            self.tell(EventMsg(event.to_dict()))

@@ -18,7 +18,15 @@ from lockserver.core.lock import LockState
 from lockserver.core.machine import KINDS, LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SUPERVISORS_MAX
-from lockserver.messages import CATALOGUE, Beat, Status, StatusReply, SwitchOver, Want, Watch
+from lockserver.messages import (
+    CATALOGUE,
+    Beat,
+    StatusMsg,
+    StatusReplyMsg,
+    SwitchOver,
+    Want,
+    WatchMsg,
+)
 from lockserver.server.directory import LockDirectory
 from lockserver.server.event_outbox import EventOutbox
 from lockserver.server.metrics import LockMetrics
@@ -175,9 +183,9 @@ class LockServer:
             self.feed(ev.Beaten(conn.id, message.progress))
         elif isinstance(message, SwitchOver):
             self.feed(self._switchovers.asked(conn, message, request_id))
-        elif isinstance(message, Status):
-            conn.send(StatusReply(self.document()), request_id)
-        elif isinstance(message, Watch):
+        elif isinstance(message, StatusMsg):
+            conn.send(StatusReplyMsg(self.document()), request_id)
+        elif isinstance(message, WatchMsg):
             self._observers.join(conn, message, request_id, self.document())
         else:
             close_all(fds)

@@ -20,17 +20,17 @@ EVENT_ID_MAX = 2**63 - 1
 KEPT_BYTES_MAX = 4 * 1024 * 1024
 
 
-class Status(Message, frozen=True, tag="status"):
+class StatusMsg(Message, frozen=True, tag="status"):
     """Ask for the status document, once."""
 
 
-class StatusReply(Message, frozen=True, tag="status_reply"):
+class StatusReplyMsg(Message, frozen=True, tag="status_reply"):
     document: dict[str, Any]
 
 
-class Watch(Message, frozen=True, tag="watch"):
+class WatchMsg(Message, frozen=True, tag="watch"):
     since: Annotated[int, Meta(ge=0, le=EVENT_ID_MAX)] | None = None
 
 
-class EventRecord(Message, frozen=True, tag="event"):
+class EventMsg(Message, frozen=True, tag="event"):
     record: dict[str, Any]

@@ -15,7 +15,7 @@ from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, Wait
 from plumbing.wire.client import connect
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import Catalogue, Fault, Message
+from plumbing.wire.messages import Catalogue, FaultMsg, Message
 
 ASK_TIMEOUT_S = 5.0
 RECONNECT_S = 0.05  # a restarted supervisor takes some 200 ms to listen again
@@ -44,7 +44,7 @@ class _Asker:
         close_all(fds)
         if self.answer.done():
             return
-        if isinstance(message, Fault):
+        if isinstance(message, FaultMsg):
             self.answer.set_exception(RemoteError(message.code, message.message, **message.details))
         elif request_id:
             self.answer.set_result(message)
@@ -130,7 +130,7 @@ class Watch:
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         close_all(fds)
-        if not isinstance(message, Fault):
+        if not isinstance(message, FaultMsg):
             self._heard(message)
 
     def closed(self, conn: Connection, reason: str) -> None:

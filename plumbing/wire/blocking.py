@@ -22,7 +22,7 @@ from plumbing.wire import sockets
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import Frame, FrameDecoder, encode_frame
 from plumbing.wire.limits import RETRY_S
-from plumbing.wire.messages import Catalogue, Fault, Message
+from plumbing.wire.messages import Catalogue, FaultMsg, Message
 
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 30.0
@@ -150,7 +150,7 @@ class BlockingClient:
         """The answer to `request_id`; what comes before it is kept for `receive`."""
         while True:
             for reply in self._pending:
-                is_last_word = isinstance(reply.message, Fault) and reply.request_id == 0
+                is_last_word = isinstance(reply.message, FaultMsg) and reply.request_id == 0
                 if reply.request_id == request_id or is_last_word:
                     self._pending.remove(reply)
                     return _raise_fault(reply)
@@ -246,7 +246,7 @@ def _closed(error: OSError | None) -> UnreachableError:
 
 
 def _raise_fault(reply: Reply) -> Reply:
-    if isinstance(reply.message, Fault):
+    if isinstance(reply.message, FaultMsg):
         fault = reply.message
         raise RemoteError(fault.code, fault.message, **fault.details)
     return reply

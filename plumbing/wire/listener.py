@@ -16,7 +16,7 @@ from plumbing.errors import ProtocolError
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import FIRST_FRAME_DEADLINE_S, RETRY_S
-from plumbing.wire.messages import Catalogue, Hello, Message, Welcome
+from plumbing.wire.messages import Catalogue, HelloMsg, Message, WelcomeMsg
 from plumbing.wire.sockets import no_descriptors
 
 
@@ -139,8 +139,8 @@ class Listener(abc.ABC):
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         self._has_spoken(conn)
-        if isinstance(message, Hello):
-            conn.send(Welcome(self._service, os.getpid(), __version__), request_id)
+        if isinstance(message, HelloMsg):
+            conn.send(WelcomeMsg(self._service, os.getpid(), __version__), request_id)
         else:
             self._handler.received(conn, message, request_id, fds)
 

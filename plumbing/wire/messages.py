@@ -40,17 +40,17 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return type_of(type(self))
 
 
-class Hello(Message, frozen=True, tag="hello"):
+class HelloMsg(Message, frozen=True, tag="hello"):
     """Asks which service this is. Every server answers it, in every state."""
 
 
-class Welcome(Message, frozen=True, tag="welcome"):
+class WelcomeMsg(Message, frozen=True, tag="welcome"):
     service: str
     pid: int
     version: str
 
 
-class Fault(Message, frozen=True, tag="error"):
+class FaultMsg(Message, frozen=True, tag="error"):
     """The error frame: a stable dotted code, a sentence, details."""
 
     code: str
@@ -69,7 +69,7 @@ class Catalogue:
     def __init__(self, *classes: type[Message], frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self.frame_bytes_max = frame_bytes_max
         self.classes: dict[str, type[Message]] = {}
-        known: tuple[type[Message], ...] = (Hello, Welcome, Fault, *classes)
+        known: tuple[type[Message], ...] = (HelloMsg, WelcomeMsg, FaultMsg, *classes)
         for cls in known:
             if type_of(cls) in self.classes:
                 raise TypeError(f"two messages are called {type_of(cls)!r}")
@@ -123,7 +123,7 @@ class Catalogue:
         return message, request_id
 
 
-def fault_of(error: UnderstudyError) -> Fault:
+def fault_of(error: UnderstudyError) -> FaultMsg:
     """The error frame for `error`, without the details that are too large for it."""
     details, room = {}, FAULT_DETAILS_BYTES_MAX
     for name, value in error.details.items():
@@ -131,7 +131,7 @@ def fault_of(error: UnderstudyError) -> Fault:
         if size <= room:
             details[name] = value
             room -= size
-    return Fault(error.code, error.message[:FAULT_MESSAGE_CHARS_MAX], details)
+    return FaultMsg(error.code, error.message[:FAULT_MESSAGE_CHARS_MAX], details)
 
 
 def shown(value: Any) -> str:

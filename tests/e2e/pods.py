@@ -146,7 +146,7 @@ async def grants_in(directory: Path, old: Processes) -> AsyncIterator[Grants]:
     """Listen to the lock server in `directory`; at each grant, look who of `old` is alive."""
     grants = Grants(old)
     path = str(directory / LOCKSERVER_SOCKET)
-    watch = Watch(path, lock_messages.CATALOGUE, lock_messages.Watch(), grants.heard)
+    watch = Watch(path, lock_messages.CATALOGUE, lock_messages.WatchMsg(), grants.heard)
     try:
         await auntil(lambda: grants.is_listening, "the lock server to take an observer")
         yield grants
@@ -248,7 +248,7 @@ class Grants:
         return self._newest is not None
 
     def heard(self, message: Message) -> None:
-        if isinstance(message, lock_messages.StatusReply) and self._newest is None:
+        if isinstance(message, lock_messages.StatusReplyMsg) and self._newest is None:
             self._newest = message.document["token"]
         elif isinstance(message, lock_messages.Granted) and message.lock == "active":
             assert self._newest is not None  # an observer hears the state before any news

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lockserver.messages import CATALOGUE, EventRecord, Status, Watch
+from lockserver.messages import CATALOGUE, EventMsg, StatusMsg, WatchMsg
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from plumbing.wire.blocking import BlockingClient
@@ -89,18 +89,18 @@ class Nodes:
         for up in self.ups:
             assert up.poll() is None, self.logs()
         with contextlib.suppress(UnderstudyError), self._client() as client:
-            reply: Any = client.request(Status()).message
+            reply: Any = client.request(StatusMsg()).message
             return dict(reply.document["locks"]["active"])
         return {}
 
     def events(self) -> list[str]:
         """The types of all events so far, in order."""
         with self._client() as client:
-            reply: Any = client.request(Watch(0)).message
+            reply: Any = client.request(WatchMsg(0)).message
             found = []
             while len(found) < reply.document["as_of_event_id"]:
                 message = client.receive().message
-                if isinstance(message, EventRecord):
+                if isinstance(message, EventMsg):
                     found.append(str(message.record["type"]))
         return found
 

@@ -86,7 +86,7 @@ async def running(pod: LocalPod, names: str) -> AsyncIterator[None]:
 
 async def device(pod: LocalPod, name: str) -> Mapping[str, Any]:
     path = str(pod.directory / f"gms_{name}_weights.sock")
-    return await status_of(name, path, gms_messages.CATALOGUE, gms_messages.Status())
+    return await status_of(name, path, gms_messages.CATALOGUE, gms_messages.StatusMsg())
 
 
 async def engine(pod: LocalPod, name: str) -> Mapping[str, Any]:

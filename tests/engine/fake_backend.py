@@ -219,8 +219,8 @@ def main() -> None:
 
 def wait_for_model(member: process.Member) -> None:
     def is_there() -> bool:
-        reply = member.control.request(m.Status()).message
-        assert isinstance(reply, m.StatusReply)
+        reply = member.control.request(m.StatusMsg()).message
+        assert isinstance(reply, m.StatusReplyMsg)
         return "model" in reply.document["backend"]["pids"]
 
     until(is_there)

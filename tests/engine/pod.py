@@ -19,8 +19,8 @@ from typing import Any
 from engine import messages as m
 from engine.supervisor.settings import control_path
 from lockserver.messages import CATALOGUE as LOCK_CATALOGUE
-from lockserver.messages import Status as LockStatus
-from lockserver.messages import StatusReply as LockStatusReply
+from lockserver.messages import StatusMsg as LockStatus
+from lockserver.messages import StatusReplyMsg as LockStatusReply
 from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
@@ -75,10 +75,10 @@ class Engine:
         """What the engine says of itself, None while it does not answer."""
         try:
             with self.client() as client:
-                reply = client.request(m.Status(), timeout_s=5).message
+                reply = client.request(m.StatusMsg(), timeout_s=5).message
         except UnderstudyError:
             return None
-        assert isinstance(reply, m.StatusReply)
+        assert isinstance(reply, m.StatusReplyMsg)
         return reply.document
 
     def client(self) -> BlockingClient:

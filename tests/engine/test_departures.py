@@ -265,13 +265,13 @@ def test_watch_streams_events(pod, lock):
     engine = pod.engine("e-0", flags=QUICK)
     engine.until("active")
     with engine.client() as client:
-        first = client.request(m.Watch()).message
-        assert isinstance(first, m.StatusReply)
+        first = client.request(m.WatchMsg()).message
+        assert isinstance(first, m.StatusReplyMsg)
         engine.kill("backend-http")
         seen: dict[str, dict[str, Any]] = {}
         while "engine.reaped" not in seen:
             record = client.receive().message
-            assert isinstance(record, m.EventRecord)
+            assert isinstance(record, m.EventMsg)
             assert record.record["id"] > first.document["as_of_event_id"]
             seen.setdefault(record.record["type"], record.record)
     # Its lifeline may end the incarnation before its status is known; that is told all the same.

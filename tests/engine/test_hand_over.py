@@ -34,12 +34,12 @@ def hand_over(stub: StubLock) -> None:
 def states(engine: Engine) -> list[str]:
     """Every state so far, in order."""
     with engine.client() as client:
-        reply = client.request(m.Watch(0)).message
-        assert isinstance(reply, m.StatusReply)
+        reply = client.request(m.WatchMsg(0)).message
+        assert isinstance(reply, m.StatusReplyMsg)
         found: list[str] = []
         while True:
             record = client.receive().message
-            assert isinstance(record, m.EventRecord)
+            assert isinstance(record, m.EventMsg)
             if record.record["type"] == "engine.state":
                 found.append(record.record["data"]["to"])
             if record.record["id"] >= reply.document["as_of_event_id"]:

@@ -22,8 +22,8 @@ import pytest
 from engine import messages as m
 from engine.backends.reference.random_model import write_random_model
 from lockserver.messages import CATALOGUE
-from lockserver.messages import EventRecord as LockEvent
-from lockserver.messages import Watch as LockWatch
+from lockserver.messages import EventMsg as LockEvent
+from lockserver.messages import WatchMsg as LockWatch
 from plumbing.errors import WaitTimeoutError
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
@@ -123,7 +123,7 @@ class Host:
 
 def reaped_ms(engine: Engine) -> float:
     """When the last process of the engine's last tree was gone."""
-    found = events_of(engine.client(), m.Watch(0), m.EventRecord)
+    found = events_of(engine.client(), m.WatchMsg(0), m.EventMsg)
     return [each["mono_ms"] for each in found if each["type"] == "engine.reaped"][-1]
 
 

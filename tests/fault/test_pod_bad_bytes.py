@@ -21,7 +21,7 @@ from plumbing.errors import RemoteError
 from plumbing.part.peers import ask
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, FrameDecoder, encode_frame
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
-from plumbing.wire.messages import Catalogue, Fault, Message
+from plumbing.wire.messages import Catalogue, FaultMsg, Message
 from tests.e2e.pods import Pod, PodHome
 from tests.e2e.processes import same_fds, settled_fds
 
@@ -138,7 +138,7 @@ def code_from(sock: socket.socket, catalogue: Catalogue) -> str:
         while data := sock.recv(65536):
             frames += decoder.receive(data, [])
     message, _ = catalogue.decode(frames[-1].payload, 0)
-    assert isinstance(message, Fault)
+    assert isinstance(message, FaultMsg)
     assert message.message
     return message.code
 

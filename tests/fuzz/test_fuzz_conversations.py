@@ -75,7 +75,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(msg.Condemn, st.sampled_from(["canary", "device_error", "x"]), st.just("why")),
     st.builds(msg.Digest, st.sampled_from([None, "0" * 64])),
     st.builds(msg.Drop, st.none() | EPOCHS, st.booleans()),
-    st.sampled_from([msg.Verify(), msg.Status(), msg.Inspect()]),
+    st.sampled_from([msg.Verify(), msg.StatusMsg(), msg.Inspect()]),
 )
 CONVERSATIONS = st.lists(st.tuples(st.booleans(), MESSAGES), min_size=1, max_size=12)
 

@@ -25,7 +25,7 @@ from plumbing.errors import ProtocolError
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import FrameDecoder
 from plumbing.wire.limits import FRAME_BYTES_MAX
-from plumbing.wire.messages import Catalogue, Hello, Welcome, fault_of, type_of
+from plumbing.wire.messages import Catalogue, HelloMsg, WelcomeMsg, fault_of, type_of
 from tests.fuzz.streams import EXAMPLES, classes, corpus, frame, keep, scripts, seeds, valid
 from tests.gms.bench import DEVICE, IDENTITY, GmsProcess
 from tests.helpers import open_fds, until
@@ -154,7 +154,7 @@ class Target:
 
     def check(self) -> None:
         """The server lives, answers others, and what is committed is there."""
-        assert isinstance(self.good.request(Hello()).message, Welcome)
+        assert isinstance(self.good.request(HelloMsg()).message, WelcomeMsg)
         status = self.gms.status()
         assert status["pid"] == self.gms.pid
         assert status["epoch"] == self.epoch

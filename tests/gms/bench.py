@@ -77,8 +77,8 @@ class GmsProcess:
 
     def status(self) -> dict[str, Any]:
         with self.client() as client:
-            reply = client.request(msg.Status()).message
-        assert isinstance(reply, msg.StatusReply)
+            reply = client.request(msg.StatusMsg()).message
+        assert isinstance(reply, msg.StatusReplyMsg)
         return reply.document
 
     def open(self, mode: str = "rw_or_ro", **more: Any) -> Reader | Writer:

@@ -66,15 +66,15 @@ def test_a_watch_brings_what_was_missed_and_what_happens(gms: GmsProcess):
     last id and from now on, then drop."""
     reader = gms.load()
     with gms.client() as all_of_it, gms.client() as rest, gms.client() as later:
-        snapshot = all_of_it.request(msg.Watch(since=0)).message
-        assert isinstance(snapshot, msg.StatusReply)
+        snapshot = all_of_it.request(msg.WatchMsg(since=0)).message
+        assert isinstance(snapshot, msg.StatusReplyMsg)
         last_id = snapshot.document["as_of_event_id"]
         backlog = [record_of(all_of_it) for _ in range(last_id)]
         assert [record["id"] for record in backlog] == list(range(1, last_id + 1))
         assert "gms.commit" in [record["type"] for record in backlog]
-        rest.request(msg.Watch(since=last_id - 1))
+        rest.request(msg.WatchMsg(since=last_id - 1))
         assert record_of(rest)["id"] == last_id
-        later.request(msg.Watch())
+        later.request(msg.WatchMsg())
         with gms.client() as operator:
             operator.request(msg.Drop(even_if_mapped=True))
         for client in (all_of_it, rest, later):
@@ -86,7 +86,7 @@ def test_a_watch_brings_what_was_missed_and_what_happens(gms: GmsProcess):
 
 def record_of(client: BlockingClient) -> Record:
     message = client.receive(timeout_s=20).message
-    assert isinstance(message, msg.EventRecord)
+    assert isinstance(message, msg.EventMsg)
     return message.record
 
 
@@ -103,7 +103,7 @@ class Watched:
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        assert isinstance(message, msg.Watch)
+        assert isinstance(message, msg.WatchMsg)
         self.observers.watch(conn, message, request_id)
 
     def closed(self, conn: Connection, reason: str) -> None:
@@ -119,7 +119,7 @@ def test_an_observer_that_does_not_read_is_dropped_and_nobody_waits_for_it(direc
         watched = Watched(path)
         await watched.server.start()
         _, writer = await asyncio.open_unix_connection(path, limit=1024)
-        writer.write(encode_frame(msg.CATALOGUE.encode(msg.Watch(since=0), 1), 0))
+        writer.write(encode_frame(msg.CATALOGUE.encode(msg.WatchMsg(since=0), 1), 0))
         await auntil(lambda: watched.observers._watching, "the watch to begin")
         (deaf,) = watched.server.connections
         said, told_bytes = "x" * 4000, 0

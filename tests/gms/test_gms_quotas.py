@@ -232,7 +232,7 @@ def test_status_flood_that_is_not_read_ends_its_sender_only(host: GmsProcess):
             while answered < 10_000:
                 with contextlib.suppress(BlockingIOError):
                     flood.send(request * 100)
-                assert isinstance(good.request(msg.Status()).message, msg.StatusReply)
+                assert isinstance(good.request(msg.StatusMsg()).message, msg.StatusReplyMsg)
                 answered += 1
         assert 0 < answered < 10_000, "it was dropped, and others were answered before"
         host.reader().close()
@@ -242,7 +242,7 @@ def test_server_at_its_limit_of_descriptors_refuses_and_lives(host: GmsProcess):
     """Take the server's room for descriptors away: newcomers wait or are refused, what is attached
     is served on, status answers; with the room back everything goes on. Nothing is lost."""
     with host.load() as reader, host.client() as client:
-        client.request(msg.Status())
+        client.request(msg.StatusMsg())
         soft, hard = resource.prlimit(host.pid, resource.RLIMIT_NOFILE)
         until(lambda: len(host.status()["sessions"]) == 1, "other connections to end")
         held: list[socket.socket] = []
@@ -251,8 +251,8 @@ def test_server_at_its_limit_of_descriptors_refuses_and_lives(host: GmsProcess):
             held.append(socket.socket(socket.AF_UNIX))
             held[-1].connect(f"{host.directory}/gms_{DEVICE}_weights.sock")
         for _ in range(3):
-            reply = client.request(msg.Status()).message
-            assert isinstance(reply, msg.StatusReply)
+            reply = client.request(msg.StatusMsg()).message
+            assert isinstance(reply, msg.StatusReplyMsg)
             assert reply.document["epoch"] == reader.epoch
         with host.client() as late, pytest.raises(UnderstudyError):
             late.request(msg.Attach("e", "i", "ro"), timeout_s=0.2)

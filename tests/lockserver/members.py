@@ -23,7 +23,7 @@ from lockserver.witness import name_of, new_incarnation
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.messages import Fault, Message
+from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.security import Security
 from plumbing.wire.tcp.server import connect_tcp
@@ -142,7 +142,7 @@ class Member:
         return await auntil(found, f"member {self.member} of {self.engine} to hear of a loss")
 
     async def refused(self) -> str:
-        fault = await auntil(lambda: self.of(Fault), f"{self.engine} to be refused")
+        fault = await auntil(lambda: self.of(FaultMsg), f"{self.engine} to be refused")
         return str(fault[-1].code)
 
     async def renewed(self) -> Renewed:
@@ -215,7 +215,7 @@ class _Telling(Member):
             tell("granted", incarnation=message.incarnation, token=message.token)
         elif isinstance(message, MemberLost):
             tell("member_lost", incarnation=message.incarnation, member=message.member)
-        elif isinstance(message, Fault):
+        elif isinstance(message, FaultMsg):
             tell("refused", code=message.code)
 
 

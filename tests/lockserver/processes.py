@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
-from lockserver.messages import CATALOGUE, Status
+from lockserver.messages import CATALOGUE, StatusMsg
 from plumbing.errors import UnderstudyError
 from plumbing.wire.blocking import BlockingClient
 from tests.helpers import open_fds, until
@@ -84,7 +84,7 @@ class ServerProcess:
     def status(self) -> dict[str, Any]:
         path = os.path.join(self.directory, "lockserver.sock")
         with BlockingClient(path, CATALOGUE) as client:
-            reply: Any = client.request(Status()).message
+            reply: Any = client.request(StatusMsg()).message
         document: dict[str, Any] = reply.document
         return document
 

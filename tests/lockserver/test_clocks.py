@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockserver.messages import CATALOGUE, EventRecord, Watch
+from lockserver.messages import CATALOGUE, EventMsg, WatchMsg
 from plumbing.wire.blocking import BlockingClient
 from tests.helpers import auntil
 from tests.lockserver.engines import Engine
@@ -106,10 +106,10 @@ def test_time_of_day_set_back_an_hour_while_held_only_shows_in_what_is_printed(
 def events(directory: str) -> list[dict]:
     """What the server remembers."""
     with BlockingClient(os.path.join(directory, "lockserver.sock"), CATALOGUE) as client:
-        last = client.request(Watch(0)).message.document["as_of_event_id"]
+        last = client.request(WatchMsg(0)).message.document["as_of_event_id"]
         seen: list[dict] = []
         while not seen or seen[-1]["id"] < last:
             message = client.receive(ANSWER_S).message
-            if isinstance(message, EventRecord):
+            if isinstance(message, EventMsg):
                 seen.append(message.record)
         return seen

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lockserver.messages import Granted, Status
+from lockserver.messages import Granted, StatusMsg
 from plumbing.errors import UnreachableError
 from tests.helpers import auntil, until
 from tests.lockserver.engines import Engine
@@ -210,7 +210,7 @@ def test_over_tcp_nothing_but_members_is_spoken_to(server, address, psk):
     async def scenario(member: Member) -> None:
         await member.connect()
         assert member.conn is not None
-        member.conn.send(Status(), 1)
+        member.conn.send(StatusMsg(), 1)
         assert await member.refused() == "lock.unexpected_message"
 
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))

@@ -15,7 +15,7 @@ import urllib.request
 
 import pytest
 
-from lockserver.messages import CATALOGUE, Beat, EventRecord, Granted, Want, Watch
+from lockserver.messages import CATALOGUE, Beat, EventMsg, Granted, Want, WatchMsg
 from plumbing.errors import RemoteError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd
@@ -127,14 +127,14 @@ def test_server_observer_sees_grants_and_never_queues(pod_dir, start_server, sta
     """Goal: the event stream tells the story with times. Method: watch one engine's life."""
     server = start_server()
     with connect(server) as client:
-        client.request(Watch())
+        client.request(WatchMsg())
         holder = start_engine("engine-0")
         holder.granted()
         holder.close()
         seen = []
         while "lock.free" not in [record["type"] for record in seen]:
             message = client.receive(30).message
-            if isinstance(message, EventRecord):
+            if isinstance(message, EventMsg):
                 seen.append(message.record)
     by_type = {record["type"]: record for record in seen}
     granted, freed = by_type["lock.granted"], by_type["lock.free"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockserver.messages import Status
+from lockserver.messages import StatusMsg
 from tests.helpers import auntil, until
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.engines import Engine
@@ -45,7 +45,7 @@ def test_server_out_of_descriptors_frees_nothing_says_so_and_goes_on_when_it_has
             with Hand(pod_dir, "engine-2") as hand, hand.connect() as client:
 
                 def document():
-                    return client.request(Status()).message.document
+                    return client.request(StatusMsg()).message.document
 
                 document()
                 may_open(server, 8)
@@ -104,9 +104,9 @@ def test_server_whose_logs_nobody_reads_goes_on_and_says_what_it_dropped(pod_dir
             for _ in range(EVENTS):
                 client.notify(hand.want("loader"))
                 client.notify(hand.want(locks=()))
-                client.request(Status())
+                client.request(StatusMsg())
             client.notify(hand.want())
-            client.request(Status())  # it has been granted by then
+            client.request(StatusMsg())  # it has been granted by then
             hand.end()
             client.notify(hand.want(incarnation=None, witness=None, locks=()))
             with Hand(pod_dir, "engine-1") as next_, next_.connect() as other:
@@ -115,7 +115,7 @@ def test_server_whose_logs_nobody_reads_goes_on_and_says_what_it_dropped(pod_dir
         lines = [process.stderr.readline() for _ in range(50)]
         with Hand(pod_dir, "engine-2") as hand, hand.connect() as client:
             client.notify(hand.want())
-            client.request(Status())
+            client.request(StatusMsg())
         process.terminate()
         lines += process.stderr.read().splitlines()
     finally:

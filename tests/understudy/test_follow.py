@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from plumbing.errors import UnreachableError
-from plumbing.part.observe import EventRecord, StatusReply
+from plumbing.part.observe import EventMsg, StatusReplyMsg
 from plumbing.service.clock import FakeClock
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.helpers import auntil
@@ -105,9 +105,9 @@ def test_a_part_tells_each_record_once():
 
     def connects(since: str | None, *ids: int, as_of: int) -> list[int]:
         heard.clear()
-        part.told(StatusReply({"as_of_event_id": as_of, **({"since": since} if since else {})}))
+        part.told(StatusReplyMsg({"as_of_event_id": as_of, **({"since": since} if since else {})}))
         for number in ids:
-            part.told(EventRecord({"id": number, "type": "a.b"}))
+            part.told(EventMsg({"id": number, "type": "a.b"}))
         return [record["id"] for record in heard if record["id"]]
 
     assert connects("monday", 1, 2, 3, as_of=2) == [3]

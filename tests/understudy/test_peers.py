@@ -25,8 +25,8 @@ class Answering:
         self.connections.append(conn)
 
     def received(self, conn, message, request_id, fds):
-        if isinstance(message, wire.Status | wire.Watch):
-            conn.send(wire.StatusReply({"token": 5}), request_id)
+        if isinstance(message, wire.StatusMsg | wire.WatchMsg):
+            conn.send(wire.StatusReplyMsg({"token": 5}), request_id)
         elif isinstance(message, wire.Beat):
             raise UnderstudyError("test.refused", "no beats here")
 
@@ -47,11 +47,11 @@ def test_ask_gets_an_answer_an_error_or_a_reason(path):
     async def main():
         before = len(open_fds())
         with pytest.raises(UnreachableError):
-            await ask(path, wire.CATALOGUE, wire.Status())
+            await ask(path, wire.CATALOGUE, wire.StatusMsg())
         server = Server(path, wire.CATALOGUE, Answering(), service="test")
         await server.start()
-        answered = await ask(path, wire.CATALOGUE, wire.Status())
-        assert answered.message == wire.StatusReply({"token": 5})
+        answered = await ask(path, wire.CATALOGUE, wire.StatusMsg())
+        assert answered.message == wire.StatusReplyMsg({"token": 5})
         assert answered.pid > 0
         with pytest.raises(RemoteError, match="no beats here"):
             await ask(path, wire.CATALOGUE, wire.Beat(1))
@@ -69,7 +69,7 @@ def test_watch_comes_back_after_its_peer_restarted(path):
 
     async def main():
         heard: list = []
-        watch = Watch(path, wire.CATALOGUE, wire.Watch(), heard.append)
+        watch = Watch(path, wire.CATALOGUE, wire.WatchMsg(), heard.append)
         for round_number in (1, 2):
             handler = Answering()
             server = Server(path, wire.CATALOGUE, handler, service="test")

@@ -94,7 +94,7 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
             be seen from here.
     """
     path = engine_sockets(directory)[whole.engine]
-    status = await ask(path, engine_messages.CONTROL, engine_messages.Status())
+    status = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())
     kill = Kill(target, whole.engine, whole.token, killed_ms=clock.now_ms())
     observer.expect(kill, _old_tree(directory, target, status))
     if target == STOP + SUPERVISOR:

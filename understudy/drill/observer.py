@@ -118,7 +118,7 @@ class Observer:
             Watch(
                 str(directory / LOCKSERVER_SOCKET),
                 lock_messages.CATALOGUE,
-                lock_messages.Watch(),
+                lock_messages.WatchMsg(),
                 self._heard_lockserver,
                 lambda: self._note(LOCK, GONE),
             )
@@ -127,7 +127,7 @@ class Observer:
             Watch(
                 path,
                 engine_messages.CONTROL,
-                engine_messages.Watch(),
+                engine_messages.WatchMsg(),
                 lambda message, engine=engine: self._heard_engine(engine, message),  # type: ignore[misc] # mypy has no types for defaults of lambdas
                 lambda engine=engine: self._note(engine, GONE),  # type: ignore[misc] # as above
             )
@@ -175,7 +175,7 @@ class Observer:
     def _heard_lockserver(self, message: Message) -> None:
         if isinstance(message, lock_messages.Granted) and message.lock == "active":
             self._granted(message.engine, message.token)
-        elif isinstance(message, lock_messages.EventRecord):
+        elif isinstance(message, lock_messages.EventMsg):
             record, data = message.record, message.record.get("data") or {}
             if data.get("lock") != "active":
                 return
@@ -185,7 +185,7 @@ class Observer:
             if record.get("type") == "lock.granted":
                 self._granted(str(data.get("engine")), int(data.get("token", 0)))
                 self._note_grant(data)
-        elif isinstance(message, lock_messages.StatusReply):
+        elif isinstance(message, lock_messages.StatusReplyMsg):
             lock = (message.document.get("locks") or {}).get("active") or {}
             holder = (lock.get("holder") or {}).get("engine")
             self._note(LOCK, str(lock.get("state", "unknown")), str(holder or ""))
@@ -215,7 +215,7 @@ class Observer:
     def _heard_engine(self, engine: str, message: Message) -> None:
         kill = self._kill
         self._note_engine(engine, message)
-        if kill is None or not isinstance(message, engine_messages.EventRecord):
+        if kill is None or not isinstance(message, engine_messages.EventMsg):
             return
         record, data = message.record, message.record.get("data") or {}
         if engine == kill.engine:
@@ -228,10 +228,10 @@ class Observer:
                 kill.active_ms = _after(kill, record.get("mono_ms"))
 
     def _note_engine(self, engine: str, message: Message) -> None:
-        if isinstance(message, engine_messages.StatusReply):
+        if isinstance(message, engine_messages.StatusReplyMsg):
             about = message.document.get("engine") or {}
             self._note(engine, str(about.get("state", "unknown")))
-        elif isinstance(message, engine_messages.EventRecord):
+        elif isinstance(message, engine_messages.EventMsg):
             record = message.record
             if record.get("type") == "engine.state":
                 state = (record.get("data") or {}).get("to", "unknown")

@@ -135,7 +135,9 @@ async def wait_recovered(directory: Path, kill: MemoryKill, say: Say) -> None:
     path = str(directory / f"gms_{kill.device}_{kill.tag}.sock")
     said_ms = kill.killed_ms
     while True:
-        device = await status_of(kill.device, path, gms_messages.CATALOGUE, gms_messages.Status())
+        device = await status_of(
+            kill.device, path, gms_messages.CATALOGUE, gms_messages.StatusMsg()
+        )
         missing = _missing(kill, device)
         now_ms = clock.now_ms()
         if missing is None:

@@ -44,9 +44,9 @@ class Part:
         self._last_id = 0  # the records of that process up to here are no news
 
     def told(self, message: Message) -> None:
-        if isinstance(message, observe.StatusReply):
+        if isinstance(message, observe.StatusReplyMsg):
             self._reached(message.document)
-        elif isinstance(message, observe.EventRecord) and message.record["id"] > self._last_id:
+        elif isinstance(message, observe.EventMsg) and message.record["id"] > self._last_id:
             self._last_id = message.record["id"]
             self._heard(message.record)
 
@@ -96,12 +96,12 @@ def sources(directory: Path) -> dict[str, Source]:
     found: dict[str, Source] = {}
     lockserver = directory / LOCKSERVER_SOCKET
     if lockserver.exists():
-        found[str(lockserver)] = Source("lockserver", lock_messages.CATALOGUE, observe.Watch)
+        found[str(lockserver)] = Source("lockserver", lock_messages.CATALOGUE, observe.WatchMsg)
     for device, path in gms_sockets(directory).items():
-        catalogue, ask = gms_messages.CATALOGUE, gms_messages.Watch
+        catalogue, ask = gms_messages.CATALOGUE, gms_messages.WatchMsg
         found[path] = Source(f"gms-{device}", catalogue, ask, is_replayed=True)
     for engine, path in engine_sockets(directory).items():
-        found[path] = Source(engine, engine_messages.CONTROL, observe.Watch)
+        found[path] = Source(engine, engine_messages.CONTROL, observe.WatchMsg)
     return found
 
 

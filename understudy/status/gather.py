@@ -65,17 +65,17 @@ async def status_of(
 
 
 async def lock_status(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
-    path, question = str(directory / LOCKSERVER_SOCKET), lock_messages.Status()
+    path, question = str(directory / LOCKSERVER_SOCKET), lock_messages.StatusMsg()
     return await status_of("lockserver", path, lock_messages.CATALOGUE, question, timeout_s)
 
 
 async def engine_status(engine: str, path: str, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
-    question = engine_messages.Status()
+    question = engine_messages.StatusMsg()
     return await status_of(engine, path, engine_messages.CONTROL, question, timeout_s)
 
 
 async def memory_status(device: str, path: str, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
-    question = gms_messages.Status()
+    question = gms_messages.StatusMsg()
     return await status_of(device, path, gms_messages.CATALOGUE, question, timeout_s)
 
 
@@ -97,10 +97,12 @@ class Pids:
 async def pids_of(directory: Path) -> Pids:
     """Who answers in `directory`, by the kernel's word."""
     gms, engines = gms_sockets(directory), engine_sockets(directory)
-    of_gms = (gms_messages.CATALOGUE, gms_messages.Status())
-    of_engine = (engine_messages.CONTROL, engine_messages.Status())
+    of_gms = (gms_messages.CATALOGUE, gms_messages.StatusMsg())
+    of_engine = (engine_messages.CONTROL, engine_messages.StatusMsg())
     lock, *others = await asyncio.gather(
-        _pid(str(directory / LOCKSERVER_SOCKET), lock_messages.CATALOGUE, lock_messages.Status()),
+        _pid(
+            str(directory / LOCKSERVER_SOCKET), lock_messages.CATALOGUE, lock_messages.StatusMsg()
+        ),
         *(_pid(path, *of_gms) for path in gms.values()),
         *(_pid(path, *of_engine) for path in engines.values()),
     )

@@ -22,9 +22,9 @@ class _Kept:
         self._newest_id: int | None = None
 
     def told(self, message: Message) -> None:
-        if isinstance(message, observe.StatusReply):
+        if isinstance(message, observe.StatusReplyMsg):
             self._newest_id = message.document["as_of_event_id"]
-        elif isinstance(message, observe.EventRecord):
+        elif isinstance(message, observe.EventMsg):
             self.records.append(message.record)
         last_id = self.records[-1]["id"] if self.records else 0
         if self._newest_id is not None and last_id >= self._newest_id:

@@ -26,7 +26,7 @@ from plumbing.wire.limits import (
     HANDSHAKES_PER_ADDRESS_MAX,
 )
 from plumbing.wire.listener import Listener
-from plumbing.wire.messages import Catalogue, Fault, Hello, Message, Welcome
+from plumbing.wire.messages import Catalogue, FaultMsg, HelloMsg, Message, WelcomeMsg
 from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.connection import Link, TcpConnection, host_of, peer_of, reason_of, shown
 from plumbing.wire.tcp.security import Security, check
@@ -201,18 +201,18 @@ class _Greeter:
         self._is_welcome = False
 
     def opened(self, conn: Connection) -> None:
-        conn.send(Hello())
+        conn.send(HelloMsg())
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         if self._is_welcome:
             self._handler.received(conn, message, request_id, fds)
-        elif isinstance(message, Welcome):
+        elif isinstance(message, WelcomeMsg):
             self._is_welcome = True
             self._handler.opened(conn)
             self._answer(None)
-        elif isinstance(message, Fault):
+        elif isinstance(message, FaultMsg):
             self._answer(UnreachableError(message.code, message.message, **message.details))
             conn.close("the server refused us")
         else:

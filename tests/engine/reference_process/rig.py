@@ -33,7 +33,7 @@ from plumbing.service import parent
 from plumbing.wire.client import from_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import Fault, Message
+from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.server import Server
 from tests.helpers import auntil, free_witness
 
@@ -188,7 +188,7 @@ def lend(sock: socket.socket) -> OwnedFd:
 
 
 def is_fault(message: Message, code: str) -> bool:
-    return isinstance(message, Fault) and message.code == code
+    return isinstance(message, FaultMsg) and message.code == code
 
 
 def _is_readable(fd: OwnedFd) -> bool:

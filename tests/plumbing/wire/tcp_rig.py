@@ -14,7 +14,7 @@ from typing import Any
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import FrameDecoder, encode_frame
-from plumbing.wire.messages import Fault, Hello, Message
+from plumbing.wire.messages import FaultMsg, HelloMsg, Message
 from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.security import Security
 from plumbing.wire.tcp.server import TcpServer, connect_tcp
@@ -22,7 +22,7 @@ from tests.plumbing.wire.certificates import Authority, write_secret
 from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler
 
 KINDS = ("plain", "psk", "tls")
-HELLO = encode_frame(CATALOGUE.encode(Hello(), 1), 0)
+HELLO = encode_frame(CATALOGUE.encode(HelloMsg(), 1), 0)
 
 
 class Client(EchoHandler):
@@ -32,7 +32,7 @@ class Client(EchoHandler):
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         self.received_messages.append(message)
-        if isinstance(message, Fault):
+        if isinstance(message, FaultMsg):
             conn.close("told to go")
 
 

@@ -23,7 +23,7 @@ from plumbing.wire.limits import (
     FRAME_BYTES_MAX,
     FRAMES_PER_TURN,
 )
-from plumbing.wire.messages import Catalogue, Fault, Message, fault_of, shown
+from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of, shown
 from tests.helpers import auntil, open_fds, until
 from tests.plumbing.wire.echo import (
     CATALOGUE,
@@ -216,4 +216,4 @@ def test_catalogue_knows_the_fault_of_every_error():
     catalogue = Catalogue()
     fault = fault_of(UnderstudyError("a.b", "m" * 10**5, request_id=3))
     assert catalogue.decode(catalogue.encode(fault), 0) == (fault, 0)
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, FaultMsg)

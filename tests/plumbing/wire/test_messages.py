@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.part import observe
-from plumbing.wire.messages import Catalogue, Fault, Message, fault_of
+from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of
 from tests.plumbing.wire.echo import CATALOGUE, Echo, Part
 
 
@@ -95,7 +95,7 @@ def test_message_wrong_number_of_fds_is_refused():
     """Goal: a message says how many descriptors it carries, and another number is an error."""
     payload = CATALOGUE.encode(fault_of(UnderstudyError("a.b", "c", d=(1, 2))))
     message, _ = CATALOGUE.decode(payload, 0)
-    assert message == Fault("a.b", "c", {"d": [1, 2]})
+    assert message == FaultMsg("a.b", "c", {"d": [1, 2]})
     with pytest.raises(ProtocolError, match=r"wire\.fd_count"):
         CATALOGUE.decode(payload, 1)
 
@@ -125,18 +125,20 @@ class Mood(StrEnum):
 
 def test_observers_words_survive_the_trip():
     """Goal: what observers say and hear is the same in every service's catalogue."""
-    catalogue = Catalogue(observe.Status, observe.StatusReply, observe.Watch, observe.EventRecord)
+    catalogue = Catalogue(
+        observe.StatusMsg, observe.StatusReplyMsg, observe.WatchMsg, observe.EventMsg
+    )
     for message in (
-        observe.Status(),
-        observe.StatusReply({"lock": [1, None]}),
-        observe.Watch(),
-        observe.Watch(since=observe.EVENT_ID_MAX),
-        observe.EventRecord({"id": 1}),
+        observe.StatusMsg(),
+        observe.StatusReplyMsg({"lock": [1, None]}),
+        observe.WatchMsg(),
+        observe.WatchMsg(since=observe.EVENT_ID_MAX),
+        observe.EventMsg({"id": 1}),
     ):
         assert catalogue.decode(catalogue.encode(message, 5), 0) == (message, 5)
-    state = observe.StatusReply({"state": Mood.CALM, "seen": {Mood.CALM: (1, 2)}})
+    state = observe.StatusReplyMsg({"state": Mood.CALM, "seen": {Mood.CALM: (1, 2)}})
     told, _ = catalogue.decode(catalogue.encode(state), 0)
-    assert told == observe.StatusReply({"state": "calm", "seen": {"calm": [1, 2]}})
+    assert told == observe.StatusReplyMsg({"state": "calm", "seen": {"calm": [1, 2]}})
     late = msgpack.packb({"type": "watch", "id": 1, "since": -1})
     with pytest.raises(ProtocolError, match=r"watch\.since"):
         catalogue.decode(late, 0)

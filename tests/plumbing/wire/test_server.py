@@ -24,7 +24,7 @@ from plumbing.wire import connection, listener
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.client import connect, from_socket
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
-from plumbing.wire.messages import Hello, Welcome
+from plumbing.wire.messages import HelloMsg, WelcomeMsg
 from tests.helpers import auntil, open_fds, until
 from tests.plumbing.wire.echo import (
     CATALOGUE,
@@ -46,15 +46,15 @@ def test_server_says_hello_and_answers(loop: str, tmp_path: Path):
     """Goal: hello, a request, an error that keeps its code, on both loops and with both clients."""
     with ServerThread(str(tmp_path / "echo.sock"), loop) as thread:
         with BlockingClient(thread.path, CATALOGUE) as client:
-            welcome = client.request(Hello()).message
-            assert isinstance(welcome, Welcome)
+            welcome = client.request(HelloMsg()).message
+            assert isinstance(welcome, WelcomeMsg)
             assert (welcome.service, welcome.pid) == ("echo", os.getpid())
             assert client.request(Echo("hi", count=3)).message == Echo("hi", count=3)
             with pytest.raises(RemoteError) as caught:
                 client.request(Refuse())
             assert (caught.value.code, caught.value.details) == ("test.refused", {"why": "a test"})
             with pytest.raises(UnreachableError, match=r"wire\.closed"):
-                client.request(Hello())
+                client.request(HelloMsg())
 
         async def main() -> None:
             handler = EchoHandler()

@@ -16,7 +16,7 @@ from plumbing.wire import connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.limits import UNACKNOWLEDGED_MS_MAX
-from plumbing.wire.messages import Fault, Hello, Welcome
+from plumbing.wire.messages import FaultMsg, HelloMsg, WelcomeMsg
 from plumbing.wire.tcp import server as tcp
 from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.security import Security
@@ -64,7 +64,7 @@ def test_tcp_server_answers_and_both_sides_hear_of_the_end(loop: str, kind: str,
             conn.send(Refuse(), 8)
             await auntil(lambda: client.reasons, "the end")
             fault = client.received_messages[-1]
-            assert isinstance(fault, Fault)
+            assert isinstance(fault, FaultMsg)
             assert fault.code == "test.refused"
             await auntil(lambda: handler.reasons, "the server to see the end")
         assert (len(handler.reasons), len(client.reasons)) == (1, 1)
@@ -87,10 +87,10 @@ def test_tcp_hello_is_answered_by_the_server_itself(loop: str, tmp_path: Path):
         handler, client = EchoHandler(), Client()
         async with serving(None, handler) as (_, address):
             conn = await connect_tcp(address, CATALOGUE, client, None)
-            conn.send(Hello(), 3)
+            conn.send(HelloMsg(), 3)
             await auntil(lambda: client.received_messages, "the welcome")
             (welcome,) = client.received_messages
-            assert isinstance(welcome, Welcome)
+            assert isinstance(welcome, WelcomeMsg)
             assert welcome.service == "echo"
             assert handler.received_messages == []
             conn.close("done")
@@ -163,7 +163,7 @@ def test_tcp_last_words_reach_a_peer_that_is_still_talking(
             writer.transport.resume_reading()
             found = await heard(reader, 6)
             assert found[:5] == [Echo("x" * 90_000)] * 5
-            assert isinstance(found[5], Fault)
+            assert isinstance(found[5], FaultMsg)
             assert found[5].code == "test.refused"
             await gone(writer)
             await auntil(lambda: handler.reasons, "the end")

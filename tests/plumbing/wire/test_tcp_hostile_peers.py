@@ -11,7 +11,7 @@ import pytest
 from plumbing.errors import UnreachableError
 from plumbing.wire import connection, listener
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
-from plumbing.wire.messages import Fault
+from plumbing.wire.messages import FaultMsg
 from plumbing.wire.tcp.server import connect_tcp
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
@@ -68,7 +68,7 @@ def test_tcp_bad_input_costs_its_sender_only(
             reader, writer = await stranger(address, tls_of(theirs))
             writer.write(data)
             (fault,) = await heard(reader)
-            assert isinstance(fault, Fault)
+            assert isinstance(fault, FaultMsg)
             assert fault.code == code
             await gone(writer)
             await auntil(lambda: handler.reasons, "the server to see the end")

@@ -12,7 +12,7 @@ import pytest
 from plumbing.errors import UnreachableError
 from plumbing.wire import connection
 from plumbing.wire.frames import encode_frame
-from plumbing.wire.messages import Fault, Hello
+from plumbing.wire.messages import FaultMsg, HelloMsg
 from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.server import connect_tcp
 from tests.helpers import auntil, open_fds
@@ -62,7 +62,7 @@ def test_tcp_server_that_does_not_say_welcome(
             assert caught.value.code == "wire.unreachable"
             for reader, writer in peers:
                 said = [type(message) for message in await heard(reader)]  # until it closes
-                assert data is None or said in ([Hello], [Hello, Fault])
+                assert data is None or said in ([HelloMsg], [HelloMsg, FaultMsg])
                 await gone(writer)
             server.close()
             await server.wait_closed()

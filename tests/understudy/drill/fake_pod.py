@@ -141,7 +141,7 @@ class FakePod:
         about = {"id": next(self._event_ids), "type": kind, "source": source}
         record = {**about, "mono_ms": clock.now_ms(), "data": data}
         for conn in self._watchers[source]:
-            conn.send(lock_messages.EventRecord(record))
+            conn.send(lock_messages.EventMsg(record))
 
     @staticmethod
     async def _spawn() -> Process:
@@ -200,7 +200,7 @@ class _Handler:
             return
         if message.TYPE == "watch":
             self._pod._watchers[self._name].add(conn)
-        conn.send(wire.StatusReply(self._pod.document(self._name)), request_id)
+        conn.send(wire.StatusReplyMsg(self._pod.document(self._name)), request_id)
 
     def closed(self, conn: Any, reason: str) -> None:
         self._pod._watchers[self._name].discard(conn)

@@ -84,7 +84,7 @@ class Answers:
 
     def received(self, conn, message, request_id, fds) -> None:
         document = self.documents.pop(0) if len(self.documents) > 1 else self.documents[0]
-        conn.send(gms_messages.StatusReply(document), request_id)
+        conn.send(gms_messages.StatusReplyMsg(document), request_id)
 
 
 async def recover(directory: Path, *documents: dict) -> MemoryKill:

@@ -37,7 +37,7 @@ class Answers:
     def opened(self, conn): pass
     def closed(self, conn, reason): pass
     def received(self, conn, message, request_id, fds):
-        conn.send(messages.StatusReply({"schema": 1}), request_id)
+        conn.send(messages.StatusReplyMsg({"schema": 1}), request_id)
 async def main():
     await Server(sys.argv[1], messages.CATALOGUE, Answers(), service="lockserver").start()
     print("up", flush=True)
