@@ -1,8 +1,8 @@
-"""What the lock machine hears and what it has done: plain values, no behaviour.
+"""The inputs and effects of the lock machine: plain values, no behaviour.
 
-Inputs come from the shell (`server.py`, or a simulation); effects go back to it, in order. The
-only effect with an answer is `Persist`: the shell says `Persisted` or `PersistFailed` before it
-hands in anything else, so that nothing is ever sent that is not on disk.
+Inputs come from the shell (`server.py`, or a simulation); effects go back to it, in order. The only
+effect with an answer is `Persist`: the shell hands in `Persisted` or `PersistFailed` before
+anything else, so that nothing is ever sent that is not on disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockserver.core.terms import LeaseTerms
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock, as it is filed: enough to find the evidence again after a restart."""
+    """The holder of a lock, as it is filed: enough to find the evidence again after a restart."""
 
     engine: str
     incarnation: str
@@ -25,7 +25,7 @@ class Holder:
     witness: WitnessFile
     token: int
     since_mono_ms: float
-    lease: LeaseTerms | None = None  # over TCP: what stands in place of the witness
+    lease: LeaseTerms | None = None  # over TCP: the evidence, in place of the witness
 
     def to_dict(self) -> dict[str, Any]:
         terms = {} if self.lease is None else {"lease": self.lease.to_dict()}
@@ -43,7 +43,7 @@ class Holder:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Holder:
-        """The holder that `to_dict` wrote; KeyError, TypeError or ValueError if it is another."""
+        """The holder that `to_dict` wrote; KeyError, TypeError or ValueError if malformed."""
         terms = raw.get("lease")
         return cls(
             engine=str(raw["engine"]),
@@ -58,7 +58,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class LockRecord:
-    """What is on disk: the token, every lock's holder, and the locks whose holder is unknown."""
+    """The record on disk: the token, the holders, and the locks whose holder is unknown."""
 
     token: int = 0
     holders: Mapping[str, Holder] = field(default_factory=dict)
@@ -70,9 +70,9 @@ class LockRecord:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A supervisor's whole truth, with what the shell saw of its witness and its process."""
+    """A supervisor's complete want, with what the shell saw of its witness and its process."""
 
-    conn: int  # further from 0 with every connection that is opened; negative: a virtual one
+    conn: int  # grows in magnitude with every connection opened; negative: a virtual one
     supervisor: str
     engine: str
     incarnation: str | None
@@ -106,7 +106,7 @@ class ProcessGone:
 
 @dataclass(frozen=True, slots=True)
 class WitnessFree:
-    """The witness that `probes_due` named was found free and is sealed."""
+    """The witness that `probes_due` named was found free and has been sealed."""
 
     lock: str
     incarnation: str
@@ -114,7 +114,7 @@ class WitnessFree:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryScanned:
-    """The witnesses in the directory that somebody holds; the free strangers are sealed."""
+    """The witnesses in the directory that are held; unknown free ones have been sealed."""
 
     held: frozenset[str]
 
@@ -136,9 +136,9 @@ class TimePassed:
 
 @dataclass(frozen=True, slots=True)
 class SwitchOverAsked:
-    """Somebody asks for `lock` to be handed over to engine `to`, or to who waits first.
+    """A request to hand `lock` over to engine `to`, or to the first one waiting.
 
-    `whole` are the waiting incarnations of which everything was found alive just now.
+    `whole`: the waiting incarnations whose processes were all found alive just now.
     """
 
     ask: int
@@ -175,7 +175,7 @@ class SendGrant:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell every connected supervisor but the holder's, and every observer."""
+    """Send the grant to every connected supervisor but the holder's, and every observer."""
 
     lock: str
     holder: Holder
@@ -242,7 +242,7 @@ class SendHandOver:
 
 @dataclass(frozen=True, slots=True)
 class ReportSwitchOver:
-    """Answer who asked: `holder` has the lock that was `source`'s."""
+    """Answer the requester: `holder` has the lock that was `source`'s."""
 
     ask: int
     lock: str
@@ -253,7 +253,7 @@ class ReportSwitchOver:
 
 @dataclass(frozen=True, slots=True)
 class RefuseSwitchOver:
-    """Answer who asked: it was not begun, or it did not come to what was asked for."""
+    """Answer the requester: it was not begun, or it ended otherwise."""
 
     ask: int
     code: str
@@ -263,7 +263,7 @@ class RefuseSwitchOver:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """One event for people; with `evidence`, the shell adds who has that witness open."""
+    """An event to record; with `evidence`, the shell adds the processes that hold that witness."""
 
     type: str
     message: str

@@ -1,11 +1,11 @@
 """The token, the next grant, and the one write under way.
 
-A grant is chosen, written, and only then made: `next_write` chooses it and says what is to be on
+A grant is chosen, written, and only then made: `next_write` chooses it and returns what must be on
 disk; `written` makes it and sends it. In between nothing else may happen, so what is on disk is
-never behind what was sent. A write that fails chooses anew a second later.
+never behind what was sent. After a write that fails, the grant is chosen again a second later.
 
 The surprising thing: the same token may be written twice for different engines, if the first write
-failed; it was never sent, so nobody has seen it.
+failed; it was never sent, so no engine has seen it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Grant:
 
 
 class Ledger:
-    """What is on disk and what is about to be."""
+    """What is on disk and what will be next."""
 
     def __init__(self, record: LockRecord) -> None:
         self.token = record.token
@@ -50,20 +50,20 @@ class Ledger:
         self.problem_ms = 0.0
         self.is_writing = False
         self._grant: _Grant | None = None
-        self._writes_due = 0  # of what is true already, for lack of it on disk
+        self._writes_due = 0  # without a grant: the record on disk is behind
         self._retry_ms = 0.0
         self._ended: dict[str, WitnessFile] = {}
 
     def claim(self, token: int) -> None:
         """A living holder has shown the token that a lost file did not have.
 
-        The one above it may have been granted and lost with the file, so it is left out. Written
-        twice: were only the newest slot to carry it, losing that one would lose it again.
+        The next one may have been granted and lost with the file, so it is skipped. Written twice:
+        if only the newest slot had it, losing that slot would lose it again.
         """
         self.token, self._writes_due = max(self.token, token + 1), 2
 
     def end(self, witness: WitnessFile) -> None:
-        """An incarnation is over: its witness is removed once no file on disk may need it."""
+        """An incarnation has ended: its witness is removed once no record on disk may need it."""
         if len(self._ended) < ENDED_MAX:
             self._ended[witness.name] = witness
 
@@ -83,14 +83,14 @@ class Ledger:
     def _choose(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> _Grant | None:
         for lock in locks.values():
             if lock.state is not LockState.FREE or not lock.waiters:
-                continue  # what is asked after every event must not look at everybody
+                continue  # this runs after every event and must not scan all supervisors
             silent = {s.id for s in supervisors.values() if s.is_silent}
             waiter = next_waiter(lock.waiters, silent, lock.preferred)
             if waiter is None:
                 continue
             supervisor = supervisors[waiter.supervisor]
             witness = supervisor.witness
-            assert witness is not None  # nobody queues without one
+            assert witness is not None  # checked before it was queued
             token = self.token + 1
             holder = Holder(
                 engine=waiter.engine,
@@ -113,7 +113,7 @@ class Ledger:
         return LockRecord(token, holders, frozenset(k.name for k in locks.values() if k.is_unknown))
 
     def written(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> Iterable[Effect]:
-        """The record is on disk: now the grant is true."""
+        """The record is on disk: make the grant."""
         self.is_writing = False
         self._writes_due = max(0, self._writes_due - 1)
         if self.problem is not None:
@@ -135,16 +135,16 @@ class Ledger:
         lock.waiters.remove(grant.waiter)
         self.token = holder.token
         conn = supervisors[holder.supervisor].conn
-        assert conn is not None  # who disconnects leaves the queue
+        assert conn is not None  # a closed connection leaves the queue
         yield SendGrant(conn, lock.name, holder)
         yield Announce(lock.name, holder)
         yield event
 
     def failed(self, reason: str, now_ms: float) -> Iterable[Effect]:
-        """Nothing was written, or nobody knows: nothing is sent."""
+        """Nothing was written, or perhaps it was: nothing is sent."""
         self.is_writing, self._grant = False, None
         is_new = self.problem is None
-        self.problem = f"grants cannot be written: {reason}; tried again every second"
+        self.problem = f"grants cannot be written: {reason}; retrying every second"
         self._retry_ms = now_ms + RETRY_MS
         if is_new:
             self.problem_ms = now_ms

@@ -1,4 +1,4 @@
-"""One lock: four states that people see, and the table of what may change them.
+"""One lock: the four states that operators see, and the table of what may change them.
 
     free ──granted──▶ held ──not wanted, process gone, connection closed──▶ releasing
      ▲                 ▲ ◀──────── confirmed (its own want) ─────────────────┘ │
@@ -8,13 +8,13 @@
 Rules of this file:
 
 - Everything about one lock's state is in TRANSITIONS; a pair that is not there raises and changes
-  nothing. Nobody is granted in `releasing` or `recovering`, however long it takes.
+  nothing. No engine is granted a lock in `releasing` or `recovering`, however long that takes.
 - A lock whose want was withdrawn (`is_ended`) is not confirmed again: its incarnation was reaped.
 - `recovering` without a holder means that the state file could not be read: `is_unknown`.
-- The only way to `free` is EVIDENCE_GONE. Who may give that signal is decided in `machine.py`, and
+- The only way to `free` is EVIDENCE_GONE. What may give that signal is decided in `machine.py`, and
   for a fenced lock it is a witness that the server itself locked and sealed.
-- `held` may go to `free` directly: a silent holder whose witness is free is dead, whoever still
-  keeps its connection open.
+- `held` may go to `free` directly: a silent holder whose witness is free is dead, even if another
+  process keeps its connection open.
 """
 
 from __future__ import annotations
@@ -77,24 +77,24 @@ class Lock:
     state: LockState = LockState.FREE
     holder: Holder | None = None
     waiters: list[Waiter] = field(default_factory=list)
-    is_ended: bool = False  # the holder's supervisor says that this incarnation is over
+    is_ended: bool = False  # the holder's supervisor no longer names this incarnation
     cause: str | None = None  # why it is not simply held
     lost_ms: float | None = None  # when the last holder was lost, and when its end was certain
     fenced_ms: float | None = None
-    is_reported: bool = False  # people have been told what this state waits for
+    is_reported: bool = False  # what this state waits for has been reported
     previous: Holder | None = None
     preferred: str | None = None  # the engine that a switchover wants the next grant to go to
 
     @property
     def is_unknown(self) -> bool:
-        """Somebody may hold it, and the state file does not say who."""
+        """An engine may hold it, but the state file does not say which."""
         return self.state is LockState.RECOVERING and self.holder is None
 
     @property
     def may_serve(self) -> bool:
         """Whether an engine that holds it may be alive and accepting connections.
 
-        A cut connection and a restart of this server say nothing about the holder's backend.
+        A cut connection and a restart of this server prove nothing about the holder's backend.
         """
         return self.state in (LockState.HELD, LockState.RECOVERING) or (
             self.state is LockState.RELEASING and self.cause == Signal.CONNECTION_CLOSED
@@ -138,7 +138,7 @@ class Lock:
             self.lost_ms = self.fenced_ms = None
         elif target is LockState.RELEASING:
             self.lost_ms = now_ms if self.lost_ms is None else self.lost_ms
-            if not self.is_ended:  # the supervisor's own word says more than its connection
+            if not self.is_ended:  # the supervisor's own want outweighs its connection
                 self.cause = str(signal)
             self.is_ended = self.is_ended or signal is Signal.NOT_WANTED
         else:

@@ -1,4 +1,4 @@
-"""Who is next. One pure function, so that fairness can change here without touching safety."""
+"""Which waiter is next: one pure function, so that fairness can change without touching safety."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Waiter:
 def next_waiter(
     waiters: Sequence[Waiter], silent: Container[str], preferred: str | None = None
 ) -> Waiter | None:
-    """The first in line whose supervisor is not silent; a silent one is passed over, not dropped.
+    """The first waiter whose supervisor is not silent; a silent one is skipped, not dropped.
 
     Args:
         waiters: in order of arrival.
-        silent: supervisors that have not been heard of lately.
-        preferred: the engine that goes before all others if it waits, because of a switchover.
+        silent: supervisors without a recent heartbeat.
+        preferred: the engine that a switchover puts before all others if it is waiting.
     """
     heard = [waiter for waiter in waiters if waiter.supervisor not in silent]
     return next((waiter for waiter in heard if waiter.engine == preferred), next(iter(heard), None))

@@ -1,24 +1,24 @@
 """One switchover: the holder is asked to hand a lock over to an engine that waits for it.
 
-Owns whether it may begin, whom the next grant prefers, and how it ended. Changes nothing about
-safety: the holder drains, reaps and gives up by its own `want` as ever, the lock is free when the
-evidence is gone as ever, and the next grant is made as ever. All that is added is a word to the
-holder and a preference in the queue (`Lock.preferred`). A holder that dies meanwhile is an
-ordinary failover, and a server that restarts has forgotten all of this.
+Owns whether it may begin, which engine the next grant prefers, and how it ended. Changes nothing
+about safety: the holder drains, reaps and releases the lock by its own `want`, the lock is free
+when the evidence is gone, and the next grant is made as always. A switchover only adds a message to
+the holder and a preference in the queue (`Lock.preferred`). A holder that dies meanwhile is an
+ordinary failover, and a restarted server has forgotten all of this.
 
-One at a time for each lock. It ends with the lock's next grant, to whomever. Its deadline ends only
-the wait of who asked: a holder may drain for longer than anybody wants to watch, and what was asked
-for still comes. From then on another one may be asked for, which replaces it; a holder that has
-done nothing for another hour never will, and it is forgotten.
+There is one at a time for each lock. It ends with the lock's next grant, to any engine. Its
+deadline only ends the requester's wait: a holder may drain for longer than an operator wants to
+watch, and the handover continues. From then on another switchover may be requested, which replaces
+it; a holder that has done nothing for another hour never will, and the switchover is cancelled.
 
-The surprising thing: that the holder gave the lock back says that its tree was reaped, and not that
-all its requests were finished first. A backend that dies while it drains looks the same from here;
-the engine's own events tell.
+The surprising thing: a released lock proves that the holder's tree was reaped, not that all its
+requests were finished first. A backend that dies while it drains looks the same from here; the
+engine's own events tell them apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from lockserver.core import sentences
@@ -32,23 +32,23 @@ from lockserver.core.events import (
 )
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.queue import Waiter
-from lockserver.core.supervisors import SupervisorRecord
+from lockserver.core.supervisors import Locks, Supervisors
 
 FORGET_MS = 3_600_000.0  # past its deadline; drains take seconds, and minutes at most
 
 
 @dataclass(slots=True)
 class Switchover:
-    """One under way. `ask` is who asked, None once it has been answered."""
+    """One under way. `ask` identifies the request, None once it has been answered."""
 
     ask: int | None
     pid: int
     source: Holder
     to: str
-    is_named: bool  # `to` was asked for by name, so that no other engine will do
+    is_named: bool  # `to` was requested by name, so no other engine will do
     since_ms: float
     deadline_ms: float
-    is_given_up: bool = False  # the holder itself gave the lock back
+    is_released: bool = False  # by the holder itself
 
     @property
     def is_overdue(self) -> bool:
@@ -75,11 +75,11 @@ class Switchovers:
     def begin(
         self,
         asked: SwitchOverAsked,
-        locks: Mapping[str, Lock],
-        supervisors: Mapping[str, SupervisorRecord],
+        locks: Locks,
+        supervisors: Supervisors,
         now_ms: float,
     ) -> Iterable[Effect]:
-        """Ask the holder, or say why not."""
+        """Ask the holder, or refuse."""
         try:
             lock, holder = self._check_holder(asked, locks, supervisors)
             if asked.to == holder.engine:
@@ -102,66 +102,66 @@ class Switchovers:
         self.under_way[lock.name] = found
         lock.preferred = found.to
         conn = supervisors[holder.supervisor].conn
-        assert conn is not None  # checked: it is heard
+        assert conn is not None  # checked: it is connected
         yield SendHandOver(conn, lock.name, holder.incarnation, found.to)
         yield sentences.switchover_begun(lock, found.source, found.to, found.pid, asked.timeout_ms)
 
     def _check_holder(
         self,
         asked: SwitchOverAsked,
-        locks: Mapping[str, Lock],
-        supervisors: Mapping[str, SupervisorRecord],
+        locks: Locks,
+        supervisors: Supervisors,
     ) -> tuple[Lock, Holder]:
         lock = locks.get(asked.lock)
         if lock is None or not lock.is_fenced:
             fenced = ", ".join(sorted(each.name for each in locks.values() if each.is_fenced))
-            why = f"{asked.lock!r} is no lock that one engine hands to another: {fenced} is"
+            why = f"there is no lock {asked.lock!r} that can be switched over; there is {fenced}"
             raise Refusal("lock.unknown_lock", why)
         other = self.under_way.get(asked.lock)
         if other is not None and not other.is_overdue:
             why = (
                 f"{other.source.engine} is already handing {lock.name} over to {other.to}, as"
-                f" {sentences.asker(other.pid)} asked; wait for that one to end"
+                f" requested by {sentences.requester(other.pid)}; wait for that to end"
             )
             raise Refusal("lock.switchover_busy", why)
         holder = lock.holder
         if lock.state is not LockState.HELD or holder is None:
-            whose = f", {holder.engine}'s" if holder is not None else ""
-            why = f"{lock.name} is {lock.state}{whose}: there is nobody who could hand it over now"
+            last = f" (held by {holder.engine})" if holder is not None else ""
+            why = f"{lock.name} is {lock.state}{last}: no engine can hand it over now"
             raise Refusal("lock.not_held", why)
         supervisor = supervisors.get(holder.supervisor)
         if supervisor is None or supervisor.conn is None or supervisor.is_silent:
             why = (
-                f"{holder.engine} holds {lock.name} and is silent, so it cannot be asked to hand"
-                " it over; see `lockserver status`"
+                f"{holder.engine} holds {lock.name} and is silent, so it cannot hand it over; see"
+                " `lockserver status`"
             )
             raise Refusal("lock.not_held", why)
         return lock, holder
 
     def remind(self, lock: Lock, conn: int) -> Iterable[Effect]:
-        """The holder is back on a new connection: the old one may have taken the word with it."""
+        """The holder has a new connection: the request may have been lost with the old one."""
         found = self.under_way.get(lock.name)
         if found is not None and not found.is_overdue and found.is_held_by_source(lock):
             yield SendHandOver(conn, lock.name, found.source.incarnation, found.to)
 
-    def observe(self, locks: Mapping[str, Lock], now_ms: float) -> Iterable[Effect]:
-        """After every event: what has come of each, and whether its time is up."""
+    def observe(self, locks: Locks, now_ms: float) -> Iterable[Effect]:
+        """After every event: whether a switchover has ended or its deadline has passed."""
         for name, found in tuple(self.under_way.items()):
             lock = locks[name]
-            found.is_given_up |= lock.is_ended and found.is_held_by_source(lock)
+            found.is_released |= lock.is_ended and found.is_held_by_source(lock)
             if lock.holder is not None and not found.is_held_by_source(lock):
                 del self.under_way[name]
                 lock.preferred = None
                 yield from _ended(lock, lock.holder, found, now_ms)
             elif found.ask is not None and now_ms >= found.deadline_ms:
                 waited_s = (now_ms - found.since_ms) / 1000
-                said = sentences.switchover_overdue(
+                event = sentences.switchover_overdue(
                     lock, found.source, found.to, found.pid, waited_s
                 )
                 yield RefuseSwitchOver(
-                    found.ask, "lock.switchover_failed", said.message, {"reason": "timeout"}
+                    found.ask, "lock.switchover_failed", event.message, {"reason": "timeout"}
                 )
-                yield said
+                yield event
                 found.ask = None
             elif now_ms >= found.deadline_ms + FORGET_MS:
                 del self.under_way[name]
@@ -169,57 +169,54 @@ class Switchovers:
                 yield sentences.switchover_forgotten(lock, found.source, found.to)
 
 
-def _find_target(
-    asked: SwitchOverAsked, lock: Lock, supervisors: Mapping[str, SupervisorRecord]
-) -> Waiter:
-    """The engine that is named, or who waits first; it must be whole.
+def _find_target(asked: SwitchOverAsked, lock: Lock, supervisors: Supervisors) -> Waiter:
+    """The named engine, or the first one waiting; all of its processes must be alive.
 
     Raises:
         Refusal: there is none; with what is wrong with each.
     """
     if asked.to is not None and not any(s.engine == asked.to for s in supervisors.values()):
         known = ", ".join(sorted({s.engine for s in supervisors.values()}))
-        why = f"there is no engine {asked.to!r} here; there are {known}"
+        why = f"there is no engine {asked.to!r}; known engines: {known}"
         raise Refusal("lock.unknown_engine", why)
     waiters = [w for w in lock.waiters if asked.to in (None, w.engine)]
     objections = [_objection(waiter, supervisors, asked.whole) for waiter in waiters]
     for waiter, objection in zip(waiters, objections, strict=True):
         if objection is None:
             return waiter
-    who = "nobody" if asked.to is None else f"{asked.to} does not wait"
-    missing = f"{'nobody waits' if asked.to is None else who} for {lock.name}"
-    why = "; ".join(each for each in objections if each) or missing
+    who = "no engine is" if asked.to is None else f"{asked.to} is not"
+    why = "; ".join(each for each in objections if each) or f"{who} waiting for {lock.name}"
     raise Refusal(
         "lock.no_standby",
-        f"{why}: without a whole standby nothing is switched; an engine that waits is in standby"
-        " (`understudy status`)",
+        f"{why}: a switchover needs an engine in standby with all its processes alive; see"
+        " `understudy status`",
     )
 
 
-def _objection(
-    waiter: Waiter, supervisors: Mapping[str, SupervisorRecord], whole: Container[str]
-) -> str | None:
-    """What keeps this waiter from being a whole standby, or None."""
+def _objection(waiter: Waiter, supervisors: Supervisors, whole: Container[str]) -> str | None:
+    """Why this waiter cannot take over now, or None."""
     if supervisors[waiter.supervisor].is_silent:
-        return f"{waiter.engine} waits, but has not been heard of lately"
+        return f"{waiter.engine} is waiting, but silent"
     if waiter.incarnation not in whole:
-        return f"{waiter.engine} waits, but not all of it lives"
+        return f"{waiter.engine} is waiting, but some of its processes are gone"
     return None
 
 
 def _ended(lock: Lock, holder: Holder, found: Switchover, now_ms: float) -> Iterable[Effect]:
-    """The lock has been granted anew: was it what was asked for?"""
+    """The lock has been granted again: was the outcome the requested one?"""
     took_ms = now_ms - found.since_ms
     failure = None
     if holder.engine == found.source.engine:
-        failure = f"{holder.engine} has taken {lock.name} again, because nobody else could"
-    elif not found.is_given_up:
         failure = (
-            f"{found.source.engine} ended before it had handed {lock.name} over; {holder.engine}"
-            " has it as after any failover"
+            f"{holder.engine} was granted {lock.name} again, because no other engine was ready"
+        )
+    elif not found.is_released:
+        failure = (
+            f"{found.source.engine} ended before it handed {lock.name} over; {holder.engine} took"
+            " over as in any failover"
         )
     elif found.is_named and holder.engine != found.to:
-        failure = f"{found.to} was gone when {lock.name} was free, and {holder.engine} has it"
+        failure = f"{found.to} was gone when {lock.name} became free; {holder.engine} holds it now"
     if failure is None:
         if found.ask is not None:
             yield ReportSwitchOver(found.ask, lock.name, found.source.engine, holder, took_ms)

@@ -1,4 +1,4 @@
-"""What the members core hears and what it has done: plain values, no behaviour."""
+"""The inputs and outputs of the members core: plain values, no behaviour."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lockserver.core.events import (
 
 @dataclass(frozen=True, slots=True)
 class MemberOpened:
-    """A connection that has not said yet whose it is."""
+    """A new connection, whose member is not known yet."""
 
     conn: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemberWanted:
-    """One member's whole truth. `name` is who the transport says it is, for people."""
+    """One member's complete want. `name`: its identity by the transport, for status."""
 
     conn: int
     supervisor: str

@@ -14,12 +14,12 @@ from lockserver.core.names import WitnessState
 from lockserver.core.terms import LeaseTerms, MemberId, unlockable_witness
 from lockserver.members.events import MemberOutput, MemberWanted, SendGranted
 
-LEASE = "lease"  # what watches a virtual supervisor's process: `Wanted.process`
+LEASE = "lease"  # `Wanted.process` of a virtual supervisor
 
 
 @dataclass(slots=True)
 class NodeMember:
-    """One supervisor of an engine that may span nodes, and what it said last."""
+    """One supervisor of an engine that may span nodes, and its last want."""
 
     engine: str
     index: int
@@ -39,7 +39,7 @@ class NodeMember:
         return MemberId(self.supervisor, self.incarnation) if self.incarnation else None
 
     def adopt(self, want: MemberWanted, now_ms: float) -> None:
-        """Be what `want` says, all of it."""
+        """Replace what is known with what `want` says."""
         self.conn, self.count, self.name = want.conn, want.members, want.name
         self.incarnation, self.locks, self.tokens = want.incarnation, want.locks, dict(want.tokens)
         self.progress, self.heard_ms = want.progress, now_ms
@@ -47,13 +47,13 @@ class NodeMember:
 
 @dataclass(slots=True)
 class Group:
-    """Members that serve as one. `conn` is its virtual connection, None while one is missing."""
+    """Members that serve as one. `conn`: the virtual connection, None while a member is missing."""
 
     engine: str
     terms: LeaseTerms
     conn: int | None = None
     is_over: bool = False
-    has_run_out: bool = False  # one of its leases ended by time, and not by a word
+    has_expired: bool = False  # a lease expired, rather than being ended by its supervisor
     beats: int = 0
 
     @property
@@ -70,7 +70,7 @@ class Group:
         return member.count == count and self.terms.members[member.index] == member.id
 
     def wanted(self, members: Sequence[NodeMember], kinds: Mapping[str, bool]) -> Wanted:
-        """What all of them say, as one supervisor. A fenced lock is wanted once all want it."""
+        """The wants of all members as one. A fenced lock is wanted once all want it."""
         assert self.conn is not None
         locks = tuple(
             name
@@ -86,7 +86,7 @@ class Group:
             incarnation=self.incarnation,
             witness=file.name,
             locks=locks,
-            tokens=dict(sorted(named, key=lambda each: each[1])),  # the largest of each stays
+            tokens=dict(sorted(named, key=lambda each: each[1])),  # the largest one of each lock
             witness_file=file,
             witness_state=WitnessState.HELD,
             process=LEASE,
@@ -98,7 +98,7 @@ def fan_out(effect: Effect, members: Sequence[NodeMember]) -> list[MemberOutput]
     """An effect on a virtual connection, for the connected members behind it."""
     if isinstance(effect, SendGrant):
         return [_grant(effect, member) for member in members if _concerns(effect, member)]
-    if isinstance(effect, SendHandOver):  # member 0 drains: the requests come to it
+    if isinstance(effect, SendHandOver):  # member 0 drains: it has the requests
         return [replace(effect, conn=member.conn) for member in members[:1] if member.conn]
     if isinstance(effect, RefuseConnection | Close):
         return [replace(effect, conn=member.conn) for member in members if member.conn]
@@ -116,7 +116,7 @@ def _concerns(effect: SendGrant, member: NodeMember) -> bool:
 
 
 def _grant(effect: SendGrant, member: NodeMember) -> SendGranted:
-    """In the member's own name, if it is its group's; else as the news that it is."""
+    """With the member's own incarnation if its group was granted; else with the holder's."""
     assert member.conn is not None
     holder = effect.holder
     incarnation = member.incarnation if _is_own(effect, member) else holder.incarnation

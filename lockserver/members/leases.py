@@ -1,23 +1,23 @@
-"""Leases: what stands for a process tree that this server cannot see.
+"""Leases: the evidence for process trees that this server cannot see.
 
 A lease belongs to one incarnation of one member of an engine, and its supervisor alone may vouch
-for it. It lives until its supervisor says that the tree is reaped, or until nothing was heard of it
+for it. It ends when its supervisor reports the tree reaped, or when nothing was received from it
 for its length and a margin, counted from when the last message was *received*:
 
     member:  sends ── kills its tree at 60 % ── is killed by its kernel at 80 %
-    server:     receives ──────────────────────────────── length + margin ──▶ run out
+    server:     receives ──────────────────────────────── length + margin ──▶ expired
 
-The member counts from when it sent what was answered, which is earlier, so all that is asked of the
-two clocks is that they run at about the same rate. A member that gets no answers ends itself, and
-its tree has from 80 % of the length until the end of the margin to be gone.
+The member counts from when it sent the message, which is earlier, so the two clocks only have to
+run at about the same rate. A member that gets no answers ends itself, and its tree has from 80 % of
+the length until the end of the margin to be gone.
 
 The surprising things:
 
-- A lease runs out in `tick` and nowhere else. After a stall of this server, every lease runs anew:
-  what was sent to it meanwhile has not been read yet, and waiting longer is the safe side.
-- A lease is granted for as long as its incarnation lives under the terms it was first given. A
-  restart with a shorter `lease_ms` must not wait less than what a member was told before.
-- An incarnation that is *spent* can never be part of anything again. That is the seal.
+- A lease expires in `tick` and nowhere else. After a stall of this server, every lease restarts:
+  messages sent meanwhile have not been read yet, and waiting longer is the safe side.
+- A lease keeps the length it was first granted for as long as its incarnation lives. A server
+  restarted with a shorter `lease_ms` must not wait less than a member was told before.
+- An incarnation that is *spent* can never be part of a group again. That is the seal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockserver.core.terms import LeaseTerms, MemberId
 
 LEASE_MS = 5000.0
 MARGIN_MS = 1000.0
-SPENT_MAX = 1024  # incarnations remembered as over; what is older has been dead for long
+SPENT_MAX = 1024  # incarnations remembered as over; older ones have been dead for long
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Lease:
     id: MemberId
     lease_ms: int
     expires_ms: float
-    claims: frozenset[str] = frozenset()  # the locks that it last said it holds
+    claims: frozenset[str] = frozenset()  # the locks that it claimed last
 
     def left_ms(self, now_ms: float) -> float:
         return max(0.0, self.expires_ms - now_ms)
@@ -68,7 +68,7 @@ class Leases:
         margin_ms: float = MARGIN_MS,
         listens: bool = True,
     ) -> None:
-        """`listens`: whether members may exist that this server has not heard of yet."""
+        """`listens`: whether members may exist that have not connected to this server yet."""
         self.lease_ms, self.margin_ms = round(lease_ms), margin_ms
         self.alive: dict[str, Lease] = {}  # by incarnation
         self._spent: dict[str, Spent] = {}
@@ -79,10 +79,10 @@ class Leases:
     def _span_ms(self, lease_ms: int) -> float:
         return lease_ms + self.margin_ms
 
-    # ------------------------------------------------------------------ what keeps one alive
+    # ------------------------------------------------------------------ renewing
 
     def presume(self, engine: str, terms: LeaseTerms, now_ms: float) -> None:
-        """After a restart: whoever is on file may have been answered a moment ago."""
+        """After a restart: every member on file may have been answered a moment ago."""
         for member, who in enumerate(terms.members):
             until_ms = now_ms + self._span_ms(terms.lease_ms)
             self.alive[who.incarnation] = Lease(engine, member, who, terms.lease_ms, until_ms)
@@ -99,14 +99,14 @@ class Leases:
         lease.claims = frozenset(claims)
         return lease
 
-    # ------------------------------------------------------------------ what ends one
+    # ------------------------------------------------------------------ ending
 
     def end(self, incarnation: str) -> None:
-        """Its own supervisor says that it is reaped."""
+        """Its own supervisor reports it reaped."""
         self.alive.pop(incarnation, None)
 
     def tick(self, now_ms: float) -> list[Lease]:
-        """Let time pass; the leases that have run out."""
+        """Let time pass; the leases that have expired."""
         gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
         if gap_ms > STALL_MS:
             self._forgive(now_ms)
@@ -124,7 +124,7 @@ class Leases:
             self.strangers_until_ms = now_ms + self._span_ms(self.lease_ms)
 
     def spend(self, incarnation: str, member: int, reason: str) -> None:
-        """This incarnation is never to be granted anything again, however long it lives."""
+        """Never grant this incarnation anything again, however long it lives."""
         self._spent.setdefault(incarnation, Spent(member, reason))
         while len(self._spent) > SPENT_MAX:
             del self._spent[next(iter(self._spent))]
@@ -135,35 +135,35 @@ class Leases:
         return self._spent.get(incarnation) if incarnation is not None else None
 
     def of(self, engine: str, member: int) -> list[Lease]:
-        """The living leases of one member: one, but for a restart with more than one on file."""
+        """The valid leases of one member: one, unless a restart found more than one on file."""
         return [
             each for each in self.alive.values() if (each.engine, each.member) == (engine, member)
         ]
 
     def is_whole(self, terms: LeaseTerms) -> bool:
-        """Whether every member lives: what a standby must be."""
+        """Whether every member is alive, as a standby's must be."""
         return all(who.incarnation in self.alive for who in terms.members)
 
     def is_free(self, terms: LeaseTerms) -> bool:
-        """Whether no member can live: what a free witness is on one host."""
+        """Whether no member can be alive: the counterpart of a free witness."""
         return not any(who.incarnation in self.alive for who in terms.members)
 
     def seal(self, terms: LeaseTerms) -> None:
-        """Found free: whatever comes from there later is over."""
+        """Found free: later messages of these incarnations do not count."""
         for member, who in enumerate(terms.members):
-            self.spend(who.incarnation, member, "its lease had run out")
+            self.spend(who.incarnation, member, "its lease had expired")
 
     def may_free_unknown(self, locks: Locks) -> bool:
-        """Whether a lock whose holder is not on file can be nobody's, as far as members go.
+        """Whether no member can hold a lock whose holder is not on file.
 
-        While members may exist that were not heard since the start, or one that lives claims it,
-        it may be theirs.
+        One can while members may exist that have not connected since the start, or while a living
+        one claims the lock.
         """
         unknown = {lock.name for lock in locks.values() if lock.is_unknown}
         claimed = any(unknown & lease.claims for lease in self.alive.values())
         return not self.may_have_strangers and not claimed
 
     def remaining_ms(self, terms: LeaseTerms, now_ms: float) -> Mapping[int, float]:
-        """By member index, of those that live: for how long at the least."""
+        """The time left by member index, of those that are alive."""
         found = ((k, self.alive.get(who.incarnation)) for k, who in enumerate(terms.members))
         return {member: lease.left_ms(now_ms) for member, lease in found if lease is not None}

@@ -1,25 +1,25 @@
-"""Members over TCP, as one virtual supervisor per engine: the machine stays as it is.
+"""Members over TCP, as one virtual supervisor per engine: the lock machine needs no changes.
 
 Theory of operation. A member is one supervisor of an engine that may span nodes. Once all of an
-engine's members are connected, each with an incarnation, they are a **group**, and the machine is
-told `Wanted` by a virtual connection in their name; with one member missing it is told that this
-connection is closed. The group's leases are to it what a witness and a pidfd are on one host:
-`process="lease"` while one of them lives, `ProcessGone` when the last has ended, and whoever probes
-for the evidence asks `leases`.
+engine's members are connected, each with an incarnation, they form a **group**, and the machine is
+fed `Wanted` from a virtual connection in their name; with one member missing it is fed that this
+connection is closed. To it, the group's leases are what a witness and a pidfd are on one host:
+`process="lease"` while one of them is valid, `ProcessGone` when the last has ended; the prober asks
+`leases` for the evidence.
 
     formed ──a connection is lost──▶ cut ──the same incarnations are back──▶ formed
        └──────────────┬───────────────┘
-     a member is reaped, or, of a holder, a lease runs out
+     a member is reaped, or, of a holder, a lease expires
                       ▼
-                    over ──the last lease has ended──▶ the machine is told; a new group may form
+                    over ──the last lease has ended──▶ the machine is fed it; a new group may form
 
 Rules that are here because leaving them out breaks one owner:
 
 - A group is a set of incarnations that have served together. When one of them is gone, the others
-  are *spent*: they hear `member_lost`, and none of them is ever part of another group.
-- Only the supervisor that named an incarnation may say that it is reaped. Another one for the same
-  member is refused while the lease lives.
-- A member that claims a lock which is not its group's is over, whoever else is missing.
+  are *spent*: they are sent `member_lost`, and none of them is ever part of another group.
+- Only the supervisor that named an incarnation may report it reaped. Another one for the same
+  member is refused while the lease is valid.
+- A member that claims a lock which is not its group's is over, whichever members are missing.
 
 Virtual connections have negative ids; those of real ones are positive.
 """
@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from functools import singledispatchmethod
 
 from lockserver.core.events import (
     Beaten,
@@ -70,7 +69,7 @@ class Members:
     """All members and groups of one server. Reads the machine's locks and never changes them."""
 
     def __init__(self, leases: Leases, locks: Locks, now_ms: float, *, silent_ms: float) -> None:
-        """Start from the holders on file: each of their members may live until its lease is out."""
+        """Start from the holders on file, whose members may live until their leases expire."""
         self.leases = leases
         self.silent_ms = silent_ms
         self.roll = Roll()
@@ -86,21 +85,27 @@ class Members:
                 self.groups[holder.engine] = Group(holder.engine, holder.lease)
 
     def handle(self, event: MemberInput, now_ms: float) -> list[MemberOutput]:
-        """Take one event; what comes of it is to be done at once and in order."""
+        """Take one event; the outputs must be carried out at once and in order."""
         return list(self._on(event, now_ms))
 
-    @singledispatchmethod
     def _on(self, event: MemberInput, now_ms: float) -> Iterable[MemberOutput]:
-        raise InvariantError(f"unknown event {event!r}")
+        match event:
+            case MemberOpened():
+                self.roll.opened(event.conn, now_ms)
+                return ()
+            case MemberWanted():
+                return self._wanted(event, now_ms)
+            case MemberBeaten():
+                return self._beaten(event, now_ms)
+            case MemberClosed():
+                return self._closed(event.conn)
+            case TimePassed():
+                return self._time_passed(now_ms)
+            case _:
+                raise InvariantError(f"unknown event {event!r}")
 
-    # ------------------------------------------------------------------ a member speaks
+    # ------------------------------------------------------------------ a member's messages
 
-    @_on.register
-    def _opened(self, event: MemberOpened, now_ms: float) -> Iterable[MemberOutput]:
-        self.roll.opened(event.conn, now_ms)
-        return ()
-
-    @_on.register
     def _wanted(self, want: MemberWanted, now_ms: float) -> Iterable[MemberOutput]:
         refusal = check_member(want, self.roll.known, self.leases, self._locks, now_ms)
         if refusal is not None:
@@ -110,14 +115,14 @@ class Members:
         if replaced is not None:
             yield Close(replaced, "a newer connection replaces this one")
         for lease in self.leases.of(member.engine, member.index):
-            if lease.id != member.id:  # its own supervisor no longer names it: it is reaped
+            if lease.id != member.id:  # its own supervisor no longer names it: reaped
                 self.leases.end(lease.id.incarnation)
         yield self._renew(member, now_ms)
         yield from self._judge(member)
-        yield from self._settle(member.engine, is_spoken=True)
+        yield from self._settle(member.engine, is_new_want=True)
 
     def _renew(self, member: NodeMember, now_ms: float) -> SendRenewed:
-        """Answer: from here the server's side of the lease runs anew."""
+        """Answer: the server's side of the lease restarts here."""
         assert member.conn is not None
         lease_ms = self.leases.lease_ms
         if member.id is not None:
@@ -127,16 +132,15 @@ class Members:
             lease_ms = renewed.lease_ms
         return SendRenewed(member.conn, member.progress, lease_ms)
 
-    @_on.register
     def _beaten(self, beat: MemberBeaten, now_ms: float) -> Iterable[MemberOutput]:
         member = self.roll.by_conn(beat.conn)
         if member is None:
             yield RefuseConnection(
-                beat.conn, "lock.want_first", "a member says `want` before it beats"
+                beat.conn, "lock.want_first", "a member must send `want` before its first heartbeat"
             )
             return
         if beat.progress <= member.progress:
-            return  # the same count again: whatever sends it does not work any more
+            return  # the same count again: the sender no longer makes progress
         member.progress, member.heard_ms, member.has_beaten = beat.progress, now_ms, True
         yield self._renew(member, now_ms)
         group = self.groups.get(member.engine)
@@ -151,10 +155,10 @@ class Members:
             group.beats += 1
             yield Feed(Beaten(conn, group.beats))
 
-    # ------------------------------------------------------------------ who is over
+    # ------------------------------------------------------------------ ended members
 
     def _judge(self, member: NodeMember) -> Iterable[MemberOutput]:
-        """Compare what a member says with what it was part of."""
+        """Compare a member's want with the group that it was part of."""
         group = self.groups.get(member.engine)
         if group is not None and not group.is_over and not group.has(member):
             yield from self._end(group, member.index, "it has been reaped")
@@ -163,7 +167,9 @@ class Members:
             return
         stale = self._stale_claim(member)
         if stale is not None:
-            yield from self._end_member(member, f"nobody holds {stale} with the token it names")
+            yield from self._end_member(
+                member, f"no engine holds {stale} with the token that it names"
+            )
         spent = self.leases.spent(incarnation)
         if spent is not None and member.conn is not None:
             yield SendMemberLost(
@@ -171,7 +177,7 @@ class Members:
             )
 
     def _stale_claim(self, member: NodeMember) -> str | None:
-        """A lock that this member says it holds, and which is not its group's."""
+        """A lock that this member claims, and which is not its group's."""
         for name in member.tokens:
             lock = self._locks[name]
             terms = lock.holder.lease if lock.holder is not None else None
@@ -181,7 +187,7 @@ class Members:
         return None
 
     def _end_member(self, member: NodeMember, reason: str) -> Iterable[MemberOutput]:
-        """This member's incarnation is over, and its group with it if it has one."""
+        """This member's incarnation is over, and so is its group if it has one."""
         assert member.incarnation is not None
         group = self.groups.get(member.engine)
         if group is not None and not group.is_over and group.has(member):
@@ -189,7 +195,7 @@ class Members:
         self.leases.spend(member.incarnation, member.index, reason)
 
     def _end(self, group: Group, lost: int, reason: str) -> Iterable[MemberOutput]:
-        """The group is over: no incarnation of it will be part of anything again."""
+        """The group is over: no incarnation of it may ever be part of a group again."""
         group.is_over = True
         for who in group.terms.members:
             self.leases.spend(who.incarnation, lost, reason)
@@ -202,13 +208,13 @@ class Members:
 
     # ------------------------------------------------------------------ groups
 
-    def _settle(self, engine: str, *, is_spoken: bool = False) -> Iterable[MemberOutput]:
+    def _settle(self, engine: str, *, is_new_want: bool = False) -> Iterable[MemberOutput]:
         """Make the engine's group agree with its members, and the machine with the group."""
         group = self.groups.get(engine)
         if group is not None and self.leases.is_free(group.terms):
             yield from self._cut(group)
-            if not group.has_run_out:
-                yield from self._give_up(group)
+            if not group.has_expired:
+                yield from self._release(group)
             yield Feed(ProcessGone(group.supervisor))
             del self.groups[engine]
             group = None
@@ -224,9 +230,9 @@ class Members:
                 yield sentences.missing(group, absent)
             return
         if group.conn is None:
-            group.conn, group.beats, is_spoken = next(self._virtual), 0, True
+            group.conn, group.beats, is_new_want = next(self._virtual), 0, True
             yield sentences.whole(group)
-        if is_spoken:
+        if is_new_want:
             yield Feed(group.wanted(present, self._kinds))
 
     def _present(self, engine: str) -> list[NodeMember] | None:
@@ -245,9 +251,9 @@ class Members:
         ids = tuple(member.id for member in members if member.id is not None)
         return LeaseTerms(max(self.leases.alive[who.incarnation].lease_ms for who in ids), ids)
 
-    def _give_up(self, group: Group) -> Iterable[MemberOutput]:
-        """Each member has said itself that it is reaped: to the machine, a supervisor's own word.
-        A switchover tells by it a holder that gave its lock back from one that died."""
+    def _release(self, group: Group) -> Iterable[MemberOutput]:
+        """Every member has reported that it is reaped: feed the machine a want without locks. By it
+        a switchover tells a holder that released its lock from one that died."""
         conn = next(self._virtual)
         yield Feed(
             Wanted(
@@ -268,44 +274,42 @@ class Members:
         if conn is not None:
             yield Feed(ConnectionClosed(conn))
 
-    # ------------------------------------------------------------------ what is lost, and time
+    # ------------------------------------------------------------------ losses, and time
 
-    @_on.register
-    def _closed(self, event: MemberClosed, now_ms: float) -> Iterable[MemberOutput]:
-        member = self.roll.leave(event.conn)
+    def _closed(self, conn: int) -> Iterable[MemberOutput]:
+        member = self.roll.leave(conn)
         if member is not None:
             yield from self._settle(member.engine)
 
-    @_on.register
-    def _tick(self, event: TimePassed, now_ms: float) -> Iterable[MemberOutput]:
+    def _time_passed(self, now_ms: float) -> Iterable[MemberOutput]:
         gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
         for lease in self.leases.tick(now_ms):
-            yield from self._run_out(lease)
+            yield from self._expire(lease)
         for member in self.roll.connected():
-            if gap_ms > STALL_MS:  # it was us who were stopped
+            if gap_ms > STALL_MS:  # this server was stopped, not the members
                 member.heard_ms = now_ms
             elif now_ms - member.heard_ms > self.silent_ms:
                 yield sentences.silent(member)
-                yield from self._hang_up(member, "nothing was heard of this member for too long")
+                yield from self._hang_up(member, "this member has sent nothing for too long")
         for conn in self.roll.late(now_ms - self.silent_ms):
             self.roll.leave(conn)
-            yield Close(conn, "no want was said for too long")
+            yield Close(conn, "no want was sent for too long")
         yield from self._end_claims()
         for engine in sorted({*self.groups, *self.roll.engines()}):
             yield from self._settle(engine)
         self.roll.forget(self.leases, self.groups)
 
-    def _run_out(self, lease: Lease) -> Iterable[MemberOutput]:
+    def _expire(self, lease: Lease) -> Iterable[MemberOutput]:
         yield sentences.lease_expired(lease)
         member = self.roll.known.get((lease.engine, lease.member))
         if member is not None and member.id == lease.id and member.conn is not None:
-            yield from self._hang_up(member, "its lease has run out")
+            yield from self._hang_up(member, "its lease has expired")
         group = self.groups.get(lease.engine)
         is_part = group is not None and lease.id in group.terms.members
         if group is not None and is_part:
-            group.has_run_out = True
+            group.has_expired = True
         if group is not None and is_part and not group.is_over and self._holds(group):
-            yield from self._end(group, lease.member, "its lease has run out")
+            yield from self._end(group, lease.member, "its lease has expired")
 
     def _hang_up(self, member: NodeMember, why: str) -> Iterable[MemberOutput]:
         conn = member.conn
@@ -318,7 +322,7 @@ class Members:
         return any(h is not None and h.incarnation == group.incarnation for h in holders)
 
     def _end_claims(self) -> Iterable[MemberOutput]:
-        """With the state lost: who claims a lock and has not been completed in time is over."""
+        """With the state lost: a member that claims a lock and whose group is late is over."""
         if self.leases.may_have_strangers:
             return
         unknown = {lock.name for lock in self._locks.values() if lock.is_unknown}
@@ -327,17 +331,17 @@ class Members:
             if not unknown & set(member.tokens) or incarnation not in self.leases.alive:
                 continue
             if incarnation is not None and self.leases.spent(incarnation) is None:
-                yield from self._end_member(member, "not all members of its engine came back")
+                yield from self._end_member(member, "not all members of its engine reconnected")
                 yield from self._judge(member)
 
-    # ------------------------------------------------------------------ what the machine says
+    # ------------------------------------------------------------------ the machine's effects
 
     def fan_out(self, effect: Effect) -> list[MemberOutput]:
-        """An effect on a virtual connection, as what each member is told."""
+        """An effect on a virtual connection, as one output for each member."""
         conn = getattr(effect, "conn", 0)
         return fan_out(effect, self.roll.line(self.groups.values(), conn))
 
     def audience(self, engine: str) -> list[int]:
-        """Connections that hear that `engine` was granted something: all but its own."""
+        """The connections to notify of a grant to `engine`: all but its own."""
         others = (member for member in self.roll.connected() if member.engine != engine)
         return [member.conn for member in others if member.conn is not None]

@@ -11,14 +11,19 @@ from lockserver.members.events import MemberWanted
 from lockserver.members.group import Group, NodeMember
 from lockserver.members.leases import Leases
 
+SUPERVISOR = re.compile(r"[0-9a-f]{16}")  # filed, and a slot has room for this length
+MEMBERS_KNOWN_MAX = 256  # of all engines together; each may be remembered while its lease lives
+
+Known = Mapping[tuple[str, int], NodeMember]
+
 
 class Roll:
-    """A record per member, from its first `want` until it is gone and belongs to nothing."""
+    """A record per member, from its first `want` until it is gone and no longer needed."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[str, int], NodeMember] = {}
         self._by_conn: dict[int, NodeMember] = {}
-        self._nameless: dict[int, float] = {}  # connections without a want: since when
+        self._nameless: dict[int, float] = {}  # connections without a want yet: since when
 
     # ------------------------------------------------------------------ connections
 
@@ -26,7 +31,7 @@ class Roll:
         self._nameless[conn] = now_ms
 
     def enter(self, want: MemberWanted, now_ms: float) -> tuple[NodeMember, int | None]:
-        """The member's record, made to say what its `want` says; the connection it replaces."""
+        """The member's record, updated from its `want`; the connection that this one replaces."""
         key = want.engine, want.member
         member = self.known.get(key)
         if member is None or member.supervisor != want.supervisor:
@@ -43,7 +48,7 @@ class Roll:
         return self._by_conn.get(conn)
 
     def leave(self, conn: int) -> NodeMember | None:
-        """This connection is no more; whose it was."""
+        """Forget this connection; the member that it belonged to."""
         self._nameless.pop(conn, None)
         member = self._by_conn.pop(conn, None)
         if member is not None:
@@ -51,7 +56,7 @@ class Roll:
         return member
 
     def late(self, before_ms: float) -> list[int]:
-        """Connections that were opened before then and have not said whose they are."""
+        """Connections that were opened before then and have not sent a `want`."""
         return [conn for conn, since_ms in self._nameless.items() if since_ms < before_ms]
 
     # ------------------------------------------------------------------ members
@@ -77,23 +82,17 @@ class Roll:
         return [member for member in members if member.conn is not None]
 
     def forget(self, leases: Leases, engines: Container[str]) -> None:
-        """Drop the members that are gone; those of `engines` are still waited for."""
+        """Drop the members that are gone, unless a group of `engines` waits for them."""
         for key, member in tuple(self.known.items()):
             is_here = member.conn is not None or leases.of(*key)
             if not is_here and member.engine not in engines:
                 del self.known[key]
 
 
-SUPERVISOR = re.compile(r"[0-9a-f]{16}")  # it is filed, and a slot of the file has room for these
-MEMBERS_KNOWN_MAX = 256  # of all engines together; each may be remembered while its lease lives
-
-Known = Mapping[tuple[str, int], NodeMember]
-
-
 def check_member(
     want: MemberWanted, known: Known, leases: Leases, locks: Container[str], now_ms: float
 ) -> RefuseConnection | None:
-    """Why this `want` cannot be taken, or None."""
+    """Why this `want` must be refused, or None."""
     return _check_shape(want, locks) or _check_place(want, known, leases, now_ms)
 
 
@@ -113,10 +112,10 @@ def _check_shape(want: MemberWanted, locks: Container[str]) -> RefuseConnection 
     if refusal is not None:
         return refusal
     if not SUPERVISOR.fullmatch(want.supervisor):
-        why = f"{want.supervisor!r} is no supervisor id: 16 hex digits"
+        why = f"{want.supervisor!r} is not a valid supervisor id: it must be 16 hex digits"
         return RefuseConnection(want.conn, "lock.bad_supervisor", why)
     if want.member >= want.members:
-        why = f"member {want.member} of {want.members}: they are counted from 0"
+        why = f"--member {want.member} is invalid: it must be 0 to {want.members - 1}"
         return RefuseConnection(want.conn, "lock.bad_member", why)
     return None
 
@@ -127,37 +126,37 @@ def _check_place(
     member = known.get((want.engine, want.member))
     for other in known.values():
         if other.conn == want.conn and other is not member:
-            why = f"this is member {other.index} of {other.engine}; it cannot become another"
+            why = f"this connection is of member {other.index} of {other.engine} and cannot change"
             return RefuseConnection(want.conn, "lock.identity_changed", why)
     for lease in leases.of(want.engine, want.member):
         if lease.id.supervisor != want.supervisor:
             return _taken(want, lease.left_ms(now_ms))
     owner = leases.alive.get(want.incarnation) if want.incarnation else None
     if owner is not None and owner.member != want.member:
-        why = f"{want.incarnation} is member {owner.member}; each member has one of its own"
+        why = f"{want.incarnation} belongs to member {owner.member}; each member needs its own"
         return RefuseConnection(want.conn, "lock.bad_member", why)
     if member is not None and member.supervisor != want.supervisor and member.conn is not None:
         return _taken(want, None)
     if member is not None and member.supervisor == want.supervisor:
         if want.progress < member.progress:
-            why = "words of an older connection, which a newer one has overtaken"
+            why = "this want is older than one received on a newer connection"
             return RefuseConnection(want.conn, "lock.stale_want", why)
     elif member is None and len(known) >= MEMBERS_KNOWN_MAX:
-        why = f"{MEMBERS_KNOWN_MAX} members are known here, which is the limit"
+        why = f"the limit of {MEMBERS_KNOWN_MAX} members is reached; stop some of them"
         return RefuseConnection(want.conn, "lock.too_many_members", why)
     return _check_count(want, known, leases)
 
 
 def _check_count(want: MemberWanted, known: Known, leases: Leases) -> RefuseConnection | None:
-    """All members say the same number; an engine may be widened once the old ones are gone."""
+    """All members must name the same count; it may change once the old members are gone."""
     for other in known.values():
         is_elsewhere = other.engine == want.engine and other.index != want.member
         lives = other.conn is not None or leases.of(other.engine, other.index)
         if is_elsewhere and lives and other.count != want.members:
             why = (
-                f"member {other.index} of {want.engine} says that there are {other.count} members,"
-                f" and member {want.member} that there are {want.members}; give all of them the"
-                " same --members"
+                f"member {other.index} of {want.engine} was started with --members {other.count}"
+                f" and member {want.member} with --members {want.members}; start all of them with"
+                " the same --members"
             )
             return RefuseConnection(want.conn, "lock.member_mismatch", why)
     return None
@@ -166,10 +165,10 @@ def _check_count(want: MemberWanted, known: Known, leases: Leases) -> RefuseConn
 def _taken(want: MemberWanted, left_ms: float | None) -> RefuseConnection:
     which = f"member {want.member} of {want.engine}"
     if left_ms is None:
-        why = f"{which} is connected already, from another supervisor; stop one of the two"
+        why = f"{which} is already connected from another supervisor; stop one of the two"
         return RefuseConnection(want.conn, "lock.engine_id_taken", why)
     why = (
-        f"another supervisor of {which} may still be alive: its lease runs out in"
-        f" {left_ms / 1000:.1f} s unless it is renewed; if two run, stop one of them"
+        f"another supervisor of {which} may still be alive: its lease expires in"
+        f" {left_ms / 1000:.1f} s unless it is renewed; if two are running, stop one of them"
     )
     return RefuseConnection(want.conn, "lock.engine_id_taken", why, {"left_ms": round(left_ms)})

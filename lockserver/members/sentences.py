@@ -1,4 +1,4 @@
-"""What happens to members, as people read it. Nothing is decided here."""
+"""Every event about members as operators read it. Decides nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockserver.members.leases import Lease
 
 def whole(group: Group) -> Happened:
     count = len(group.terms.members)
-    message = f"all members of {group.engine} are here ({count})"
+    message = f"all {count} members of {group.engine} are connected"
     data = {"engine": group.engine, "incarnation": group.incarnation, "members": count}
     return Happened("lock.members_whole", message, data=data)
 
@@ -17,7 +17,7 @@ def whole(group: Group) -> Happened:
 def missing(group: Group, absent: list[int]) -> Happened:
     count = len(group.terms.members)
     message = (
-        f"{group.engine} is not whole: member {', '.join(map(str, absent))} of {count} is not"
+        f"{group.engine} is incomplete: member {', '.join(map(str, absent))} of {count} is not"
         " connected"
     )
     data = {"engine": group.engine, "incarnation": group.incarnation, "missing": absent}
@@ -31,7 +31,7 @@ def silent(member: NodeMember) -> Happened:
 
 
 def lease_expired(lease: Lease) -> Happened:
-    message = f"the lease of member {lease.member} of {lease.engine} has run out, with its margin"
+    message = f"the lease of member {lease.member} of {lease.engine} has expired"
     data = {
         "engine": lease.engine,
         "member": lease.member,

@@ -255,11 +255,11 @@ def switchover_wait(found: Switchover, machine: LockMachine, now_ms: float) -> L
         )
     return LockWait(
         "switchover",
-        f"{source.engine} hands it over to {found.to}, as {sentences.asker(found.pid)} asked",
+        f"{source.engine} hands it over to {found.to}, as {sentences.requester(found.pid)} asked",
         found.since_ms,
         (
             "it has given the lock back"
-            if found.is_given_up
+            if found.is_released
             else "it finishes its requests: its processes live",
             "its time is up" if found.is_overdue else f"{left_s:.0f} s of its time are left",
         ),

@@ -271,12 +271,12 @@ def test_switchover_without_a_whole_standby_is_refused_and_changes_nothing(home:
             with stopped(supervisor), Processes(pod.tree(other)[1:]) as backend:
                 backend.signal(signal.SIGKILL)
                 await auntil(lambda: not backend.alive(), "the backend's end")
-                await refused("lock.no_standby", "not all of it lives")
+                await refused("lock.no_standby", "some of its processes are gone")
                 await until_silent(pod, other)
-                await refused("lock.no_standby", "has not been heard of", f"--to={other}")
+                await refused("lock.no_standby", "is waiting, but silent", f"--to={other}")
             await until_not_waiting(pod, other)
             with stopped(supervisor):  # or it may be back before a slow command asks
-                await refused("lock.no_standby", "nobody waits for active")
+                await refused("lock.no_standby", "no engine is waiting for active")
             after = await pod.whole()
             assert (after.engine, after.token) == (before.engine, before.token)
             nothing_lost(load)
@@ -298,7 +298,7 @@ def test_holder_killed_in_the_middle_is_an_ordinary_failover(home: PodHome):
                         code, error = await command.end()
                     assert [each.alive for each in grants.made] == [frozenset()]
             assert (code, error["code"]) == (REFUSED, "lock.switchover_failed")
-            assert f"{before.engine} ended before it had handed active over" in error["message"]
+            assert f"{before.engine} ended before it handed active over" in error["message"]
             after = await pod.whole_after(before.token)
             assert after.engine in before.standbys
             await load.answers()

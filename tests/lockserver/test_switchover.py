@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from typing import Any
 
 from lockserver.messages import CATALOGUE, SwitchedOver, SwitchOver
@@ -36,7 +37,9 @@ def command(server: ServerProcess, *flags: str) -> subprocess.Popen[str]:
 def hears(engine: Engine) -> list[tuple[str, str | None, str]]:
     """What `engine` is asked to hand over from now on."""
     heard: list[tuple[str, str | None, str]] = []
-    engine.client._on_hand_over = lambda *words: heard.append(words)
+    engine.client._callbacks = replace(
+        engine.client._callbacks, on_hand_over=lambda *words: heard.append(words)
+    )
     return heard
 
 
@@ -146,7 +149,9 @@ def test_command_says_in_a_sentence_what_came_of_it(start_server: Any):
             refused = command(server)
             _, told = refused.communicate(timeout=30)
             assert refused.returncode == 1
-            assert "nobody waits for active: without a whole standby nothing is switched" in told
+            assert (
+                "no engine is waiting for active: a switchover needs an engine in standby" in told
+            )
             new.launch()
             new.want("active")
             await auntil(lambda: server.lock()["waiters"], "the standby")

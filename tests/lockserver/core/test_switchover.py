@@ -118,16 +118,28 @@ def _silent(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("waiting", "before", "changes", "code", "says"),
     [
-        ((), None, {}, "lock.no_standby", "nobody waits for active"),
-        ((B,), _silent, {}, "lock.no_standby", "engine-1 waits, but has not been heard of"),
-        ((B,), None, {"whole": frozenset()}, "lock.no_standby", "but not all of it lives"),
+        ((), None, {}, "lock.no_standby", "no engine is waiting for active"),
+        ((B,), _silent, {}, "lock.no_standby", "engine-1 is waiting, but silent"),
+        (
+            (B,),
+            None,
+            {"whole": frozenset()},
+            "lock.no_standby",
+            "but some of its processes are gone",
+        ),
         ((B, C), None, {"whole": frozenset({B}), "to": "engine-2"}, "lock.no_standby", "engine-2"),
-        ((B,), None, {"to": "engine-7"}, "lock.unknown_engine", "there are engine-0, engine-1"),
+        (
+            (B,),
+            None,
+            {"to": "engine-7"},
+            "lock.unknown_engine",
+            "known engines: engine-0, engine-1",
+        ),
         ((B,), None, {"lock": "nonsense"}, "lock.unknown_lock", "active"),
         ((B,), None, {"lock": "loader"}, "lock.unknown_lock", "active"),
         ((B,), lambda s: s.feed(ev.ConnectionClosed(1)), {}, "lock.not_held", "releasing"),
         ((B,), lambda s: s.pass_ms(4000), {}, "lock.not_held", "is silent"),
-        ((B,), ask, {}, "lock.switchover_busy", "as pid 77 asked"),
+        ((B,), ask, {}, "lock.switchover_busy", "as requested by pid 77"),
         ((B,), lambda s: ask(s, pid=0), {}, "lock.switchover_busy", "not visible from here"),
     ],
 )
@@ -153,7 +165,7 @@ def test_engine_that_does_not_wait_is_named():
     shell.feed(want(3, C))
     effects = ask(shell, to="engine-2")
     assert answers(effects) == [(1, "lock.no_standby")]
-    assert "engine-2 does not wait for active" in effects[0].message
+    assert "engine-2 is not waiting for active" in effects[0].message
 
 
 def test_free_lock_has_nobody_to_hand_it_over():
@@ -165,7 +177,7 @@ def test_free_lock_has_nobody_to_hand_it_over():
     again.feed(want(2, B, "active"))
     effects = ask(again)
     assert answers(effects) == [(1, "lock.not_held")]
-    assert "recovering, engine-0's" in effects[0].message
+    assert "recovering (held by engine-0)" in effects[0].message
 
 
 # ---------------------------------------------------------------------- other ends
