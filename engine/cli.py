@@ -1,4 +1,4 @@
-"""The `engine` command: run a supervisor, ask one how it is, have it leave."""
+"""The `engine` command: run a supervisor, show its status, drain it."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ from typing import Any
 import click
 
 from engine.backends import asks_for_help, command_line
-from engine.messages import CONTROL, Leave, Ok, StatusMsg, StatusReplyMsg
-from engine.supervisor import state_file
-from engine.supervisor.settings import OPTIONS, Settings, control_path, settle
-from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
+from engine.messages import CONTROL, Leave, Ok
+from engine.supervisor.settings import OPTIONS, Settings, settle
+from plumbing.errors import UnreachableError, WaitTimeoutError
+from plumbing.part.cli import ANSWER_TIMEOUT_S, Look, ask_status, json_flag, show_status, watch_flag
+from plumbing.part.format import duration
+from plumbing.part.paths import engine_socket, engine_state, runtime_dir, socket_path
 from plumbing.service import log, parent
 from plumbing.service.cli import options, run_async
 from plumbing.service.config import Option, Resolved
 from plumbing.service.files import read_json
-from plumbing.service.paths import runtime_dir, socket_path
 from plumbing.wire.blocking import BlockingClient
 
-ANSWER_TIMEOUT_S = 5.0
-DRAIN_TIMEOUT_S = 60.0  # longer than the drain budget and the reap budget together
+DRAIN_TIMEOUT_S = 60.0  # more than the drain and reap budgets together
 
 WHERE = tuple(option for option in OPTIONS if option.name in ("dir", "engine_id"))
-DRAIN = (*WHERE, Option("timeout_s", float, DRAIN_TIMEOUT_S, "How long to wait.", minimum=0))
+DRAIN = (
+    *WHERE,
+    Option("timeout_s", float, DRAIN_TIMEOUT_S, "How long to wait, in seconds.", minimum=0),
+)
 
 
 @click.group()
 def main() -> None:
-    """One inference engine of the pod: a supervisor and the backend under it."""
+    """Run and inspect one engine of the pod: a supervisor and its backend."""
 
 
 @main.command(context_settings={"ignore_unknown_options": False})
 @options(OPTIONS, command="engine")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(config: Resolved, arguments: tuple[str, ...]) -> None:
-    """Run an engine until it is told to end.
+    """Run an engine until it is drained or gets SIGTERM.
 
-    What follows `--` goes to the backend: `engine run --backend reference -- --help` prints what
-    that takes.
+    Arguments after `--` go to the backend; `engine run --backend reference -- --help` lists them.
     """
     if asks_for_help(config["backend"], arguments):
         command = command_line(config["backend"], arguments)
@@ -55,73 +57,81 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
 
 
 async def _supervise(settings: Settings) -> None:
-    from engine.supervisor.supervisor import Supervisor  # the other commands do without its imports
+    from engine.supervisor.supervisor import (
+        Supervisor,  # a heavy import that no other command needs
+    )
 
     await Supervisor(settings).run()
 
 
 @main.command()
 @options(WHERE, command="engine")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def status(config: Resolved, as_json: bool) -> None:
-    """Say what the engine does; from its state file where it does not answer."""
-    directory, engine = config["dir"], config["engine_id"]
+@json_flag
+@watch_flag
+def status(config: Resolved, as_json: bool, watch: bool) -> None:
+    """Show what the engine does and why.
+
+    Without a supervisor: the contents of its state file, and exit code 3.
+    """
+    show_status(lambda: _look(config["dir"], config["engine_id"]), as_json=as_json, watch=watch)
+
+
+def _look(directory: str, engine: str) -> Look:
+    """The supervisor's own status, or its state file.
+
+    Raises:
+        UnreachableError: there is neither.
+    """
+    offline = None
     try:
-        document = _ask_status(directory, engine)
+        document = ask_status(engine_socket(directory, engine), CONTROL)
     except UnreachableError as error:
-        document = _offline(directory, engine, error)
-    click.echo(json.dumps(document, indent=2) if as_json else _human(document))
+        try:
+            on_file = read_json(engine_state(directory, engine))
+        except OSError:  # another user's directory
+            on_file = None
+        if on_file is None:
+            raise
+        document, offline = on_file, error
+    document |= {"online": offline is None}
+    return Look(document, _text(document), offline)
 
 
 @main.command()
 @options(DRAIN, command="engine")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@json_flag
 def drain(config: Resolved, as_json: bool) -> None:
-    """Have the engine finish what it does and end, as SIGTERM would; waits for its end."""
+    """Finish the requests in flight, then exit, as on SIGTERM.
+
+    Returns when the engine has exited.
+    """
     begun = time.monotonic()
-    with BlockingClient(control_path(config["dir"], config["engine_id"]), CONTROL) as client:
+    with BlockingClient(engine_socket(config["dir"], config["engine_id"]), CONTROL) as client:
         reply = client.request(Leave(), timeout_s=ANSWER_TIMEOUT_S).message
         assert isinstance(reply, Ok)
-        _wait_for_end(client, begun + config["timeout_s"])
+        _wait_for_exit(client, begun + config["timeout_s"])
     took_ms = round((time.monotonic() - begun) * 1000)
     changed = {"status": "ended", "transition": reply.detail, "duration_ms": took_ms}
-    text = f"{config['engine_id']} has ended ({reply.detail}) after {took_ms} ms"
+    text = f"{config['engine_id']} exited ({reply.detail}) after {duration(took_ms)}"
     click.echo(json.dumps(changed) if as_json else text)
 
 
-def _wait_for_end(client: BlockingClient, end: float) -> None:
+def _wait_for_exit(client: BlockingClient, end: float) -> None:
     try:
         client.receive(timeout_s=max(0.0, end - time.monotonic()))
     except WaitTimeoutError as error:
         raise WaitTimeoutError(
             "engine.still_draining",
-            "the engine is still draining; it goes on by itself, look again with `engine status`",
+            "the engine is still draining and will exit by itself; check with `engine status`",
         ) from error
     except UnreachableError:
-        return  # it has ended
+        return  # it has exited
 
 
-def _ask_status(directory: str, engine: str) -> dict[str, Any]:
-    with BlockingClient(control_path(directory, engine), CONTROL) as client:
-        reply = client.request(StatusMsg(), timeout_s=ANSWER_TIMEOUT_S).message
-    assert isinstance(reply, StatusReplyMsg)
-    return {**reply.document, "online": True}
-
-
-def _offline(directory: str, engine: str, error: UnderstudyError) -> dict[str, Any]:
-    try:
-        document = read_json(state_file.path_of(directory, engine))
-    except OSError:  # somebody else's directory
-        document = None
-    if document is None:
-        raise error
-    return {**document, "online": False}
-
-
-def _human(document: dict[str, Any]) -> str:
+def _text(document: dict[str, Any]) -> str:
     engine, lock, backend = document["engine"], document["lock"], document["backend"]
     pids = ", ".join(f"{name} {pid}" for name, pid in backend["pids"].items()) or "none"
-    view = "" if document["online"] else "   (offline view: what its state file last said)"
+    view = "" if document["online"] else "   (offline view, from its state file)"
     lines = [
         f"engine {engine['id']}   {engine['state']} since {engine['since']}{view}",
         f"reason   {engine['reason']}",
@@ -135,7 +145,7 @@ def _human(document: dict[str, Any]) -> str:
     if engine.get("members", 1) > 1:
         lines.insert(1, f"member   {engine['member']} of {engine['members']} (0 serves)")
     if document["relaunch"]:
-        lines.append(f"next     launch in at most {document['relaunch']['in_ms'] / 1000:g} s")
+        lines.append(f"next     launch in at most {duration(document['relaunch']['in_ms'])}")
     if document["deaths"]:
         last = document["deaths"][-1]
         lines.append(f"death    {last['at']}  {last['message']}")
@@ -144,15 +154,15 @@ def _human(document: dict[str, Any]) -> str:
 
 
 def _lease(lease: dict[str, Any]) -> str:
-    """`valid for 2600 ms of 5000 ms, held; the lock server was heard 120 ms ago`."""
+    """`valid for 2.6s of 5s, held; last answer from the lock server 120 ms ago`."""
     if lease["is_lost"]:
-        text = "lost: what was held under it is being ended"
+        text = "lost: the processes that held the lock under it are being ended"
     elif lease["lease_ms"] is None:
         text = "none yet"
     else:
         held = ", held" if lease["is_held"] else ""
-        text = f"valid for {lease['valid_for_ms']:.0f} ms of {lease['lease_ms']} ms{held}"
+        text = f"valid for {duration(lease['valid_for_ms'])} of {duration(lease['lease_ms'])}{held}"
     heard_ms = lease["server_heard_ms_ago"]
     if heard_ms is None:
-        return f"{text}; the lock server has not been heard"
-    return f"{text}; the lock server was heard {heard_ms:.0f} ms ago"
+        return f"{text}; no answer from the lock server yet"
+    return f"{text}; last answer from the lock server {duration(heard_ms)} ago"

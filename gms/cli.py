@@ -16,17 +16,16 @@ from gms.server.devices import VISIBLE, devices_to_serve
 from gms.server.server import STALL_MS, DeviceServer
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import Memory
-from plumbing.errors import UsageError
+from plumbing.errors import UnreachableError, UsageError
+from plumbing.part import paths
+from plumbing.part.cli import Look, json_flag, show_status, watch_flag
 from plumbing.service.cli import options, run_async
 from plumbing.service.config import Option, Resolved, size_bytes
 from plumbing.service.log import configure
 from plumbing.service.parent import arm_from_environment
-from plumbing.service.paths import runtime_dir
 from plumbing.service.signals import wait_signals
 
-DIRECTORY = Option(
-    "dir", str, "/run/understudy", "The directory shared by all parts.", env="UNDERSTUDY_DIR"
-)
+DIRECTORY = Option("dir", str, paths.DIRECTORY, "The directory that the pod's processes share.")
 MEMORY = Option("memory", str, "host", "The kind of memory.", choices=("host", "cuda"))
 DEVICE_BYTES = Option(
     "device_bytes", size_bytes, None,
@@ -79,7 +78,7 @@ def serve(config: Resolved) -> None:
 
     configure("gms")
     arm_from_environment()
-    directory = runtime_dir(config["dir"])
+    directory = paths.runtime_dir(config["dir"])
     is_cuda = config["memory"] == "cuda"
     gpus = [word for words in config["device"] for word in words.split(",") if word]
     if gpus and not is_cuda:
@@ -139,7 +138,7 @@ def _memory(config: Resolved) -> tuple[Memory, int]:
 async def _serve_device(config: Resolved, memory: Memory, capacity_bytes: int) -> None:
     asyncio.get_running_loop().set_exception_handler(_crash)
     server = DeviceServer(
-        runtime_dir(config["dir"]),
+        paths.runtime_dir(config["dir"]),
         config["device"],
         memory,
         capacity_bytes,
@@ -163,27 +162,36 @@ def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 @main.command()
 @options((DIRECTORY,), command="gms-client")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def status(config: Resolved, as_json: bool) -> None:
-    """What every device holds, who maps it and who waits."""
-    document = report.collect(config["dir"], in_full=False)
-    click.echo(json.dumps(document, indent=1) if as_json else report.render(document))
-    sys.exit(0 if document["online"] else 3)
+@json_flag
+@watch_flag
+def status(config: Resolved, as_json: bool, watch: bool) -> None:
+    """Show what each device holds and who maps it.
+
+    Without a server: what its journal tells, and exit code 3.
+    """
+    show_status(lambda: _look(config["dir"]), as_json=as_json, watch=watch)
 
 
 @main.command()
 @options((DIRECTORY,), command="gms-client")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@json_flag
 def inspect(config: Resolved, as_json: bool) -> None:
-    """Every epoch with its slabs, readers and tensors."""
-    document = report.collect(config["dir"], in_full=True)
-    click.echo(json.dumps(document, indent=1) if as_json else report.render_in_full(document))
-    sys.exit(0 if document["online"] else 3)
+    """List every epoch with its slabs, readers and tensors."""
+    show_status(lambda: _look(config["dir"], in_full=True), as_json=as_json)
+
+
+def _look(directory: str, *, in_full: bool = False) -> Look:
+    document = report.collect(directory, in_full=in_full)
+    text = (report.render_in_full if in_full else report.render)(document)
+    away = [each for each in document["devices"] if not each["online"]]
+    reasons = "; ".join(f"{each['device_uuid']}: {each['reason']}" for each in away)
+    offline = UnreachableError("gms.offline", f"no server answers for {reasons}") if away else None
+    return Look(document, text, offline)
 
 
 @main.command()
 @options((DIRECTORY, ONE_DEVICE), command="gms-client")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@json_flag
 def verify(config: Resolved, as_json: bool) -> None:
     """Compare the committed bytes with what was written.
 
@@ -202,7 +210,7 @@ def verify(config: Resolved, as_json: bool) -> None:
 @click.option("--epoch", help="Only if this is the epoch that is committed.")
 @click.option("--even-if-mapped", is_flag=True, help="Its memory is freed when its readers leave.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@json_flag
 def drop(
     config: Resolved, epoch: str | None, even_if_mapped: bool, yes: bool, as_json: bool
 ) -> None:

@@ -6,8 +6,8 @@ import os
 import re
 
 from plumbing.errors import UsageError
-
-WEIGHTS = "weights"  # the first tag; `kv` comes later
+from plumbing.part import paths
+from plumbing.part.paths import WEIGHTS as WEIGHTS
 
 _DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")  # HOST-0, GPU-<uuid>, MIG-<uuid>
 _EPOCH_FILE = re.compile(r"gms_[A-Za-z0-9-]+_[a-z]+_[0-9a-f]{32}\.epoch")
@@ -29,12 +29,12 @@ def check_device(device: str) -> str:
 
 def socket_path(directory: str, device: str, tag: str = WEIGHTS) -> str:
     """The socket of one device's server."""
-    return os.path.join(directory, f"gms_{check_device(device)}_{tag}.sock")
+    return paths.gms_socket(directory, check_device(device), tag)
 
 
 def journal_path(directory: str, device: str, tag: str = WEIGHTS) -> str:
     """What is committed there, for a restarted server."""
-    return os.path.join(directory, f"gms_{check_device(device)}_{tag}.json")
+    return paths.gms_journal(directory, check_device(device), tag)
 
 
 def epoch_file(device: str, epoch: str, tag: str = WEIGHTS) -> str:

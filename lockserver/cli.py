@@ -1,18 +1,27 @@
-"""The `lockserver` command: `serve`, `status`, `events`, `switchover`. Words and exit codes."""
+"""The `lockserver` command: `serve`, `status`, `events`, `switchover`."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from plumbing.errors import RemoteError, UnreachableError, WaitTimeoutError
+from plumbing.part.cli import (
+    ANSWER_TIMEOUT_S,
+    Look,
+    ask_status,
+    json_flag,
+    show_event,
+    show_status,
+    until_interrupted,
+    watch_flag,
+)
+from plumbing.part.format import duration
+from plumbing.part.paths import DIRECTORY, lockserver_socket, runtime_dir
 from plumbing.service.cli import INTERRUPTED, options, run_async
 from plumbing.service.config import Option, Resolved
 
@@ -20,16 +29,13 @@ if TYPE_CHECKING:
     from plumbing.wire.tcp.address import TcpAddress
     from plumbing.wire.tcp.security import Security
 
-DIR_DEFAULT = "/run/understudy"
-STATUS_TIMEOUT_S = 5.0
-WATCH_S = 1.0  # the pace of people
 SWITCHED, ALREADY_ACTIVE = "switched", "already_active"
 FOLLOW_TIMEOUT_S = 24 * 3600.0  # between two events; a pod may be quiet for a night
 
 # Below, a heartbeat that comes late by a busy moment would cost the holder its lock.
 LEASE_MS_MIN = 200
 
-DIR = Option("dir", str, DIR_DEFAULT, "The pod's shared directory.", env="UNDERSTUDY_DIR")
+DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 
 
 def _tcp(text: str) -> TcpAddress:
@@ -89,7 +95,6 @@ def serve(config: Resolved) -> None:
     from lockserver.server.settings import LockSettings
     from plumbing.service.log import configure
     from plumbing.service.parent import arm_from_environment
-    from plumbing.service.paths import runtime_dir
 
     configure("lockserver")
     arm_from_environment()
@@ -126,92 +131,113 @@ def _security(config: Resolved) -> Security | None:
 
 @main.command()
 @options((DIR,), command="lockserver")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-@click.option("--watch", is_flag=True, help="Once a second, until Ctrl-C.")
+@json_flag
+@watch_flag
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
-    """Who holds what, who waits, and what for. Without a server: what its state file says."""
+    """Show who holds each lock and who waits for it.
+
+    Without a server: the contents of its state file, and exit code 3.
+    """
     directory = os.path.abspath(config["dir"])
-    if watch:
-        _watch(directory, as_json=as_json)
-    document = _document(directory)
-    click.echo(json.dumps(document, indent=2) if as_json else _text(document))
+    show_status(lambda: _look(directory), as_json=as_json, watch=watch)
+
+
+def _look(directory: str) -> Look:
+    """The server's own status, or what its state file tells.
+
+    Raises:
+        UnreachableError: there is neither.
+    """
+    from lockserver.messages import CATALOGUE
+    from lockserver.status.text import text_of
+
+    try:
+        document, offline = ask_status(lockserver_socket(directory), CATALOGUE), None
+    except UnreachableError as error:
+        from lockserver.status import offline as on_file
+
+        found = on_file.offline(directory)
+        if found is None:
+            raise
+        document, offline = found, error
+    return Look(document, text_of(document), offline)
 
 
 @main.command()
 @options((DIR,), command="lockserver")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document per line.")
-@click.option(
-    "-f", "--follow", is_flag=True, help="What happens from now on; ends with the server."
-)
+@json_flag
+@click.option("-f", "--follow", is_flag=True, help="Print new events until the server exits.")
 def events(config: Resolved, as_json: bool, follow: bool) -> None:
-    """What happened, as far as the server remembers: its last thousand events."""
+    """Print the last thousand events of the server."""
     from lockserver.messages import CATALOGUE, EventMsg, StatusReplyMsg, WatchMsg
     from plumbing.wire.blocking import BlockingClient
 
-    path = _socket(os.path.abspath(config["dir"]))
-    with _until_interrupted(), BlockingClient(path, CATALOGUE) as client:
-        question = WatchMsg(None if follow else 0)
-        reply = client.request(question, timeout_s=STATUS_TIMEOUT_S).message
+    path = lockserver_socket(os.path.abspath(config["dir"]))
+    wait_s = FOLLOW_TIMEOUT_S if follow else ANSWER_TIMEOUT_S
+    with until_interrupted(), BlockingClient(path, CATALOGUE) as client:
+        reply = client.request(WatchMsg(None if follow else 0), timeout_s=ANSWER_TIMEOUT_S).message
         assert isinstance(reply, StatusReplyMsg)
         shown_id = 0
         while follow or shown_id < reply.document["as_of_event_id"]:
-            wait_s = FOLLOW_TIMEOUT_S if follow else STATUS_TIMEOUT_S
             message = client.receive(timeout_s=wait_s).message
             if isinstance(message, EventMsg):
                 shown_id = message.record["id"]
-                click.echo(json.dumps(message.record) if as_json else _line(message.record))
+                show_event(message.record, as_json=as_json)
 
 
 @main.command()
 @options((DIR,), command="lockserver")
-@click.option("--lock", default="active", show_default=True, help="What is to be handed over.")
-@click.option("--to", metavar="ENGINE", help="To whom; who waits first unless given.")
+@click.option("--lock", default="active", show_default=True, help="The lock to hand over.")
+@click.option(
+    "--to", metavar="ENGINE", help="The engine to hand over to [default: the first that waits]."
+)
 @click.option(
     "--timeout",
     type=click.FloatRange(0.001, 86_400),
     default=120.0,
     show_default=True,
-    help="Seconds to wait for the end of it.",
+    help="How long to wait for its end, in seconds.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@json_flag
 def switchover(config: Resolved, lock: str, to: str | None, timeout: float, as_json: bool) -> None:
-    """Have the active engine finish its requests and hand over to one that stands by.
+    """Hand the lock over to a standby engine.
 
-    Exit codes: 0 it is done (or ENGINE is active already), 1 refused, or it came otherwise, 5 not
-    within the timeout: what was asked for goes on.
+    The active engine first finishes its requests.
+
+    Exit codes: 0 done (or ENGINE is active already), 1 refused, or another engine was granted the
+    lock, 5 not done within the timeout: the switchover continues.
     """
     try:
         done = _switch_over(os.path.abspath(config["dir"]), lock, to, timeout)
     except KeyboardInterrupt:
-        click.echo("what was asked for goes on: see `lockserver status`", err=True)
+        click.echo("the switchover continues: see `lockserver status`", err=True)
         sys.exit(INTERRUPTED)
     if as_json:
         click.echo(json.dumps(done))
     elif done["result"] == ALREADY_ACTIVE:
-        click.echo(f"{done['engine']} holds {lock} already, token {done['token']}")
+        click.echo(f"{done['engine']} already holds {lock}, token {done['token']}")
     else:
-        seconds = done["took_ms"] / 1000
         click.echo(
-            f"{done['from']} has handed {lock} over to {done['engine']} in {seconds:.1f} s, token"
-            f" {done['token']}"
+            f"{done['from']} handed {lock} over to {done['engine']} in"
+            f" {duration(done['took_ms'])}, token {done['token']}"
         )
 
 
 def _switch_over(directory: str, lock: str, to: str | None, timeout_s: float) -> dict[str, Any]:
-    """Ask, and wait for the end of it.
+    """Request a switchover and wait for its end.
 
     Raises:
-        UnderstudyError: refused, or it came otherwise.
-        WaitTimeoutError: it has not come within `timeout_s`.
-        UnreachableError: no server, or it ended meanwhile.
+        UnderstudyError: refused, or another engine was granted the lock.
+        WaitTimeoutError: not done within `timeout_s`.
+        UnreachableError: no server, or it exited meanwhile.
     """
     from lockserver.messages import CATALOGUE, SwitchedOver, SwitchOver
     from plumbing.wire.blocking import BlockingClient
 
     question = SwitchOver(lock, to, round(timeout_s * 1000))
-    with BlockingClient(_socket(directory), CATALOGUE) as client:
+    with BlockingClient(lockserver_socket(directory), CATALOGUE) as client:
         try:
-            wait_s = timeout_s + STATUS_TIMEOUT_S  # the server's own word comes first
+            wait_s = timeout_s + ANSWER_TIMEOUT_S  # the server reports its timeout first
             answer = client.request(question, timeout_s=wait_s).message
         except RemoteError as error:
             if error.details.get("reason") == "timeout":
@@ -220,9 +246,8 @@ def _switch_over(directory: str, lock: str, to: str | None, timeout_s: float) ->
         except UnreachableError as error:
             raise UnreachableError(
                 "lock.switchover_forgotten",
-                "the lock server ended while it was waited for, and a new one knows of no"
-                " switchover; the active engine may hand over all the same: see"
-                " `lockserver status`, and ask again",
+                "the lock server exited during the switchover, and a new one knows nothing of it;"
+                " the active engine may still hand over: check `lockserver status`, then try again",
             ) from error
     assert isinstance(answer, SwitchedOver)
     return {
@@ -234,73 +259,6 @@ def _switch_over(directory: str, lock: str, to: str | None, timeout_s: float) ->
         "token": answer.token,
         "took_ms": answer.took_ms,
     }
-
-
-def _watch(directory: str, *, as_json: bool) -> NoReturn:
-    """One document after another, whether the server is there or not."""
-    with _until_interrupted():
-        while True:
-            try:
-                document = _document(directory)
-                text = json.dumps(document) if as_json else _text(document)
-            except UnreachableError as error:
-                text = json.dumps({"error": error.to_dict()}) if as_json else error.message
-            if not as_json and sys.stdout.isatty():
-                click.clear()
-            elif not as_json:
-                text += "\n"  # an empty line between two
-            click.echo(text)
-            time.sleep(WATCH_S)
-
-
-@contextlib.contextmanager
-def _until_interrupted() -> Iterator[None]:
-    """What has no end of its own ends with Ctrl-C, as other commands do."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-
-
-def _line(record: dict[str, Any]) -> str:
-    return f"{record['ts']}  #{record['id']:<4} {record['type']:<22} {record['message']}"
-
-
-def _document(directory: str) -> dict[str, Any]:
-    """The server's own, or what its state file says.
-
-    Raises:
-        UnreachableError: there is neither.
-    """
-    try:
-        return _ask(directory)
-    except UnreachableError as error:
-        from lockserver.status.offline import offline
-
-        found = offline(directory)
-        if found is None:
-            raise error
-        return found
-
-
-def _socket(directory: str) -> str:
-    return os.path.join(directory, "lockserver.sock")
-
-
-def _ask(directory: str) -> dict[str, Any]:
-    from lockserver.messages import CATALOGUE, StatusMsg, StatusReplyMsg
-    from plumbing.wire.blocking import BlockingClient
-
-    with BlockingClient(_socket(directory), CATALOGUE) as client:
-        reply = client.request(StatusMsg(), timeout_s=STATUS_TIMEOUT_S).message
-    assert isinstance(reply, StatusReplyMsg)
-    return reply.document
-
-
-def _text(document: dict[str, Any]) -> str:
-    from lockserver.status.text import text_of
-
-    return text_of(document)
 
 
 if __name__ == "__main__":

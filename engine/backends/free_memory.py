@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from plumbing.errors import UsageError, WaitTimeoutError
+from plumbing.part.format import size
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,8 @@ def check_can_ever_fit(needed_bytes: int, room: Room, mend: str) -> None:
     if needed_bytes + RESERVE_BYTES > room.limit_bytes:
         raise UsageError(
             "engine.kv_too_large",
-            f"the KV cache needs {_mib(needed_bytes)} and {room.limited_by} allows"
-            f" {_mib(room.limit_bytes)} in all; {mend}",
+            f"the KV cache needs {size(needed_bytes)} and {room.limited_by} allows"
+            f" {size(room.limit_bytes)} in all; {mend}",
             needed_bytes=needed_bytes,
             limit_bytes=room.limit_bytes,
         )
@@ -106,8 +107,8 @@ def keep_trying(
     end = time.monotonic() + deadline_s
     is_first = True
     while (free_bytes := attempt()) is not None:
-        kept = f" ({_mib(reserve_bytes)} stay reserved)" if reserve_bytes else ""
-        reason = f"the KV cache needs {_mib(needed_bytes)} and {_mib(free_bytes)} are free{kept}"
+        kept = f" ({size(reserve_bytes)} stay reserved)" if reserve_bytes else ""
+        reason = f"the KV cache needs {size(needed_bytes)} and {size(free_bytes)} are free{kept}"
         if time.monotonic() >= end:
             raise WaitTimeoutError(
                 "engine.kv_memory_busy",
@@ -188,7 +189,3 @@ def _group(directory: str, path: str, files: tuple[str, str, str]) -> Room | Non
 def _read(directory: str, name: str) -> str:
     with open(os.path.join(directory, name), encoding="ascii") as file:
         return file.read().strip()
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 20):.0f} MiB"

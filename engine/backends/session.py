@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.backends.process import Member
 from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.part.format import size
 
 if TYPE_CHECKING:
     from gms.client import Reader, Writer
@@ -102,8 +103,8 @@ def _explained(
         return error
     return UnderstudyError(
         "gms.larger_than_device",
-        f"the weights of {what} need {weights_bytes / 2**20:.2f} MiB as"
-        f" {dtype} and the device has {capacity_bytes / 2**20:.2f} MiB; choose a smaller model, or"
+        f"the weights of {what} need {size(weights_bytes)} as"
+        f" {dtype} and the device has {size(capacity_bytes)}; choose a smaller model, or"
         " give gms a larger --device-bytes",
         weights_bytes=weights_bytes,
         capacity_bytes=capacity_bytes,

@@ -13,7 +13,6 @@ from engine.messages import (
     CONTROL,
     Attached,
     Broken,
-    EventMsg,
     Kill,
     Killing,
     Leave,
@@ -28,8 +27,8 @@ from engine.messages import (
     WatchMsg,
 )
 from plumbing.errors import ProtocolError
-from plumbing.part.observe import KEPT_BYTES_MAX
-from plumbing.service.events import Event, EventLog
+from plumbing.part.observers import Observers
+from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
@@ -64,15 +63,14 @@ class Control:
 
     def __init__(self, path: str, desk: Desk, events: EventLog) -> None:
         self._desk = desk
-        self._events = events
+        self._observers = Observers(events, desk.status)
         self.server = Server(path, CONTROL, self, service="engine")
 
     def opened(self, conn: Connection) -> None:
         pass
 
     def closed(self, conn: Connection, reason: str) -> None:
-        if conn.state is not None:  # it watched
-            conn.state()
+        self._observers.leave(conn)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
@@ -104,7 +102,7 @@ class Control:
             case StatusMsg():
                 conn.send(StatusReplyMsg(self._desk.status()), request_id)
             case WatchMsg():
-                self._watch(conn, message.since, request_id)
+                self._observers.join(conn, message.since, request_id)
             case Leave():
                 conn.send(Ok(self._desk.leave("drain")), request_id)
             case Kill():
@@ -115,17 +113,6 @@ class Control:
                 raise ProtocolError(
                     "engine.not_a_request", f"{message.TYPE} is not for an engine to answer"
                 )
-
-    def _watch(self, conn: Connection, since: int | None, request_id: int) -> None:
-        def tell(event: Event) -> None:
-            conn.send(EventMsg(event.to_dict()))
-
-        conn.limit_queue(KEPT_BYTES_MAX)
-        conn.send(StatusReplyMsg(self._desk.status()), request_id)
-        for event in [] if since is None else self._events.kept_since(since):
-            tell(event)
-        if conn.state is None:
-            conn.state = self._events.subscribe(tell)
 
     def _check_pid(self, conn: Connection, pid: int) -> None:
         # 0 is what the kernel says of a peer in another PID namespace.

@@ -35,6 +35,7 @@ from engine.supervisor.takeover import Takeovers
 from engine.supervisor.timers import Timers
 from lockserver.client import witness
 from plumbing.errors import InvariantError
+from plumbing.part.paths import engine_state
 from plumbing.service.clock import Clock, rfc3339
 from plumbing.service.events import EventLog
 from plumbing.service.http import Probe
@@ -61,7 +62,7 @@ class Runner:
     def __init__(self, settings: Settings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        path = state_file.path_of(settings.directory, settings.engine)
+        path = engine_state(settings.directory, settings.engine)
         self._memory, self._memory_problem = state_file.load(path)
         self.state_file = StateFile(path, self._report_disk)
         self.log = EventLog(settings.engine, clock)
@@ -353,7 +354,7 @@ class Runner:
             relaunch=self.relauncher.plan,
             pid=os.getpid(),
             now_ms=self._clock.now_ms(),
-            event_id=self.log.last_id,
+            newest=self.log.newest(),
             problems=[problem for problem in problems if problem],
         )
 

@@ -5,7 +5,6 @@ Owns defaults and their reasons. Must not know what they are used for beyond tha
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from engine.core.events import State
 from engine.core.loading import Role
 from lockserver.client import messages as lock
 from plumbing.errors import UsageError
+from plumbing.part.paths import DIRECTORY, engine_socket, lockserver_socket
 from plumbing.service.config import Option, Resolved
 from plumbing.wire.tcp.address import SCHEME, TcpAddress
 from plumbing.wire.tcp.security import Security
@@ -48,7 +48,7 @@ def duration(name: str, default_ms: int, text: str) -> Option:
 
 OPTIONS = (
     Option("backend", str, "reference", "Which inference backend to run."),
-    Option("dir", str, "/run/understudy", "The directory that the pod's processes share."),
+    Option("dir", str, DIRECTORY, "The directory that the pod's processes share."),
     Option("engine_id", str, "engine-0", "The name of this engine in the pod.", env="ENGINE_ID"),
     Option(
         "role",
@@ -161,11 +161,7 @@ class Settings:
 
     @property
     def control_path(self) -> str:
-        return control_path(self.directory, self.engine)
-
-
-def control_path(directory: str, engine: str) -> str:
-    return os.path.join(directory, f"engine_{engine}.sock")
+        return engine_socket(self.directory, self.engine)
 
 
 def settle(config: Resolved, command: list[str], directory: str) -> Settings:
@@ -175,7 +171,7 @@ def settle(config: Resolved, command: list[str], directory: str) -> Settings:
         UsageError: settings that do not go together; also security files that cannot be used.
     """
     engine, member = config["engine_id"], config["member"]
-    address = config["lockserver_socket"] or os.path.join(directory, "lockserver.sock")
+    address = config["lockserver_socket"] or lockserver_socket(directory)
     is_remote = address.startswith(SCHEME)
     _check_members(config, is_remote=is_remote)
     port = config["http_port"]

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from plumbing.errors import UnderstudyError
+from plumbing.part.paths import engine_state
 from plumbing.service.files import read_json, write_atomic
 
 FLUSH_DEADLINE_S = 2.0  # at the end of the process: a disk that hangs must not keep it
@@ -32,10 +32,6 @@ class Memory:
     number: int = 0  # launches so far
     failover_attempts: int = 0
     failover_successes: int = 0
-
-
-def path_of(directory: str, engine: str) -> str:
-    return os.path.join(directory, f"engine_{engine}.json")
 
 
 def load(path: str) -> tuple[Memory, str | None]:
@@ -56,7 +52,7 @@ _FRESH = tuple(vars(Memory()).items())
 def is_active(directory: str, engine: str, token: int) -> bool:
     """Whether `engine` says of itself that it is active under `token`."""
     try:
-        document = read_json(path_of(directory, engine)) or {}
+        document = read_json(engine_state(directory, engine)) or {}
         return bool(document["engine"]["state"] == "active" and document["lock"]["token"] == token)
     except (UnderstudyError, OSError, KeyError, TypeError):
         return False

@@ -103,14 +103,14 @@ def document(
     relaunch: dict[str, Any] | None,
     pid: int,
     now_ms: float,
-    event_id: int,
+    newest: dict[str, Any],
     problems: list[str],
 ) -> dict[str, Any]:
     """The status document."""
     other = lock.other
     return {
         "schema": SCHEMA,
-        "as_of_event_id": event_id,
+        **newest,
         "engine": {
             "id": settings.engine,
             "role": settings.role.value,

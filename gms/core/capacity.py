@@ -13,6 +13,7 @@ from typing import Any
 from gms.core.events import EpochPhase
 from gms.core.state import Epoch, Session
 from plumbing.errors import UnderstudyError
+from plumbing.part.format import size
 
 SLABS_MAX = 4096  # 250 are usual; this is 16 frames of descriptors, and a bound on a mad writer
 EPOCHS_MAX = 8  # one is committed, one superseded; each keeps a manifest of up to 15 MiB here
@@ -98,8 +99,8 @@ def _out_of_memory(
     holders, shown = _holders(epochs, sessions)
     return UnderstudyError(
         "gms.out_of_memory",
-        f"a slab of {_gib(size_bytes)} does not fit: the device has {_gib(capacity_bytes)}, "
-        f"{_gib(free)} of it free"
+        f"a slab of {size(size_bytes)} does not fit: the device has {size(capacity_bytes)}, "
+        f"{size(free)} of it free"
         + (f"; {'; '.join(shown)}" if shown else "")
         + ". Use a smaller model, a larger device (--device-bytes), or end what holds the memory",
         capacity_bytes=capacity_bytes,
@@ -129,11 +130,5 @@ def _holders(
             }
         )
         by = f" used by {', '.join(users)}" if users else " used by nobody"
-        shown.append(f"{epoch.phase} epoch {epoch.id[:8]} {_gib(epoch.size_bytes)}{by}")
+        shown.append(f"{epoch.phase} epoch {epoch.id[:8]} {size(epoch.size_bytes)}{by}")
     return holders, shown
-
-
-def _gib(size_bytes: int) -> str:
-    if size_bytes < GIB // 10:
-        return f"{size_bytes / (1 << 20):.1f} MiB"
-    return f"{size_bytes / GIB:.1f} GiB"

@@ -17,6 +17,8 @@ from gms import messages as msg
 from gms.core.manifest import Manifest
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.part.format import size
+from plumbing.part.paths import gms_journal, gms_socket
 from plumbing.service.files import read_json
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
@@ -73,9 +75,9 @@ def render(document: dict[str, Any]) -> str:
             lines.append(_superseded(device))
         for epoch in device["unowned"]:
             # A server that has just started does not know yet how large what it found is.
-            size = f" {_size(epoch['size_bytes'])}," if epoch["size_bytes"] else ""
+            known = f" {size(epoch['size_bytes'])}," if epoch["size_bytes"] else ""
             lines.append(
-                f"  epoch {epoch['epoch'][:8]} is {epoch['phase']},{size}"
+                f"  epoch {epoch['epoch'][:8]} is {epoch['phase']},{known}"
                 f" mapped by {held_by([epoch])}"
             )
         if device["problem"]:
@@ -92,7 +94,7 @@ def render_in_full(document: dict[str, Any]) -> str:
             tensors = len(epoch["tensors"]) if epoch["has_manifest"] else "unknown"
             lines.append(
                 f"\n{device['device_uuid']} epoch {epoch['epoch']} {epoch['phase']}: "
-                f"slabs {len(epoch['slab_sizes'])}, {_size(total)}, tensors {tensors}"
+                f"slabs {len(epoch['slab_sizes'])}, {size(total)}, tensors {tensors}"
             )
             for tensor in epoch["tensors"]:
                 shape = "x".join(str(n) for n in tensor["shape"]) or "scalar"
@@ -134,7 +136,7 @@ def end_at_once() -> NoReturn:
 
 
 def _ask(directory: str, device: str, tag: str, *, in_full: bool) -> dict[str, Any]:
-    path = os.path.join(directory, f"gms_{device}_{tag}.sock")
+    path = gms_socket(directory, device, tag)
     question: Message = msg.Inspect() if in_full else msg.StatusMsg()
     try:
         with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=TIMEOUT_S) as client:
@@ -148,7 +150,7 @@ def _ask(directory: str, device: str, tag: str, *, in_full: bool) -> dict[str, A
         name_holders(directory, answer.document)
         return {**answer.document, "online": True}
     except UnderstudyError as error:
-        record = journal.peek(path.removesuffix(".sock") + ".json")
+        record = journal.peek(gms_journal(directory, device, tag))
         return {
             "device_uuid": device,
             "tag": tag,
@@ -194,10 +196,10 @@ def _headline(device: dict[str, Any]) -> str:
     if not device["online"]:
         was = f"epoch {device['epoch'][:8]} was committed" if device["epoch"] else "was empty"
         return f"{name}  offline view: {was}; {device['reason']}"
-    committed, sessions = _size(device["committed_bytes"]), len(device["sessions"])
+    committed, sessions = size(device["committed_bytes"]), len(device["sessions"])
     return (
         f"{name}  {device['state']}, {_memory(device)}, committed {committed}, "
-        f"staging {_size(device['staging_bytes'])} of {_size(device['capacity_bytes'])}, "
+        f"staging {size(device['staging_bytes'])} of {size(device['capacity_bytes'])}, "
         f"{sessions} session{'s' * (sessions != 1)}, {len(device['waiting'])} waiting"
         f"{_restarts(device)}"
     )
@@ -217,7 +219,7 @@ def _superseded(device: dict[str, Any]) -> str:
         if each["mode"] == "ro" and each["epoch"] not in (shown, None)
     )
     mapped = f", mapped by {', '.join(readers)}" if readers else ""
-    said = f"  superseded {_size(device['superseded_bytes'])}{mapped}"
+    said = f"  superseded {size(device['superseded_bytes'])}{mapped}"
     if not device["committed_bytes"] and device["state"] != "recovering":
         said += "; nothing is in service: the next relaunch loads a second copy"
     return said
@@ -244,11 +246,3 @@ def _waiter(waiter: dict[str, Any]) -> str:
         f"  {waiter['engine']:12} waits for {waiter['mode']} until {waiter['deadline']}: "
         f"{waiter['message']}"
     )
-
-
-def _size(size_bytes: int) -> str:
-    """GiB for people, and smaller units where that would print 0.00."""
-    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes * 100 >= unit_bytes:
-            return f"{size_bytes / unit_bytes:.2f} {unit}"
-    return f"{size_bytes} B"

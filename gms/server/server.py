@@ -22,7 +22,6 @@ from gms.core.machine import Machine
 from gms.core.snapshot import epochs_in_full, snapshot
 from gms.server.journal import Journal
 from gms.server.leftovers import left_behind
-from gms.server.observers import Observers
 from gms.server.performer import Performer, check_held, is_held
 from gms.server.translate import event_of
 from gms.server.vault import Vault
@@ -30,6 +29,7 @@ from gms.server.watch import EpochWatch
 from gms.vmm.driver_thread import DriverThread
 from gms.vmm.interface import Memory
 from plumbing.errors import ProtocolError
+from plumbing.part.observers import Observers
 from plumbing.service.clock import Clock, SystemClock, rfc3339
 from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection
@@ -162,7 +162,7 @@ class DeviceServer:
             "pid": os.getpid(),
             "since": rfc3339(self._started),
             "restarts_total": self.restarts_total,
-            "as_of_event_id": self.log.last_id,
+            **self.log.newest(),
             **snapshot(self.machine.device, self._at),
             "problem": self.machine.device.problem or self._watch.problem,
             "protocol_errors_total": errors_total,
@@ -185,7 +185,7 @@ class DeviceServer:
                 document = {**self.status(), "epochs": epochs_in_full(self.machine.device)}
                 conn.send(msg.InspectReply(document), request_id)
             elif isinstance(message, msg.WatchMsg):
-                self._observers.watch(conn, message, request_id)
+                self._observers.join(conn, message.since, request_id)
             elif isinstance(message, msg.Slabs | msg.Offer):
                 self._take_offer(conn, message, request_id, fds)
             else:
@@ -199,7 +199,7 @@ class DeviceServer:
         if conn.state is not None:
             asyncio.get_running_loop().remove_reader(conn.state)
         del self._conns[conn.id]
-        self._observers.left(conn.id)
+        self._observers.leave(conn)
         self._performer.forget(conn.id)
         self._handle(ev.Closed(conn.id, reason))
 

@@ -19,13 +19,13 @@ from lockserver.members.members import is_virtual
 from lockserver.messages import Granted, HandOver
 from lockserver.server.event_outbox import EventOutbox
 from lockserver.server.metrics import LockMetrics
-from lockserver.server.observers import Observers
 from lockserver.server.prober import ProcessWatch
 from lockserver.server.remote import Remote
 from lockserver.server.service_desk import ServiceDesk
 from lockserver.server.switchover_desk import SwitchoverDesk
 from lockserver.state_file import LockStateFile
 from plumbing.errors import ProtocolError
+from plumbing.part.observers import Observers
 from plumbing.wire.connection import Connection
 
 
@@ -71,7 +71,7 @@ class LockPerformer:
             if conn is not None and supervisor.id != effect.holder.supervisor:
                 conn.send(message)
         self.remote.announce(message)
-        self.observers.tell(message)
+        self.observers.send(message)
 
     @_do.register
     def _refuse(self, effect: ev.RefuseConnection) -> None:

@@ -6,21 +6,23 @@ Reads everything, changes nothing.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from lockserver.core.machine import LockMachine
 from lockserver.server.directory import LockDirectory
 from lockserver.server.event_outbox import EventOutbox
-from lockserver.server.observers import Observers
 from lockserver.server.remote import Remote
 from lockserver.server.service_desk import ServiceDesk
 from lockserver.state_file import LockStateFile
 from lockserver.status import document
 from lockserver.status import document as status
 from plumbing.service.clock import Clock, rfc3339
-from plumbing.service.events import EventLog
+from plumbing.service.events import Event, EventLog
+
+LAST_GRANTS = 20
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,10 @@ class Report:
     machine: LockMachine
     remote: Remote
     desk: ServiceDesk
-    observers: Observers
     place: LockDirectory
     teller: EventOutbox
     events: EventLog
+    last_grants: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=LAST_GRANTS))
 
     def document(self) -> dict[str, Any]:
         """The status document, the same for the CLI, `/status` and observers."""
@@ -47,7 +49,7 @@ class Report:
         )
         return {
             "schema": status.SCHEMA,
-            "as_of_event_id": self.events.last_id,
+            **self.events.newest(),
             "server": {
                 "pid": os.getpid(),
                 "since": rfc3339(self.started),
@@ -62,11 +64,12 @@ class Report:
             "supervisors": status.supervisor_documents(machine, self.clock),
             "supervisors_total": len(machine.supervisors),
             "service": self.desk.documents(),
-            "last_grants": list(self.observers.last_grants),
+            "last_grants": list(self.last_grants),
         }
 
     def start(self, state: LockStateFile) -> None:
         """What was found on disk, and which addresses are away."""
+        self.events.subscribe(self._keep_grant)
         loaded = state.loaded
         if loaded.problem is not None:
             kept = f"; kept aside as {loaded.aside}" if loaded.aside else ""
@@ -76,3 +79,7 @@ class Report:
             if service.problem is not None:
                 message = f"waiting for {service.address} to be handed back: {service.problem}"
                 self.events.record("lock.service_away", message, "warning", {"lock": service.lock})
+
+    def _keep_grant(self, event: Event) -> None:
+        if event.type == "lock.granted":
+            self.last_grants.append({**event.data, "ts": rfc3339(event.ts)})

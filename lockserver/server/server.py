@@ -30,7 +30,6 @@ from lockserver.messages import (
 from lockserver.server.directory import LockDirectory
 from lockserver.server.event_outbox import EventOutbox
 from lockserver.server.metrics import LockMetrics
-from lockserver.server.observers import Observers
 from lockserver.server.performer import LockPerformer
 from lockserver.server.prober import Prober, ProcessWatch
 from lockserver.server.remote import Remote
@@ -41,6 +40,8 @@ from lockserver.server.settings import LockSettings
 from lockserver.server.switchover_desk import SwitchoverDesk, lives
 from lockserver.state_file import LockStateFile
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError
+from plumbing.part.observers import Observers
+from plumbing.part.paths import lockserver_socket
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection
@@ -49,7 +50,6 @@ from plumbing.wire.limits import CONNECTIONS_MAX
 from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
 
-SOCKET_NAME = "lockserver.sock"
 GUARD_NAME = "lockserver.lock"
 TICK_S = 0.1  # silence is told in seconds; a tenth of one is exact enough and costs nothing
 
@@ -68,11 +68,11 @@ class LockServer:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._started = self.clock.wall()
         self._conns: dict[int, Connection] = {}
-        self._observers = Observers(self.events)
+        self._observers = Observers(self.events, self.document)
         self._processes = ProcessWatch(lambda supervisor: self.feed(ev.ProcessGone(supervisor)))
         self._desk = ServiceDesk(settings.services, settings.hold_ms, self._why_idle)
         self._server = Server(
-            os.path.join(settings.directory, SOCKET_NAME),
+            lockserver_socket(settings.directory),
             CATALOGUE,
             self,
             service="lockserver",
@@ -131,7 +131,6 @@ class LockServer:
             machine=self.machine,
             remote=self.remote,
             desk=self._desk,
-            observers=self._observers,
             place=self._place,
             teller=self._teller,
             events=self.events,
@@ -186,7 +185,7 @@ class LockServer:
         elif isinstance(message, StatusMsg):
             conn.send(StatusReplyMsg(self.document()), request_id)
         elif isinstance(message, WatchMsg):
-            self._observers.join(conn, message, request_id, self.document())
+            self._observers.join(conn, message.since, request_id)
         else:
             close_all(fds)
             raise ProtocolError(

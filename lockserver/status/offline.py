@@ -36,6 +36,7 @@ def offline(directory: str, clock: Clock | None = None) -> dict[str, Any] | None
     return {
         "schema": SCHEMA,
         "as_of_event_id": 0,
+        "last_event": None,
         "server": {"pid": None, "since": None, "dir": directory, "online": False},
         "token": found.record.token,
         "locks": {

@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from plumbing.part.format import duration
+
 Document = dict[str, Any]
 
 COLUMNS_MIN = 60  # narrower, nothing would be left beside the labels
@@ -70,7 +72,7 @@ def _members(engine: str, found: Document) -> Iterator[tuple[str, str]]:
     for member in found["members"]:
         where = member["name"] if member["connected"] else "not connected"
         left_ms = member["lease_left_ms"]
-        lease = "no lease" if left_ms is None else f"lease for {left_ms / 1000:.1f} s"
+        lease = "no lease" if left_ms is None else f"lease for {duration(left_ms)}"
         over = f"  over: {member['over']}" if member["over"] else ""
         yield _line(f"member {member['member']}", f"{where}  {lease}{over}")
 
@@ -88,23 +90,7 @@ def _wait(wait: Document) -> Iterator[tuple[str, str]]:
 
 
 def _since(timed: Document) -> str:
-    return f"since {timed['since']} ({span(timed['for_ms'])})".replace(" ", TOGETHER)
-
-
-def span(ms: float) -> str:
-    """How long, in its two largest units: `840 ms`, `12 s`, `3 min 20 s`, `2 h 5 min`."""
-    if ms < 1000:
-        return f"{ms:.0f} ms"
-    seconds = int(ms // 1000)
-    for first, second, size, part in (
-        ("d", "h", 86_400, 3600),
-        ("h", "min", 3600, 60),
-        ("min", "s", 60, 1),
-    ):
-        if seconds >= size:
-            rest = seconds % size // part
-            return f"{seconds // size} {first}" + (f" {rest} {second}" if rest else "")
-    return f"{seconds} s"
+    return f"since {timed['since']} ({duration(timed['for_ms'])})".replace(" ", TOGETHER)
 
 
 def _head(label: str, text: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Times, sizes and tables as people read them. Pure, and knows nothing of pods."""
+"""Durations, sizes and tables as text: one style for every message and every command."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 
-def since(value: str | None, now: datetime) -> str:
-    """`3h12m` from an RFC 3339 time; `-` if there is none."""
-    if not value:
-        return "-"
-    try:
-        moment = datetime.fromisoformat(value)
-    except ValueError:
-        return "-"
-    seconds = max(0, int((now - moment.astimezone(UTC)).total_seconds()))
+def duration(ms: float) -> str:
+    """`350 ms`, `2.5s`, `12s`, `4m05s`, `3h12m`, `2d5h`."""
+    if ms < 1000:
+        return f"{max(0, ms):.0f} ms"
+    if ms < 10_000:
+        return f"{int(ms / 100) / 10:g}s"
+    seconds = int(ms / 1000)
     days, rest = divmod(seconds, 86400)
     hours, rest = divmod(rest, 3600)
     minutes, seconds = divmod(rest, 60)
@@ -26,8 +24,18 @@ def since(value: str | None, now: datetime) -> str:
     return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
+def since(value: str | None, now: datetime) -> str:
+    """`3h12m`, in whole seconds, from an RFC 3339 time; `-` if there is none."""
+    try:
+        moment = datetime.fromisoformat(value or "")
+    except ValueError:
+        return "-"
+    seconds = max(0, int((now - moment.astimezone(UTC)).total_seconds()))
+    return duration(seconds * 1000) if seconds else "0s"
+
+
 def size(value: Any) -> str:
-    """A number of bytes for people."""
+    """`1.2 GiB`; `-` if it is not a number of bytes."""
     if not isinstance(value, int):
         return "-"
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -37,7 +45,7 @@ def size(value: Any) -> str:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """A line for each row, its columns aligned."""
+    """One line per row, with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

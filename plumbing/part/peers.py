@@ -1,7 +1,7 @@
 """Asking the parts of a pod over their Unix sockets: one question, or a watch that reconnects.
 
-Owns no meaning: callers bring the catalogue and the messages. A watch survives the death of what
-it watches, because that is what a drill is about; what was missed in between is not replayed.
+Callers bring the catalogue and the messages. A watch survives the death of the process it watches,
+because that is what drills cause; events missed in between are not replayed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ RECONNECT_S = 0.05  # a restarted supervisor takes some 200 ms to listen again
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer and the pid of who gave it (0 if it lives in another PID namespace)."""
+    """An answer and the pid of its sender (0 if that is in another PID namespace)."""
 
     message: Message
     pid: int
 
 
 class _Asker:
-    """A handler for one question: the first message that comes, or the reason why none did."""
+    """Handles one question: the first message received, or the reason why none was."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -52,19 +52,19 @@ class _Asker:
     def closed(self, conn: Connection, reason: str) -> None:
         if not self.answer.done():
             self.answer.set_exception(
-                UnreachableError("wire.closed", f"it closed the connection: {reason}")
+                UnreachableError("wire.closed", f"the peer closed the connection: {reason}")
             )
 
 
 async def ask(
     path: str, catalogue: Catalogue, question: Message, timeout_s: float = ASK_TIMEOUT_S
 ) -> Answered:
-    """Connect to `path`, ask, and hang up.
+    """Connect to `path`, ask, and disconnect.
 
     Raises:
-        UnreachableError: nobody listens there, or it hung up on us.
-        RemoteError: it answered with an error.
-        WaitTimeoutError: it did not answer in time.
+        UnreachableError: nothing listens there, or the peer disconnected.
+        RemoteError: the peer answered with an error.
+        WaitTimeoutError: no answer in time.
     """
     asker = _Asker()
     conn = await connect(path, catalogue, asker, deadline_s=timeout_s)
@@ -74,17 +74,18 @@ async def ask(
             return Answered(await asker.answer, conn.peer.pid)
     except TimeoutError as error:
         raise WaitTimeoutError(
-            "pod.no_answer", f"{path} took the question and did not answer in {timeout_s:g} s"
+            "pod.no_answer",
+            f"{path} accepted the request and did not answer in {timeout_s:g} s",
         ) from error
     finally:
         conn.close("asked")
         asker.answer.cancel()
 
 
-class Watch:
-    """A standing `watch` on one socket: every message goes to `heard`, a lost peer is redialled.
+class PeerWatch:
+    """A standing `watch` on one socket: `on_message` gets every message; lost peers are redialled.
 
-    `lost` is called whenever a connection has ended, unless we ended it, and at every vain dial.
+    `on_lost` is called when a connection ends, unless by `close`, and at each failed attempt.
     """
 
     def __init__(
@@ -92,14 +93,14 @@ class Watch:
         path: str,
         catalogue: Catalogue,
         question: Message,
-        heard: Callable[[Message], None],
-        lost: Callable[[], None] = lambda: None,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._path = path
         self._catalogue = catalogue
         self._question = question
-        self._heard = heard
-        self._tell_lost = lost
+        self._on_message = on_message
+        self._on_lost = on_lost
         self._lost = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"watch {path}")
 
@@ -114,8 +115,8 @@ class Watch:
             try:
                 conn = await connect(self._path, self._catalogue, self, deadline_s=ASK_TIMEOUT_S)
             except UnderstudyError:
-                self._tell_lost()
-                await asyncio.sleep(RECONNECT_S)  # its reason is in the status, where people look
+                self._on_lost()
+                await asyncio.sleep(RECONNECT_S)  # `status` reports the reason
                 continue
             try:
                 conn.send(self._question, request_id=1)
@@ -131,9 +132,9 @@ class Watch:
     ) -> None:
         close_all(fds)
         if not isinstance(message, FaultMsg):
-            self._heard(message)
+            self._on_message(message)
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._lost.set()
         if not self._task.cancelling():
-            self._tell_lost()
+            self._on_lost()

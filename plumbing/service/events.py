@@ -145,6 +145,11 @@ class EventLog:
         """Those after `event_id` that are still in the ring, for readers that accept a gap."""
         return [event for event in self._ring if event.id > event_id]
 
+    def newest(self) -> dict[str, Any]:
+        """The newest id and record, as they are part of every status document."""
+        last = self._ring[-1].to_dict() if self._ring else None
+        return {"as_of_event_id": self.last_id, "last_event": last}
+
     def _append(self, event: Event) -> None:
         self._ring.append(event)
         for subscriber in tuple(self._subscribers):

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lockserver.client import messages as lock_messages
-from plumbing.part.peers import Watch
+from plumbing.part.paths import LOCKSERVER_SOCKET
+from plumbing.part.peers import PeerWatch
 from plumbing.service.procfs import children, descendants, is_spent
 from plumbing.wire.messages import Message
 from tests.e2e.processes import Processes, continue_all, pod_ports
@@ -26,7 +27,7 @@ from understudy.drill.records import End, Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import classify, served_out_of_order
 from understudy.kubelet.runner import Runner
-from understudy.status.gather import LOCKSERVER_SOCKET, gather
+from understudy.status.gather import gather
 from understudy.up.local_pod import LocalPod
 from understudy.up.random_model import ONE_THREAD, make_random_model
 
@@ -146,7 +147,7 @@ async def grants_in(directory: Path, old: Processes) -> AsyncIterator[Grants]:
     """Listen to the lock server in `directory`; at each grant, look who of `old` is alive."""
     grants = Grants(old)
     path = str(directory / LOCKSERVER_SOCKET)
-    watch = Watch(path, lock_messages.CATALOGUE, lock_messages.WatchMsg(), grants.heard)
+    watch = PeerWatch(path, lock_messages.CATALOGUE, lock_messages.WatchMsg(), grants.heard)
     try:
         await auntil(lambda: grants.is_listening, "the lock server to take an observer")
         yield grants

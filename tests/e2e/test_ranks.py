@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from gms.client import messages as gms_messages
+from plumbing.part.paths import engine_sockets
 from tests.e2e.pods import AS_USERS_RUN_IT, GRACE_S, WHOLE_DEADLINE_S
 from tests.e2e.processes import Processes, kill, pod_ports
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
@@ -24,7 +25,7 @@ from tests.helpers import POLL_S
 from understudy.drill.killer import wait_whole
 from understudy.drill.records import TARGETS
 from understudy.kubelet.runner import Runner
-from understudy.status.gather import engine_sockets, engine_status, status_of
+from understudy.status.gather import engine_status, status_of
 from understudy.up.local_pod import LocalPod
 
 

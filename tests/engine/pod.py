@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from engine import messages as m
-from engine.supervisor.settings import control_path
 from lockserver.messages import CATALOGUE as LOCK_CATALOGUE
 from lockserver.messages import StatusMsg as LockStatus
 from lockserver.messages import StatusReplyMsg as LockStatusReply
 from plumbing.errors import UnderstudyError
+from plumbing.part.paths import engine_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.stub_lock import StubLock
@@ -82,7 +82,7 @@ class Engine:
         return reply.document
 
     def client(self) -> BlockingClient:
-        return BlockingClient(control_path(str(self.directory), self.name), m.CONTROL)
+        return BlockingClient(engine_socket(str(self.directory), self.name), m.CONTROL)
 
     @property
     def state(self) -> str:

@@ -89,7 +89,7 @@ def test_wait_ends_when_another_gives_memory_back():
 
 def test_wait_without_hope_says_what_is_missing():
     """Goal: the deadline's error names both numbers. Method: a machine that stays full."""
-    with pytest.raises(WaitTimeoutError, match=r"needs 100 MiB and 5 MiB are free") as caught:
+    with pytest.raises(WaitTimeoutError, match=r"needs 100.0 MiB and 5.0 MiB are free") as caught:
         wait_for_room(100 * MIB, 0.0, lambda: Room(5 * MIB, 1000 * MIB, "a test"))
     assert caught.value.code == "engine.kv_memory_busy"
 
@@ -97,7 +97,7 @@ def test_wait_without_hope_says_what_is_missing():
 def test_what_can_never_fit_is_refused_at_once():
     """Goal: no waiting for the impossible. Method: ask for the whole limit."""
     check_can_ever_fit(100 * MIB - RESERVE_BYTES, Room(0, 100 * MIB, "a test"), "")
-    with pytest.raises(UnderstudyError, match="100 MiB in all; ask for less") as caught:
+    with pytest.raises(UnderstudyError, match=r"100\.0 MiB in all; ask for less") as caught:
         check_can_ever_fit(100 * MIB, Room(0, 100 * MIB, "a test"), "ask for less")
     assert caught.value.code == "engine.kv_too_large"
 

@@ -14,9 +14,9 @@ import pytest
 
 from gms import messages as msg
 from gms.server.metrics import GmsMetrics
-from gms.server.observers import QUEUED_BYTES_MAX, Observers
 from gms.server.supervisor import Child
 from plumbing.errors import UnderstudyError
+from plumbing.part.observers import KEPT_BYTES_MAX, Observers
 from plumbing.service.clock import FakeClock
 from plumbing.service.events import EventLog
 from plumbing.wire.blocking import BlockingClient
@@ -104,10 +104,10 @@ class Watched:
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         assert isinstance(message, msg.WatchMsg)
-        self.observers.watch(conn, message, request_id)
+        self.observers.join(conn, message.since, request_id)
 
     def closed(self, conn: Connection, reason: str) -> None:
-        self.observers.left(conn.id)
+        self.observers.leave(conn)
 
 
 def test_an_observer_that_does_not_read_is_dropped_and_nobody_waits_for_it(directory: str):
@@ -120,16 +120,15 @@ def test_an_observer_that_does_not_read_is_dropped_and_nobody_waits_for_it(direc
         await watched.server.start()
         _, writer = await asyncio.open_unix_connection(path, limit=1024)
         writer.write(encode_frame(msg.CATALOGUE.encode(msg.WatchMsg(since=0), 1), 0))
-        await auntil(lambda: watched.observers._watching, "the watch to begin")
+        await auntil(lambda: len(watched.observers) == 1, "the watch to begin")
         (deaf,) = watched.server.connections
         said, told_bytes = "x" * 4000, 0
         while not deaf.is_closed:
             watched.log.record("gms.session", said, "debug")
             told_bytes += len(said)
-            assert told_bytes < 2 * QUEUED_BYTES_MAX, "somebody keeps it all for a deaf observer"
-        assert told_bytes > QUEUED_BYTES_MAX / 2
-        await auntil(lambda: not watched.observers._watching, "the watch to end")
-        assert not watched.log._subscribers
+            assert told_bytes < 2 * KEPT_BYTES_MAX, "somebody keeps it all for a deaf observer"
+        assert told_bytes > KEPT_BYTES_MAX / 2
+        await auntil(lambda: len(watched.observers) == 0, "the watch to end")
         writer.close()
         await watched.server.close()
 

@@ -41,10 +41,10 @@ def test_status_says_that_there_are_two_copies_and_who_maps_the_old_one(gms: Gms
     old = [gms.load(nbytes=3 << 20), gms.reader(engine="engine-1", incarnation="i-1")]
     drop(gms)
     said = words(gms)
-    assert "  superseded 3.05 MiB, mapped by engine-0, engine-1; nothing is in service" in said
+    assert "  superseded 3.0 MiB, mapped by engine-0, engine-1; nothing is in service" in said
     with gms.load(engine="engine-2", incarnation="i-2"):
         line = next(line for line in words(gms).splitlines() if "superseded" in line)
-        assert line == "  superseded 3.05 MiB, mapped by engine-0, engine-1"
+        assert line == "  superseded 3.0 MiB, mapped by engine-0, engine-1"
     for reader in old:
         reader.close()
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from lockserver.status.text import span, text_of
+from lockserver.status.text import text_of
+from plumbing.part.format import duration
 from tests.helpers import auntil
 from tests.lockserver.engines import EngineProcess
 from tests.lockserver.processes import ServerProcess, free_port
@@ -134,7 +135,7 @@ def check_text(text: str, document: Any, told: Told) -> None:
     parts = [who, wait["incarnation"], wait["token"] and f"token {wait['token']}"]
     parts += [wait["pid"] and f"supervisor pid {wait['pid']}"]
     assert f"who {' '.join(each for each in parts if each)}" in plain
-    assert f"since {wait['since']} ({span(wait['for_ms'])})" in plain
+    assert f"since {wait['since']} ({duration(wait['for_ms'])})" in plain
     for evidence in wait["evidence"]:
         assert f"evidence {evidence}" in plain
     assert f"to do {wait['mend']}" in plain
@@ -194,20 +195,3 @@ def test_every_reason_is_a_state_here_and_a_line_of_the_page():
     page = (ROOT / "docs" / "reference.md").read_text()
     section = page.partition("## Why a lock is waiting")[2].partition("\n## ")[0]
     assert reasons == made == set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
-
-
-@pytest.mark.parametrize(
-    ("ms", "text"),
-    [
-        (0, "0 ms"),
-        (999, "999 ms"),
-        (1000, "1 s"),
-        (60_000, "1 min"),
-        (200_000, "3 min 20 s"),
-        (7_500_000, "2 h 5 min"),
-        (90_000_000, "1 d 1 h"),
-    ],
-)
-def test_how_long_is_told_in_two_units(ms: int, text: str):
-    """Goal: a glance is enough. Method: a table."""
-    assert span(ms) == text

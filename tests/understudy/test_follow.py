@@ -16,7 +16,7 @@ from plumbing.part.observe import EventMsg, StatusReplyMsg
 from plumbing.service.clock import FakeClock
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.helpers import auntil
-from understudy.status.follow import Part, follow_events
+from understudy.status.events import FollowedPart, follow_events
 
 
 @pytest.fixture
@@ -97,17 +97,19 @@ def test_a_part_that_comes_later_is_followed_from_its_start(directory: Path):
     asyncio.run(main())
 
 
-def test_a_part_tells_each_record_once():
+def test_a_followed_part_reports_each_record_once():
     """Goal: reconnecting repeats nothing and loses nothing. Method: what a server that replays, and
     one that does not, say at a first connection, a second to the same process, and to the next."""
     heard: list[dict[str, Any]] = []
-    part = Part("x", heard.append, FakeClock(), is_new=False)
+    part = FollowedPart("x", heard.append, FakeClock(), is_new=False)
 
     def connects(since: str | None, *ids: int, as_of: int) -> list[int]:
         heard.clear()
-        part.told(StatusReplyMsg({"as_of_event_id": as_of, **({"since": since} if since else {})}))
+        part.received(
+            StatusReplyMsg({"as_of_event_id": as_of, **({"since": since} if since else {})})
+        )
         for number in ids:
-            part.told(EventMsg({"id": number, "type": "a.b"}))
+            part.received(EventMsg({"id": number, "type": "a.b"}))
         return [record["id"] for record in heard if record["id"]]
 
     assert connects("monday", 1, 2, 3, as_of=2) == [3]
@@ -117,7 +119,7 @@ def test_a_part_tells_each_record_once():
     assert connects("monday", 1, 2, 3, 4, as_of=4) == [4]
     assert types_of(heard).count("pod.back") == 1
     assert connects("tuesday", 1, 2, as_of=2) == [1, 2]
-    part = Part("lockserver", heard.append, FakeClock(), is_new=False)
+    part = FollowedPart("lockserver", heard.append, FakeClock(), is_new=False)
     assert connects(None, 8, as_of=7) == [8]
     assert connects(None, 2, as_of=1) == [2]
 

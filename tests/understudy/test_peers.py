@@ -8,7 +8,7 @@ import pytest
 
 from lockserver.client import messages as wire
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
-from plumbing.part.peers import Watch, ask
+from plumbing.part.peers import PeerWatch, ask
 from plumbing.wire.server import Server
 from tests.helpers import auntil, open_fds
 from tests.understudy.kubelet.test_runner import free_port
@@ -69,7 +69,7 @@ def test_watch_comes_back_after_its_peer_restarted(path):
 
     async def main():
         heard: list = []
-        watch = Watch(path, wire.CATALOGUE, wire.WatchMsg(), heard.append)
+        watch = PeerWatch(path, wire.CATALOGUE, wire.WatchMsg(), heard.append)
         for round_number in (1, 2):
             handler = Answering()
             server = Server(path, wire.CATALOGUE, handler, service="test")

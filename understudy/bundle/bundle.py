@@ -29,8 +29,8 @@ from understudy.bundle.facts import machine_facts, process_facts
 from understudy.doctor.checks import document, examine
 from understudy.doctor.facts import PodFacts
 from understudy.doctor.probe import look
+from understudy.status.events import past_events
 from understudy.status.gather import gather
-from understudy.status.past_events import past_events
 from understudy.up.ports import Ports
 
 Say = Callable[[str], None]

@@ -7,7 +7,8 @@ them: the kernel lists every Unix socket in it by its path.
 
 from __future__ import annotations
 
-from plumbing.service.paths import LONGEST_COMMON_NAME, SUN_PATH_MAX
+from plumbing.part.paths import LOCKSERVER_SOCKET, LONGEST_COMMON_NAME, gms_socket
+from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
 from understudy.doctor.facts import (
     Finding,
     HealthCheck,
@@ -19,7 +20,6 @@ from understudy.doctor.facts import (
     warned,
 )
 
-LOCKSERVER = "lockserver.sock"
 ONE_VOLUME = (
     "mount one volume into every container, with the same --dir inside it; on a host, start every"
     " part with the same --dir"
@@ -60,12 +60,12 @@ def path_length(facts: PodFacts) -> Finding:
     """Socket paths are limited to 107 bytes, and a GPU's UUID is long."""
     listed = [uuid for gpu in facts.gpus.listed for uuid in gpu.devices]
     names = [LONGEST_COMMON_NAME, *(each.name for each in facts.sockets)]
-    names += [f"gms_{device}_weights.sock" for device in facts.served or listed]
+    names += [gms_socket("", device) for device in facts.served or listed]
     longest = max(names, key=len)
     length = len(f"{facts.directory.path}/{longest}".encode())
-    found = f"the longest socket path, of {longest}, has {length} of {SUN_PATH_MAX} bytes"
-    if length > SUN_PATH_MAX:
-        spare = SUN_PATH_MAX - len(longest) - 1
+    found = f"the longest socket path, of {longest}, has {length} of {SOCKET_PATH_BYTES_MAX} bytes"
+    if length > SOCKET_PATH_BYTES_MAX:
+        spare = SOCKET_PATH_BYTES_MAX - len(longest) - 1
         return failed(found, f"choose a --dir of at most {spare} bytes")
     return passed(found)
 
@@ -97,10 +97,10 @@ def shared(facts: PodFacts) -> Finding:
 
 def one_lockserver(facts: PodFacts) -> Finding:
     """Two lock servers could both grant the lock."""
-    servers = [each for each in facts.listeners if each.name == LOCKSERVER]
+    servers = [each for each in facts.listeners if each.name == LOCKSERVER_SOCKET]
     if len(servers) > 1:
         return failed(
-            f"{len(servers)} lock servers listen on {facts.directory.path}/{LOCKSERVER}: "
+            f"{len(servers)} lock servers listen on {facts.directory.path}/{LOCKSERVER_SOCKET}: "
             f"{', '.join(map(_who, servers))}; only one of them is reachable",
             "stop all of them, then start one; engines keep serving meanwhile. Never remove"
             " lockserver.lock or lockserver.json under a running server",

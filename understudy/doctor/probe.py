@@ -17,6 +17,7 @@ from pathlib import Path
 
 from engine.backends.free_memory import read_room
 from engine.supervisor.settings import TERMINATION_LOG
+from plumbing.part.paths import gms_sockets
 from plumbing.service import procfs
 from plumbing.service.build import installed
 from plumbing.wire.peer import SO_PEERPIDFD
@@ -31,7 +32,7 @@ from understudy.doctor.facts import (
     SocketFile,
 )
 from understudy.host import fd_count
-from understudy.status.gather import gather, gms_sockets
+from understudy.status.gather import gather
 from understudy.up.ports import Ports
 
 ANSWER_S = 2.0  # a healthy part answers in milliseconds; one that hangs must not delay the others

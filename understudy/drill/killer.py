@@ -16,13 +16,14 @@ from pathlib import Path
 from engine import messages as engine_messages
 from engine.supervisor.tree import HELPERS
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.part.paths import engine_sockets
 from plumbing.part.peers import Answered, ask
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import descendants
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.part_killer import hold
 from understudy.drill.records import STOP, SUPERVISOR, Kill, asked_of_engine
-from understudy.status.gather import engine_sockets, gather
+from understudy.status.gather import gather
 from understudy.status.view import PARKED
 
 WHOLE_POLL_S = 0.05

@@ -25,13 +25,13 @@ from engine import messages as engine_messages
 from lockserver.client import messages as lock_messages
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError
-from plumbing.part.peers import Watch
+from plumbing.part.paths import LOCKSERVER_SOCKET
+from plumbing.part.peers import PeerWatch
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import is_spent
 from plumbing.service.procfs import name as process_name
 from plumbing.wire.messages import Message
 from understudy.drill.records import GONE, LOCK, Kill, Moment, Records
-from understudy.status.gather import LOCKSERVER_SOCKET
 
 clock = SystemClock()
 
@@ -115,7 +115,7 @@ class Observer:
         self._tree = OldTree()
         self._states: dict[str, tuple[str, str]] = {}  # of each part: state and note, told last
         self._watches = [
-            Watch(
+            PeerWatch(
                 str(directory / LOCKSERVER_SOCKET),
                 lock_messages.CATALOGUE,
                 lock_messages.WatchMsg(),
@@ -124,7 +124,7 @@ class Observer:
             )
         ]
         self._watches += [
-            Watch(
+            PeerWatch(
                 path,
                 engine_messages.CONTROL,
                 engine_messages.WatchMsg(),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.part.paths import engine_sockets
 from plumbing.service.clock import SystemClock
 from understudy.drill.clients import Target, send, stream_without_pause
 from understudy.drill.killer import Whole, kill_active, wait_whole
@@ -45,7 +46,7 @@ from understudy.drill.records import (
 from understudy.drill.upgrade import SETTING, VALUE, Upgrader
 from understudy.kubelet.http_get import get
 from understudy.kubelet.runner import Runner
-from understudy.status.gather import engine_sockets, engine_status, gather, pids_of, way_out
+from understudy.status.gather import engine_status, gather, pids_of, start_hint
 from understudy.status.view import is_reachable
 
 FIRST_WHOLE_DEADLINE_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
@@ -110,7 +111,7 @@ class Drill:
         if not is_reachable(await gather(self._directory)):
             raise UnreachableError(
                 "pod.unreachable",
-                f"no part of a pod answers in {self._directory}; {way_out(self._directory)}",
+                f"no part of a pod answers in {self._directory}; {start_hint(self._directory)}",
             )
         whole = await wait_whole(self._directory, self._say, FIRST_WHOLE_DEADLINE_S)
         backend = await self._backend(whole.engine)

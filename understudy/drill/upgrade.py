@@ -18,13 +18,13 @@ from pathlib import Path
 
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError
+from plumbing.part.paths import LOCKSERVER_SOCKET
 from plumbing.part.peers import ask
 from plumbing.service.clock import SystemClock
 from understudy.drill.killer import Whole, backend_processes, wait_whole
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import Kill, Upgrade
 from understudy.kubelet.runner import Runner
-from understudy.status.gather import LOCKSERVER_SOCKET
 
 # A real setting, of every engine whatever its backend, that no answer depends on.
 SETTING, VALUE = "UNDERSTUDY_DRAIN_MS", "31000"  # the default is 30000

@@ -1,12 +1,13 @@
 """Collects the status of every part of a pod through the sockets in its directory.
 
-Owns which socket answers which question. Decides nothing: `view.py` says what the answers mean.
-The directory is the list of parts, so a pod looks the same whoever started it.
+Decides nothing: `view.py` says what the answers mean. The directory is the list of parts, so a pod
+looks the same whatever started it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,57 +16,56 @@ from engine import messages as engine_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError
+from plumbing.part.paths import (
+    LOCKSERVER_SOCKET,
+    engine_sockets,
+    engine_states,
+    gms_sockets,
+    lockserver_socket,
+)
 from plumbing.part.peers import ASK_TIMEOUT_S, ask
+from plumbing.service.files import read_json
 from plumbing.wire.messages import Catalogue, Message
 from understudy.status.view import pod_view
 
-LOCKSERVER_SOCKET = "lockserver.sock"
-_WEIGHTS = "_weights"  # what a device's socket is for, unless it says something else
 
+def start_hint(directory: Path) -> str:
+    """What to do when no part of a pod answers in `directory`."""
+    from understudy.manifest.place import VOLUMES  # loads parsers that nothing else here needs
 
-def engine_sockets(directory: Path) -> dict[str, str]:
-    """Path of each engine's control socket, by engine id."""
-    return {
-        path.name.removeprefix("engine_").removesuffix(".sock"): str(path)
-        for path in sorted(directory.glob("engine_*.sock"))
-    }
-
-
-def gms_sockets(directory: Path) -> dict[str, str]:
-    """Path of each device's socket, by the device: `HOST-0` of `gms_HOST-0_weights.sock`."""
-    # HOST-2 before HOST-10.
-    found = sorted(directory.glob("gms_*.sock"), key=lambda path: (len(path.name), path.name))
-    return {path.stem.removeprefix("gms_").removesuffix(_WEIGHTS): str(path) for path in found}
-
-
-def way_out(directory: Path) -> str:
-    """What to do where no part of a pod answers in `directory`."""
-    from understudy.manifest.place import VOLUMES  # parsers that no other look needs
-
-    # A manifest's parts meet in a volume of its pod, or in a directory therein.
+    # The parts of a manifest share a volume of its pod, or a directory in one.
     sockets = [f"{VOLUMES}/{between}{LOCKSERVER_SOCKET}" for between in ("*/", "*/*/")]
     found = sorted({path.parent for each in sockets for path in directory.glob(each)})
     if not found:
         return "start one with `understudy up`"
-    return f"the pod of an `understudy up -f` is in a volume: --dir {found[0]}"
+    return f"`understudy up -f` keeps its pod in a volume: use --dir {found[0]}"
+
+
+def states_on_file(directory: Path) -> list[dict[str, Any]]:
+    """The document in each engine's state file that can be read."""
+    found = []
+    for path in engine_states(directory):
+        with contextlib.suppress(UnderstudyError, OSError):  # `engine status` reports why
+            found.append(read_json(str(path)))
+    return [document for document in found if document is not None]
 
 
 async def status_of(
     name: str, path: str, catalogue: Catalogue, question: Message, timeout_s: float = ASK_TIMEOUT_S
 ) -> dict[str, Any]:
-    """One part's status document, or `{"name", "error"}` with the reason why there is none."""
+    """One part's status document, or `{"name", "error"}` with the reason for its absence."""
     try:
         answer = (await ask(path, catalogue, question, timeout_s)).message
     except UnderstudyError as error:
         return {"name": name, "error": error.message}
     document = getattr(answer, "document", None)
     if not isinstance(document, dict):
-        return {"name": name, "error": f"it answered {answer.TYPE} to a question for its status"}
+        return {"name": name, "error": f"it answered a status request with {answer.TYPE}"}
     return document
 
 
 async def lock_status(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
-    path, question = str(directory / LOCKSERVER_SOCKET), lock_messages.StatusMsg()
+    path, question = lockserver_socket(str(directory)), lock_messages.StatusMsg()
     return await status_of("lockserver", path, lock_messages.CATALOGUE, question, timeout_s)
 
 
@@ -81,28 +81,26 @@ async def memory_status(device: str, path: str, timeout_s: float = ASK_TIMEOUT_S
 
 @dataclass(frozen=True, slots=True)
 class Pids:
-    """The processes that answer, as they are numbered here: what they say of themselves is their
-    number in their own PID namespace. Those that are not visible here are left out."""
+    """The pids of the parts that answer, as this process sees them: a part knows only its pid in
+    its own PID namespace. Processes that are not visible here are left out."""
 
     lockserver: int | None
     gms: dict[str, int]  # a device's server, by device
     engines: dict[str, int]  # a supervisor, by engine
 
     def named(self) -> list[str]:
-        """`pid 17 has lockserver`, …: every part that answers here."""
+        """`pid 17 is lockserver`, …: every part that answers here."""
         lock = {"lockserver": self.lockserver} if self.lockserver else {}
-        return [f"pid {pid} has {name}" for name, pid in (lock | self.gms | self.engines).items()]
+        return [f"pid {pid} is {name}" for name, pid in (lock | self.gms | self.engines).items()]
 
 
 async def pids_of(directory: Path) -> Pids:
-    """Who answers in `directory`, by the kernel's word."""
+    """The pids of the parts that answer in `directory`, from the kernel."""
     gms, engines = gms_sockets(directory), engine_sockets(directory)
     of_gms = (gms_messages.CATALOGUE, gms_messages.StatusMsg())
     of_engine = (engine_messages.CONTROL, engine_messages.StatusMsg())
     lock, *others = await asyncio.gather(
-        _pid(
-            str(directory / LOCKSERVER_SOCKET), lock_messages.CATALOGUE, lock_messages.StatusMsg()
-        ),
+        _pid(lockserver_socket(str(directory)), lock_messages.CATALOGUE, lock_messages.StatusMsg()),
         *(_pid(path, *of_gms) for path in gms.values()),
         *(_pid(path, *of_engine) for path in engines.values()),
     )
@@ -123,7 +121,7 @@ async def _pid(path: str, catalogue: Catalogue, question: Message) -> int:
 
 
 async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
-    """The whole pod's view (`view.pod_view`), every part asked at once."""
+    """The whole pod's view (`view.pod_view`): every part is asked once, all at the same time."""
     gms = gms_sockets(directory)
     engines = engine_sockets(directory)
     lock, *others = await asyncio.gather(

@@ -1,8 +1,8 @@
-"""What a pod's view says of the memory service: its devices' documents in, lines and faults out.
+"""The memory service in a pod's view: its devices' documents in, lines and faults out.
 
-Pure. Owns what of it is a fault: memory that nobody has handed back yet, and weights that are out
-of service while engines map them. Neither stops the engine that serves, and both look fine from
-there; the next relaunch is what meets them.
+Pure. Two states are faults: memory that has not been handed back after a restart, and weights that
+are out of service while engines map them. Neither stops the engine that serves, which looks fine;
+they affect the next relaunch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Engines = Mapping[int, str]  # which engine each pid belongs to
 
 
 def devices(part: Document) -> Sequence[Document]:
-    """A device's server speaks for itself, the service's supervisor for all its devices."""
+    """A device's server reports itself, the service's supervisor all its devices."""
     found = part.get("devices", [part] if "device_uuid" in part else [])
     return found if isinstance(found, (list, tuple)) else []
 
 
 def engines_by_pid(engines: Iterable[Document]) -> dict[int, str]:
-    """Which engine each process belongs to, by the engines' own documents."""
+    """The engine that each process belongs to, from the engines' documents."""
     found: dict[int, str] = {}
     for part in engines:
         engine, backend = part.get("engine") or {}, part.get("backend") or {}
@@ -34,7 +34,7 @@ def engines_by_pid(engines: Iterable[Document]) -> dict[int, str]:
 
 
 def memory_lines(part: Document, now: datetime, engines: Engines) -> list[str]:
-    """A line for each device of `part`, and what it holds besides what is committed."""
+    """A line for each device of `part`, and lines for memory besides the committed weights."""
     if "error" in part:
         return [f"gms    {part['name']}   down"]
     return [
@@ -43,10 +43,10 @@ def memory_lines(part: Document, now: datetime, engines: Engines) -> list[str]:
 
 
 def memory_faults(part: Document, engines: Engines) -> list[str]:
-    """What is wrong with the memory, as sentences."""
+    """The faults of the memory, as sentences."""
     if "error" in part:
         return [
-            f"gms {part['name']} down: {part['error']}; engines serve on, newcomers wait",
+            f"gms {part['name']} down: {part['error']}; engines keep serving, new ones wait",
         ]
     return [fault for device in devices(part) for fault in _faults(device, engines)]
 
@@ -57,10 +57,10 @@ def _faults(device: Document, engines: Engines) -> list[str]:
         holders = _holders(_unowned(device), device, engines)
         return [f"memory of {name} is recovering: mapped by {holders}"]
     if device.get("superseded_bytes") and not device.get("committed_bytes"):
-        who = "somebody" if state == "staging" else "the next relaunch"
+        loader = "an engine is loading" if state == "staging" else "the next relaunch loads"
         return [
-            f"weights of {name} are out of service, and mapped by {_readers(device)};"
-            f" {who} loads a second copy"
+            f"the weights of {name} are out of service but still mapped by {_readers(device)};"
+            f" {loader} a second copy"
         ]
     return []
 
@@ -78,7 +78,7 @@ def _line(device: Document, now: datetime) -> str:
 
 
 def _rest(device: Document, engines: Engines) -> list[str]:
-    """Copies that are not in service, and who keeps them."""
+    """Copies that are out of service, and the processes that map them."""
     lines = []
     if device.get("superseded_bytes"):
         lines.append(
@@ -95,13 +95,13 @@ def _rest(device: Document, engines: Engines) -> list[str]:
 
 
 def _readers(device: Document) -> str:
-    """The engines that map epochs which are not, or not any more, the device's own."""
+    """The engines that map epochs other than the device's current one."""
     names = dict.fromkeys(
         str(each.get("engine"))
         for each in device.get("sessions") or ()
         if each.get("mode") == "ro" and each.get("epoch") not in (None, device.get("epoch"))
     )
-    return ", ".join(names) or "engines that are not known yet"
+    return ", ".join(names) or "unknown engines"
 
 
 def _unowned(device: Document) -> Sequence[Document]:

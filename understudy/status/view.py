@@ -1,8 +1,7 @@
 """What a pod looks like from outside: the parts' documents in, one document or a few lines out.
 
-Pure. Owns the three words that people ask for (healthy, degraded, down) and what follows from
-them. Must not ask anybody anything: `gather.py` does. A part that did not answer is None or has an
-`error`, which is shown: a hole in the picture is part of the picture.
+Pure. Decides when a pod is healthy, degraded or down. A part that did not answer has an `error`,
+which is shown.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ def pod_view(
     holder = lock.get("holder") or {}
     serving = _serving(holder, engines, states)
     standbys = states.count(PARKED)
-    # A standby alone is not enough: somebody must be able to grant, and free to.
+    # A standby alone is not enough: the lock server must be able to grant it the lock.
     ready = standbys > 0 and lock.get("state") == "held" and not lock.get("problem")
     faults = _faults(lockserver, gms, engines, states)
     if serving and not standbys:
-        faults.append("no standby: the next death of the active engine is an outage")
+        faults.append("no standby: if the active engine dies now, the pod stops serving")
     elif serving and not ready and not faults:
-        faults.append(f"lock active is {lock.get('state')}: nobody could be granted now")
+        faults.append(f"lock active is {lock.get('state')}: it cannot be granted now")
     soundness = "degraded" if faults else "healthy"
     return {
         "schema": SCHEMA,
@@ -58,13 +57,13 @@ def pod_view(
 
 
 def is_reachable(view: Document) -> bool:
-    """Whether anybody answered at all."""
+    """Whether any part answered."""
     parts = [view["lockserver"], *view["gms"], *view["engines"]]
     return any("error" not in part for part in parts)
 
 
 def lines(view: Document, now: datetime) -> list[str]:
-    """The view for people, in less than 15 lines for a pod of two engines and one device."""
+    """The view as text, in less than 15 lines for a pod of two engines and one device."""
     ready = f"failover ready ({view['standbys']} standby)"
     ready = ready if view["failover_ready"] else "NO failover"
     # The directory last: it may be longer than a terminal is wide.
@@ -74,11 +73,38 @@ def lines(view: Document, now: datetime) -> list[str]:
     named = engines_by_pid(view["engines"])
     out += [line for part in view["gms"] for line in memory_lines(part, now, named)]
     out += [f"! {problem}" for problem in view["problems"][:4]]
-    return out
+    return [*out, f"last   {_last_event(view, now)}"]
+
+
+def offline_lines(documents: Sequence[Document], now: datetime) -> list[str]:
+    """The offline view: the engines' last status documents, from their state files, as text."""
+    rows = [_offline_row(each.get("engine") or {}, now) for each in documents]
+    if not rows:
+        return []
+    header = ("engine", "role", "was", "since", "reason")
+    return ["offline view: what the engines last wrote", *table([header, *rows])]
+
+
+def _offline_row(engine: Document, now: datetime) -> tuple[str, ...]:
+    return (
+        *(str(engine.get(key) or "?") for key in ("id", "role", "state")),
+        since(engine.get("since"), now),
+        str(engine.get("reason") or "-"),
+    )
+
+
+def _last_event(view: Document, now: datetime) -> str:
+    """The newest event of all parts that answered."""
+    parts = [view["lockserver"], *view["gms"], *view["engines"]]
+    events = [part["last_event"] for part in parts if part.get("last_event")]
+    if not events:
+        return "no events yet"
+    newest = max(events, key=lambda event: float(event["mono_ms"]))
+    return f"{since(newest['ts'], now)} ago   {newest['source']}   {newest['message']}"
 
 
 def _serving(holder: Document, engines: Sequence[Document], states: Sequence[str]) -> str | None:
-    """The engine that serves. One that does not answer serves on while it holds the lock."""
+    """The engine that serves. One that does not answer still does while it holds the lock."""
     active = [engine for engine, state in zip(engines, states, strict=True) if state == SERVING]
     if len(active) == 1:
         return str(_engine(active[0]).get("id"))
@@ -110,7 +136,7 @@ def _faults(
         f"{part['name']}: {part['error']}" for part in (lockserver, *engines) if "error" in part
     ]
     if states.count(SERVING) > 1:
-        faults.append("more than one engine says that it is active")
+        faults.append("more than one engine reports that it is active")
     problem = _active(lockserver).get("problem")
     if problem:
         faults.append(f"lock active: {problem}")
@@ -152,7 +178,7 @@ def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
 
 
 def _canary(part: Document, now: datetime) -> str:
-    """`ok 4s ago`: the last time this incarnation made the tokens that it must make."""
+    """`ok 4s ago`: the result of this incarnation's last canary."""
     last = (part.get("backend") or {}).get("last_canary")
     if not last:
         return "-"

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plumbing.errors import UnreachableError
-from understudy.status.follow import Record, follow_events
+from understudy.status.events import Record, follow_events, past_events
 from understudy.status.gather import gather
-from understudy.status.past_events import past_events
 from understudy.top.view import Line, Page, Shown, log_line, page
 
 if TYPE_CHECKING:

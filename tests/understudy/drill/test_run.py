@@ -20,7 +20,7 @@ from understudy.drill.killer import wait_whole
 from understudy.drill.observer import OldTree
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import Report, judge
-from understudy.status.follow import follow_events
+from understudy.status.events import follow_events
 from understudy.status.gather import gather
 from understudy.up import sessions
 

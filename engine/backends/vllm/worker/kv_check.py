@@ -17,10 +17,10 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 
 from engine.backends.vllm import shim
 from plumbing.errors import UsageError
+from plumbing.part.format import size
 
 # More than any device has. Where even this is not enough, the size is not what is wrong.
 SIZE_BYTES_MAX = 1 << 48
-MIB = 1 << 20
 
 
 def check_holds_a_sequence(vllm_config: Any, spec: dict[str, Any], given_bytes: int) -> None:
@@ -45,9 +45,9 @@ def check_holds_a_sequence(vllm_config: Any, spec: dict[str, Any], given_bytes: 
     tokens = vllm_config.model_config.max_model_len
     raise UsageError(
         "vllm.kv_too_small",
-        f"a KV cache of {given_bytes} bytes ({given_bytes / MIB:.2f} MiB) per rank cannot hold one"
+        f"a KV cache of {given_bytes} bytes ({size(given_bytes)}) per rank cannot hold one"
         f" sequence of {tokens} tokens, which needs {needed_bytes} bytes"
-        f" ({needed_bytes / MIB:.2f} MiB); give every engine of the pod the same"
+        f" ({size(needed_bytes)}); give every engine of the pod the same"
         f" --kv-cache-memory-bytes of at least that, or a smaller --max-model-len",
         given_bytes=given_bytes,
         needed_bytes=needed_bytes,

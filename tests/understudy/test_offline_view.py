@@ -1,4 +1,4 @@
-"""`understudy status` where nobody answers: what the engines last wrote, and that it may be old."""
+"""`understudy status` where no part answers: the offline view, from the engines' state files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from understudy.status.last_words import last_lines, last_words
+from understudy.status.gather import states_on_file
+from understudy.status.view import offline_lines
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 EARLIER = "2030-01-01T08:48:00.000Z"
@@ -24,21 +25,21 @@ def write(directory: Path, name: str, state: str) -> None:
     (directory / f"engine_{name}.json").write_text(json.dumps({"engine": about}))
 
 
-def test_last_words_are_of_every_file_that_can_be_read(tmp_path: Path):
+def test_offline_view_has_every_state_file_that_can_be_read(tmp_path: Path):
     """Goal: the offline view. Method: two engines, a torn file, a document that is none of ours."""
-    assert last_lines(last_words(tmp_path), NOW) == []
+    assert offline_lines(states_on_file(tmp_path), NOW) == []
     write(tmp_path, "engine-0", "active")
     write(tmp_path, "engine-1", "standby")
     (tmp_path / "engine_engine-2.json").write_text('{"engine": ')
     (tmp_path / "engine_engine-3.json").write_text("{}")
-    head, header, *rows = last_lines(last_words(tmp_path), NOW)
+    head, header, *rows = offline_lines(states_on_file(tmp_path), NOW)
     assert head.startswith("offline view")
     assert header.split() == ["engine", "role", "was", "since", "reason"]
     assert rows[0].split() == ["engine-0", "auto", "active", "3h12m", "as", "told"]
     assert [row.split()[0] for row in rows] == ["engine-0", "engine-1", "?"]
 
 
-def test_status_of_a_pod_that_is_down_shows_its_last_words_and_exits_with_3(tmp_path: Path):
+def test_status_of_a_pod_that_is_down_shows_its_offline_view_and_exits_with_3(tmp_path: Path):
     """Goal: down is an answer. Method: the command where only a state file is left; as JSON it is
     the error alone."""
     write(tmp_path, "engine-0", "active")
@@ -54,7 +55,7 @@ def test_status_of_a_pod_that_is_down_shows_its_last_words_and_exits_with_3(tmp_
     assert json.loads(done.stdout)["error"]["code"] == "pod.unreachable"
 
 
-def test_status_watched_waits_for_a_pod_that_is_down(tmp_path: Path):
+def test_status_watch_waits_for_a_pod_that_is_down(tmp_path: Path):
     """Goal: start it before the pod. Method: two views of nothing; the command goes on."""
     with subprocess.Popen(
         [*STATUS, "--watch", f"--dir={tmp_path}"], stdout=subprocess.PIPE

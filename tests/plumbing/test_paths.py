@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from plumbing.errors import UsageError
-from plumbing.service import paths
+from plumbing.part import paths
 
 
 def refused(path, code):
@@ -22,7 +22,7 @@ def refused(path, code):
 def short(tmp_path, monkeypatch):
     """The test's directory under a short name, as `sun_path` wants it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(paths, "SUN_PATH_MAX", 4096)
+    monkeypatch.setattr(paths, "SOCKET_PATH_BYTES_MAX", 4096)
     return tmp_path
 
 

@@ -1,0 +1,140 @@
+"""The directory that the processes of a pod share, and the names of the parts' files in it.
+
+A user who may write there could become the lock server, so the directory must be private. That is
+checked and never changed, because one with the wrong mode may already hold a foreign socket.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from plumbing.errors import UsageError
+from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
+
+DIRECTORY = "/run/understudy"  # the default of every --dir
+LOCKSERVER_SOCKET = "lockserver.sock"
+WEIGHTS = "weights"  # a memory server's first tag; `kv` comes later
+
+# The longest name that every pod needs. A device with a longer name is caught by `socket_path`.
+LONGEST_COMMON_NAME = f"gms_HOST-0_{WEIGHTS}.sock"
+
+
+def lockserver_socket(directory: str) -> str:
+    return os.path.join(directory, LOCKSERVER_SOCKET)
+
+
+def engine_socket(directory: str, engine: str) -> str:
+    """The control socket of `engine`'s supervisor."""
+    return os.path.join(directory, f"engine_{engine}.sock")
+
+
+def engine_state(directory: str, engine: str) -> str:
+    """The state file of `engine`, which outlives its supervisor."""
+    return os.path.join(directory, f"engine_{engine}.json")
+
+
+def gms_socket(directory: str, device: str, tag: str = WEIGHTS) -> str:
+    """The socket of one device's memory server."""
+    return os.path.join(directory, f"gms_{device}_{tag}.sock")
+
+
+def gms_journal(directory: str, device: str, tag: str = WEIGHTS) -> str:
+    """The record of what is committed on `device`, for a restarted server."""
+    return os.path.join(directory, f"gms_{device}_{tag}.json")
+
+
+def engine_sockets(directory: Path) -> dict[str, str]:
+    """Path of each control socket that exists, by engine id."""
+    return {
+        path.stem.removeprefix("engine_"): str(path)
+        for path in sorted(directory.glob("engine_*.sock"))
+    }
+
+
+def engine_states(directory: Path) -> list[Path]:
+    """Every engine's state file that exists."""
+    return sorted(directory.glob("engine_*.json"))
+
+
+def gms_sockets(directory: Path) -> dict[str, str]:
+    """Path of each memory socket that exists, by device: `HOST-0` of `gms_HOST-0_weights.sock`."""
+    # HOST-2 before HOST-10.
+    found = sorted(directory.glob("gms_*.sock"), key=lambda path: (len(path.name), path.name))
+    return {path.stem.removeprefix("gms_").removesuffix(f"_{WEIGHTS}"): str(path) for path in found}
+
+
+def runtime_dir(value: str) -> str:
+    """Check the shared directory, or create it (0700, last component only); its absolute path.
+
+    Raises:
+        UsageError: not a directory, not ours, open to other users, or too long for sockets.
+    """
+    path = os.path.abspath(value)
+    socket_path(path, LONGEST_COMMON_NAME)
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
+    except FileNotFoundError as error:
+        parent = os.path.dirname(path)
+        raise UsageError(
+            "service.no_such_directory",
+            f"cannot create {path}: {parent} does not exist; create it, or name another with --dir",
+            path=path,
+        ) from error
+    except OSError as error:
+        raise UsageError(
+            "service.directory_refused",
+            f"cannot create {path}: {error.strerror}; name another directory with --dir",
+            path=path,
+        ) from error
+    _check_is_ours(path)
+    return path
+
+
+def socket_path(directory: str, name: str) -> str:
+    """`directory/name`, if the kernel can bind it.
+
+    Raises:
+        UsageError: it is longer than 107 bytes.
+    """
+    path = os.path.join(directory, name)
+    length = len(os.fsencode(path))
+    if length > SOCKET_PATH_BYTES_MAX:
+        raise UsageError(
+            "service.path_too_long",
+            f"the socket path {path} has {length} bytes, and the kernel allows at most "
+            f"{SOCKET_PATH_BYTES_MAX}; "
+            "use a shorter --dir",
+            path=path,
+            length_bytes=length,
+        )
+    return path
+
+
+def _check_is_ours(path: str) -> None:
+    status = os.lstat(path)  # a symbolic link could be pointed elsewhere after this check
+    if not stat.S_ISDIR(status.st_mode):
+        raise UsageError(
+            "service.not_a_directory",
+            f"{path} is not a directory; remove it, or name another with --dir",
+            path=path,
+        )
+    if status.st_uid != os.geteuid():
+        raise UsageError(
+            "service.foreign_directory",
+            f"{path} belongs to uid {status.st_uid} and this process runs as uid {os.geteuid()}; "
+            "run every part as one user, or name another directory with --dir",
+            path=path,
+            owner_uid=status.st_uid,
+        )
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise UsageError(
+            "service.open_directory",
+            f"{path} has mode {mode:04o} and must be 0700; run `chmod 700 {path}`",
+            path=path,
+            mode=f"{mode:04o}",
+        )
