@@ -259,7 +259,7 @@ def test_up_that_cannot_work_is_one_sentence(
                 Refusal(
                     up("c", model, "--device-bytes=256KiB", *port_flags()),
                     FAILED,
-                    ("--device-bytes", "smaller model", "has 0.25 MiB"),
+                    ("--device-bytes", "smaller model", "has 256.0 KiB"),
                 ),
                 Refusal(
                     up("d", model, *port_flags(service=taken_port)),

@@ -66,7 +66,7 @@ def test_recovering_memory_names_pids_and_their_engines(gms: GmsProcess):
         assert f", mapped by pid {client.pid}" in words(gms)
         about = {"id": "engine-9", "pid": 1}
         state.write_text(json.dumps({"engine": about, "backend": {"pids": {"model": client.pid}}}))
-        assert f"is orphaned, 4.00 KiB, mapped by pid {client.pid} (engine-9)" in words(gms)
+        assert f"is orphaned, 4.0 KiB, mapped by pid {client.pid} (engine-9)" in words(gms)
         with pytest.raises(DegradedError, match=rf"pid {client.pid} \(engine-9\)"):
             drop(gms)
     finally:
@@ -83,7 +83,7 @@ def test_inspect_does_not_count_tensors_that_it_cannot_know(gms: GmsProcess):
         gms.kill()
         gms.start()
         reader.rejoin(10)
-        assert "superseded: slabs 1, 4.00 KiB, tensors unknown" in words(gms, in_full=True)
+        assert "superseded: slabs 1, 4.0 KiB, tensors unknown" in words(gms, in_full=True)
 
 
 @host_only

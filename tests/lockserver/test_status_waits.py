@@ -79,7 +79,9 @@ def test_status_of_a_state_that_lasts_says_who_since_when_what_remains_and_what_
 
     async def scenario() -> None:
         async with state(Scene(pod_dir, start_server, start_engine)) as told:
-            document = await (ask(pod_dir) if told.by_http is None else fetch(told.by_http))
+            code = UNREACHABLE if told.reason == "no_server" else 0
+            look = ask(pod_dir, code=code) if told.by_http is None else fetch(told.by_http)
+            document = await look
             check_document(document, told)
             check_text(text_of(document, COLUMNS), document, told)
 
@@ -164,7 +166,7 @@ def test_status_in_an_80_columns_terminal_and_its_exit_codes(pod_dir, start_serv
     assert len(wide.splitlines()) < len(text.splitlines())
     server.kill()
     code, text = run(COLUMNS)
-    assert (code, "offline view" in text) == (0, True)
+    assert (code, "offline view" in text) == (UNREACHABLE, True)
     os.unlink(os.path.join(pod_dir, "lockserver.json"))
     assert run(COLUMNS) == (UNREACHABLE, "")
 
