@@ -170,7 +170,7 @@ def test_row_6_another_fine_tune_of_the_same_shapes_is_refused(gms: GmsProcess, 
     raw = bytearray(shard.read_bytes())
     raw[-1] ^= 1
     shard.write_bytes(raw)
-    mine, other = (identity(str(path), model="same") for path in (base, tuned))
+    mine, other = ({**identity(str(path)), "model": "same"} for path in (base, tuned))
     shapes = [[(t.name, t.shape) for t in open_checkpoint(str(p)).tensors] for p in (base, tuned)]
     assert shapes[0] == shapes[1]
     with gms.load(identity=mine):

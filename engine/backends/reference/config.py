@@ -1,8 +1,8 @@
-"""What a checkpoint's `config.json` says, and whether the decoder can do it.
+"""The meaning of a checkpoint's `config.json`, and whether the decoder supports it.
 
-Owns the meaning of every key that changes the numbers of a Llama. Knows no tensors and no numpy.
-The surprising thing: a key that is *not understood* must stop the load. A decoder that skips an
-unknown rope type still produces fluent text, and nobody would notice that it is wrong.
+Owns every key that changes the numbers of a Llama. Knows no tensors and no numpy. The surprising
+thing: a key that is *not understood* must stop the load. A decoder that skips an unknown rope type
+still produces fluent text, and its errors would go unnoticed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import json
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
+
+import msgspec
+from msgspec import Meta, Struct
 
 from engine.backends.shards import read_json
 from plumbing.errors import UsageError
@@ -36,6 +39,41 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
 ROPE_TYPES = ("default", "linear", "llama3")
 
 TensorShapes = dict[str, tuple[int, ...]]
+Count = Annotated[int, Meta(gt=0, lt=1 << 31)]
+Positive = Annotated[float, Meta(gt=0, lt=1e30)]
+TokenId = Annotated[int, Meta(ge=0)]
+
+
+class _RopeKeys(Struct):
+    """`rope_parameters` of transformers 5, or `rope_scaling` of transformers 4."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Count | None = None
+    partial_rotary_factor: float | None = None
+
+
+class _ConfigKeys(Struct):
+    """The keys of `config.json` that are read; others do not change the numbers."""
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    max_position_embeddings: Count | None = None
+    rms_norm_eps: Positive | None = None
+    tie_word_embeddings: bool = False
+    eos_token_id: TokenId | list[TokenId] | None = None
+    rope_theta: Positive | None = None
+    rope_scaling: _RopeKeys | None = None
+    rope_parameters: _RopeKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +107,6 @@ class LlamaConfig:
     norm_eps: float
     rope: Rope
     tie_embeddings: bool
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     head_rows: tuple[int, int] | None = None
 
@@ -81,18 +118,18 @@ class LlamaConfig:
         every rank has them whole.
 
         Raises:
-            UsageError: `engine.bad_tensor_parallel`, with the numbers that would do.
+            UsageError: `engine.bad_tensor_parallel`, with the valid numbers.
         """
         if ranks == 1:
             return self
         common = math.gcd(self.kv_heads, self.heads, self.intermediate_size)
         if common % ranks:
-            would_do = [str(each) for each in range(1, common + 1) if common % each == 0]
+            valid = [str(each) for each in range(1, common + 1) if common % each == 0]
             raise UsageError(
                 "engine.bad_tensor_parallel",
                 f"--tensor-parallel {ranks} must divide this model's {self.heads} heads,"
                 f" {self.kv_heads} key and value heads and intermediate size"
-                f" {self.intermediate_size}; {', '.join(would_do)} would do",
+                f" {self.intermediate_size}; choose one of {', '.join(valid)}",
                 tensor_parallel=ranks,
             )
         return replace(
@@ -102,11 +139,6 @@ class LlamaConfig:
             intermediate_size=self.intermediate_size // ranks,
             head_rows=head_span(self.vocab_size, rank, ranks),
         )
-
-    @property
-    def head_shape(self) -> tuple[int, int]:
-        first, end = self.head_rows or (0, self.vocab_size)
-        return end - first, self.hidden_size
 
     def tensor_shapes(self) -> TensorShapes:
         """Every tensor that the decoder reads, by its Hugging Face name, in the order of use."""
@@ -126,12 +158,13 @@ class LlamaConfig:
             shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_embeddings:
-            shapes["lm_head.weight"] = self.head_shape
+            first, end = self.head_rows or (0, self.vocab_size)
+            shapes["lm_head.weight"] = (end - first, hidden)
         return shapes
 
 
 def head_span(vocab_size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """First and end of the rows of the head that `rank` computes; they need not be equally many."""
+    """First and end of the rows of the head that `rank` computes; their numbers may differ."""
     return vocab_size * rank // ranks, vocab_size * (rank + 1) // ranks
 
 
@@ -139,7 +172,7 @@ def read_config(directory: str) -> LlamaConfig:
     """Read `config.json`, and `generation_config.json` where there is one.
 
     Raises:
-        UsageError: `model.missing`, `model.broken` or `model.unsupported`; the sentence names
+        UsageError: `model.missing`, `model.broken` or `model.unsupported`; the message names
             the file, the key and the value.
     """
     if not os.path.isdir(directory):
@@ -156,122 +189,78 @@ def read_config(directory: str) -> LlamaConfig:
 
 
 def parse_config(document: dict[str, Any], generation: dict[str, Any], path: str) -> LlamaConfig:
-    """Check and translate; `generation` gives the end-of-sequence ids precedence, as elsewhere."""
+    """Check and translate. The end-of-sequence ids of `generation` win, as in transformers."""
     architectures = document.get("architectures")
-    if architectures is not None and architectures != [ARCHITECTURE]:
+    if architectures not in (None, [ARCHITECTURE]):
         _unsupported(path, "architectures", architectures, [ARCHITECTURE])
     if architectures is None and document.get("model_type") != "llama":
         _unsupported(path, "model_type", document.get("model_type"), "llama")
     for key, accepted in ACCEPTED.items():
-        if key in document and not any(_same(document[key], value) for value in accepted):
+        if key in document and document[key] not in accepted:
             _unsupported(path, key, document[key], accepted[0])
-    hidden, heads = (
-        _count(document, "hidden_size", path),
-        _count(document, "num_attention_heads", path),
-    )
-    kv_heads = _count(document, "num_key_value_heads", path, default=heads)
+    if "eos_token_id" in generation:
+        document = {**document, "eos_token_id": generation["eos_token_id"]}
+    try:
+        keys = msgspec.convert(document, _ConfigKeys, strict=True)
+    except msgspec.ValidationError as error:
+        _broken(path, str(error)[:200])
+    heads, kv_heads = keys.num_attention_heads, keys.num_key_value_heads or keys.num_attention_heads
     if heads % kv_heads:
-        _broken(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
-    if document.get("head_dim") is None and hidden % heads:
-        _broken(path, "hidden_size", hidden, f"a multiple of num_attention_heads {heads}")
-    head_dim = _count(document, "head_dim", path, default=hidden // heads)
+        _broken(path, f"num_key_value_heads {kv_heads} must divide num_attention_heads {heads}")
+    if keys.head_dim is None and keys.hidden_size % heads:
+        _broken(path, f"num_attention_heads {heads} must divide hidden_size {keys.hidden_size}")
+    head_dim = keys.head_dim or keys.hidden_size // heads
     if head_dim % 2:
-        _broken(path, "head_dim", head_dim, "even, since rotary embedding turns pairs")
-    tie = document.get("tie_word_embeddings", False)
-    if not isinstance(tie, bool):
-        _broken(path, "tie_word_embeddings", tie, "true or false")
-    max_position = _count(document, "max_position_embeddings", path, default=2048)
-    eos = generation.get("eos_token_id", document.get("eos_token_id"))
+        _broken(path, f"head_dim {head_dim} must be even, since rotary embedding turns pairs")
+    max_position = keys.max_position_embeddings or 2048
+    eos = keys.eos_token_id
     return LlamaConfig(
-        vocab_size=_count(document, "vocab_size", path),
-        hidden_size=hidden,
-        intermediate_size=_count(document, "intermediate_size", path),
-        layers=_count(document, "num_hidden_layers", path),
+        vocab_size=keys.vocab_size,
+        hidden_size=keys.hidden_size,
+        intermediate_size=keys.intermediate_size,
+        layers=keys.num_hidden_layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_position=max_position,
-        norm_eps=_number(document, "rms_norm_eps", path, default=1e-6),
-        rope=_rope(document, max_position, path),
-        tie_embeddings=tie,
-        bos_token_id=next(
-            iter(_token_ids(document.get("bos_token_id"), "bos_token_id", path)), None
-        ),
-        eos_token_ids=_token_ids(eos, "eos_token_id", path),
+        norm_eps=keys.rms_norm_eps or 1e-6,
+        rope=_rope(keys, max_position, path),
+        tie_embeddings=keys.tie_word_embeddings,
+        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
     )
 
 
-def _rope(document: dict[str, Any], max_position: int, path: str) -> Rope:
-    """`rope_parameters` (transformers 5) holds what `rope_theta` and `rope_scaling` held before."""
-    key = "rope_parameters" if document.get("rope_parameters") is not None else "rope_scaling"
-    scaling = document.get(key)
-    if scaling is None:
-        return Rope(_number(document, "rope_theta", path, default=10000.0))
-    if not isinstance(scaling, dict):
-        _broken(path, key, scaling, "an object")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+def _rope(keys: _ConfigKeys, max_position: int, path: str) -> Rope:
+    name = "rope_scaling" if keys.rope_parameters is None else "rope_parameters"
+    rope = keys.rope_parameters or keys.rope_scaling or _RopeKeys()
+    kind = rope.rope_type or rope.type or "default"
     if kind not in ROPE_TYPES:
-        _unsupported(path, f"{key}.rope_type", kind, ROPE_TYPES)
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        _unsupported(path, f"{key}.partial_rotary_factor", scaling["partial_rotary_factor"], 1.0)
-    theta = _number({**document, **scaling}, "rope_theta", path, default=10000.0)
+        _unsupported(path, f"{name}.rope_type", kind, ROPE_TYPES)
+    if rope.partial_rotary_factor not in (None, 1.0):
+        _unsupported(path, f"{name}.partial_rotary_factor", rope.partial_rotary_factor, 1.0)
+    theta = rope.rope_theta or keys.rope_theta or 10000.0
     if kind == "default":
         return Rope(theta)
-    factor = _number(scaling, "factor", path)
+    if rope.factor is None:
+        _broken(path, f"{name} lacks factor")
     if kind == "linear":
-        return Rope(theta, "linear", factor)
-    low, high = (_number(scaling, name, path) for name in ("low_freq_factor", "high_freq_factor"))
-    if high <= low:
-        _broken(path, f"{key}.high_freq_factor", high, f"above low_freq_factor {low}")
-    original = _count(scaling, "original_max_position_embeddings", path, default=max_position)
-    return Rope(theta, "llama3", factor, low, high, original)
-
-
-def _count(document: dict[str, Any], key: str, path: str, default: int | None = None) -> int:
-    value = document.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
-        _broken(path, key, value, "a positive whole number")
-    return value
-
-
-def _number(document: dict[str, Any], key: str, path: str, default: float | None = None) -> float:
-    value = document.get(key)
-    value = default if value is None else value
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
-        _broken(path, key, value, "a positive number")
-    return float(value)
-
-
-def _token_ids(value: Any, key: str, path: str) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(
-        isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids
-    ):
-        _broken(path, key, value, "a token id or a list of them")
-    return tuple(ids)
-
-
-def _same(value: Any, accepted: Any) -> bool:
-    """Equal, and not merely so because Python holds 0 == False == 0.0."""
-    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
+        return Rope(theta, "linear", rope.factor)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if low is None or high is None or high <= low:
+        _broken(path, f"{name} must have a low_freq_factor below its high_freq_factor")
+    original = rope.original_max_position_embeddings or max_position
+    return Rope(theta, "llama3", rope.factor, low, high, original)
 
 
 def _unsupported(path: str, key: str, value: Any, accepted: Any) -> NoReturn:
     raise UsageError(
         "model.unsupported",
-        f"{path}: {key} is {json.dumps(value)[:200]}, and the reference backend only does "
+        f"{path}: {key} is {json.dumps(value)[:200]}, and the reference backend supports only "
         f"{json.dumps(accepted)}; choose another checkpoint or the vllm backend.",
         key=key,
         value=value,
     )
 
 
-def _broken(path: str, key: str, value: Any, wanted: str) -> NoReturn:
-    found = "missing" if value is None else json.dumps(value)[:200]
-    raise UsageError(
-        "model.broken",
-        f"{path}: {key} is {found}, but must be {wanted}; download the file again.",
-        key=key,
-        value=value,
-    )
+def _broken(path: str, reason: str) -> NoReturn:
+    raise UsageError("model.broken", f"{path}: {reason}; download the file again.")

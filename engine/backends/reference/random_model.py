@@ -1,11 +1,11 @@
-"""Writes a small random Llama checkpoint: something to serve where there is no model at hand.
+"""Writes a small random Llama checkpoint, to serve where there is no model.
 
 `python -m engine.backends.reference.random_model DIRECTORY`. The files are the same for the same
 seed. Its tokenizer is byte-level, and its answers are printable ASCII, one character per token:
-the output rows of all other tokens are zero, so greedy text says exactly which tokens were made.
+the output rows of all other tokens are zero, so greedy text shows exactly which tokens were made.
 The surprising thing: weights are scaled up. A freshly initialised Llama repeats one token whatever
-it is asked; this one must give each prompt an answer of its own, or a drill could not tell a right
-answer from a wrong one.
+the prompt; this one must give each prompt its own answer, or a drill could not tell a right answer
+from a wrong one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def write_random_model(
     """Write config.json, model.safetensors (bfloat16), tokenizer files and generation_config.json.
 
     Raises:
-        UsageError: `model.exists` when the directory holds something already.
+        UsageError: `model.exists` when the directory is not empty.
     """
     os.makedirs(directory, exist_ok=True)
     if os.listdir(directory):
@@ -142,7 +142,7 @@ def byte_letters() -> list[str]:
 def save_bfloat16(path: str, weights: dict[str, NDArray[np.float32]]) -> None:
     """A safetensors file of bfloat16, rounded to nearest even.
 
-    Written by hand, since the library takes bfloat16 from torch only.
+    By hand: the library takes bfloat16 from torch only, and its raw interface changed in 0.8.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -150,7 +150,7 @@ def save_bfloat16(path: str, weights: dict[str, NDArray[np.float32]]) -> None:
         start, end = end, end + 2 * array.size
         header[name] = {"dtype": "BF16", "shape": array.shape, "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the format wants the tensors aligned to 8 bytes
+    encoded += b" " * (-len(encoded) % 8)  # the format aligns tensors to 8 bytes
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for array in weights.values():
@@ -167,20 +167,17 @@ def _write_json(directory: str, name: str, document: dict[str, Any]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m engine.backends.reference.random_model",
-        description="Write a random Llama checkpoint: a small one, unless told otherwise.",
+        description="Write a random Llama checkpoint, by default a small one.",
         epilog="--hidden 4096 --layers 6 makes a file of 0.6 GiB.",
     )
-    parser.add_argument("directory", help="a new or empty one")
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="the same seed writes the same weights (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--hidden", type=int, default=64, help="a multiple of 8 (default: %(default)s)"
-    )
-    parser.add_argument("--layers", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("directory", help="new or empty")
+    for name, default, meaning in (
+        ("--seed", 0, "the same seed writes the same weights"),
+        ("--hidden", 64, "hidden size, a multiple of 8"),
+        ("--layers", 2, "number of layers"),
+    ):
+        text = f"{meaning} (default: %(default)s)"
+        parser.add_argument(name, type=int, default=default, help=text)
     options = parser.parse_args(arguments)
     try:
         write_random_model(

@@ -147,7 +147,9 @@ def test_rows_of_the_head_need_not_divide():
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_ranks_that_do_not_divide_the_model_are_refused(ranks: int):
     """Goal: a sentence with what would do. Method: numbers that divide no count of heads."""
-    with pytest.raises(UsageError, match=f"parallel {ranks} must divide .* would do") as caught:
+    with pytest.raises(
+        UsageError, match=f"parallel {ranks} must divide .* choose one of"
+    ) as caught:
         open_checkpoint(golden(CUT[0]), 0, ranks)
     assert caught.value.code == "engine.bad_tensor_parallel"
 

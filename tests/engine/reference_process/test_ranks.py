@@ -198,7 +198,7 @@ def test_ranks_that_the_model_cannot_be_cut_into_are_refused(tmp_path: Path, mod
         async with supervisor(tmp_path, *arguments) as stub:
             report = await stub.fault_report()
             assert (report.code, report.exit_code) == ("engine.bad_tensor_parallel", 2)
-            assert "1, 2 would do" in report.message
+            assert "choose one of 1, 2" in report.message
             assert set(stub.registered) == {"http"}
 
     asyncio.run(main())

@@ -1,9 +1,9 @@
 """Bodies of `/v1/completions` and `/v1/chat/completions`, checked into dataclasses. Pure.
 
-The tables say which parameters have which values. Parameters that this engine does not implement
-are accepted with the values that change nothing (`NEUTRAL`), as stock clients send them; any other
-value is refused by name, because ignoring it would give a wrong answer. Parameters that never
-change an answer are ignored, and unknown ones too, with a warning in the log, as vLLM does.
+The structs say which parameters are implemented, with which values. Other parameters of OpenAI and
+vLLM are accepted with the values that change nothing (`NEUTRAL`), as stock clients send them; any
+other value is refused by name, because ignoring it would give a wrong answer. Parameters that
+never change an answer are ignored, and unknown ones too, with a warning in the log, as vLLM does.
 
 Sources: https://platform.openai.com/docs/api-reference and vLLM's OpenAI-compatible server. `null`
 means absent everywhere. Nothing is coerced: `"1"` is no number and `true` is no integer.
@@ -13,92 +13,75 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
 
 from engine.backends.reference.http.replies import ApiError, bad_value
 from engine.backends.reference.link import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-INT31_MAX = 2**31 - 1
-SEED_MAX = 2**63 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-STOPS_MAX = 4  # OpenAI's limit
-STOP_CHARS_MAX = 256  # a stop string holds back as much text as it is long
-MESSAGES_MAX = 4096  # far above any real conversation; the context's length is the real limit
-ROLES = ("system", "developer", "user", "assistant")
-SHOWN_CHARS_MAX = 60  # of a wrong value, in the error
-WARNINGS_MAX = 100  # clients choose these names, and the log must not be theirs to fill
+ERROR_CHARS_MAX = 300  # it quotes what the client has sent
+WARNINGS_MAX = 100  # clients choose these names, and must not be able to fill the log
+
+TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+# A stop string holds back as much text as it is long; four of them is OpenAI's limit.
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter that is implemented: what it must be, in words and as a check."""
-
-    wanted: str
-    is_valid: Callable[[Any], bool]
+class StreamOptions(Struct):
+    include_usage: bool | None = None
 
 
-def _integer(least: int, most: int) -> Parameter:
-    return Parameter(
-        f"a whole number from {least} to {most}", lambda v: type(v) is int and least <= v <= most
-    )
+class CommonBody(Struct, kw_only=True):
+    """The parameters of both endpoints."""
+
+    model: str | None = None
+    max_tokens: TokenCount | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+class CompletionBody(CommonBody):
+    prompt: str | Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
 
 
-def _is_text(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:  # half a UTF-16 surrogate pair, which JSON can express
-        return False
+class TextPart(Struct, tag_field="type", tag="text"):
+    text: str
 
 
-def _is_stop(value: Any) -> bool:
-    items = value if isinstance(value, list) else [value]
-    return len(items) <= STOPS_MAX and all(
-        _is_text(item) and 0 < len(item) <= STOP_CHARS_MAX for item in items
-    )
+class ChatMessage(Struct):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Meta(min_length=1)]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """The message as a chat template takes it, all strings."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        name = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": content, **name}
 
 
-def _is_prompt(value: Any) -> bool:
-    if not isinstance(value, list):
-        return _is_text(value)
-    return set(map(type, value)) == {int} and min(value) >= 0
+class ChatBody(CommonBody):
+    # Far above any real conversation; the context's length is the real limit.
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: TokenCount | None = None
 
 
-BOOLEAN = Parameter("true or false", lambda value: type(value) is bool)
-COMMON: Mapping[str, Parameter] = {
-    "model": Parameter("a string", _is_text),
-    "max_tokens": _integer(1, INT31_MAX),
-    "temperature": Parameter("a number from 0 to 2", lambda v: _is_number(v) and 0 <= v <= 2),
-    "top_p": Parameter("a number above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1),
-    "seed": _integer(-SEED_MAX - 1, SEED_MAX),
-    "stop": Parameter(
-        f"a string of 1 to {STOP_CHARS_MAX} characters or up to {STOPS_MAX} of them", _is_stop
-    ),
-    "stream": BOOLEAN,
-    "stream_options": Parameter("an object", lambda value: isinstance(value, dict)),
-    "ignore_eos": BOOLEAN,
-}
-COMPLETION: Mapping[str, Parameter] = {
-    **COMMON,
-    "prompt": Parameter("a non-empty string or array of token ids", _is_prompt),
-}
-CHAT: Mapping[str, Parameter] = {
-    **COMMON,
-    "messages": Parameter(
-        f"an array of 1 to {MESSAGES_MAX} messages",
-        lambda value: isinstance(value, list) and 0 < len(value) <= MESSAGES_MAX,
-    ),
-    "max_completion_tokens": _integer(1, INT31_MAX),
-}
+Body = TypeVar("Body", bound=CommonBody)
 
 # Parameters of OpenAI and vLLM that are not implemented, by the values that change nothing, besides
 # null. `logprobs` 0 is not among them: in a completion it asks for the chosen token's.
@@ -164,8 +147,8 @@ class GenerationRequest:
 def parse_json(body: bytes) -> dict[str, Any]:
     """One JSON object. Raises ApiError 400, which names the place of the mistake."""
     try:
-        document = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        document = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(document, dict):
         raise ApiError(400, "The body must be one JSON object.", code="invalid_json")
@@ -175,134 +158,97 @@ def parse_json(body: bytes) -> dict[str, Any]:
 def parse_completion(document: Mapping[str, Any]) -> GenerationRequest:
     """The body of `/v1/completions`. Raises ApiError."""
     prompt = document.get("prompt")
-    if isinstance(prompt, list) and set(map(type, prompt)) & {str, list}:
+    if isinstance(prompt, list) and isinstance(next(iter(prompt), None), str | list):
         if len(prompt) != 1:
             raise bad_value(
                 "prompt", f"prompt holds {len(prompt)} prompts; send one prompt per request."
             )
         document = {**document, "prompt": prompt[0]}
-    values = _check(document, COMPLETION, "prompt")
-    prompt = values["prompt"]
+    body = _convert(document, CompletionBody, "prompt")
     return _request(
-        values,
-        prompt=prompt if isinstance(prompt, str) else tuple(prompt),
-        max_tokens=values.get("max_tokens", DEFAULT_COMPLETION_TOKENS),
+        body,
+        prompt=body.prompt if isinstance(body.prompt, str) else tuple(body.prompt),
+        max_tokens=body.max_tokens or DEFAULT_COMPLETION_TOKENS,
     )
 
 
 def parse_chat(document: Mapping[str, Any]) -> GenerationRequest:
     """The body of `/v1/chat/completions`. Raises ApiError."""
-    values = _check(document, CHAT, "messages")
-    new, old = values.get("max_completion_tokens"), values.get("max_tokens")
+    body = _convert(document, ChatBody, "messages")
+    for index, message in enumerate(document["messages"]):
+        where = f"messages[{index}]."
+        _check_others(message, ChatMessage, NEUTRAL_IN_MESSAGE, IGNORED_IN_MESSAGE, where)
+    new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old is not None and new != old:
         raise bad_value(
             "max_tokens", "max_tokens and max_completion_tokens differ; send only the latter."
         )
-    messages = enumerate(values["messages"])
-    return _request(
-        values,
-        messages=tuple(_message(item, f"messages[{index}]") for index, item in messages),
-        max_tokens=old if new is None else new,
-    )
+    messages = tuple(message.plain() for message in body.messages)
+    return _request(body, messages=messages, max_tokens=new or old)
 
 
 def _request(
-    values: Mapping[str, Any],
+    body: CommonBody,
     max_tokens: int | None,
     prompt: str | tuple[int, ...] = "",
     messages: tuple[dict[str, str], ...] = (),
 ) -> GenerationRequest:
-    stop, options = values.get("stop", ()), values.get("stream_options", {})
-    include_usage = options.get("include_usage") or False
-    if not BOOLEAN.is_valid(include_usage):
-        raise _wrong("stream_options.include_usage", BOOLEAN.wanted, include_usage)
-    others = {name: value for name, value in options.items() if name != "include_usage"}
-    _check_neutral(others, NEUTRAL_STREAM_OPTIONS, IGNORED_STREAM_OPTIONS, "stream_options.")
     return GenerationRequest(
         prompt=prompt,
         messages=messages,
-        model=values.get("model"),
+        model=body.model,
         max_tokens=max_tokens,
         sampling=SamplingParams(
-            temperature=float(values.get("temperature", 1)),
-            top_p=float(values.get("top_p", 1)),
-            seed=values.get("seed"),
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=body.top_p or 1.0,
+            seed=body.seed,
         ),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stream=values.get("stream", False),
-        include_usage=include_usage,
-        ignore_eos=values.get("ignore_eos", False),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        ignore_eos=bool(body.ignore_eos),
     )
 
 
-def _message(value: Any, param: str) -> dict[str, str]:
-    """A message as a chat template takes it: `role`, `content` and perhaps `name`, all strings."""
-    if not isinstance(value, dict):
-        raise _wrong(param, "an object with role and content", value)
-    role, content, name = (value.get(key) for key in ("role", "content", "name"))
-    if role not in ROLES:
-        raise _wrong(f"{param}.role", f"one of {', '.join(ROLES)}", role)
-    others = {key: item for key, item in value.items() if key not in ("role", "content", "name")}
-    _check_neutral(others, NEUTRAL_IN_MESSAGE, IGNORED_IN_MESSAGE, f"{param}.")
-    if isinstance(content, list) and content:
-        content = "\n".join(
-            _text_part(part, f"{param}.content[{index}]") for index, part in enumerate(content)
-        )
-    if not _is_text(content):
-        raise _wrong(f"{param}.content", "a string or an array of text parts", content)
-    if name is None:
-        return {"role": role, "content": content}
-    if not _is_text(name):
-        raise _wrong(f"{param}.name", "a string", name)
-    return {"role": role, "content": content, "name": name}
-
-
-def _text_part(part: Any, param: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not _is_text(part.get("text")):
-        raise _wrong(param, 'a text part, {"type": "text", "text": "…"}', part)
-    return str(part["text"])
-
-
-def _check(
-    document: Mapping[str, Any], parameters: Mapping[str, Parameter], required: str
-) -> dict[str, Any]:
-    """The implemented parameters that are present, each valid."""
-    values, others = {}, {}
-    for name, value in document.items():
-        parameter = parameters.get(name)
-        if parameter is None:
-            others[name] = value
-        elif value is not None:
-            if not parameter.is_valid(value):
-                raise _wrong(name, parameter.wanted, value)
-            values[name] = value
-    _check_neutral(others, NEUTRAL, IGNORED)
-    if required not in values:
+def _convert(document: Mapping[str, Any], kind: type[Body], required: str) -> Body:
+    """The implemented parameters, each valid, if the others may be left aside."""
+    if document.get(required) is None:
         what = f"The request lacks {required}."
         raise ApiError(400, what, code="missing_required_parameter", param=required)
-    return values
+    try:
+        body = msgspec.convert(document, kind, strict=True)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).rpartition(" - at `$.")
+        param = path.removesuffix("`")
+        raise bad_value(param, f"{param}: {what[:ERROR_CHARS_MAX]}.") from None
+    _check_others(document, kind, NEUTRAL, IGNORED)
+    options = document.get("stream_options") or {}
+    where = "stream_options."
+    _check_others(options, StreamOptions, NEUTRAL_STREAM_OPTIONS, IGNORED_STREAM_OPTIONS, where)
+    return body
 
 
-def _check_neutral(
-    values: Mapping[str, Any],
+def _check_others(
+    document: Mapping[str, Any],
+    implemented: type[Struct],
     neutral: Mapping[str, tuple[Any, ...]],
     ignored: frozenset[str],
-    prefix: str = "",
+    where: str = "",
 ) -> None:
     """Refuse values that would change the answer; warn of names that are not known."""
-    for name, value in values.items():
-        if value is None or name in ignored:
+    for name, value in document.items():
+        if value is None or name in ignored or name in implemented.__struct_fields__:
             continue
         if name not in neutral:
             _warn_once(name)
         elif not any(_same(value, accepted) for accepted in neutral[name]):
-            accepted = [f" or send {json.dumps(item)}" for item in neutral[name]]
+            accepted = "".join(f" or send {json.dumps(item)}" for item in neutral[name])
+            what = f"{where}{name} is not supported with the value {reprlib.repr(value)}"
             raise ApiError(
                 400,
-                f"{prefix}{name} is not supported by this engine with the value {_shown(value)};"
-                f" leave it out{''.join(accepted)}.",
+                f"{what} by this engine; leave it out{accepted}.",
                 code="unsupported_parameter",
-                param=f"{prefix}{name}",
+                param=f"{where}{name}",
             )
 
 
@@ -314,17 +260,5 @@ def _same(value: Any, accepted: Any) -> bool:
 def _warn_once(name: str) -> None:
     if name not in _warned and len(_warned) < WARNINGS_MAX:
         _warned.add(name)
-        logger.warning("requests have a parameter %s that is unknown; ignoring it", _shown(name))
-
-
-def _wrong(param: str, wanted: str, value: Any) -> ApiError:
-    return bad_value(param, f"{param} must be {wanted}, not {_shown(value)}.")
-
-
-def _shown(value: Any) -> str:
-    shown = reprlib.repr(value)  # looks at the beginning only, however long the value is
-    return shown if len(shown) <= SHOWN_CHARS_MAX else shown[:SHOWN_CHARS_MAX] + "…"
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON number")
+        shown = reprlib.repr(name)
+        logger.warning("requests have an unknown parameter %s, which is ignored", shown)

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint directory: what it must hold, its bytes as float32, its identity.
+"""A Hugging Face checkpoint directory: its required contents, bytes as float32, and identity.
 
 Owns the way from files to memory. Knows no arithmetic of the model and no shared memory: it asks
 the caller for a place per tensor and writes there. The surprising thing: nothing is ever held
@@ -16,7 +16,6 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from engine.backends.reference.config import LlamaConfig, read_config
 from engine.backends.shards import Shard, StoredTensor, read_json, read_shards
+from plumbing import __version__
 from plumbing.errors import UnderstudyError, UsageError
 
 Place = Callable[[str, int, tuple[int, ...], str], memoryview]
@@ -104,13 +104,11 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: str, rank: int = 0, ranks: int = 1) -> Checkpoint:
-    """Read `config.json` and all safetensors headers, and check them against each other.
-
-    What is found is cut for `rank` of `ranks`.
+    """Read `config.json` and all safetensors headers, check them, and cut them for `rank`.
 
     Raises:
-        UsageError: `model.missing`, `model.broken` or `model.unsupported`, one sentence with the
-            cause and the mend; `engine.bad_tensor_parallel`.
+        UsageError: `model.missing`, `model.broken` or `model.unsupported`, with the cause and the
+            fix; `engine.bad_tensor_parallel`.
     """
     config = read_config(directory)
     mine = config.of_rank(rank, ranks)
@@ -126,7 +124,14 @@ def open_checkpoint(directory: str, rank: int = 0, ranks: int = 1) -> Checkpoint
             )
         stored[tensor.name] = tensor
     shapes = config.tensor_shapes()
-    _refuse_missing(directory, [name for name in shapes if name not in stored])
+    missing = [name for name in shapes if name not in stored]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UsageError(
+            "model.broken",
+            f"{directory}: tensor {missing[0]}{more} is in no safetensors file; a shard is "
+            "missing or config.json is of another checkpoint, download it again.",
+        )
     _refuse_unknown(directory, [name for name in stored if name not in shapes], config)
     for name, shape in shapes.items():
         _check(directory, stored[name], shape)
@@ -136,19 +141,17 @@ def open_checkpoint(directory: str, rank: int = 0, ranks: int = 1) -> Checkpoint
     return Checkpoint(directory, mine, shards, tuple(tensors), rank, ranks)
 
 
-def identity(
-    directory: str, *, model: str | None = None, rank: int = 0, size: int = 1
-) -> dict[str, Any]:
-    """What the weights are, read anew from disk; equal for two processes only if they may share.
+def identity(directory: str, *, rank: int = 0, size: int = 1) -> dict[str, Any]:
+    """The identity of the weights, read from disk; equal for two processes only if they may share.
 
-    `model` defaults to the directory's name. Computed before the load and again before commit, so
-    that a checkpoint that is replaced while it is read is never published under the old name.
+    Computed before the load and again before commit, so that a checkpoint that is replaced while it
+    is read is never published under the old name.
     """
     shards = read_shards(directory)
     config = json.dumps(read_json(os.path.join(directory, "config.json")), sort_keys=True)
     blas = cast("dict[str, Any]", np.show_config(mode="dicts"))["Build Dependencies"]["blas"]
     return {
-        "model": model or os.path.basename(os.path.realpath(directory)),
+        "model": os.path.basename(os.path.realpath(directory)),
         "config": hashlib.sha256(config.encode()).hexdigest(),
         "shards": {
             shard.name: {"header": shard.header_hash, "sample": shard.sample_hash()}
@@ -159,7 +162,7 @@ def identity(
         "kernels": f"numpy {np.__version__}, {blas['name']} {blas['version']}",
         "architecture": platform.machine(),
         "engine": "reference",
-        "engine_version": _package_version(),
+        "engine_version": __version__,
         "tp_rank": rank,
         "tp_size": size,
     }
@@ -171,17 +174,17 @@ def same_on_every_rank(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_tensor(fd: int, tensor: TensorSource, view: memoryview, scratch: Bytes) -> Iterator[int]:
-    """Fill `view` piece by piece; yields float32 bytes as they get there, not for every row."""
+    """Fill `view` piece by piece; yields the float32 bytes read, but not for every row."""
     target = np.frombuffer(view, dtype=np.float32)
-    done = told = 0
+    done = reported = 0
     for first, length in tensor.runs():
         for start in range(first, first + length, READ_BYTES // 4):
             piece = target[done : done + min(READ_BYTES // 4, first + length - start)]
             _read_piece(fd, tensor.stored, start, piece, scratch)
             done += piece.size
-            if 4 * (done - told) >= READ_BYTES or done == target.size:
-                yield 4 * (done - told)
-                told = done
+            if 4 * (done - reported) >= READ_BYTES or done == target.size:
+                yield 4 * (done - reported)
+                reported = done
 
 
 def _read_piece(
@@ -215,7 +218,7 @@ def _read_fully(fd: int, target: Bytes, offset: int, stored: StoredTensor) -> No
             raise UsageError(
                 "model.broken",
                 f"{stored.shard} ended at byte {offset + done} inside tensor {stored.name}: it "
-                "was replaced or cut while it was read; load again when it is whole.",
+                "was replaced or truncated while it was read; load again when it is complete.",
             )
         done += count
 
@@ -225,9 +228,9 @@ def _check(directory: str, stored: StoredTensor, shape: tuple[int, ...]) -> None
     if stored.shape != shape:
         raise UsageError(
             "model.broken",
-            f"{directory}: tensor {stored.name} in {shard} has shape {list(stored.shape)}, and "
-            f"config.json asks for {list(shape)}; the two are not of one checkpoint, download it "
-            "again.",
+            f"{directory}: tensor {stored.name} in {shard} has shape {list(stored.shape)}, but "
+            f"config.json requires {list(shape)}; they belong to different checkpoints, download "
+            "this one again.",
         )
     if stored.dtype not in FLOAT_DTYPES:
         raise UsageError(
@@ -246,18 +249,8 @@ def _part(stored: StoredTensor, shape: tuple[int, ...], rank: int, ranks: int) -
     return TensorSource(stored.name, shape, 4 * math.prod(shape), stored, origin)
 
 
-def _refuse_missing(directory: str, missing: list[str]) -> None:
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UsageError(
-            "model.broken",
-            f"{directory}: tensor {missing[0]}{more} is in no safetensors file; a shard is "
-            "missing or config.json is of another checkpoint, download it again.",
-        )
-
-
 def _refuse_unknown(directory: str, unknown: list[str], config: LlamaConfig) -> None:
-    """A tensor that nobody reads is a part of the model that would silently not be computed."""
+    """A tensor that is not read is a part of the model that would silently not be computed."""
     for name in sorted(unknown):
         if name.endswith(IGNORED_SUFFIXES):
             continue
@@ -268,10 +261,3 @@ def _refuse_unknown(directory: str, unknown: list[str], config: LlamaConfig) -> 
             f"{directory}: tensor {name} belongs to no part of the Llama that config.json "
             "describes; choose another checkpoint or the vllm backend.",
         )
-
-
-def _package_version() -> str:
-    try:
-        return version("understudy")
-    except PackageNotFoundError:
-        return "uninstalled"
