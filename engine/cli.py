@@ -12,7 +12,7 @@ import click
 
 from engine.backends import asks_for_help, command_line
 from engine.messages import CONTROL, Leave, Ok
-from engine.supervisor.settings import OPTIONS, Settings, settle
+from engine.supervisor.settings import OPTIONS, EngineSettings, settle
 from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.part.cli import ANSWER_TIMEOUT_S, Look, ask_status, json_flag, show_status, watch_flag
 from plumbing.part.format import duration
@@ -56,12 +56,12 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
     run_async(lambda: _supervise(settings))
 
 
-async def _supervise(settings: Settings) -> None:
+async def _supervise(settings: EngineSettings) -> None:
     from engine.supervisor.supervisor import (
-        Supervisor,  # a heavy import that no other command needs
+        EngineSupervisor,  # a heavy import that no other command needs
     )
 
-    await Supervisor(settings).run()
+    await EngineSupervisor(settings).run()
 
 
 @main.command()

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.supervisor import shared_names
+from engine.supervisor import leftovers
 from hack.machine import machine
 from hack.vllm_figures import Figures, look_at, private_bytes, workers_below
 from hack.vllm_pod import environment, make_pod, model_of, temporary
@@ -164,7 +164,7 @@ class Run:
         return bool(done)
 
     async def _drill(self, model: Path, expected: Path, found: Found) -> DrillResult | None:
-        config, before = self.config, shared_names.there_now()
+        config, before = self.config, leftovers.there_now()
         plan = DrillPlan(config["kills"], config["target"], config["clients"], expected)
         ranks = config["tensor_parallel"]
         pod = make_pod(self.base, model, ranks, self.flags, config["device_bytes"])
@@ -194,10 +194,10 @@ class Run:
         await measure(target, questions, clients, WARM_UP_S)
         return await measure(target, questions, clients, MEASURED_S)
 
-    def _leavings(self, before: frozenset[shared_names.Name]) -> list[str]:
+    def _leavings(self, before: frozenset[leftovers.Name]) -> list[str]:
         """What is there that was not there before the pod. Others of this machine have theirs."""
-        new = shared_names.there_now() - before
-        left = [name.path for name in new - shared_names.still_held(new)]
+        new = leftovers.there_now() - before
+        left = [name.path for name in new - leftovers.still_held(new)]
         left += [
             str(path)
             for path in temporary(self.base).rglob("*")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.supervisor import shared_names
+from engine.supervisor import leftovers
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from understudy.drill.clients import Target, stream_without_pause
@@ -82,7 +82,7 @@ class Stock:
         self.runner = Runner([container], base / "log")
         self.target = Target("127.0.0.1", port)
         self.model = str(model)
-        self._left: set[shared_names.Name] = set()
+        self._left: set[leftovers.Name] = set()
 
     def tree(self) -> list[int]:
         """The server's processes."""
@@ -120,12 +120,12 @@ class Stock:
 
     def learn_leavings(self) -> None:
         """Note what the server has in shared memory: it leaves some of it behind, always."""
-        self._left = shared_names.held_by(self.tree())
+        self._left = leftovers.held_by(self.tree())
 
     def remove_leavings(self) -> None:
         """Once it is stopped."""
-        for name in self._left - shared_names.still_held(self._left):
-            shared_names.remove(name)
+        for name in self._left - leftovers.still_held(self._left):
+            leftovers.remove(name)
 
     def _ask(self, prompt: Prompt) -> Question:
         """Ask once, not streamed, for the two best candidates of each step."""

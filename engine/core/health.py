@@ -38,7 +38,7 @@ class Unhealthy:
     reason: str
 
 
-class Health:
+class GenerationHealth:
     """One active period of one incarnation; made when it begins to serve."""
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Who may go to the weights: the ranks of one incarnation and the pod's `loader` lock.
+"""Which ranks of one incarnation may load their weights, by the pod's `loader` lock.
 
-Owns when `loader` is wanted (from the first rank that comes to the weights until every rank is
-attached) and that all ranks have the same weights. Must not know how the lock is had. A role only
-says who may ask: `shadow` never writes, so it never waits for this lock.
+Owns when `loader` is wanted (from the first rank that asks until every rank is attached) and that
+all ranks have the same weights. Must not know how the lock is acquired. A `shadow` never writes, so
+it never waits for this lock.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    """A rank may go on, in `mode`, under `token` (0 where it may only read)."""
+class LoadPermit:
+    """`rank` may load, in `mode`, under `token` (0 where it may only read)."""
 
     rank: int
     mode: str
@@ -35,7 +35,7 @@ class Leave:
 
 
 class Loading:
-    """One incarnation's way to its weights."""
+    """The ranks of one incarnation on their way to the weights."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
@@ -47,15 +47,15 @@ class Loading:
 
     @property
     def missing(self) -> str | None:
-        """Which ranks have asked for weights, or should have, and have none; all or nothing."""
+        """Which ranks have no weights although some rank asked: all or none must have them."""
         absent = [str(rank) for rank in range(self._ranks) if rank not in self._attached]
         if not self._has_asked or not absent:
             return None
-        return f"of {self._ranks} ranks, {', '.join(absent)} came to no weights"
+        return f"of {self._ranks} ranks, {', '.join(absent)} attached no weights"
 
     @property
     def ranks(self) -> int:
-        """How many there are, as the ranks say that came to weights; 1 before any did."""
+        """How many there are, by what the ranks reported; 1 before any did."""
         return self._ranks
 
     @property
@@ -73,31 +73,31 @@ class Loading:
         return bool(self._waiting)
 
     def objection(self, rank: int, ranks: int) -> str | None:
-        """What is wrong with being `rank` of `ranks`, if anything."""
+        """What is wrong with a request of `rank` of `ranks`, if anything."""
         if rank >= ranks:
             return f"rank {rank} of {ranks} does not exist"
         if self._has_asked and ranks != self._ranks:
-            return f"rank {rank} says that there are {ranks} ranks, and another said {self._ranks}"
+            return f"rank {rank} reports {ranks} ranks, another one reported {self._ranks}"
         return None
 
-    def asked(self, rank: int, ranks: int) -> list[Leave]:
-        """A rank has come to the weights; who may go on now?"""
+    def asked(self, rank: int, ranks: int) -> list[LoadPermit]:
+        """A rank asks for its weights: which ranks may load now."""
         self._has_asked = True
         self._ranks = ranks
         if not self._role.may_write:
-            return [Leave(rank, MODE_READ, 0)]
+            return [LoadPermit(rank, MODE_READ, 0)]
         self._waiting.append(rank)
-        return self._let_go() if self.token else []
+        return self._permit_all() if self.token else []
 
-    def granted(self, token: int) -> list[Leave]:
-        """The loader lock is ours; a grant that comes when it is not wanted means nothing."""
+    def granted(self, token: int) -> list[LoadPermit]:
+        """The loader lock is ours; a grant that arrives when it is not wanted is ignored."""
         if not self.wants_loader:
             return []
         self._token = token
-        return self._let_go()
+        return self._permit_all()
 
     def attached(self, rank: int, identity: dict[str, Any]) -> str | None:
-        """A rank has its weights; what is wrong with them, if anything."""
+        """A rank has its weights mapped: what is wrong with them, if anything."""
         self._attached[rank] = identity
         first_rank, first = next(iter(self._attached.items()))
         names = sorted(
@@ -107,6 +107,6 @@ class Loading:
             return None
         return f"rank {rank} has other weights than rank {first_rank}: {names[0]} differs"
 
-    def _let_go(self) -> list[Leave]:
+    def _permit_all(self) -> list[LoadPermit]:
         ranks, self._waiting = self._waiting, []
-        return [Leave(rank, MODE_WRITE, self._token) for rank in ranks]
+        return [LoadPermit(rank, MODE_WRITE, self._token) for rank in ranks]

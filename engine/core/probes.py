@@ -74,7 +74,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeAnswer:
     """Yes or no, one word why, and the rule that decided."""
 
     ok: bool
@@ -82,11 +82,11 @@ class Answer:
     rule: Rule
 
 
-def answer(endpoint: str, view: View) -> Answer:
+def answer(endpoint: str, view: View) -> ProbeAnswer:
     """The answer of `endpoint` ("startup", "live", "ready", "serving"), with its reason."""
     rule = TABLE[endpoint][view.state]
     objection = _objection(rule, view)
-    return Answer(objection is None, objection or view.state.value, rule)
+    return ProbeAnswer(objection is None, objection or view.state.value, rule)
 
 
 def _objection(rule: Rule, view: View) -> str | None:

@@ -1,8 +1,8 @@
-"""The supervisor's end of the socketpair to the backend: questions, answers, unasked words.
+"""The supervisor's end of the socketpair to the backend: requests, replies, unsolicited messages.
 
-Owns request ids. Must not know what an answer means. The surprising thing: the channel's end is no
-death, that is what pidfds are for; but its end *after* the last death says that the backend's last
-words have been read.
+Owns request ids. Must not know what a reply means. The surprising thing: the end of the channel is
+not a death, which pidfds report; but its end *after* the last death means that the backend's last
+messages have been read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from engine.messages import CHANNEL
 from plumbing.errors import ProtocolError
@@ -18,45 +19,42 @@ from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
 
-OnReply = Callable[[Message], None]
+Reply = TypeVar("Reply", bound=Message)
 
 
-class Channel:
-    """Callbacks come from the loop: `on_word` for what nobody asked for, `on_closed` once."""
+class BackendChannel:
+    """Callbacks run on the loop: `on_message` for unsolicited messages, `on_closed` once."""
 
     def __init__(
         self,
         sock: socket.socket,
         *,
-        on_word: Callable[[Message], None],
+        on_message: Callable[[Message], None],
         on_fault: Callable[[str], None],
-        on_closed: Callable[[str], None],
+        on_closed: Callable[[], None],
     ) -> None:
-        """Own `sock`. `on_fault` hears of answers that are errors or make no sense."""
-        self._on_word = on_word
+        """Own `sock`. `on_fault` gets errors, and replies of the wrong type, as a sentence."""
+        self._on_message = on_message
         self._on_fault = on_fault
         self._on_closed = on_closed
         self._ids = itertools.count(1)
-        self._asked: dict[int, tuple[Message, type[Message], OnReply]] = {}
+        self._asked: dict[int, tuple[Message, type[Message], Callable[[Any], object]]] = {}
         self._conn: Connection = from_socket(sock, CHANNEL, self)
         self.is_closed = False
 
     def ask(
         self,
         message: Message,
-        answer: type[Message],
-        on_reply: OnReply,
+        reply: type[Reply],
+        on_reply: Callable[[Reply], object],
         fds: Sequence[OwnedFd] = (),
     ) -> None:
-        """Send `message` (takes `fds`) and call `on_reply` with the `answer` it must have."""
+        """Send `message` (takes `fds`) and call `on_reply` with the reply that it must have."""
         request_id = next(self._ids)
-        self._asked[request_id] = (message, answer, on_reply)
+        self._asked[request_id] = (message, reply, on_reply)
         self._conn.send(message, request_id, fds)
 
-    def close(self) -> None:
-        self._conn.close("the supervisor closed the channel")
-
-    # ------------------------------------------------------------------ as the wire's handler
+    # ------------------------------------------------------------------ wire.Handler
 
     def opened(self, conn: Connection) -> None:
         pass
@@ -67,22 +65,21 @@ class Channel:
         close_all(fds)  # no message of the backend carries any
         if request_id == 0:
             if isinstance(message, FaultMsg):
-                self._on_fault(f"the backend refuses to go on: {message.message} [{message.code}]")
+                self._on_fault(f"the backend gave up: {message.message} [{message.code}]")
             else:
-                self._on_word(message)
+                self._on_message(message)
             return
         if request_id not in self._asked:
-            raise ProtocolError("engine.unasked_answer", f"nobody asked request {request_id}")
-        asked, answer, on_reply = self._asked.pop(request_id)
+            raise ProtocolError("engine.unasked_answer", f"there is no request {request_id}")
+        asked, expected, on_reply = self._asked.pop(request_id)
         if isinstance(message, FaultMsg):
-            self._on_fault(
-                f"the backend failed at {asked.TYPE}: {message.message} [{message.code}]"
-            )
-        elif not isinstance(message, answer):
-            self._on_fault(f"the backend answered {asked.TYPE} with {message.TYPE}")
+            text = f"the backend failed at {asked.TYPE}: {message.message} [{message.code}]"
+            self._on_fault(text)
+        elif not isinstance(message, expected):
+            self._on_fault(f"the backend replied to {asked.TYPE} with {message.TYPE}")
         else:
             on_reply(message)
 
     def closed(self, conn: Connection, reason: str) -> None:
         self.is_closed = True
-        self._on_closed(reason)
+        self._on_closed()

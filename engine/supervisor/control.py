@@ -1,23 +1,26 @@
-"""The control socket: where backends register and where people ask, drain and rehearse deaths.
+"""The control socket: where backends register and users ask for status, drain, rehearse deaths.
 
-Owns who may be answered what and when. Must not know what follows from a request: `Desk` does.
-The surprising thing: `kill supervisor` is answered before it happens, every other kill after.
+Owns what is refused there. Must not know what follows from a request. The surprising thing:
+`kill supervisor` is answered before it happens, every other kill after.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from engine.core.events import Terminate
 from engine.messages import (
     CONTROL,
     Attached,
     Broken,
+    FaultReport,
     Kill,
     Killing,
     Leave,
     Leftover,
-    Load,
     MayLoad,
     Ok,
     Register,
@@ -26,45 +29,29 @@ from engine.messages import (
     StatusReplyMsg,
     WatchMsg,
 )
-from plumbing.errors import ProtocolError
+from engine.supervisor.engine import Engine
+from engine.supervisor.incarnation import Incarnation
+from engine.supervisor.tree import MAIN
+from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.part.observers import Observers
-from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
 
-
-class Desk(Protocol):
-    """What the control socket needs of the supervisor. Each may raise `UnderstudyError`;
-    descriptors are lent."""
-
-    def status(self) -> dict[str, Any]: ...
-
-    def leave(self, cause: str) -> str: ...
-
-    def rehearse(self, message: Kill) -> Killing: ...
-
-    def end_at_once(self) -> None: ...
-
-    def register(self, message: Register, lifeline: int | None) -> None: ...
-
-    def may_load(self, message: MayLoad, reply: Callable[[Load], None]) -> None: ...
-
-    def attached(self, message: Attached) -> None: ...
-
-    def broken(self, message: Broken) -> None: ...
-
-    def leftover(self, message: Leftover) -> None: ...
+SUPERVISOR = "supervisor"
+BACKEND_PREFIX = "backend-"
+KILLED = 128 + signal.SIGKILL  # what shells report of a process that SIGKILL ended
 
 
 class Control:
-    """Serves `path` for `desk`."""
+    """Serves `engine`'s control socket; descriptors are lent."""
 
-    def __init__(self, path: str, desk: Desk, events: EventLog) -> None:
-        self._desk = desk
-        self._observers = Observers(events, desk.status)
-        self.server = Server(path, CONTROL, self, service="engine")
+    def __init__(self, engine: Engine, status: Callable[[], dict[str, Any]]) -> None:
+        self._engine = engine
+        self._status = status
+        self._observers = Observers(engine.log, status)
+        self.server = Server(engine.settings.control_path, CONTROL, self, service="engine")
 
     def opened(self, conn: Connection) -> None:
         pass
@@ -85,38 +72,97 @@ class Control:
     ) -> None:
         match message:
             case Register():
-                self._check_pid(conn, message.pid)
-                self._desk.register(message, fds[0].fileno() if fds else None)
+                self._register(conn, message, fds[0].fileno() if fds else None)
                 conn.send(Registered(), request_id)
             case MayLoad():
-                self._desk.may_load(message, lambda load: conn.send(load, request_id))
+                self._may_load(conn, message, request_id)
             case Attached():
-                self._desk.attached(message)
+                self._named(message.incarnation).attached(message.rank, message.identity)
                 conn.send(Ok(), request_id)
             case Broken():
-                self._desk.broken(message)
+                fault = FaultReport(
+                    message.code, message.message, message.permanent, message.exit_code
+                )
+                self._named(message.incarnation).broken(fault)
                 conn.send(Ok(), request_id)
             case Leftover():
-                self._desk.leftover(message)
+                self._named(message.incarnation)
+                self._engine.leftovers.reported(message.path)
                 conn.send(Ok(), request_id)
             case StatusMsg():
-                conn.send(StatusReplyMsg(self._desk.status()), request_id)
+                conn.send(StatusReplyMsg(self._status()), request_id)
             case WatchMsg():
                 self._observers.join(conn, message.since, request_id)
             case Leave():
-                conn.send(Ok(self._desk.leave("drain")), request_id)
+                before = self._engine.lifecycle.state
+                self._engine.post(Terminate("drain"))
+                now = self._engine.lifecycle.state
+                conn.send(Ok(f"{before.value} → {now.value}"), request_id)
+            case Kill(target="supervisor"):
+                self._end(conn, message, request_id)
             case Kill():
-                conn.send(self._desk.rehearse(message), request_id)
-                if message.target == "supervisor":
-                    self._desk.end_at_once()
+                conn.send(self._rehearse(message), request_id)
             case _:
                 raise ProtocolError(
-                    "engine.not_a_request", f"{message.TYPE} is not for an engine to answer"
+                    "engine.not_a_request", f"{message.TYPE} is not a request to an engine"
                 )
 
-    def _check_pid(self, conn: Connection, pid: int) -> None:
-        # 0 is what the kernel says of a peer in another PID namespace.
-        if conn.peer.pid not in (0, pid):
+    def _named(self, incarnation: str) -> Incarnation:
+        running = self._engine.incarnation
+        if running is None or running.id != incarnation:
             raise ProtocolError(
-                "engine.false_pid", f"pid {conn.peer.pid} registers itself as pid {pid}"
+                "engine.stale_incarnation",
+                f"{incarnation} is over, {running.id if running else 'none'} is running now;"
+                " this process must exit",
+                incarnation=incarnation,
             )
+        return running
+
+    def _register(self, conn: Connection, message: Register, lifeline: int | None) -> None:
+        # The kernel reports 0 for a peer in another PID namespace.
+        if conn.peer.pid not in (0, message.pid):
+            raise ProtocolError(
+                "engine.false_pid", f"pid {conn.peer.pid} registers itself as pid {message.pid}"
+            )
+        self._named(message.incarnation).tree.register(message.name, message.pid, lifeline)
+
+    def _may_load(self, conn: Connection, message: MayLoad, request_id: int) -> None:
+        incarnation = self._named(message.incarnation)
+        objection = incarnation.loading.objection(message.rank, message.ranks)
+        if objection is not None:
+            raise ProtocolError("engine.bad_rank", objection)
+        incarnation.may_load(message.rank, message.ranks, lambda load: conn.send(load, request_id))
+
+    # ------------------------------------------------------------------ rehearsals
+
+    def _rehearse(self, message: Kill) -> Killing:
+        """Kill or stop the process that is named."""
+        target, engine, running = message.target, self._engine, self._engine.incarnation
+        name = target.removeprefix(BACKEND_PREFIX) if target != "backend" else MAIN
+        pid = running.tree.pid_of(name) if running is not None else None
+        if running is None or pid is None:
+            names = [f"{BACKEND_PREFIX}{each}" for each in running.tree.pids()] if running else []
+            raise UnderstudyError(
+                "engine.unknown_target",
+                f"there is no {target!r} to kill; there are {', '.join([*names, SUPERVISOR])}",
+                target=target,
+            )
+        running.rehearsed_ms = engine.clock.now_ms()
+        running.tree.signal_one(pid, signal.SIGSTOP if message.is_stop else signal.SIGKILL)
+        did = "stopped" if message.is_stop else "killed"
+        data = {"target": target, "child_pid": pid, "is_stop": message.is_stop}
+        engine.log.record("engine.rehearsal", f"{did} {target} (pid {pid})", data=data)
+        return Killing(pid, running.rehearsed_ms)
+
+    def _end(self, conn: Connection, message: Kill, request_id: int) -> None:
+        """End this supervisor as a SIGKILL from outside would. PID 1 of a namespace is not killed
+        by its own signal: it exits."""
+        if message.is_stop:
+            raise UnderstudyError(
+                "engine.no_such_rehearsal",
+                "a stopped supervisor is detected by its liveness probe: send it SIGSTOP yourself",
+            )
+        self._engine.log.record("engine.rehearsal", "ending this supervisor, as requested")
+        conn.send(Killing(os.getpid(), self._engine.clock.now_ms()), request_id)
+        os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(KILLED)

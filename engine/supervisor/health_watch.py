@@ -1,13 +1,13 @@
-"""Asks the active backend how it is, and says when it is not well. The rule is in `core/health`."""
+"""Checks the health of the active backend. The rule is `core/health`, this asks and waits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.core.health import Action, Health, Unhealthy
+from engine.core.health import Action, GenerationHealth, Unhealthy
 from engine.messages import Healthy
-from engine.supervisor.launch import Launch
-from engine.supervisor.settings import Settings
+from engine.supervisor.incarnation import Incarnation
+from engine.supervisor.settings import EngineSettings
 from engine.supervisor.timers import Timers
 from plumbing.service.clock import Clock
 
@@ -19,8 +19,8 @@ class HealthWatch:
 
     def __init__(
         self,
-        settings: Settings,
-        launch: Launch,
+        settings: EngineSettings,
+        incarnation: Incarnation,
         timers: Timers,
         clock: Clock,
         *,
@@ -28,13 +28,13 @@ class HealthWatch:
         on_unhealthy: Callable[[str], None],
     ) -> None:
         config = settings.config
-        self._health = Health(
+        self._health = GenerationHealth(
             clock.now_ms(),
             answer_ms=config["answer_ms"],
             hang_ms=config["hang_ms"],
             idle_canary_ms=config["idle_canary_ms"],
         )
-        self._launch = launch
+        self._incarnation = incarnation
         self._timers = timers
         self._clock = clock
         self._on_answer = on_answer
@@ -42,12 +42,8 @@ class HealthWatch:
         self._is_over = False
         self._tick()
 
-    @property
-    def in_flight(self) -> int:
-        return self._health.in_flight
-
     def close(self) -> None:
-        """Answers that still come mean nothing from now on."""
+        """Ignore answers that still arrive."""
         self._is_over = True
         self._timers.cancel(TIMER)
 
@@ -58,9 +54,9 @@ class HealthWatch:
             return
         for action in actions:
             if action is Action.ASK:
-                self._launch.ask_health(self._answered)
+                self._incarnation.ask_health(self._answered)
             else:
-                self._launch.run_canary(self._canary_done, is_idle=True)
+                self._incarnation.run_canary(self._canary_done, is_idle=True)
         self._timers.after(TIMER, self._health.next_ms() - self._clock.now_ms(), self._tick)
 
     def _answered(self, healthy: Healthy) -> None:

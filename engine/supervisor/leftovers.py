@@ -2,13 +2,20 @@
 
 Owns the list of an engine's names, over its incarnations and its supervisors: it is kept in
 `leftovers_<id>.json`, so that the successor of a supervisor that was killed cleans up after it.
-Must not know what the files are for. No pattern says what may be removed: only what a process of
-the tree held, that was not there before the tree, and that nobody visible holds any more.
+Must not know what the files are for. No pattern decides what may be removed: only what a process
+of the tree held, that was not there before the tree, and that no visible process holds any more.
 
 Python's resource tracker would do the same, but it dies with the tree when its container does or
 when a whole tree is killed. Looking takes milliseconds, or for ever where a process's memory is
-locked by the kernel: it is done on a thread of its own, which nothing waits for but, a moment, the
-end of the supervisor.
+locked by the kernel: it is done on a thread of its own, on which nothing waits but, for a moment,
+the exit of the supervisor.
+
+Three surprising things. A semaphore is mapped under a name that it never keeps: glibc makes
+`sem.XXXXXX`, links it to its real name and unlinks the first, so /proc shows `(deleted)`. Files
+are therefore known by their inode, and named by listing the directory. A socket's file is found by
+the socket's number in /proc/net/unix, not by the file's own. And where processes have PID
+namespaces of their own, other holders of a name are invisible here: a name that existed before the
+processes started is kept, whichever process maps it.
 """
 
 from __future__ import annotations
@@ -18,19 +25,30 @@ import contextlib
 import json
 import os
 import queue
+import stat
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from engine.supervisor import shared_names
-from engine.supervisor.shared_names import Name
 from plumbing.errors import UnderstudyError
+from plumbing.service import procfs
 from plumbing.service.events import EventLog
 from plumbing.service.files import read_json, write_atomic
 
+SHM = "/dev/shm"  # where shm_open(3) and sem_open(3) keep their names, in no subdirectory
 CLOSE_DEADLINE_S = 2.0  # at the end of the supervisor: a look that hangs must not keep it
 TICKS_BETWEEN_LOOKS = 30  # once a tree is prepared: a look takes 10 ms of a core
 NAMES_MAX = 4096  # a tree of 8 ranks has some 60; beyond this something else is wrong
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Name:
+    """A file as it was seen: another one that has taken its path since is not it."""
+
+    path: str
+    dev: int
+    ino: int
 
 
 def path_of(directory: str, engine: str) -> str:
@@ -38,10 +56,10 @@ def path_of(directory: str, engine: str) -> str:
 
 
 class Leftovers:
-    """The names of one engine. Every method but `close` only leaves work for the thread."""
+    """The names of one engine. Every method but `close` only queues work for the thread."""
 
-    def __init__(self, path: str, log: EventLog, *, directory: str = shared_names.SHM) -> None:
-        """Those that `path` lists are a predecessor's, and removed once nobody holds them."""
+    def __init__(self, path: str, log: EventLog, *, directory: str = SHM) -> None:
+        """Names that `path` lists are a predecessor's, and removed once no process holds them."""
         self._path = path
         self._log = log
         self._directory = directory
@@ -59,15 +77,15 @@ class Leftovers:
     # ------------------------------------------------------------------ what happens to the tree
 
     def starting(self) -> None:
-        """A tree is about to start: what is there now is not its."""
-        before = shared_names.there_now(self._directory)
+        """A tree is about to start: names that exist now are not its own."""
+        before = there_now(self._directory)
         self._jobs.put(lambda: self._start(before))
 
     def look(self, pids: Iterable[int]) -> None:
-        """See what `pids`, processes of the tree, hold; not while an earlier look hangs."""
+        """Learn what `pids`, processes of the tree, hold; not while an earlier look hangs."""
         seen = tuple(pids)
         if self._jobs.empty():
-            self._jobs.put(lambda: self._learn(shared_names.held_by(seen, self._directory)))
+            self._jobs.put(lambda: self._learn(held_by(seen, self._directory)))
 
     def tick(self, pids: Iterable[int], *, is_prepared: bool) -> None:
         """Once a second. A tree that is being prepared changes; later it hardly does."""
@@ -78,9 +96,9 @@ class Leftovers:
         elif not is_prepared:
             self.look(pids)
 
-    def told(self, path: str) -> None:
-        """A process of the tree says that it uses the file `path`, which it does not keep open."""
-        name = shared_names.name_of(path) if os.path.isabs(path) else None
+    def reported(self, path: str) -> None:
+        """A process of the tree reports that it uses the file `path`, but does not keep it open."""
+        name = name_of(path) if os.path.isabs(path) else None
         if name is not None:
             self._jobs.put(lambda: self._learn({name}))
 
@@ -89,12 +107,12 @@ class Leftovers:
         self._jobs.put(self._bury)
 
     def _retry(self) -> None:
-        """Try again to remove what others still held."""
+        """Try again to remove names that were still held."""
         if self._dead and self._jobs.empty():
             self._jobs.put(self._remove)
 
     async def close(self) -> None:
-        """Wait a moment for what is still to do."""
+        """Wait a moment for the queued work."""
         self._jobs.put(None)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._is_done.wait(), CLOSE_DEADLINE_S)
@@ -122,24 +140,24 @@ class Leftovers:
     def _remove(self) -> None:
         if not self._dead:
             return
-        held = shared_names.still_held(self._dead, self._directory)
+        held = still_held(self._dead, self._directory)
         removed: list[str] = []
         size = 0
         for name in sorted(self._dead - held):
             try:
-                freed = shared_names.remove(name)
+                freed = remove(name)
             except OSError:
-                continue  # kept on the list: `retry` comes
+                continue  # kept on the list, and retried
             self._dead.discard(name)
             if freed is not None:
                 removed.append(name.path)
                 size += freed
         self._save()
         if removed:
-            self._tell(removed, size)
+            self._record(removed, size)
 
-    def _tell(self, removed: list[str], size: int) -> None:
-        text = f"removed {len(removed)} files that dead processes left ({size} bytes of memory)"
+    def _record(self, removed: list[str], size: int) -> None:
+        text = f"removed {len(removed)} files left by dead processes ({size} bytes of memory)"
         data: dict[str, Any] = {"paths": removed, "bytes": size}
         self._call(lambda: self._log.record("engine.leftovers", text, data=data))
 
@@ -152,16 +170,147 @@ class Leftovers:
         if names == self._on_disk:
             return
         document = {"names": [[each.path, each.dev, each.ino] for each in sorted(names)]}
-        # A disk that is full costs a successor its list, nothing else.
+        # A full disk only costs a successor its list.
         with contextlib.suppress(OSError):
             write_atomic(self._path, json.dumps(document), survives_power_cut=False)
             self._on_disk = names
 
 
 def _load(path: str) -> set[Name]:
-    """What `path` lists; nothing where it is missing or broken."""
+    """The names that `path` lists; none where it is missing or broken."""
     try:
         document = read_json(path) or {}
         return {Name(str(path), int(dev), int(ino)) for path, dev, ino in document["names"]}
     except (UnderstudyError, OSError, KeyError, TypeError, ValueError):
         return set()
+
+
+# ---------------------------------------------------------------- names, and who holds them
+
+
+def there_now(directory: str = SHM) -> frozenset[Name]:
+    """The regular files of this uid in `directory`; nothing where there is none."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            name = name_of(entry.path)
+            if name is not None:
+                found.add(name)
+    return frozenset(found)
+
+
+def name_of(path: str) -> Name | None:
+    """The regular file or the socket at `path`, if there is one and it is this uid's."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    is_kind = stat.S_ISREG(found.st_mode) or stat.S_ISSOCK(found.st_mode)
+    if not is_kind or found.st_uid != os.geteuid():
+        return None
+    return Name(path, found.st_dev, found.st_ino)
+
+
+def held_by(pids: Iterable[int], directory: str = SHM) -> set[Name]:
+    """The names in `directory` that `pids` have mapped or open, and those of their sockets.
+
+    A process that is gone, or that may not be inspected, holds nothing here.
+    """
+    inodes: set[int] = set()
+    sockets: set[str] = set()
+    device = _device(directory)
+    for pid in pids:
+        inodes |= _mapped(pid, device)
+        files, numbers = _open(pid, directory)
+        inodes |= files
+        sockets |= numbers
+    held = {name for name in there_now(directory) if name.ino in inodes}
+    for number, path in _bound_sockets():
+        name = name_of(path) if number in sockets else None
+        if name is not None:
+            held.add(name)
+    return held
+
+
+def still_held(names: Iterable[Name], directory: str = SHM) -> set[Name]:
+    """Those of `names` that some process holds, as far as this one can see."""
+    wanted = set(names)
+    device = _device(directory)
+    inodes: set[int] = set()
+    for pid in procfs.pids():
+        inodes |= _mapped(pid, device) | _open(pid, directory)[0]
+    bound = {path for _, path in _bound_sockets()}
+    is_here = os.path.join(directory, "")
+    return {
+        name
+        for name in wanted
+        if name.path in bound or (name.path.startswith(is_here) and name.ino in inodes)
+    }
+
+
+def remove(name: Name) -> int | None:
+    """Unlink `name`: the bytes that it occupied, or None if it was gone already.
+
+    Raises:
+        OSError: it may not be removed.
+    """
+    if name_of(name.path) != name:
+        return None
+    size = os.lstat(name.path).st_blocks * 512  # the unit of st_blocks, on every file system
+    os.unlink(name.path)
+    return size
+
+
+def _mapped(pid: int, device: str | None) -> set[int]:
+    """The inodes on `device` (as /proc writes it) that `pid` has mapped."""
+    found: set[int] = set()
+    if device is None:
+        return found
+    mark = f" {device} "
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as lines:
+        for line in lines:
+            if mark in line:
+                fields = line.split(None, 5)  # address, access, offset, device, inode, path
+                if fields[3] == device:
+                    found.add(int(fields[4]))
+    return found
+
+
+def _open(pid: int, directory: str) -> tuple[set[int], set[str]]:
+    """The inodes in `directory` that `pid` has open, and the numbers of its sockets."""
+    files: set[int] = set()
+    sockets: set[str] = set()
+    base = f"/proc/{pid}/fd"
+    is_here = os.path.join(directory, "")
+    try:
+        numbers = os.listdir(base)
+    except OSError:
+        return files, sockets
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"{base}/{number}")
+            if target.startswith("socket:["):
+                sockets.add(target.removeprefix("socket:[").removesuffix("]"))
+            elif target.startswith(is_here):
+                files.add(os.stat(f"{base}/{number}").st_ino)
+    return files, sockets
+
+
+def _bound_sockets() -> list[tuple[str, str]]:
+    """Number and path of every Unix socket that has a file."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/net/unix", errors="replace") as lines:
+        for line in lines:
+            fields = line.rstrip("\n").split(None, 7)
+            if len(fields) == 8 and fields[7].startswith("/"):
+                found.append((fields[6], fields[7]))
+    return found
+
+
+def _device(directory: str) -> str | None:
+    """The device of `directory` as /proc/PID/maps writes it, `00:1f`."""
+    try:
+        device = os.stat(directory).st_dev
+    except OSError:
+        return None
+    return f"{os.major(device):02x}:{os.minor(device):02x}"

@@ -1,10 +1,9 @@
 """The supervisor's side of the lock: what is wanted, what was granted, the listening socket.
 
-Owns composing the one truth that `want` says, and the listening socket: one copy of what the lock
-server lends, or over TCP, where nothing can be lent, a socket of our own. Must not know what a
-grant leads to. The surprising thing: between a failure and the reaping nothing is said, so whoever
-calls `tell` in that time has a bug; a reconnect repeats the old truth, which still protects the
-dying tree.
+Owns the content of `want`, and the listening socket: a copy of what the lock server lends, or over
+TCP, where nothing can be lent, a socket of our own. Must not know what a grant leads to. The
+surprising thing: nothing is sent between a failure and the reaping, so a call of `tell` in that
+time is a bug; a reconnect repeats the last want, which still protects the dying tree.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.core.events import Event, Failed, Granted, HandOver, OtherGranted
-from engine.supervisor.launch import Launch
-from engine.supervisor.own_listener import OwnListener
-from engine.supervisor.settings import Settings
+from engine.supervisor.incarnation import Incarnation
+from engine.supervisor.over_tcp import OwnListener
+from engine.supervisor.settings import EngineSettings
 from lockserver.client import LockCallbacks, LockClient
 from plumbing.errors import UnderstudyError
 from plumbing.service.events import EventLog
@@ -24,7 +23,7 @@ from plumbing.wire.fds import OwnedFd
 ACTIVE = "active"
 LOADER = "loader"
 
-# Refusals of a want after which this incarnation has no business left.
+# Refusals of a want that end this incarnation.
 FATAL_REFUSALS = {
     "lock.stale_claim": "lock_lost",
     "lock.incarnation_ended": "lock_lost",
@@ -32,20 +31,23 @@ FATAL_REFUSALS = {
 }
 
 
+_Want = tuple[str | None, tuple[str, ...], dict[str, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Other:
-    """Another engine's grant of `active`, the last one heard of."""
+    """The last known grant of `active` to another engine."""
 
     engine: str
     token: int
 
 
 class LockSide:
-    """Speaks through `post` (events of the lifecycle) and three plain callbacks."""
+    """Reports through `post` (events of the lifecycle) and two plain callbacks."""
 
     def __init__(
         self,
-        settings: Settings,
+        settings: EngineSettings,
         events: EventLog,
         *,
         post: Callable[[Event], None],
@@ -62,8 +64,8 @@ class LockSide:
         self._on_loader = on_loader
         self._on_listener = on_listener
         self._listener: OwnedFd | None = None
-        self._said: object = None
-        self._launch: Launch | None = None
+        self._sent: _Want | None = None
+        self._incarnation: Incarnation | None = None
         self._wants_active = False
         self._token = 0
         self.client = LockClient(
@@ -85,56 +87,53 @@ class LockSide:
 
     @property
     def problem(self) -> str | None:
-        """What keeps this engine from the lock, or from serving under it."""
+        """What keeps this engine from getting the lock, or from serving under it."""
         return self._refusal or self.client.unreachable or (self.own.problem if self.own else None)
 
-    # ------------------------------------------------------------------ saying
+    # ------------------------------------------------------------------ what is wanted
 
-    def tell(self, launch: Launch | None, *, wants_active: bool) -> None:
-        """`launch` is what runs now, None once it is reaped."""
-        self._launch, self._wants_active, self._token = launch, wants_active, 0
-        if launch is None and self.own is not None:
+    def tell(self, incarnation: Incarnation | None, *, wants_active: bool) -> None:
+        """`incarnation` is what runs now, None once it is reaped."""
+        self._incarnation, self._wants_active, self._token = incarnation, wants_active, 0
+        if incarnation is None and self.own is not None:
             self.own.close()
         self.repeat()
 
     def hold(self, token: int) -> None:
-        """This incarnation holds `active` under `token`: claim it if the server should forget."""
+        """This incarnation holds `active` under `token`, and claims it if the server forgets."""
         self._token = token
         self.repeat()
 
     def repeat(self) -> None:
-        """Say the truth if it is another than was said last."""
-        launch = self._launch
-        tokens: dict[str, int] = {}
-        if launch is None:
-            locks: tuple[str, ...] = ()
+        """Send the want if it differs from the last one."""
+        named = self._incarnation
+        if named is None:
+            want: _Want = (None, (), {})
         else:
-            locks = ((ACTIVE,) if self._wants_active else ()) + (
-                (LOADER,) if launch.loading.wants_loader else ()
+            wanted = {ACTIVE: self._wants_active, LOADER: named.loading.wants_loader}
+            tokens = {ACTIVE: self._token, LOADER: named.loading.token}
+            want = (
+                named.id,
+                tuple(lock for lock, is_wanted in wanted.items() if is_wanted),
+                {lock: token for lock, token in tokens.items() if token},
             )
-            if self._token:
-                tokens[ACTIVE] = self._token
-            if launch.loading.token:
-                tokens[LOADER] = launch.loading.token
-        incarnation = launch.incarnation if launch is not None else None
-        witness = launch.witness_path if launch is not None else None
-        truth = (incarnation, locks, tokens)
-        if truth != self._said:
-            self._said = truth
-            self.client.set_want(incarnation, witness, locks, tokens)
+        if want != self._sent:
+            self._sent = want
+            incarnation, locks, held = want
+            self.client.set_want(incarnation, named.witness_path if named else None, locks, held)
 
     # ------------------------------------------------------------------ the socket
 
     def borrow_listener(self) -> OwnedFd | None:
-        """A copy of the listening socket, the caller's own; None if none is lent yet, or ours
+        """A copy of the listening socket, which the caller owns; None if none is lent yet, or ours
         cannot be bound yet."""
         if self.own is not None:
             return self.own.copy()
         return self._listener.duplicate() if self._listener is not None else None
 
     def stop_listening(self) -> None:
-        """The backend accepts no more. Of a socket of our own nobody else ever will: who comes now
-        is better refused at once. A lent one is for the next engine."""
+        """The backend stops accepting. On a socket of our own no other engine will accept: new
+        clients are better refused at once. A lent one is for the next engine."""
         if self.own is not None:
             self.own.close()
 
@@ -148,7 +147,7 @@ class LockSide:
             self._listener.close()
             self._listener = None
 
-    # ------------------------------------------------------------------ hearing
+    # ------------------------------------------------------------------ what the server reports
 
     def _granted(self, lock: str, incarnation: str, token: int) -> None:
         engine = incarnation.rpartition("-")[0]
@@ -178,12 +177,12 @@ class LockSide:
 
     def _lost(self, reason: str) -> None:
         lease = self.client.lease
-        how_long = "going on"
+        how_long = "continuing"
         if lease is not None and lease["is_held"]:
-            how_long = f"going on for {lease['valid_for_ms']:.0f} ms, as the lease allows,"
+            how_long = f"continuing for {lease['valid_for_ms']:.0f} ms under the lease"
         self._events.record(
             "engine.lock",
-            f"the lock server is gone ({reason}); {how_long} and reconnecting",
+            f"lost the lock server ({reason}); {how_long} and reconnecting",
             "warning",
             {"connected": False},
         )
@@ -197,6 +196,5 @@ class LockSide:
             self._end(cause, error.message)
 
     def _end(self, cause: str, reason: str) -> None:
-        """This incarnation has no business left, if there is one."""
-        if self._launch is not None:
+        if self._incarnation is not None:
             self._post(Failed(cause, reason))

@@ -1,7 +1,7 @@
 """The engine's metrics, all derived from the one record of events; zeros from the first scrape.
 
-Owns names and buckets (CONVENTIONS §2.4). Must not be told anything that is not an event, but for
-the two figures that are no transition: requests in flight and requests refused.
+Owns names and buckets (CONVENTIONS §2.4). Takes nothing but events, apart from two figures of the
+backend: requests in flight and requests refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from engine.core.events import State
 from engine.core.lifecycle import TRANSITIONS
 from engine.core.loading import Role
-from engine.supervisor.state_file import Memory
+from engine.supervisor.state_file import SavedState
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metrics
 
@@ -24,7 +24,7 @@ STATE_BUCKETS_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 class EngineMetrics:
     """Subscribe `observe` to the event log."""
 
-    def __init__(self, engine: str, role: Role, memory: Memory) -> None:
+    def __init__(self, engine: str, role: Role, saved: SavedState) -> None:
         self.page = page = Metrics()
         self._id = {"engine_id": engine}
         self._role = role
@@ -62,13 +62,13 @@ class EngineMetrics:
             "Grants won from another engine; kept across restarts.",
             ("engine_id",),
         ).labels(**self._id)
-        self._attempts.inc(memory.failover_attempts)
+        self._attempts.inc(saved.failover_attempts)
         self._successes = page.counter(
             "failover_successes_total",
             "Of these, those that led to active; kept across restarts.",
             ("engine_id",),
         ).labels(**self._id)
-        self._successes.inc(memory.failover_successes)
+        self._successes.inc(saved.failover_successes)
         self._lost = page.counter(
             "engine_lock_lost_total",
             "Times that this engine had to end because the lock, its lease or one of its other"
@@ -101,7 +101,7 @@ class EngineMetrics:
         self._rejected_known = 0
 
     def watch_lease(self, lease: Callable[[], dict[str, Any] | None]) -> None:
-        """Over TCP: how long the lease is good for, as it is when asked."""
+        """Over TCP: how long the lease is valid, at the time of the scrape."""
 
         def seconds() -> float:
             return float((lease() or {}).get("valid_for_ms", 0.0)) / 1000
@@ -113,7 +113,7 @@ class EngineMetrics:
         ).set_function(seconds)
 
     def observe(self, event: Event) -> None:
-        """Count what `event` says."""
+        """Count `event`."""
         data = event.data
         match event.type:
             case "engine.state":
@@ -138,7 +138,7 @@ class EngineMetrics:
                 self._successes.inc()
 
     def healthy(self, in_flight: int, rejected: int) -> None:
-        """What the backend's answers say; `rejected` counts since its launch."""
+        """Take figures from the backend; `rejected` counts since its launch."""
         self._in_flight.set(in_flight)
         self._rejected.labels(reason="backend").inc(max(0, rejected - self._rejected_known))
         self._rejected_known = rejected

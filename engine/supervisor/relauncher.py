@@ -1,4 +1,4 @@
-"""Launches the engine again when it is due: the rule is `core/relaunch`, this looks and waits."""
+"""Launches the engine again when that is due: the rule is `core/relaunch`, this waits for it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 from engine.core.relaunch import Death, Relaunch
 from engine.supervisor import state_file
 from engine.supervisor.lock_side import LockSide
-from engine.supervisor.settings import Settings
+from engine.supervisor.settings import EngineSettings
 from engine.supervisor.timers import Timers
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 
 TIMER = "relaunch"
 
-# How often a dead engine looks whether another one has become active: often enough that loading
-# begins soon after, seldom enough to be nothing beside the takeover that it waits for.
+# How often a dead engine checks whether another one has become active: often enough that loading
+# starts soon after, seldom enough not to disturb the takeover that it waits for.
 POLL_MS = 50.0
 
 
 class Relauncher:
-    """Told of deaths; calls `launch` when the next incarnation may begin."""
+    """Counts deaths; calls `launch` when the next incarnation may start."""
 
     def __init__(
         self,
-        settings: Settings,
+        settings: EngineSettings,
         lock: LockSide,
         timers: Timers,
         events: EventLog,
@@ -47,14 +47,14 @@ class Relauncher:
         self._clock = clock
         self._launch = launch
         self.plan: dict[str, Any] | None = None  # for status: what the next launch waits for
-        self.verdict: str | None = None
+        self.verdict: str | None = None  # why there will be no relaunch
 
     def died(self, cause: str, *, reached_standby: bool, is_planned: bool) -> None:
         self._rule.died(Death(self._clock.now_ms(), cause, reached_standby, is_planned))
         self.verdict = self._rule.verdict()
 
     def schedule(self) -> None:
-        """Launch now or in a while."""
+        """Launch now or later."""
         now_ms = self._clock.now_ms()
         due = self._rule.due(now_ms, is_other_active=self._is_other_active())
         rest_ms = due.at_ms - now_ms
@@ -73,8 +73,8 @@ class Relauncher:
         self.plan = None
 
     def _is_other_active(self) -> bool:
-        """Hearing of a grant is not enough: the other engine has yet to wake. Its state file says
-        when it has; where that cannot be read, the pause simply lasts its full time."""
+        """A grant is not enough: the other engine has yet to wake. Its state file says when it has;
+        where that cannot be read, the pause simply lasts its full time."""
         other = self._lock.other
         return other is not None and state_file.is_active(
             self._directory, other.engine, other.token

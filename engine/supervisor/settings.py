@@ -136,8 +136,8 @@ OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What a supervisor is told, resolved: paths absolute, defaults filled in."""
+class EngineSettings:
+    """A supervisor's settings, resolved: paths absolute, defaults filled in."""
 
     config: Resolved
     command: tuple[str, ...]
@@ -164,7 +164,7 @@ class Settings:
         return engine_socket(self.directory, self.engine)
 
 
-def settle(config: Resolved, command: list[str], directory: str) -> Settings:
+def settle(config: Resolved, command: list[str], directory: str) -> EngineSettings:
     """Fill in what depends on other settings. `directory` is the checked shared directory.
 
     Raises:
@@ -175,7 +175,7 @@ def settle(config: Resolved, command: list[str], directory: str) -> Settings:
     is_remote = address.startswith(SCHEME)
     _check_members(config, is_remote=is_remote)
     port = config["http_port"]
-    return Settings(
+    return EngineSettings(
         config=config,
         command=tuple(command),
         backend=config["backend"],

@@ -1,109 +1,140 @@
-"""The process around one engine: sockets, signals, and an end with a reason.
+"""The process around one engine: sockets, signals, and an exit with a reason.
 
-Owns what must be there before the first launch and be closed after the last. What the engine does
-is `runner.py`, why it does it is `engine/core`. The surprising thing: an exception in any callback
-ends the process. A supervisor that is wrong about itself is worse than none, and its death is a
-thing that the whole pod is built to survive.
+Owns what must exist before the first launch and be closed after the last. What the engine does is
+`engine.py`, why it does it is `engine/core`. The surprising thing: an exception in any callback
+ends the process. A supervisor that is wrong about itself is worse than none, and its death is what
+the whole pod is built to survive.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import functools
+import os
 from typing import Any
 
 from engine.core import probes
-from engine.core.events import Terminate, TerminateNow
+from engine.core.events import Exit, Terminate, TerminateNow
+from engine.messages import FaultReport
 from engine.supervisor.control import Control
-from engine.supervisor.departure import depart
-from engine.supervisor.desk import Desk
-from engine.supervisor.runner import Runner
-from engine.supervisor.settings import Settings
+from engine.supervisor.engine import Engine
+from engine.supervisor.settings import (
+    TERMINATION_LOG,
+    TERMINATION_LOG_BYTES_MAX,
+    EngineSettings,
+)
+from engine.supervisor.state_file import EngineStateFile
+from engine.supervisor.status import EngineStatus
 from engine.supervisor.tree import become_subreaper
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.part.paths import engine_state
 from plumbing.service.clock import Clock, SystemClock
-from plumbing.service.http import HttpServer, Probe
+from plumbing.service.http import HttpServer
 from plumbing.service.signals import SignalInbox
 
+EXIT_USAGE = 2
 
-class Supervisor:
-    """Runs one engine from its first launch to its departure."""
 
-    def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
+class EngineSupervisor:
+    """Runs one engine from its first launch to its exit."""
+
+    def __init__(self, settings: EngineSettings, clock: Clock | None = None) -> None:
         self._settings = settings
-        clock = clock or SystemClock()
-        self._runner = runner = Runner(settings, clock)
-        desk = Desk(
-            runner.lifecycle,
-            lambda: runner.launch,
-            post=runner.post,
-            status=runner.status,
-            log=runner.log,
-            clock=clock,
-        )
-        self._control = Control(settings.control_path, desk, runner.log)
+        self._engine = engine = Engine(settings, clock or SystemClock())
+        path = engine_state(settings.directory, settings.engine)
+        self._state_file = EngineStateFile(path, engine.log)
+        status = EngineStatus(engine, self._state_file)
+        self._control = Control(engine, status.document)
         self._http = HttpServer(
             settings.config["http_host"],
             settings.http_port,
-            probes={name: self._prober(name) for name in probes.TABLE},
-            status=runner.status,
-            metrics=runner.metrics.page,
-            events=runner.log,
+            probes={name: functools.partial(status.probe, name) for name in probes.TABLE},
+            status=status.document,
+            metrics=engine.metrics.page,
+            events=engine.log,
         )
 
     async def run(self) -> None:
-        """Run until told to end, or until no relaunch can help.
+        """Run until asked to exit, or until no relaunch can help.
 
         Raises:
             UnderstudyError: why the engine ended, with the exit code; also a port or a socket
                 that is in use.
         """
         become_subreaper()
-        runner, loop = self._runner, asyncio.get_running_loop()
+        engine, loop = self._engine, asyncio.get_running_loop()
         loop.set_exception_handler(self._crash)
         signals = SignalInbox(loop)
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._control.server.start()
             await self._http.start()
-            for coroutine in (runner.lock.client.run(), self._heed(signals)):
+            for coroutine in (engine.lock.client.run(), self._heed(signals)):
                 task = loop.create_task(coroutine)
                 task.add_done_callback(self._ended)
                 tasks.append(task)
-            runner.start()
-            ending = await runner.exit
+            engine.start()
+            ending = await engine.exit
         finally:
-            runner.close()
+            engine.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             signals.close()
             await self._http.stop()
             await self._control.server.close()
-            await runner.state_file.close()
-            await runner.leftovers.close()
-        is_loop = runner.relauncher.verdict is not None
-        depart(self._settings, ending, runner.last_fault, is_loop=is_loop)
+            await self._state_file.close()
+            await engine.leftovers.close()
+        is_loop = engine.relauncher.verdict is not None
+        _depart(self._settings, ending, engine.last_fault, is_loop=is_loop)
 
     async def _heed(self, signals: SignalInbox) -> None:
         await signals.get()
-        self._runner.post(Terminate())
+        self._engine.post(Terminate())
         while True:
             await signals.get()
-            self._runner.post(TerminateNow())
+            self._engine.post(TerminateNow())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Neither task ends by itself: what ended it ends us."""
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self._runner.exit.done():
-            self._runner.exit.set_exception(error)
+        if error is not None and not self._engine.exit.done():
+            self._engine.exit.set_exception(error)
 
     def _crash(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An exception that nobody caught; a peer that went away is none of ours."""
+        """An uncaught exception; a peer that disconnected is not our fault."""
         loop.default_exception_handler(context)
         error = context.get("exception")
         is_ours = isinstance(error, Exception) and not isinstance(error, OSError)
-        if error is not None and is_ours and not self._runner.exit.done():
-            self._runner.exit.set_exception(error)
+        if error is not None and is_ours and not self._engine.exit.done():
+            self._engine.exit.set_exception(error)
 
-    def _prober(self, endpoint: str) -> Callable[[], Probe]:
-        return lambda: self._runner.probe(endpoint)
+
+def _depart(
+    settings: EngineSettings, ending: Exit, fault: FaultReport | None, *, is_loop: bool
+) -> None:
+    """Return for a requested exit; otherwise raise its reason.
+
+    Raises:
+        UnderstudyError: the reason, with its exit code.
+    """
+    if ending.reason is None:
+        _write_termination_log(settings, "exited as requested")
+        return
+    _write_termination_log(settings, ending.reason)
+    code = "engine.crash_loop" if is_loop else fault.code if fault else "engine.cannot_go_on"
+    kind = UsageError if ending.code == EXIT_USAGE else UnderstudyError
+    raise kind(code, ending.reason)
+
+
+def _write_termination_log(settings: EngineSettings, reason: str) -> None:
+    """Best effort: the same sentence goes to stderr."""
+    path = settings.config["termination_log"]
+    if path is None:
+        if not os.path.exists(TERMINATION_LOG):
+            return  # not in Kubernetes: leave no file in /dev
+        path = TERMINATION_LOG
+    text = f"engine {settings.engine}: {reason}\n"
+    with contextlib.suppress(OSError), open(path, "wb") as stream:
+        stream.write(text.encode()[:TERMINATION_LOG_BYTES_MAX])

@@ -49,7 +49,7 @@ SWEEP_S_MAX = 0.020
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class ProcessDeath:
     """A process that must live has ended. `status` is its wait status where it was our child."""
 
     pid: int
@@ -103,7 +103,7 @@ class Tree:
     def __init__(
         self,
         on_dying: Callable[[str], None],
-        on_death: Callable[[Death], None],
+        on_death: Callable[[ProcessDeath], None],
         on_gone: Callable[[], None],
         *,
         helpers: Sequence[str] = HELPERS,
@@ -300,21 +300,21 @@ class Tree:
         if process.must_live:
             self._is_dying = True
             status = self._statuses.pop(pid, None)
-            self._on_death(self._first_death() or Death(pid, process.name, status))
+            self._on_death(self._first_death() or ProcessDeath(pid, process.name, status))
 
     def _explain(self, pid: int, name: str) -> None:
         """The end of the death that a lifeline announced."""
         if pid == self._announced:
             self._announced = None
-            self._on_death(Death(pid, name, self._statuses.pop(pid, None)))
+            self._on_death(ProcessDeath(pid, name, self._statuses.pop(pid, None)))
 
-    def _first_death(self) -> Death | None:
+    def _first_death(self) -> ProcessDeath | None:
         """The main process's, if it has ended too: its children die with it, and of all of them
         it is the cause."""
         main = self._main
         if main is None or main.pid not in self._statuses or main.pid not in self._processes:
             return None
-        return Death(main.pid, self._processes[main.pid].name, self._statuses[main.pid])
+        return ProcessDeath(main.pid, self._processes[main.pid].name, self._statuses[main.pid])
 
     def _forget(self, process: _Process) -> None:
         self._loop.remove_reader(process.pidfd.fileno())

@@ -103,7 +103,7 @@ def test_drain_has_a_budget(pod, lock):
     engine.until("active")
     engine.terminate()
     assert engine.wait() == 0
-    assert "has lasted longer than its budget of 0.2 s" in errors_of(engine)
+    assert "has exceeded its budget of 0.2 s" in errors_of(engine)
 
 
 def test_drain_command_ends_the_engine(pod, lock):
@@ -201,7 +201,7 @@ def test_broken_state_file_is_started_over(pod, lock, directory):
     path.write_text('{"schema": 1, "memo')
     engine = pod.engine("e-0")
     engine.until("active")
-    assert "starting without memory" in engine.errors.read_text()
+    assert "starting without the saved state" in engine.errors.read_text()
     until(lambda: '"active"' in path.read_text(), "a good state file")
 
 

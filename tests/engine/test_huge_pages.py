@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor import huge_pages
+from engine.supervisor.incarnation import TUNABLES_ENV, huge_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CHILD = """
@@ -37,7 +37,7 @@ def huge_kib(environ: dict[str, str]) -> int:
 def test_most_of_what_a_child_allocates_is_in_huge_pages():
     """Goal: the memory of a killed backend is given back in large pieces. Method: a child that
     takes 60 MB in pieces of 60 kB."""
-    environ = {**os.environ, **huge_pages.environment({})}
+    environ = {**os.environ, **huge_pages({})}
     assert huge_kib(environ) > 40 << 10
 
 
@@ -52,6 +52,6 @@ def test_most_of_what_a_child_allocates_is_in_huge_pages():
 )
 def test_what_the_user_has_tuned_stays(given: str, added: str | None):
     """Goal: no setting of theirs is lost. Method: every kind of a value."""
-    environ = {huge_pages.TUNABLES_ENV: given} if given else {}
-    wanted = {} if added is None else {huge_pages.TUNABLES_ENV: added}
-    assert huge_pages.environment(environ) == wanted
+    environ = {TUNABLES_ENV: given} if given else {}
+    wanted = {} if added is None else {TUNABLES_ENV: added}
+    assert huge_pages(environ) == wanted

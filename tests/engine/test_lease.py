@@ -112,7 +112,7 @@ def test_without_answers_it_stops_before_its_lease_has_run_out(pod, server, loop
     assert engine.process.poll() is None, "stopped by itself, not by the kernel"
     death = back["deaths"][0]
     assert death["cause"] == "lease_lost"
-    assert "has answered nothing" in death["message"]
+    assert "has not answered" in death["message"]
     assert back["lock"]["token"] > dead["lock"]["token"]
     page = engine.get("/metrics")[1]
     assert 'understudy_engine_lock_lost_total{reason="lease_lost"} 1.0' in page

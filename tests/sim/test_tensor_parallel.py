@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.loading import MODE_WRITE, Leave, Loading, Role
+from engine.core.loading import MODE_WRITE, Loading, LoadPermit, Role
 from gms.core import decide, grants
 from tests.sim.gms_device import SimDevice
 from tests.sim.seeds import SEED, replayable, seeds
@@ -129,11 +129,11 @@ def test_a_device_with_another_checkpoint_refuses_the_rank_and_names_the_field()
 class NoLoader(Loading):
     """Roles alone: whoever may write goes at once."""
 
-    def asked(self, rank: int, ranks: int) -> list[Leave]:
+    def asked(self, rank: int, ranks: int) -> list[LoadPermit]:
         leaves = super().asked(rank, ranks)
         mine = [rank] if self._role.may_write else []
         self._waiting.clear()
-        return leaves or [Leave(number, MODE_WRITE, 0) for number in mine]
+        return leaves or [LoadPermit(number, MODE_WRITE, 0) for number in mine]
 
     @property
     def wants_loader(self) -> bool:

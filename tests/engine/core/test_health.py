@@ -1,17 +1,17 @@
-"""Health of generation, on a clock that the test moves."""
+"""GenerationHealth of generation, on a clock that the test moves."""
 
 from __future__ import annotations
 
 import pytest
 
-from engine.core.health import Action, Health, Unhealthy
+from engine.core.health import Action, GenerationHealth, Unhealthy
 
 
-def make() -> Health:
-    return Health(0, answer_ms=1000, hang_ms=3000, idle_canary_ms=30_000, interval_ms=500)
+def make() -> GenerationHealth:
+    return GenerationHealth(0, answer_ms=1000, hang_ms=3000, idle_canary_ms=30_000, interval_ms=500)
 
 
-def run(health: Health, until_ms: float, answer) -> tuple[float, str] | None:
+def run(health: GenerationHealth, until_ms: float, answer) -> tuple[float, str] | None:
     """Tick when due and answer each question; the time and the words of a verdict."""
     now = 0.0
     while now <= until_ms:
@@ -30,7 +30,7 @@ def run(health: Health, until_ms: float, answer) -> tuple[float, str] | None:
     return None
 
 
-def run_with(health: Health, until_ms: float, state, *, canary_passes: bool):
+def run_with(health: GenerationHealth, until_ms: float, state, *, canary_passes: bool):
     """`state(now)` is in_flight and progress; canaries pass at once, or are silent for ever. The
     time and the words of a verdict."""
     now = 0.0

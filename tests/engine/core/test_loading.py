@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.loading import Leave, Loading, Role
+from engine.core.loading import Loading, LoadPermit, Role
 
 
 def test_one_rank_wants_the_loader_until_it_is_attached():
@@ -12,7 +12,7 @@ def test_one_rank_wants_the_loader_until_it_is_attached():
     assert loading.asked(0, 1) == []
     assert loading.wants_loader
     assert loading.is_waiting
-    assert loading.granted(5) == [Leave(0, "rw_or_ro", 5)]
+    assert loading.granted(5) == [LoadPermit(0, "rw_or_ro", 5)]
     assert (loading.token, loading.is_waiting) == (5, False)
     assert loading.attached(0, {"model": "m"}) is None
     assert not loading.wants_loader
@@ -26,7 +26,7 @@ def test_loader_is_kept_until_every_rank_is_attached():
     loading.granted(5)
     loading.attached(0, {"model": "m"})
     assert loading.wants_loader
-    assert loading.asked(1, 2) == [Leave(1, "rw_or_ro", 5)]
+    assert loading.asked(1, 2) == [LoadPermit(1, "rw_or_ro", 5)]
     loading.attached(1, {"model": "m"})
     assert not loading.wants_loader
 
@@ -34,7 +34,7 @@ def test_loader_is_kept_until_every_rank_is_attached():
 def test_shadow_never_asks_for_the_loader():
     """A shadow may only read, so it waits for no lock."""
     loading = Loading(Role.SHADOW)
-    assert loading.asked(0, 1) == [Leave(0, "ro", 0)]
+    assert loading.asked(0, 1) == [LoadPermit(0, "ro", 0)]
     assert not loading.wants_loader
 
 
@@ -60,9 +60,9 @@ def test_nobody_is_prepared_with_a_rank_that_has_no_weights():
     assert loading.missing is None  # a backend may have no weights of this kind at all
     loading.asked(0, 3)
     loading.attached(0, {"model": "m"})
-    assert loading.missing == "of 3 ranks, 1, 2 came to no weights"
+    assert loading.missing == "of 3 ranks, 1, 2 attached no weights"
     loading.attached(2, {"model": "m"})
-    assert loading.missing == "of 3 ranks, 1 came to no weights"
+    assert loading.missing == "of 3 ranks, 1 attached no weights"
     loading.attached(1, {"model": "m"})
     assert loading.missing is None
 
@@ -74,4 +74,4 @@ def test_ranks_agree_on_how_many_they_are():
     assert loading.objection(2, 2) == "rank 2 of 2 does not exist"
     loading.asked(0, 2)
     assert loading.objection(1, 2) is None
-    assert loading.objection(1, 4) == "rank 1 says that there are 4 ranks, and another said 2"
+    assert loading.objection(1, 4) == "rank 1 reports 4 ranks, another one reported 2"

@@ -1,0 +1,277 @@
+"""One engine: an inbox of events, the lifecycle that judges them, and its effects performed.
+
+Must not decide what follows from what: that is `engine/core`. Every callback (a pidfd, the channel,
+the lock, a signal, a timer) only posts an event; events are handled one after the other, and
+effects that cause further events post them too.
+
+The surprising thing: `dead` has two halves. Until the tree is reaped nothing is sent to the lock
+server, whatever happens; only then is the incarnation no longer named, and the lock free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from engine.core import events
+from engine.core.events import Event, Failed, State, WakingStep
+from engine.core.lifecycle import IllegalEvent, Lifecycle
+from engine.messages import FaultReport, Healthy
+from engine.supervisor import over_tcp, state_file
+from engine.supervisor.health_watch import HealthWatch
+from engine.supervisor.history import History
+from engine.supervisor.incarnation import Incarnation
+from engine.supervisor.kv_layout import KvLayout
+from engine.supervisor.leftovers import Leftovers
+from engine.supervisor.leftovers import path_of as leftovers_path
+from engine.supervisor.lock_side import LockSide
+from engine.supervisor.metrics import EngineMetrics
+from engine.supervisor.relauncher import Relauncher
+from engine.supervisor.settings import EngineSettings
+from engine.supervisor.timers import Timers
+from lockserver.client import witness
+from plumbing.errors import InvariantError
+from plumbing.part.paths import engine_state
+from plumbing.service.clock import Clock
+from plumbing.service.events import EventLog
+
+# How often new processes are looked for, and orphans reaped.
+TICK_MS = 1_000.0
+
+# How soon to try again to bind the service address, which the last engine may hold for a moment.
+BIND_RETRY_MS = 50.0
+
+# What a backend may send at the wrong moment: its fault, not ours.
+BACKEND_EVENTS = (
+    events.Prepared,
+    events.Woken,
+    events.CanaryPassed,
+    events.Serving,
+    events.Drained,
+)
+
+
+class Engine:
+    """One engine, from its first launch until `exit` is set."""
+
+    def __init__(self, settings: EngineSettings, clock: Clock) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.log = EventLog(settings.engine, clock)
+        path = engine_state(settings.directory, settings.engine)
+        saved, self._saved_problem = state_file.load(path)
+        self.history = History(saved, self.log, clock)
+        self.metrics = EngineMetrics(settings.engine, settings.role, saved)
+        self.log.subscribe(self.metrics.observe)
+        self.lifecycle = Lifecycle(saved.number)
+        self.incarnation: Incarnation | None = None
+        self.predecessor: str | None = None  # an earlier tree that holds up the first launch
+        self.last_fault: FaultReport | None = None
+        self.exit: asyncio.Future[events.Exit] = asyncio.get_running_loop().create_future()
+        self.on_change: Callable[[], object] = lambda: None
+        self.leftovers = Leftovers(leftovers_path(settings.directory, settings.engine), self.log)
+        self.layout = KvLayout(
+            settings.directory, settings.engine, may_change=settings.config["kv_change"]
+        )
+        self._timers = Timers()
+        self._watch: HealthWatch | None = None
+        self._inbox: deque[Event] = deque()
+        self._is_handling = False
+        self.lock = LockSide(
+            settings,
+            self.log,
+            post=self.post,
+            on_loader=self._loader_granted,
+            on_listener=self._wake,
+        )
+        if settings.is_remote:
+            self.metrics.watch_lease(lambda: self.lock.client.lease)
+        self.relauncher = Relauncher(
+            settings, self.lock, self._timers, self.log, clock, self._launch
+        )
+
+    def start(self) -> None:
+        """Launch for the first time."""
+        settings = self.settings
+        if self._saved_problem:
+            text = f"starting without the saved state: {self._saved_problem}"
+            self.log.record("engine.state_file", text, "warning")
+        if settings.members > 1 and settings.backend == "reference":
+            text = (
+                f"this is member {settings.member} of {settings.members}; the reference backend"
+                " does not divide a model among them: each loads the whole model, and member 0"
+                " serves"
+            )
+            self.log.record("engine.members", text, "warning")
+        self._tick()
+        self._launch_first()
+
+    def _launch_first(self) -> None:
+        before, settings = self.predecessor, self.settings
+        if settings.is_remote:
+            self.predecessor = over_tcp.clear_witnesses(settings.directory, settings.engine)
+        if self.predecessor is None:
+            self._launch()
+            return
+        if before is None:
+            self.log.record("engine.relaunch", self.predecessor, "warning")
+        self._timers.after("predecessor", over_tcp.POLL_MS, self._launch_first)
+
+    def close(self) -> None:
+        """End timers; a tree that still lives (only after a bug of ours) is killed."""
+        if self.incarnation is not None:
+            self.incarnation.tree.kill()
+        self._timers.close()
+        self.lock.close()
+        self.layout.close()
+
+    def _tick(self) -> None:
+        if self.incarnation is not None:
+            self.incarnation.tick()
+        self._timers.after("tick", TICK_MS, self._tick)
+
+    # ------------------------------------------------------------------ inbox and effects
+
+    def post(self, event: Event) -> None:
+        """Handle `event` after those posted before it."""
+        self._inbox.append(event)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._inbox:
+                self._handle(self._inbox.popleft())
+        finally:
+            self._is_handling = False
+
+    def _handle(self, event: Event) -> None:
+        try:
+            effects = self.lifecycle.handle(event)
+        except IllegalEvent as error:
+            if not isinstance(event, BACKEND_EVENTS):
+                raise InvariantError(str(error)) from error
+            effects = self.lifecycle.handle(Failed("backend_fault", f"out of order: {error}"))
+        for effect in effects:
+            self._perform(effect)
+
+    def _perform(self, effect: events.Effect) -> None:
+        match effect:
+            case events.RecordTransition():
+                self._record(effect)
+            case events.StartTree():
+                self._start_tree(effect)
+            case events.TellLockServer():
+                if effect.wants_active:
+                    self.history.wanted()
+                named = self.incarnation if effect.names_incarnation else None
+                self.lock.tell(named, wants_active=effect.wants_active)
+            case events.Ask():
+                self._ask(effect.step)
+            case events.DrainBackend():
+                self.lock.stop_listening()
+                self._running.drain(self.settings.budgets_ms[State.DRAINING])
+            case events.KillTree():
+                self._running.tree.kill()
+            case events.ScheduleRelaunch():
+                self.relauncher.schedule()
+            case events.Exit():
+                self.relauncher.cancel()
+                self._timers.cancel("predecessor")
+                if not self.exit.done():
+                    self.exit.set_result(effect)
+
+    @property
+    def _running(self) -> Incarnation:
+        if self.incarnation is None:
+            raise InvariantError("there is no incarnation")
+        return self.incarnation
+
+    def _record(self, record: events.RecordTransition) -> None:
+        """A transition: the one record of it, its budget, and the health checks of `active`."""
+        budget_ms = self.settings.budgets_ms.get(record.target)
+        self.history.moved(record, self.lifecycle.now, budget_ms)
+        self._timers.cancel("budget")
+        if budget_ms is not None:
+            self._timers.after("budget", budget_ms, self._budget_spent)
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        if record.target is State.ACTIVE:
+            self._watch = HealthWatch(
+                self.settings,
+                self._running,
+                self._timers,
+                self.clock,
+                on_answer=self._answered,
+                on_unhealthy=lambda reason: self.post(Failed("unhealthy", reason)),
+            )
+        self.on_change()
+
+    def _budget_spent(self) -> None:
+        self.post(events.BudgetSpent(self.history.budget_spent(self.lifecycle.state)))
+
+    # ------------------------------------------------------------------ launching and reaping
+
+    def _launch(self) -> None:
+        self.post(events.Launch(witness.new_incarnation(self.settings.engine)))
+
+    def _start_tree(self, effect: events.StartTree) -> None:
+        self.history.launched(effect.number)
+        self.last_fault = None
+        self.incarnation = Incarnation(
+            self.settings,
+            effect.incarnation,
+            post=self.post,
+            log=self.log,
+            leftovers=self.leftovers,
+            layout=self.layout,
+            on_gone=self._gone,
+            on_loader=self.lock.repeat,
+        )
+        self.incarnation.start()
+
+    def _gone(self) -> None:
+        """The last process is reaped and the last message read."""
+        gone, now, history = self._running, self.lifecycle.now, self.history
+        self.incarnation, self.last_fault = None, gone.fault
+        self._timers.cancel("budget")
+        if not now.is_leaving:
+            is_rehearsed = gone.rehearsed_ms is not None
+            is_planned = is_rehearsed or now.is_handed_over or history.cause in events.FROM_OUTSIDE
+            self.relauncher.died(
+                now.reason, reached_standby=now.reached_standby, is_planned=is_planned
+            )
+        history.reaped(now, gone.rehearsed_ms)
+        self.post(events.Reaped(self.relauncher.verdict))
+        self.on_change()
+
+    # ------------------------------------------------------------------ the lock, waking, health
+
+    def _ask(self, step: WakingStep) -> None:
+        if step is WakingStep.WAKE:
+            token = self.lifecycle.now.token
+            self.history.granted(token, is_other_known=self.lock.other is not None)
+            self._wake()
+            self.lock.hold(token)
+        else:
+            self.history.asked(step)
+            self._running.ask(step)
+
+    def _wake(self) -> None:
+        """Once there are both a grant and the listening socket, whichever comes last."""
+        now, waking = self.lifecycle.now, self.incarnation
+        if now.step is WakingStep.WAKE and waking is not None and not waking.is_wake_asked:
+            listener = self.lock.borrow_listener()
+            if listener is not None:
+                waking.wake(now.token, listener)
+            elif self.lock.own is not None:
+                self._timers.after("bind", BIND_RETRY_MS, self._wake)
+
+    def _loader_granted(self, incarnation: str, token: int) -> None:
+        if self.incarnation is not None and self.incarnation.id == incarnation:
+            self.incarnation.loader_granted(token)
+
+    def _answered(self, healthy: Healthy) -> None:
+        self.history.in_flight = healthy.in_flight
+        self.metrics.healthy(healthy.in_flight, healthy.rejected)
