@@ -15,7 +15,7 @@ from gms.operate import report
 from gms.server.devices import VISIBLE, devices_to_serve
 from gms.server.server import STALL_MS, DeviceServer
 from gms.vmm.host import HostMemory
-from gms.vmm.interface import Memory
+from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnreachableError, UsageError
 from plumbing.part import paths
 from plumbing.part.cli import Look, json_flag, show_status, watch_flag
@@ -74,7 +74,7 @@ def main() -> None:
 @options(SERVE, command="gms")
 def serve(config: Resolved) -> None:
     """Serve the devices' memory until SIGTERM."""
-    from gms.server.supervisor import Supervisor, device_names  # aiohttp comes with it
+    from gms.server.supervisor import GmsSupervisor, device_names  # aiohttp comes with it
 
     configure("gms")
     arm_from_environment()
@@ -101,7 +101,7 @@ def serve(config: Resolved) -> None:
         words = [str(word) for flag in flags.items() for word in flag]
         return [sys.executable, "-m", "gms.cli", "serve-device", *words]
 
-    supervisor = Supervisor(
+    supervisor = GmsSupervisor(
         directory,
         devices_to_serve(gpus) if is_cuda else device_names(config["devices"]),
         command,
@@ -124,7 +124,7 @@ def serve_device(config: Resolved) -> None:
     run_async(functools.partial(_serve_device, config, memory, capacity_bytes))
 
 
-def _memory(config: Resolved) -> tuple[Memory, int]:
+def _memory(config: Resolved) -> tuple[DeviceMemory, int]:
     """The device's memory, and how much of it may be used."""
     wanted_bytes = config["device_bytes"]
     if config["memory"] == "host":
@@ -135,7 +135,7 @@ def _memory(config: Resolved) -> tuple[Memory, int]:
     return cuda, min(wanted_bytes or cuda.capacity_bytes, cuda.capacity_bytes)
 
 
-async def _serve_device(config: Resolved, memory: Memory, capacity_bytes: int) -> None:
+async def _serve_device(config: Resolved, memory: DeviceMemory, capacity_bytes: int) -> None:
     asyncio.get_running_loop().set_exception_handler(_crash)
     server = DeviceServer(
         paths.runtime_dir(config["dir"]),
@@ -217,7 +217,7 @@ def drop(
     """Take a device's committed weights out of service; the next engine loads anew."""
     from gms.operate import upkeep as operate
 
-    name, _ = operate.the_device(config["dir"], config["device"])
+    name = operate.the_device(config["dir"], config["device"])
     if not yes:
         if not sys.stdin.isatty():
             raise UsageError("gms.not_confirmed", "this drops weights; say --yes to mean it")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from gms.core.capacity import SLABS_MAX
+from gms.core.manifest import SLABS_MAX
 from plumbing.part.observe import EventMsg as EventMsg
 from plumbing.part.observe import StatusMsg as StatusMsg
 from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg

@@ -1,4 +1,4 @@
-"""Names of the files that a device's server and its clients meet at, all in one directory."""
+"""Names of the files that a device's server and its clients share, all in one directory."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ def check_device(device: str) -> str:
     if not _DEVICE.fullmatch(device):
         raise UsageError(
             "gms.bad_device",
-            f"{device!r} is not a device; devices are called HOST-0, HOST-1, … or GPU-<uuid>",
+            f"{device!r} is not a device name; devices are named HOST-0, HOST-1, … or GPU-<uuid>",
         )
     return device
 
 
-def socket_path(directory: str, device: str, tag: str = WEIGHTS) -> str:
+def socket_path(directory: str, device: str) -> str:
     """The socket of one device's server."""
-    return paths.gms_socket(directory, check_device(device), tag)
+    return paths.gms_socket(directory, check_device(device))
 
 
-def journal_path(directory: str, device: str, tag: str = WEIGHTS) -> str:
-    """What is committed there, for a restarted server."""
-    return paths.gms_journal(directory, check_device(device), tag)
+def journal_path(directory: str, device: str) -> str:
+    """The journal of one device: what is committed there, for a restarted server."""
+    return paths.gms_journal(directory, check_device(device))
 
 
-def epoch_file(device: str, epoch: str, tag: str = WEIGHTS) -> str:
+def epoch_file(device: str, epoch: str) -> str:
     """The file name on which every process that maps `epoch` holds a shared flock."""
-    return f"gms_{device}_{tag}_{epoch}.epoch"
+    return f"gms_{device}_{WEIGHTS}_{epoch}.epoch"
 
 
-def epochs_on_disk(directory: str, device: str, tag: str = WEIGHTS) -> list[str]:
+def epochs_on_disk(directory: str, device: str) -> list[str]:
     """The ids of the epochs of this device that have a file."""
-    prefix = f"gms_{device}_{tag}_"
+    prefix = f"gms_{device}_{WEIGHTS}_"
     return [
         name[len(prefix) : -len(".epoch")]
         for name in sorted(os.listdir(directory))
@@ -53,7 +53,7 @@ def epochs_on_disk(directory: str, device: str, tag: str = WEIGHTS) -> list[str]
 
 
 def is_epoch_file(name: str) -> bool:
-    """Whether a server's word for an epoch's file is a plain name of that kind."""
+    """Whether `name`, which a server sent, is a plain epoch file name."""
     return _EPOCH_FILE.fullmatch(name) is not None
 
 

@@ -12,7 +12,7 @@ from gms import messages as msg
 from gms import names
 from gms.server.server import DeviceServer
 from gms.vmm.host import HostMemory
-from gms.vmm.interface import Allocation, Memory, Reservation
+from gms.vmm.interface import Allocation, DeviceMemory, Reservation
 from plumbing.errors import ProtocolError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import Connection
@@ -51,7 +51,9 @@ CLIENT_CATALOGUE = Catalogue(msg.StatusMsg, msg.StatusReplyMsg, *ADDED)
 class PerAllocationServer(DeviceServer):
     """A device's server that also answers `describe` and `export`."""
 
-    def __init__(self, directory: str, device: str, memory: Memory, capacity_bytes: int) -> None:
+    def __init__(
+        self, directory: str, device: str, memory: DeviceMemory, capacity_bytes: int
+    ) -> None:
         super().__init__(directory, device, memory, capacity_bytes)
         every = msg.CATALOGUE.classes.values()
         common = (HelloMsg, WelcomeMsg, FaultMsg)  # of all catalogues

@@ -1,8 +1,8 @@
 """One process's hold on one epoch: the flock on its file, the slabs, their range of addresses.
 
-Owns the order of things: flock before the first mapping, and at the end unmap, let the slabs go,
-flock last; where the driver fails at that, the flock stays for as long as the process lives,
-because the memory may be mapped for as long. It knows neither messages nor what the bytes mean.
+Owns the order: the flock before the first mapping; at the end unmap, release the slabs, the flock
+last. If the driver fails at that, the flock stays until the process ends, because the memory may
+stay mapped until then. It knows neither messages nor what the bytes mean.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import Sequence
 
-from gms.vmm.interface import Allocation, Memory, Reservation
+from gms.vmm.interface import Allocation, DeviceMemory, Reservation, release_all
 from plumbing.errors import InvariantError
 from plumbing.wire.fds import OwnedFd, close_all
 
@@ -19,7 +19,7 @@ from plumbing.wire.fds import OwnedFd, close_all
 class Attachment:
     """The flock, the slabs and the one range in which they lie side by side."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: DeviceMemory) -> None:
         self.slabs: list[Allocation] = []
         self._memory = memory
         self._range: Reservation | None = None
@@ -34,7 +34,7 @@ class Attachment:
 
     @property
     def size_bytes(self) -> int:
-        """What is mapped."""
+        """How much is mapped."""
         return sum(slab.size_bytes for slab in self.slabs)
 
     def hold(self, flock: OwnedFd) -> None:
@@ -42,7 +42,7 @@ class Attachment:
         self._flock = flock
 
     def reserve(self, size_bytes: int) -> None:
-        """Take addresses for at least `size_bytes`, unless it has them; they cost no memory."""
+        """Reserve addresses for `size_bytes`, if there are none yet; they cost no memory."""
         if self._range is not None:
             return
         granularity = self._memory.granularity_bytes
@@ -50,7 +50,7 @@ class Attachment:
         self._range = self._memory.reserve(max(1, -(-size_bytes // granularity)) * granularity)
 
     def adopt(self, fds: Sequence[OwnedFd], sizes: Sequence[int], *, writable: bool) -> None:
-        """Map further slabs after those that are there; takes `fds`."""
+        """Map more slabs after the mapped ones; takes `fds`."""
         fresh: list[Allocation] = []
         rest = deque(fds)
         try:
@@ -60,20 +60,20 @@ class Attachment:
             self.range.map(self.size_bytes, fresh, writable=writable)
         except BaseException:
             close_all(rest)
-            _release(fresh)
+            release_all(fresh)
             raise
         self.slabs += fresh
 
     def make_read_only(self) -> None:
-        """Every slab read-only over itself; nobody can write through us from here on."""
+        """Map every slab read-only over itself; this process cannot write any more."""
         self.range.make_read_only()
 
     def unmap(self) -> None:
-        """Let go of the memory and then of the epoch, keeping the addresses."""
+        """Release the memory and then the epoch, keeping the addresses."""
         slabs, self.slabs = self.slabs, []
         try:
             with contextlib.ExitStack() as stack:
-                stack.callback(_release, slabs)
+                stack.callback(release_all, slabs)
                 if self._range is not None:
                     self._range.unmap()
         except BaseException:
@@ -86,20 +86,8 @@ class Attachment:
             self._flock = None
 
     def close(self) -> None:
-        """Give everything back; again is harmless."""
+        """Release everything; safe to call again."""
         with contextlib.ExitStack() as stack:
             if self._range is not None:
                 stack.callback(self._range.free)
             self.unmap()
-
-
-def _release(slabs: Sequence[Allocation]) -> None:
-    """Release every one, whatever releasing any of them raises."""
-    failed: BaseException | None = None
-    for slab in slabs:
-        try:
-            slab.release()
-        except BaseException as error:
-            failed = error
-    if failed is not None:
-        raise failed

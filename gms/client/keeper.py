@@ -1,10 +1,10 @@
 """Keeps a reader's session through the deaths of the service: a thread beside the engine.
 
-Owns when a reader comes back and what it answers while it is attached. Must not touch the mapping:
-the engine computes on it all the while, which is the point. The memory is ours as long as we map
-it; a fresh server gets it back from us, and no engine restarts or loads anything again. So nothing
-that may succeed later ends the thread, and what was reported of the memory is said again to each
-service, because the one that heard it may have died before it had written it down.
+Owns when a reader rejoins and what it answers while it is attached. Must not touch the mapping: the
+engine computes on it all the while, which is the point. The memory is ours as long as we map it; a
+restarted server gets it back from us, and no engine restarts or loads anything again. So no failure
+that may be temporary ends the thread, and every report about the memory is repeated to each new
+service, because the one that received it may have died before it was on disk.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import threading
 import time
 from collections.abc import Callable
 
+from gms import messages as msg
 from gms.client.reader import Reader
-from gms.messages import Digest, DigestWanted
 from plumbing.errors import UnderstudyError
 
 # The first attempts fall into the restart of a server, which takes half a second; after that the
-# whole container is being restarted. A knock in vain costs some microseconds, and a pause as long
-# as what went before would double the time without a service.
+# whole container is being restarted. A failed attempt costs microseconds, and a pause as long as
+# the wait so far would double the time without a service.
 BACKOFF_S, BACKOFF_S_MAX = 0.02, 0.1
 REJOIN_TIMEOUT_S = 90.0  # longer than a server keeps a survivor waiting (gms.core.recovery)
-CLOSE_TIMEOUT_S = 5.0  # what waits is interrupted, and digests look between two pieces
+CLOSE_TIMEOUT_S = 5.0  # waits are interrupted, and digests check between two pieces
 
 ATTACHED, REJOINING = "attached", "rejoining"
 
@@ -45,7 +45,7 @@ class Keeper:
     ) -> None:
         """
         Args:
-            may_digest: whether this process has time to read all of its weights: a standby has.
+            may_digest: whether this process has time to read all its weights: a standby has.
             on_change: called on the thread with a sentence when the session is lost or back.
         """
         self.state = ATTACHED
@@ -56,8 +56,8 @@ class Keeper:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="gms-keeper", daemon=True)
         self._digests: list[threading.Thread] = []
-        # Told again to each service, which may not have them: the digest, and reasons (with the
-        # detail) for which the bytes cannot be trusted.
+        # Repeated to each new service: the digest, and the reasons (with their details) why the
+        # bytes cannot be trusted.
         self._authors_digest: str | None = None
         self._reports: dict[str, str] = {}
         self._report_lock = threading.Lock()
@@ -68,10 +68,10 @@ class Keeper:
         """Begin; a reader that has just committed computes the digest of its bytes."""
         self._thread.start()
         if self._reader.is_author:
-            self._digest_aside(0)
+            self._start_digest(0)
 
     def close(self) -> None:
-        """Stop keeping the session; the reader stays as it is. Again is harmless."""
+        """Stop keeping the session; the reader stays as it is. Safe to call again."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -86,24 +86,24 @@ class Keeper:
     def report_canary_failure(self, detail: str) -> None:
         """This engine's canary failed; the second such report condemns the epoch.
 
-        Without a service it is told when there is one; see `wait_until_reported`.
+        Without a service it is sent once there is one; see `wait_until_reported`.
         """
         self._report("canary", detail)
 
     def report_device_error(self, detail: str) -> None:
-        """The device failed on this memory: it condemns the epoch at once. Without a service it is
-        told when there is one."""
+        """The device failed on this memory, which condemns the epoch at once. Without a service it
+        is sent once there is one."""
         self._report("device_error", detail)
 
     def wait_until_reported(self, timeout_s: float) -> bool:
-        """For who is about to end: whether all that was reported was told to a service."""
+        """Before an exit: whether a service has received every report."""
         return self._is_reported.wait(timeout_s)
 
     def _report(self, why: str, detail: str) -> None:
         with self._report_lock:
             self._reports[why] = detail
             self._is_reported.clear()
-            with contextlib.suppress(UnderstudyError):  # the thread comes back, and tells it then
+            with contextlib.suppress(UnderstudyError):  # the thread rejoins and sends it then
                 self._reader.condemn(why, detail)
                 self._is_reported.set()
 
@@ -115,43 +115,43 @@ class Keeper:
                 self._attend()
             except (UnderstudyError, OSError) as error:
                 if not self._is_closing:
-                    self._come_back(error)
+                    self._rejoin(error)
 
     def _attend(self) -> None:
-        """Answer what the service asks, until the session ends, which raises."""
+        """Answer the service until the session ends, which raises."""
         poll = select.poll()
         poll.register(self._reader.fileno(), select.POLLIN | select.POLLRDHUP)
         poll.register(self._wake, select.POLLIN)
         while not self._is_closing:
-            if not self._reader.has_heard:
+            if not self._reader.has_pending:
                 poll.poll()
             if self._is_closing:
                 return
-            reply = self._reader.hear()
-            if isinstance(reply.message, DigestWanted):
+            reply = self._reader.receive()
+            if isinstance(reply.message, msg.DigestWanted):
                 if self._may_digest() and reply.message.epoch == self._reader.epoch:
-                    self._reader.tell(Digest(None, is_coming=True), reply.request_id)
-                    self._digest_aside(reply.request_id)
+                    self._reader.send(msg.Digest(None, is_coming=True), reply.request_id)
+                    self._start_digest(reply.request_id)
                 else:
-                    self._reader.tell(Digest(None), reply.request_id)
+                    self._reader.send(msg.Digest(None), reply.request_id)
 
-    def _come_back(self, why: UnderstudyError | OSError) -> None:
-        """Rejoin, for as long as it takes: without a service the engine serves all the same."""
+    def _rejoin(self, why: UnderstudyError | OSError) -> None:
+        """Retry until it succeeds: the engine serves without a service too."""
         self.state = REJOINING
-        began, delay_s, told = time.monotonic(), 0.0, ""
+        began, delay_s, reported = time.monotonic(), 0.0, ""
         while not self._is_closing:
             sentence = why.message if isinstance(why, UnderstudyError) else str(why)
-            if sentence != told:
-                told = sentence
+            if sentence != reported:
+                reported = sentence
                 self._on_change(
-                    f"no memory service for epoch {self._reader.epoch[:8]} ({told}); the weights "
-                    "stay mapped, trying again"
+                    f"no memory service for epoch {self._reader.epoch[:8]} ({sentence}); the "
+                    "weights stay mapped, retrying"
                 )
             self._pause(delay_s)
             delay_s = min(max(BACKOFF_S, delay_s * 2), BACKOFF_S_MAX)
             try:
                 self._reader.rejoin(REJOIN_TIMEOUT_S, may_go_on=lambda: not self._is_closing)
-                self._tell_again()
+                self._repeat_reports()
             except (UnderstudyError, OSError) as error:
                 why = error
                 continue
@@ -160,10 +160,10 @@ class Keeper:
             self._on_change(f"attached to the memory service again after {took_ms:.0f} ms")
             return
 
-    def _tell_again(self) -> None:
-        """What this service may not have heard."""
+    def _repeat_reports(self) -> None:
+        """Send what this service may not have received."""
         if self._authors_digest is not None:
-            self._reader.tell(Digest(self._authors_digest))
+            self._reader.send(msg.Digest(self._authors_digest))
         with self._report_lock:
             for why, detail in self._reports.items():
                 self._reader.condemn(why, detail)
@@ -176,7 +176,7 @@ class Keeper:
 
     # ------------------------------------------------------------------ digests
 
-    def _digest_aside(self, request_id: int) -> None:
+    def _start_digest(self, request_id: int) -> None:
         """Compute the digest on a thread of its own: it takes half a second per GiB."""
         self._digests = [thread for thread in self._digests if thread.is_alive()]
         thread = threading.Thread(
@@ -186,13 +186,13 @@ class Keeper:
         thread.start()
 
     def _digest(self, request_id: int) -> None:
-        with contextlib.suppress(OSError):  # a wish: not allowed in every container
+        with contextlib.suppress(OSError):  # best effort: not allowed in every container
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             digest = self._reader.digest(lambda: not self._is_closing)
             if digest is not None:
                 if request_id == 0:
                     self._authors_digest = digest
-                self._reader.tell(Digest(digest), request_id)
+                self._reader.send(msg.Digest(digest), request_id)
         except UnderstudyError as error:
             logger.warning("no digest of epoch %s: %s", self._reader.epoch, error.message)

@@ -1,32 +1,36 @@
 """A reader's session: a committed epoch, mapped read-only, for as long as the engine lives.
 
-Owns what may be asked of the mapping and what is said to the service about it. Its connection may
-end and come back (`gms.client.keeper`); the mapping stays.
+Owns the questions to the mapping and the messages to the service about it. Its connection may end
+and be replaced (`gms.client.keeper`); the mapping stays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gms.client import survivor
+from gms import messages as msg
 from gms.client.attachment import Attachment
-from gms.client.sessions import Opening, Session
-from gms.core.manifest import Manifest, TensorRecord
-from gms.messages import DETAIL_LENGTH_MAX, Attach, Attached, Condemn, Rejoin
+from gms.client.sessions import Opening, WeightsSession, unexpected_answer
+from gms.core.manifest import TensorRecord, WeightsManifest
 from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.service.fd_limit import make_fd_room
+from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient, Reply
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.limits import FDS_PER_FRAME_MAX
 from plumbing.wire.messages import Message
 
-HEAR_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
-# A server that does not accept yet is tried again by whoever comes back, who may want to leave.
+RECEIVE_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
+# Short: the keeper retries a server that does not accept yet, and may have to close meanwhile.
 ACCEPT_TIMEOUT_S = 0.5
-DIGEST_PIECE_BYTES = 8 << 20  # large enough that threads seldom change places, small to stop at
+DIGEST_PIECE_BYTES = 8 << 20  # large: few thread switches; small: soon stopped
 
 
-class Reader(Session):
+class Reader(WeightsSession):
     """A committed epoch, mapped read-only at addresses that never change.
 
     `tensors` maps names to their records, in the order in which they were placed; `identity` is
@@ -38,20 +42,20 @@ class Reader(Session):
         opening: Opening,
         client: BlockingClient,
         attachment: Attachment,
-        request: Attach,
-        epoch: Attached,
+        request: msg.Attach,
+        epoch: msg.Attached,
         *,
         is_author: bool = False,
     ) -> None:
-        """`is_author`: it was the writer of this epoch a moment ago."""
+        """`is_author`: this process has just written the epoch."""
         super().__init__(opening, client, attachment, request)
         self.is_author = is_author
         self.epoch = epoch.epoch
         self.identity: dict[str, Any] = epoch.identity
         self.layout_hash = epoch.layout_hash
         self.slab_sizes = epoch.slab_sizes
-        self.manifest = Manifest(epoch.manifest)
-        self._coming: BlockingClient | None = None  # a connection that is no session yet
+        self.manifest = WeightsManifest(epoch.manifest)
+        self._coming: BlockingClient | None = None  # a connection that is not a session yet
 
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:
@@ -99,21 +103,21 @@ class Reader(Session):
     # ------------------------------------------------------------------ for the keeper
 
     @property
-    def has_heard(self) -> bool:
-        """Whether `hear` has something to give although `fileno` is not readable: what the service
-        said together with the answer to `rejoin`."""
+    def has_pending(self) -> bool:
+        """Whether `receive` has a message although `fileno` is not readable: one that arrived
+        together with the answer to `rejoin`."""
         return self._client.has_pending
 
-    def hear(self) -> Reply:
-        """What the service says unasked.
+    def receive(self) -> Reply:
+        """The next message that the service sends of itself.
 
         Raises:
             UnreachableError, ProtocolError, RemoteError: this session is over.
         """
-        return self._client.receive(timeout_s=HEAR_TIMEOUT_S)
+        return self._client.receive(timeout_s=RECEIVE_TIMEOUT_S)
 
-    def tell(self, message: Message, request_id: int = 0) -> None:
-        """Say something to the service; as the answer to its `request_id`, if not 0.
+    def send(self, message: Message, request_id: int = 0) -> None:
+        """Send a message to the service; as the answer to its `request_id`, if not 0.
 
         Raises:
             UnreachableError: it is gone.
@@ -121,12 +125,12 @@ class Reader(Session):
         self._client.notify(message, request_id=request_id)
 
     def condemn(self, why: str, detail: str) -> None:
-        """Tell the service that the bytes cannot be trusted: `device_error` or `canary`.
+        """Report that the bytes cannot be trusted: `device_error` or `canary`.
 
         Raises:
-            UnreachableError: it is gone; nobody was told.
+            UnreachableError: the service is gone and has no report.
         """
-        self.tell(Condemn(why, detail[:DETAIL_LENGTH_MAX]))
+        self.send(msg.Condemn(why, detail[: msg.DETAIL_LENGTH_MAX]))
 
     def rejoin(
         self,
@@ -135,15 +139,15 @@ class Reader(Session):
         was_committed: bool = True,
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Be this epoch's reader at a service that has been restarted, and hand the memory back to
-        it if it asks. The mapping stays as it is throughout.
+        """Register as this epoch's reader with a restarted service, and hand the memory back if it
+        asks. The mapping stays as it is throughout.
 
         `interrupt`, from another thread, ends it once `may_go_on` says no.
 
         Raises:
             UnreachableError, WaitTimeoutError, RemoteError, ProtocolError: try again later, but
                 for RemoteError `gms.not_committed`: this epoch was never published.
-            UnderstudyError: `gms.not_mapped`, there is nothing to be the reader of.
+            UnderstudyError: `gms.not_mapped`, there is nothing to read.
         """
         if self.slab_sizes and not self._attachment.slabs:
             raise UnderstudyError(
@@ -151,7 +155,7 @@ class Reader(Session):
             )
         self._client.close()
         self._coming = client = self._opening.connect(min(deadline_s, ACCEPT_TIMEOUT_S))
-        request = Rejoin(
+        request = msg.Rejoin(
             engine=self._request.engine,
             incarnation=self._request.incarnation,
             epoch=self.epoch,
@@ -161,24 +165,32 @@ class Reader(Session):
         )
         try:
             if not may_go_on():  # asked when `interrupt` knows the client: one of the two sees it
-                raise _left()
-            survivor.rejoin(
-                client,
-                request,
-                identity=self.identity,
-                manifest=self.manifest.encoded,
-                layout_hash=self.layout_hash,
-                slab_fds=self.slab_fds(),
-                timeout_s=deadline_s,
-            )
+                raise _closed()
+            self._exchange(client, request, deadline_s)
             self._client = client
             if self.is_closed:  # asked when `close` sees the new client: one of the two closes it
-                raise _left()
+                raise _closed()
         except BaseException:
             client.close()
             raise
         finally:
             self._coming = None
+
+    def _exchange(self, client: BlockingClient, request: msg.Rejoin, timeout_s: float) -> None:
+        """Register again, handing the epoch back if the service asks for it."""
+        answer = client.request(request, timeout_s=timeout_s).message
+        if isinstance(answer, msg.Wanted):
+            # The descriptors that do not fit the offer's own frame precede it: with the offer,
+            # everything is there.
+            fds = self.slab_fds()
+            starts = list(range(0, len(fds), FDS_PER_FRAME_MAX)) or [0]
+            for first in starts[:-1]:
+                part = _duplicates(fds[first : first + FDS_PER_FRAME_MAX])
+                client.notify(msg.Slabs(self.epoch, first), part)
+            offer = msg.Offer(self.epoch, self.identity, self.manifest.encoded, self.layout_hash)
+            answer = client.request(offer, _duplicates(fds[starts[-1] :]), timeout_s).message
+        if not isinstance(answer, msg.Rejoined) or answer.epoch != self.epoch:
+            raise unexpected_answer(answer.TYPE, "rejoin")
 
     def interrupt(self) -> None:
         """End a `rejoin` that is under way on another thread; a session that is there stays."""
@@ -189,8 +201,8 @@ class Reader(Session):
     # ------------------------------------------------------------------ away and back
 
     def unmap(self) -> None:
-        """Let go of the memory and the session; the addresses stay reserved for `remap`. Close its
-        keeper first: one that waits for the service to speak keeps the session open."""
+        """Release the memory and the session; the addresses stay reserved for `remap`. Close the
+        keeper first: while it waits for a message it keeps the session open."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._client.close)
             self._attachment.unmap()
@@ -200,10 +212,10 @@ class Reader(Session):
 
         Raises:
             WaitTimeoutError, RemoteError, UnreachableError: not within `deadline_s`.
-            UnderstudyError: `gms.stale_layout`, something else is committed now. All are fatal to
+            UnderstudyError: `gms.stale_layout`, another layout is committed now. All are fatal to
                 the engine: its tensors point at addresses where nothing is mapped.
         """
-        request = Attach(
+        request = msg.Attach(
             engine=self._request.engine,
             incarnation=self._request.incarnation,
             mode="ro",
@@ -211,11 +223,22 @@ class Reader(Session):
             rank=self._request.rank,
             wait_ms=round(deadline_s * 1000),
         )
-        self._client, epoch = self._opening.reattach(
-            request, deadline_s, self._attachment, self.layout_hash
+        self._client, grant = self._opening.attach(
+            request, deadline_s, self._attachment, layout_hash=self.layout_hash
         )
-        self.epoch = epoch.epoch
+        self.epoch = grant.epoch
 
 
-def _left() -> UnreachableError:
-    return UnreachableError("wire.closed", "this reader left while it was coming back")
+def _closed() -> UnreachableError:
+    return UnreachableError("wire.closed", "this reader was closed while it was rejoining")
+
+
+def _duplicates(fds: Sequence[int]) -> list[OwnedFd]:
+    make_fd_room(len(fds))
+    with contextlib.ExitStack() as stack:
+        try:
+            copies = [stack.enter_context(OwnedFd(os.dup(fd))) for fd in fds]
+        except OSError as error:
+            raise sockets.no_descriptors(f"copy {len(fds)} descriptors", error) from error
+        stack.pop_all()
+        return copies

@@ -1,37 +1,122 @@
-"""What every session with a device's server has, whichever kind it is.
-
-Made by `gms.client.open_session`, which says how they are used: `gms.reader`, `gms.writer`.
-"""
+"""How a session with a device's server is opened, and what writers and readers have in common."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Protocol
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from gms import epoch_file, names
+from gms import messages as msg
 from gms.client.attachment import Attachment
-from gms.messages import Attach, Attached
-from gms.vmm.interface import Memory
-from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.wire.blocking import BlockingClient
+from gms.vmm.interface import DeviceMemory
+from plumbing.errors import ProtocolError, UnderstudyError, WaitTimeoutError
+from plumbing.service.fd_limit import make_fd_room
+from plumbing.wire.blocking import BlockingClient, Reply
+from plumbing.wire.fds import OwnedFd, close_all
+
+# The server ends an overdue wait by itself; this is how much longer we wait for that answer.
+GRACE_S = 5.0
+CONNECT_TIMEOUT_S = 5.0  # a server that does not accept for so long hangs
+
+OnWait = Callable[[str], None]
 
 
-class Opening(Protocol):
-    """How a session came to be, for a reader that attaches again."""
+class Opening:
+    """The way to one device's server: for a new session, and for a reader that attaches again."""
 
-    memory: Memory
+    def __init__(self, directory: str, device: str, memory: DeviceMemory) -> None:
+        self.memory = memory
+        self._directory = directory
+        self._path = names.socket_path(directory, device)
 
-    def connect(self, deadline_s: float) -> BlockingClient: ...
+    def connect(self, deadline_s: float = CONNECT_TIMEOUT_S) -> BlockingClient:
+        """A new connection to the device's server."""
+        return BlockingClient(self._path, msg.CATALOGUE, connect_timeout_s=deadline_s)
 
-    def reattach(
-        self, request: Attach, wait_s: float, attachment: Attachment, layout_hash: str
-    ) -> tuple[BlockingClient, Attached]: ...
+    def attach(
+        self,
+        request: msg.Attach,
+        wait_s: float,
+        attachment: Attachment,
+        *,
+        on_wait: OnWait = lambda reason: None,
+        layout_hash: str | None = None,
+    ) -> tuple[BlockingClient, msg.Writing | msg.Attached]:
+        """Wait for the grant and let `attachment`, which has nothing mapped, hold the epoch.
+
+        Args:
+            layout_hash: map a committed epoch of this layout, or fail.
+
+        Raises:
+            What `open_session` raises; UnderstudyError `gms.stale_layout`.
+        """
+        with contextlib.ExitStack() as stack:
+            # Opened first for its low number; see `epoch_file.join`.
+            placeholder = stack.enter_context(_placeholder())
+            client = stack.enter_context(self.connect())
+            reply = _wait_for_grant(client, request, wait_s, on_wait)
+            grant = reply.message
+            stack.callback(attachment.unmap)
+            if isinstance(grant, msg.Attached) and layout_hash in (None, grant.layout_hash):
+                self._take_slabs(client, reply.fds, grant, attachment, placeholder)
+            elif isinstance(grant, msg.Writing) and layout_hash is None:
+                attachment.hold(self._join(grant.epoch_file, placeholder))
+                # Addresses for all that it could ever write: more may become free while it loads.
+                attachment.reserve(grant.capacity_bytes)
+            else:
+                close_all(reply.fds)
+                if isinstance(grant, msg.Attached):
+                    raise _stale_layout(grant.epoch)
+                raise unexpected_answer(grant.TYPE, "attach")
+            stack.pop_all()
+            return client, grant
+
+    def _take_slabs(
+        self,
+        client: BlockingClient,
+        first: Sequence[OwnedFd],
+        grant: msg.Attached,
+        attachment: Attachment,
+        placeholder: OwnedFd,
+    ) -> None:
+        """Every descriptor of the answer, then the flock, then the mappings: in this order."""
+        fds = list(first)
+        count = len(grant.slab_sizes)
+        try:
+            if count > len(fds):
+                make_fd_room(count - len(fds))
+            while len(fds) < count:
+                more = client.receive(GRACE_S)
+                fds += more.fds
+                if not isinstance(more.message, msg.Slabs) or more.message.epoch != grant.epoch:
+                    raise unexpected_answer(more.message.TYPE, "attach")
+            if len(fds) != count:
+                raise unexpected_answer(f"{len(fds)} descriptors", "attach")
+            attachment.hold(self._join(grant.epoch_file, placeholder))
+            attachment.reserve(sum(grant.slab_sizes))
+        except BaseException:
+            close_all(fds)
+            raise
+        attachment.adopt(fds, grant.slab_sizes, writable=False)
+
+    def _join(self, name: str, placeholder: OwnedFd) -> OwnedFd:
+        if not names.is_epoch_file(name):
+            raise unexpected_answer(f"the epoch file {name!r}", "attach")
+        return epoch_file.join(os.path.join(self._directory, name), placeholder)
 
 
-class Session:
+class WeightsSession:
     """What readers and writers share: a connection, mapped slabs, and their end."""
 
     def __init__(
-        self, opening: Opening, client: BlockingClient, attachment: Attachment, request: Attach
+        self,
+        opening: Opening,
+        client: BlockingClient,
+        attachment: Attachment,
+        request: msg.Attach,
     ) -> None:
         self._opening = opening
         self._client = client
@@ -40,11 +125,12 @@ class Session:
         self.is_closed = False
 
     def fileno(self) -> int:
-        """Lend the session's socket: readable means that the service is gone or speaks."""
+        """Lend the session's socket: readable means that the service is gone or has sent
+        something."""
         return self._client.fileno()
 
     def close(self) -> None:
-        """Unmap, let the epoch go, leave. In this order; again is harmless."""
+        """Unmap, release the epoch, disconnect, in this order; safe to call again."""
         if not self.is_closed:
             self.is_closed = True
             with contextlib.ExitStack() as stack:
@@ -58,14 +144,37 @@ class Session:
         self.close()
 
 
-def stale_layout(epoch: str) -> UnderstudyError:
-    return UnderstudyError(
-        "gms.stale_layout",
-        f"epoch {epoch} has another layout than the one that was mapped before; this engine must "
-        "start anew",
-        epoch=epoch,
-    )
-
-
 def unexpected_answer(what: str, request: str) -> ProtocolError:
     return ProtocolError("gms.unexpected_answer", f"the service answered {request} with {what}")
+
+
+def _wait_for_grant(
+    client: BlockingClient, request: msg.Attach, wait_s: float, on_wait: OnWait
+) -> Reply:
+    """Send `request` and wait for its last answer, passing reasons on to `on_wait`."""
+    end = time.monotonic() + wait_s + GRACE_S
+    reply = client.request(request, timeout_s=wait_s + GRACE_S)
+    while isinstance(reply.message, msg.Waiting):
+        on_wait(reply.message.message)
+        rest_s = end - time.monotonic()
+        if rest_s <= 0:
+            raise WaitTimeoutError(
+                "gms.wait_timeout",
+                f"waited {wait_s:g} s for the weights: {reply.message.message}",
+                reason=reply.message.reason,
+            )
+        reply = client.receive(rest_s)
+    return reply
+
+
+def _placeholder() -> OwnedFd:
+    return OwnedFd(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def _stale_layout(epoch: str) -> UnderstudyError:
+    return UnderstudyError(
+        "gms.stale_layout",
+        f"epoch {epoch} has a different layout from the one that was mapped before; restart this "
+        "engine",
+        epoch=epoch,
+    )

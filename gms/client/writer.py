@@ -1,32 +1,22 @@
 """A writer's session: a staging epoch, from the first tensor to the commit.
 
-Owns where tensors go and how a commit ends, also when the service dies under it.
+Owns where tensors go and how a commit ends, also when the service dies during it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gms import messages as msg
 from gms.client.attachment import Attachment
 from gms.client.reader import Reader
-from gms.client.sessions import Opening, Session, unexpected_answer
+from gms.client.sessions import OnWait, Opening, WeightsSession, unexpected_answer
 from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.suballocator import NeedSlab, Suballocator
-from gms.messages import (
-    Allocate,
-    Allocated,
-    Attach,
-    Attached,
-    Commit,
-    Committed,
-    Progress,
-    Waiting,
-    Writing,
-)
 from plumbing.errors import InvariantError, RemoteError, UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import close_all
@@ -37,17 +27,17 @@ COMMIT_TIMEOUT_S = 120.0
 DOUBT_POLL_S = 0.05  # a server is restarted in half a second
 
 
-class Writer(Session):
-    """A staging epoch: place tensors, write them, commit. Closing it without loses it."""
+class Writer(WeightsSession):
+    """A staging epoch: place tensors, write them, commit. Closing it before loses the load."""
 
     def __init__(
         self,
         opening: Opening,
         client: BlockingClient,
         attachment: Attachment,
-        request: Attach,
-        grant: Writing,
-        on_wait: Callable[[str], None] = lambda reason: None,
+        request: msg.Attach,
+        grant: msg.Writing,
+        on_wait: OnWait = lambda reason: None,
     ) -> None:
         """`on_wait` is called with a sentence while a slab waits for memory."""
         super().__init__(opening, client, attachment, request)
@@ -60,7 +50,7 @@ class Writer(Session):
         self._records: dict[str, TensorRecord] = {}
 
     def plan(self, total_bytes: int, tensor_bytes_max: int, slab_bytes: int | None = None) -> None:
-        """Say beforehand how much will be placed, and the largest tensor of it.
+        """Announce how much will be placed, and the size of the largest tensor.
 
         Args:
             slab_bytes: the size of slabs, instead of what follows from the other two.
@@ -129,8 +119,8 @@ class Writer(Session):
         return self._attachment.range.address + self._records[name].offset
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
-        """Tell the service that the load goes on; without it, the writer's deadline runs."""
-        self._client.notify(Progress(done_bytes, total_bytes))
+        """Report that the load goes on; without it, the writer's deadline runs out."""
+        self._client.notify(msg.Progress(done_bytes, total_bytes))
 
     def commit(self, identity: Mapping[str, Any]) -> Reader:
         """Publish the epoch and go on as its reader: same session, same addresses, read-only.
@@ -141,8 +131,8 @@ class Writer(Session):
         sizes, manifest = self._places.slab_sizes, encode(self._records.values())
         computed = layout_hash(sizes, manifest)
         self._attachment.make_read_only()
-        is_answered = self._ask_to_commit(Commit(dict(identity), manifest, computed))
-        epoch = Attached(
+        is_answered = self._request_commit(msg.Commit(dict(identity), manifest, computed))
+        epoch = msg.Attached(
             epoch=self.epoch,
             epoch_file=self._grant.epoch_file,
             identity=dict(identity),
@@ -157,17 +147,17 @@ class Writer(Session):
         if not is_answered:
             with contextlib.ExitStack() as stack:
                 stack.callback(reader.close)
-                _settle_doubt(reader, self._on_wait)
+                _resolve_doubt(reader, self._on_wait)
                 stack.pop_all()
         return reader
 
-    def _ask_to_commit(self, commit: Commit) -> bool:
+    def _request_commit(self, commit: msg.Commit) -> bool:
         """Whether it was answered: a service that died may have committed or not."""
         try:
             message = self._client.request(commit, timeout_s=COMMIT_TIMEOUT_S).message
         except UnreachableError:
             return False
-        if not isinstance(message, Committed) or message.epoch != self.epoch:
+        if not isinstance(message, msg.Committed) or message.epoch != self.epoch:
             raise unexpected_answer(message.TYPE, "commit")
         return True
 
@@ -176,30 +166,30 @@ class Writer(Session):
         self.close()
 
     def _open_slab(self, size_bytes: int) -> None:
-        # As long as a commit: the server may first wait for memory that another gave up.
-        reply = self._client.request(Allocate(size_bytes), timeout_s=COMMIT_TIMEOUT_S)
-        while isinstance(reply.message, Waiting):
+        # As long as a commit: the server may have to wait for memory that is being freed.
+        reply = self._client.request(msg.Allocate(size_bytes), timeout_s=COMMIT_TIMEOUT_S)
+        while isinstance(reply.message, msg.Waiting):
             self._on_wait(reply.message.message)
             reply = self._client.receive(COMMIT_TIMEOUT_S)
         message = reply.message
-        if not isinstance(message, Allocated) or message.slab != len(self._attachment.slabs):
+        if not isinstance(message, msg.Allocated) or message.slab != len(self._attachment.slabs):
             close_all(reply.fds)
             raise unexpected_answer(message.TYPE, "allocate")
         self._attachment.adopt(reply.fds, [message.size_bytes], writable=True)
         self._places.slab_opened(message.size_bytes)
 
 
-def _settle_doubt(reader: Reader, on_wait: Callable[[str], None]) -> None:
+def _resolve_doubt(reader: Reader, on_wait: OnWait) -> None:
     """Ask the next service whether the epoch was committed; it takes the memory back if so.
 
-    One word alone ends the doubt. Whatever else fails may succeed the next time, and giving up
-    loses an epoch that others were told of: this process may be all that holds it.
+    Only `gms.not_committed` ends the doubt. Any other failure may succeed the next time, and giving
+    up could lose a published epoch: this process may be all that holds it.
 
     Raises:
         RemoteError: `gms.not_committed`, the load is lost.
         UnderstudyError: what failed last, after the time that a commit may take.
     """
-    end, told = time.monotonic() + COMMIT_TIMEOUT_S, ""
+    end, reported = time.monotonic() + COMMIT_TIMEOUT_S, ""
     while True:
         try:
             reader.rejoin(max(0.0, end - time.monotonic()), was_committed=False)
@@ -208,7 +198,7 @@ def _settle_doubt(reader: Reader, on_wait: Callable[[str], None]) -> None:
             is_lost = isinstance(error, RemoteError) and error.code == "gms.not_committed"
             if is_lost or time.monotonic() > end:
                 raise
-            if error.message != told:
-                told = error.message
-                on_wait(f"no answer yet whether epoch {reader.epoch[:8]} is committed: {told}")
+            if error.message != reported:
+                reported = error.message
+                on_wait(f"not known yet whether epoch {reader.epoch[:8]} is committed: {reported}")
             time.sleep(DOUBT_POLL_S)

@@ -1,13 +1,13 @@
 """How much of a device is used, by whom, and whether one more slab fits.
 
-Pure. Every epoch counts until the kernel says that nobody maps it: memory that a dying process
-still has is not free, whatever our own books say.
+Pure. Every epoch counts until the kernel says that no process maps it: memory that a dying process
+still has is not free, whatever our own accounts say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from gms.core.events import EpochPhase
@@ -15,32 +15,14 @@ from gms.core.state import Epoch, Session
 from plumbing.errors import UnderstudyError
 from plumbing.part.format import size
 
-SLABS_MAX = 4096  # 250 are usual; this is 16 frames of descriptors, and a bound on a mad writer
 EPOCHS_MAX = 8  # one is committed, one superseded; each keeps a manifest of up to 15 MiB here
 EPOCH_BYTES_MAX = 1 << 50  # no device has a pebibyte; sums over all sessions stay below 64 bits
-GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Fits:
-    """There is room now."""
-
-
-@dataclass(frozen=True, slots=True)
-class FitsLater:
-    """There will be, when memory that was given up is free."""
-
-
-@dataclass(frozen=True, slots=True)
-class FitsWithout:
-    """There would be without the committed epoch, which nobody reads and may be replaced."""
-
-
-@dataclass(frozen=True, slots=True)
-class TooLarge:
-    """There is not, and waiting does not help."""
-
-    error: UnderstudyError
+class Fit(Enum):
+    NOW = auto()
+    LATER = auto()  # when memory that was given up is free
+    WITHOUT_COMMITTED = auto()  # the committed epoch has no readers and may be replaced
 
 
 def free_bytes(epochs: Iterable[Epoch], capacity_bytes: int) -> int:
@@ -55,15 +37,15 @@ def fit(
     sessions: Mapping[int, Session],
     *,
     may_replace: bool,
-) -> Fits | FitsLater | FitsWithout | TooLarge:
-    """Whether `size_bytes` more fit, and if not, what could make them fit."""
+) -> Fit | UnderstudyError:
+    """Whether `size_bytes` more fit, or what would make them fit; the error if nothing would."""
     everything = list(epochs)
     free = free_bytes(everything, capacity_bytes)
     if size_bytes <= free:
-        return Fits()
+        return Fit.NOW
     going = sum(e.size_bytes for e in everything if e.is_going)
     if size_bytes <= free + going:
-        return FitsLater()
+        return Fit.LATER
     committed = next((e for e in everything if e.phase is EpochPhase.COMMITTED), None)
     if (
         may_replace
@@ -71,20 +53,20 @@ def fit(
         and not committed.readers
         and size_bytes <= free + going + committed.size_bytes
     ):
-        return FitsWithout()
-    return TooLarge(_out_of_memory(size_bytes, free, everything, capacity_bytes, sessions))
+        return Fit.WITHOUT_COMMITTED
+    return _out_of_memory(size_bytes, free, everything, capacity_bytes, sessions)
 
 
 def device_full(
     error: UnderstudyError, epochs: Iterable[Epoch], sessions: Mapping[int, Session]
 ) -> UnderstudyError:
-    """What the driver said about memory that is there by our books, with who holds what of ours."""
+    """The driver's error for memory that should be free, with what our own sessions hold."""
     holders, shown = _holders(epochs, sessions)
     ours = "; ".join(shown) or "nothing"
     return UnderstudyError(
         "gms.out_of_memory",
-        f"{error.details.get('said', error.message)}. Held by this service: {ours}. End what else "
-        "uses the device, or use a smaller model",
+        f"{error.details.get('said', error.message)}. Held by this service: {ours}. Stop whatever "
+        "else uses the device, or use a smaller model",
         **{**error.details, "said": error.details.get("said", error.message), "holders": holders},
     )
 
@@ -102,7 +84,7 @@ def _out_of_memory(
         f"a slab of {size(size_bytes)} does not fit: the device has {size(capacity_bytes)}, "
         f"{size(free)} of it free"
         + (f"; {'; '.join(shown)}" if shown else "")
-        + ". Use a smaller model, a larger device (--device-bytes), or end what holds the memory",
+        + ". Use a smaller model, a larger device (--device-bytes), or stop what holds the memory",
         capacity_bytes=capacity_bytes,
         needed_bytes=size_bytes,
         free_bytes=free,
@@ -113,7 +95,7 @@ def _out_of_memory(
 def _holders(
     epochs: Iterable[Epoch], sessions: Mapping[int, Session]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Who holds what: for programs, and as phrases for people."""
+    """The holders of each epoch: as data, and as phrases for a message."""
     holders: list[dict[str, Any]] = []
     shown = []
     for epoch in epochs:
@@ -129,6 +111,6 @@ def _holders(
                 "users": users,
             }
         )
-        by = f" used by {', '.join(users)}" if users else " used by nobody"
+        by = f" used by {', '.join(users)}" if users else " without users"
         shown.append(f"{epoch.phase} epoch {epoch.id[:8]} {size(epoch.size_bytes)}{by}")
     return holders, shown

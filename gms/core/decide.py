@@ -1,8 +1,8 @@
-"""Who is granted what: one pure function from a request and the epochs of a device to a verdict.
+"""The grant decision: one pure function from a request and the epochs of a device to a verdict.
 
 It is speculative (called for every waiter at every change), so it changes nothing and logs
-nothing. The order of its questions is the order of priorities: what is committed is never doubled
-or lost by accident; nobody writes while memory that nobody owns may still be mapped.
+nothing. The order of its checks is the order of priorities: a committed epoch is never doubled or
+lost by accident, and nobody writes while memory without an owner may still be mapped.
 """
 
 from __future__ import annotations
@@ -11,38 +11,39 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gms.core.capacity import EPOCHS_MAX
-from gms.core.events import Attach, EpochPhase, Mode
+from gms.core.events import EpochPhase, Mode
 from gms.core.identity import first_mismatch
 from gms.core.state import Epoch, Session
+from gms.messages import Attach
 from plumbing.errors import UnderstudyError
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class GrantRead:
     """Grant RO on the committed epoch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class GrantWrite:
     """Grant RW: a staging epoch of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class No:
-    """No waiting can help: an error, at once."""
+class Deny:
+    """Waiting cannot help: an error, at once."""
 
     error: UnderstudyError
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """Not yet; `reason` is a code, `message` a sentence that names what is waited for."""
+class KeepWaiting:
+    """Not yet; `reason` is a code, `message` a sentence that names what the session waits for."""
 
     reason: str
     message: str
 
 
-Verdict = Read | Write | No | Wait
+Verdict = GrantRead | GrantWrite | Deny | KeepWaiting
 
 
 def decide(request: Attach, epochs: Iterable[Epoch], writer: Session | None) -> Verdict:
@@ -55,37 +56,36 @@ def decide(request: Attach, epochs: Iterable[Epoch], writer: Session | None) -> 
             return verdict
     unowned = _in_phase(everything, EpochPhase.ORPHANED)
     if unowned:
-        return Wait(
+        return KeepWaiting(
             "recovering",
-            "memory of the server before this one is still mapped: "
-            + _holders(unowned)
-            + "; it ends by itself when they exit",
+            f"memory of the previous server is still mapped: {_holders(unowned)}; it is freed when "
+            "they exit",
         )
     if writer is not None:
-        return Wait("writer", f"{writer.label} is loading the weights")
-    if request.mode is Mode.RO:
-        return Wait("not_committed", "nothing is committed and nobody is loading")
-    # A reader that lost its connection and came back owns what was given up meanwhile.
+        return KeepWaiting("writer", f"{writer.label} is loading the weights")
+    if request.mode == Mode.RO:
+        return KeepWaiting("not_committed", "nothing is committed and no engine is loading")
+    # A given-up epoch that a reader has come back to has an owner again (`Epoch.is_going`).
     unowned = [epoch for epoch in everything if epoch.is_going]
     if unowned:
-        return Wait(
-            "releasing", "memory of a session that has ended is not free yet: " + _holders(unowned)
+        return KeepWaiting(
+            "releasing", f"memory of a session that has ended is not free yet: {_holders(unowned)}"
         )
     if len(everything) >= EPOCHS_MAX:
-        return Wait(
+        return KeepWaiting(
             "epochs",
-            f"{len(everything)} epochs of this device are still read, which is the limit; end the "
+            f"{len(everything)} epochs of this device are still read, which is the limit; stop the "
             "engines that read superseded ones",
         )
-    return Write()
+    return GrantWrite()
 
 
 def _on_committed(request: Attach, committed: Epoch) -> Verdict | None:
-    """The verdict where something is committed; None: the request means to replace it."""
-    if request.mode is Mode.RW:
+    """The verdict where something is committed; None: the request is to replace it."""
+    if request.mode == Mode.RW:
         if request.replace:
             return None
-        return No(
+        return Deny(
             UnderstudyError(
                 "gms.already_committed",
                 f"epoch {committed.id} is committed on this device; attach with rw_or_ro to use "
@@ -94,16 +94,16 @@ def _on_committed(request: Attach, committed: Epoch) -> Verdict | None:
             )
         )
     if request.identity is None or committed.identity is None:
-        return Read()
+        return GrantRead()
     mismatch = first_mismatch(committed.identity, request.identity)
     if mismatch is None:
-        return Read()
-    if request.mode is Mode.RW_OR_RO and request.replace:
+        return GrantRead()
+    if request.mode == Mode.RW_OR_RO and request.replace:
         return None
-    return No(
+    return Deny(
         UnderstudyError(
             "gms.identity_mismatch",
-            f"the committed weights are not the ones asked for: {mismatch}; start every engine "
+            f"the committed weights are not the requested ones: {mismatch}; start every engine "
             "with the same checkpoint and settings, or ask to replace the epoch",
             epoch=committed.id,
             field=mismatch.field,

@@ -1,7 +1,7 @@
-"""What the machine of a device knows: its epochs, its sessions, and the books kept on them.
+"""What the machine of a device knows: its epochs, its sessions, its journal and its counters.
 
-Pure data with the verbs that must not be done by halves: `drop` (forget a session and give up what
-it alone kept) and `retire` (take the committed epoch out of service). It decides nothing.
+Pure data with the operations that must not be done by halves: `drop` (forget a session and give up
+what it alone kept) and `retire` (take the committed epoch out of service). It decides nothing.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Device:
         self.granularity_bytes = granularity_bytes
         self.epochs: dict[str, Epoch] = {epoch.id: epoch for epoch in orphans}
         self.sessions: dict[int, Session] = {}
-        self.is_journal_lost = is_journal_lost  # what was committed is not on file any more
+        self.is_journal_lost = is_journal_lost  # survivors say what was committed
         self.recoveries_total = 0
         self.condemnations_total = 0
         self.commits_total = 0
         self.exports_total = 0
         self.reclaims_total = 0
         self.oom_waits_total = 0
-        self.problem: str | None = None  # what people should mend: a journal that cannot be written
+        self.problem: str | None = None  # for operators to fix: a journal that cannot be written
         self.journal_retry_ms: float | None = None
-        self._journal_writes = 0  # under way, of those that no session waits for
-        self.is_journal_behind = False  # a commit under way keeps us from writing what is true
+        self._journal_writes = 0  # under way, and no session waits for them
+        self.is_journal_behind = False  # the truth is written after the commit under way
 
     @property
     def committed(self) -> Epoch | None:
@@ -69,7 +69,7 @@ class Device:
 
     @property
     def state(self) -> str:
-        """`committed`, `recovering`, `staging` or `empty`: the device as people see it."""
+        """`committed`, `recovering`, `staging` or `empty`: the device as `gms status` shows it."""
         phases = {epoch.phase for epoch in self.epochs.values()}
         if EpochPhase.COMMITTED in phases:
             return "committed"
@@ -86,7 +86,7 @@ class Device:
         del self.sessions[session.id]
         epoch = self.epochs.get(session.epoch or "")
         if epoch is not None and epoch.has_no_file and not self._is_handed_back(epoch):
-            del self.epochs[epoch.id]  # nothing is watched that could end it
+            del self.epochs[epoch.id]  # there is no file whose watch could end it
         if session.offer is not None and session.epoch is not None:
             return [fx.DiscardOffer(session.epoch)]
         if epoch is None:
@@ -94,12 +94,12 @@ class Device:
         if epoch.phase is EpochPhase.STAGING:
             self.problem = None
             epoch.turn("lose")
-            said = f"staging epoch {epoch.id} of {session.label} is lost: {why}"
+            lost = f"staging epoch {epoch.id} of {session.label} is lost: {why}"
             return [
                 fx.ReleaseEpoch(epoch.id),
-                # Its record may be on disk already; put back what is true.
+                # Its record may be on disk already; restore the true one.
                 *(self.journal() if session.may_be_journalled else []),
-                fx.Record("gms.reclaim", said, {"epoch": epoch.id}, severity="warning"),
+                fx.RecordEvent("gms.reclaim", lost, {"epoch": epoch.id}, severity="warning"),
             ]
         epoch.readers.discard(session.id)
         if epoch.phase is EpochPhase.SUPERSEDED and not epoch.readers:
@@ -112,19 +112,19 @@ class Device:
         if epoch.readers:
             epoch.turn("supersede")
             return [fx.MarkHistory(epoch.id)]
-        # Somebody may map it who has no session: stopped since a restart.
+        # A process without a session may map it: one that has been stopped since a restart.
         epoch.turn("release")
         return [fx.MarkHistory(epoch.id), fx.ReleaseEpoch(epoch.id)]
 
     def _is_handed_back(self, epoch: Epoch) -> bool:
-        """Whether it has an end that we will hear of: an offer's, or its readers'."""
+        """Whether its end will be reported: by an offer's end, or by its readers'."""
         if epoch.phase is not EpochPhase.ORPHANED:
             return True
         return any(s.epoch == epoch.id for s in self.sessions.values() if s.state in HANDING_BACK)
 
     def journal(self) -> list[Effect]:
-        """Put on disk what is true now, unless a commit is on its way there: that would be
-        overtaken, and it says the same or puts it right itself."""
+        """Write what is true now, unless a commit is being written: that must not be overtaken,
+        and it writes the same or corrects it afterwards."""
         self.is_journal_behind = any(
             s.state is SessionState.JOURNALLING for s in self.sessions.values()
         )
@@ -135,24 +135,24 @@ class Device:
         return [fx.WriteJournal(None, self.committed.record() if self.committed else None)]
 
     def journal_commit(self, session: Session) -> fx.WriteJournal:
-        """Put the epoch that `session` commits on disk, and what it replaces until it has."""
+        """Write the epoch that `session` commits, with the one that it replaces."""
         previous = self.committed.record() if self.committed else None
         record = replace(self.epoch_of(session).record(), previous=previous)
         return fx.WriteJournal(session.id, record)
 
     def journal_written(self) -> None:
-        """A write that no session waits for has ended, well or not."""
+        """A write that no session waits for has ended, successfully or not."""
         self._journal_writes -= 1
 
     @property
     def is_journal_true(self) -> bool:
-        """Whether the disk says what is true now."""
+        """Whether the journal on disk is up to date."""
         is_retrying = self.journal_retry_ms is not None
         return not (self._journal_writes or self.is_journal_behind or is_retrying)
 
     def check_waiters(self) -> None:
-        """Whether one more session may wait for its grant. Survivors are not counted: what they
-        bring is what the others wait for, and there are as many of them as connections at most.
+        """Check that one more session may wait for its grant. Survivors are not counted: the others
+        wait for what they bring, and the number of connections bounds theirs.
 
         Raises:
             UnderstudyError: `gms.too_many_waiters`.
@@ -161,15 +161,19 @@ class Device:
             raise UnderstudyError(
                 "gms.too_many_waiters",
                 f"{WAITERS_MAX} sessions wait for this device already, which is the limit; "
-                "end some of them and try again",
+                "stop some of them and try again",
             )
 
     def session(self, event: ev.SessionEvent) -> Session:
+        """The session of `event`.
+
+        Raises:
+            ProtocolError: `gms.not_attached`.
+        """
         session = self.sessions.get(event.session)
         if session is None:
-            raise ProtocolError(
-                "gms.not_attached", f"{type(event).__name__.lower()} needs a session: attach first"
-            )
+            what = event.message.TYPE if isinstance(event, ev.Received) else type(event).__name__
+            raise ProtocolError("gms.not_attached", f"{what} needs a session: attach first")
         return session
 
     def epoch_of(self, session: Session) -> Epoch:

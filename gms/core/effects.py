@@ -1,7 +1,7 @@
-"""What the machine of a device wants done, and for whom: the other half of `events.py`.
+"""The effects that a device's machine asks for; `gms/server/performer.py` carries them out.
 
-Pure data. An `Answer` goes to a session (or to a connection that only asks); the other effects are
-calls to the driver, whose completions come back as events, and notes for people.
+Pure data. A `Respond` goes to a session, or to a connection that only asked; the others are calls
+to the driver, whose completions come back as events, and records for the log.
 """
 
 from __future__ import annotations
@@ -12,89 +12,43 @@ from typing import Any
 
 from gms.core.events import JournalRecord
 from plumbing.errors import UnderstudyError
+from plumbing.wire.messages import Message
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Something to do."""
+    """Base of all effects."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Effect):
+class Respond(Effect):
     session: int
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class TellWaiting(Answer):
-    """Say why the grant has not come yet; more answers to the same request follow."""
+class Reply(Respond):
+    """Send `message`; with `allocated` goes the descriptor of the slab that was just created."""
 
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class TellWriting(Answer):
-    epoch: str
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
-class TellAttached(Answer):
-    """Send the epoch: manifest, sizes, read-only descriptors."""
+class GrantWriting(Respond):
+    """Send `writing`: the epoch, its file and the room that it has."""
 
     epoch: str
 
 
 @dataclass(frozen=True, slots=True)
-class TellAllocated(Answer):
-    """Send the descriptor of the slab whose `SlabCreated` is being handled."""
-
-    slab: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TellCommitted(Answer):
-    epoch: str
-
-
-@dataclass(frozen=True, slots=True)
-class TellRejoined(Answer):
-    epoch: str
-
-
-@dataclass(frozen=True, slots=True)
-class AskOffer(Answer):
-    """Ask for manifest, identity and descriptors of the epoch."""
+class SendEpoch(Respond):
+    """Send `attached`: manifest, sizes, read-only descriptors."""
 
     epoch: str
 
 
 @dataclass(frozen=True, slots=True)
-class TellDropped(Answer):
-    epoch: str
-    readers: tuple[str, ...]  # who still maps it; its memory is freed when the last leaves
-
-
-@dataclass(frozen=True, slots=True)
-class AskDigest(Answer):
-    """Ask a reader for the digest of its epoch."""
-
-    epoch: str
-
-
-@dataclass(frozen=True, slots=True)
-class TellVerified(Answer):
-    """`found` was computed by `reader`; `expected` is the writer's, None while it is pending."""
-
-    epoch: str
-    expected: str | None
-    found: str
-    reader: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse(Answer):
+class RefuseRequest(Respond):
     """Send the error, then close the connection."""
 
     error: UnderstudyError
@@ -115,7 +69,7 @@ class CreateSlab(Effect):
 
 @dataclass(frozen=True, slots=True)
 class SealEpoch(Effect):
-    """Check the manifest, then seal; then `Sealed`, or `DriverFailed`. Both take a while."""
+    """Check the manifest, then seal, which both take a while; then `Sealed` or `DriverFailed`."""
 
     session: int
     epoch: str
@@ -124,7 +78,7 @@ class SealEpoch(Effect):
 
 @dataclass(frozen=True, slots=True)
 class AdoptEpoch(Effect):
-    """Look at what the session offered and hold it; then `Adopted`, or `DriverFailed`."""
+    """Check what the session offered and hold it; then `Adopted` or `DriverFailed`."""
 
     session: int
     epoch: str
@@ -134,29 +88,29 @@ class AdoptEpoch(Effect):
 
 @dataclass(frozen=True, slots=True)
 class DiscardOffer(Effect):
-    """Let go of what was adopted of an epoch, or is being adopted: its offer has broken off."""
+    """Release what was adopted of an epoch, or is being adopted: its offer has broken off."""
 
     epoch: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unwatch(Effect):
-    """Its file is no longer the question: the epoch is somebody's again."""
+    """Stop watching the epoch's file: a session owns the epoch again."""
 
     epoch: str
 
 
 @dataclass(frozen=True, slots=True)
 class MarkHistory(Effect):
-    """Note on the epoch's own file that it is out of service; there is no answer."""
+    """Mark the epoch's own file as out of service; nothing comes back."""
 
     epoch: str
 
 
 @dataclass(frozen=True, slots=True)
 class WriteJournal(Effect):
-    """Put `record` on disk, then say `Journalled` or `JournalFailed`; without a session,
-    `JournalKept` or `JournalBehind`."""
+    """Put `record` on disk; then `Journalled` or `JournalFailed`, without a session `JournalKept`
+    or `JournalBehind`."""
 
     session: int | None
     record: JournalRecord | None
@@ -164,14 +118,14 @@ class WriteJournal(Effect):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseEpoch(Effect):
-    """Close what we hold of it, then watch its file and say `EpochFree` when that is free."""
+    """Close what we hold of it, then watch its file; `EpochFree` when nobody holds that."""
 
     epoch: str
 
 
 @dataclass(frozen=True, slots=True)
-class Record(Effect):
-    """One event for people and programs, of CONVENTIONS' types `gms.*`."""
+class RecordEvent(Effect):
+    """One event of a type `gms.*` for the log of events."""
 
     type: str
     message: str

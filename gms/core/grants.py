@@ -1,6 +1,6 @@
 """Grants of one device: who may read, who may write, and when the next slab is made.
 
-Pure. `settle` is called after every event and judges everything that waits, in order of arrival;
+Pure. `judge_all` is called after every event and judges everything that waits, in order of arrival;
 the verdicts themselves are pure functions in `decide.py` and `capacity.py`.
 """
 
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gms import messages as msg
 from gms.core import capacity
 from gms.core import effects as fx
 from gms.core import events as ev
-from gms.core.decide import No, Read, Wait, Write, decide
+from gms.core.capacity import Fit
+from gms.core.decide import Deny, GrantRead, GrantWrite, KeepWaiting, decide
 from gms.core.device import Device
 from gms.core.effects import Effect
-from gms.core.events import EpochPhase, SessionState
+from gms.core.events import EpochPhase
 from gms.core.state import Epoch, Session
 from plumbing.errors import InvariantError, UnderstudyError
 
@@ -28,44 +30,38 @@ class Grants:
         self.device = device
         self._new_epoch_id = new_epoch_id
 
-    def settle(self, now_ms: float) -> Effects:
-        """Judge everything that waits. The writer's slab first: failing it frees the way to RW."""
-        effects = self._settle_allocation(now_ms)
+    def judge_all(self, now_ms: float) -> Effects:
+        """Judge everything that waits. The writer's slab first: refusing it may make RW free."""
+        effects = self._judge_allocation(now_ms)
+        for session in self.device.waiting:
+            match decide(session.request, self.device.epochs.values(), self.device.writer):
+                case GrantRead():
+                    effects += self._grant_read(session, now_ms)
+                case GrantWrite():
+                    effects += self._grant_write(session, now_ms)
+                case Deny(error):
+                    effects += self.refuse(session, error, now_ms)
+        # Reasons last: a session earlier in the queue may now wait for one that was granted above.
         for session in self.device.waiting:
             verdict = decide(session.request, self.device.epochs.values(), self.device.writer)
-            if isinstance(verdict, Read):
-                effects += self._grant_read(session, now_ms)
-            elif isinstance(verdict, Write):
-                effects += self._grant_write(session, now_ms)
-            elif isinstance(verdict, No):
-                effects += self.refuse(session, verdict.error, now_ms)
-        # Reasons last: a grant above may be what somebody earlier in the queue now waits for.
-        for session in self.device.waiting:
-            verdict = decide(session.request, self.device.epochs.values(), self.device.writer)
-            if not isinstance(verdict, Wait):
+            if not isinstance(verdict, KeepWaiting):
                 raise InvariantError(f"session {session.id} waits although {verdict}")
-            request_id = session.request.request_id
-            effects += self._tell(session, request_id, verdict.reason, verdict.message)
+            effects += self._send_reason(session, verdict.reason, verdict.message)
         return effects
 
-    def tell_full(self, session: Session) -> Effects:
-        """The driver has no memory for a slab: say who holds what of it, as far as we know."""
-        if session.asked is None or session.full is None:
-            raise InvariantError(f"session {session.id} is short of memory that it did not ask for")
+    def send_full(self, session: Session, error: UnderstudyError) -> Effects:
+        """The driver has no memory for a slab: name the holders that are known here."""
         session.full = capacity.device_full(
-            session.full,
-            self.device.epochs.values(),
-            self.device.sessions,
+            error, self.device.epochs.values(), self.device.sessions
         )
-        request_id, message = session.asked.request_id, session.full.message
-        return self._tell(session, request_id, "device_full", message)
+        return self._send_reason(session, "device_full", session.full.message)
 
-    def _tell(self, session: Session, request_id: int, reason: str, message: str) -> Effects:
-        """Say why it waits, if that is news."""
+    def _send_reason(self, session: Session, reason: str, message: str) -> Effects:
+        """Send why the session waits, if that has changed."""
         if message == session.reason_message:
             return []
         session.reason, session.reason_message = reason, message
-        return [fx.TellWaiting(session.id, request_id, reason, message)]
+        return [fx.Reply(session.id, session.request_id, msg.Waiting(reason, message))]
 
     def _grant_read(self, session: Session, now_ms: float) -> Effects:
         epoch = self.device.committed
@@ -75,33 +71,26 @@ class Grants:
         session.epoch, session.deadline_ms = epoch.id, None
         epoch.readers.add(session.id)
         self.device.exports_total += 1
-        said = f"{session.label} reads epoch {epoch.id}"
-        return [
-            fx.TellAttached(session.id, session.request.request_id, epoch.id),
-            fx.Record("gms.session", said, {"engine": session.request.engine, "epoch": epoch.id}),
-        ]
+        request_id, session.request_id = session.request_id, 0
+        return [fx.SendEpoch(session.id, request_id, epoch.id), _recorded(session, "reads")]
 
     def _grant_write(self, session: Session, now_ms: float) -> Effects:
         session.move(ev.GrantedWrite, now_ms)
         epoch = Epoch(self._new_epoch_id(), EpochPhase.STAGING)
         self.device.epochs[epoch.id] = epoch
         session.epoch, session.deadline_ms = epoch.id, None
-        said = f"{session.label} writes epoch {epoch.id}"
-        return [
-            fx.OpenEpoch(session.id, epoch.id),
-            fx.Record("gms.session", said, {"engine": session.request.engine, "epoch": epoch.id}),
-        ]
+        return [fx.OpenEpoch(session.id, epoch.id), _recorded(session, "writes")]
 
-    def _settle_allocation(self, now_ms: float) -> Effects:
-        """Issue the writer's slab once it fits; make room where that was asked for."""
+    def _judge_allocation(self, now_ms: float) -> Effects:
+        """Issue the writer's slab once it fits; make room if the request allows it."""
         session = self.device.writer
-        if session is None or session.asked is None or session.is_issued:
+        if session is None or session.asked_bytes is None or session.is_issued:
             return []
         if session.retry_ms is not None:
             return []  # the driver had no room a moment ago
         epoch = self.device.epoch_of(session)
         granularity = self.device.granularity_bytes
-        size = -(-session.asked.size_bytes // granularity) * granularity
+        size = -(-session.asked_bytes // granularity) * granularity
         fit = capacity.fit(
             size,
             self.device.epochs.values(),
@@ -109,36 +98,31 @@ class Grants:
             self.device.sessions,
             may_replace=session.request.replace,
         )
-        if isinstance(fit, capacity.TooLarge):
-            return self.refuse(session, fit.error, now_ms)
-        if not isinstance(fit, capacity.Fits):
-            # Memory that was given up is on its way; the session's deadline is running.
+        if isinstance(fit, UnderstudyError):
+            return self.refuse(session, fit, now_ms)
+        if fit is not Fit.NOW:
+            # Memory that was given up is being freed; the session's deadline is running.
             self.device.oom_waits_total += not session.has_waited
             session.has_waited = True
-            told = self._tell(session, session.asked.request_id, "releasing", _going(self.device))
-            if isinstance(fit, capacity.FitsWithout) and self.device.committed is not None:
-                return [
-                    *told,
-                    *self.device.retire(self.device.committed),
-                    *self.device.journal(),
-                ]
-            return told
+            effects = self._send_reason(session, "releasing", _going(self.device))
+            if fit is Fit.WITHOUT_COMMITTED and self.device.committed is not None:
+                effects += self.device.retire(self.device.committed) + self.device.journal()
+            return effects
         session.has_waited = False
         session.is_issued, session.deadline_ms = True, None
-        epoch.slab_sizes.append(size)  # counted from now on, so that nobody else is promised it
+        epoch.slab_sizes.append(size)  # counted from now on: nobody else may be promised it
         return [fx.CreateSlab(session.id, epoch.id, size)]
 
     def refuse(self, session: Session, error: UnderstudyError, now_ms: float) -> Effects:
-        request_id = pending_request_id(session)
-        session.move(ev.Refused, now_ms)
-        refused = fx.Record(
+        session.move(ev.SessionRefused, now_ms)
+        refused = fx.RecordEvent(
             "gms.session",
             f"{session.label} was refused: {error.message}",
             {"engine": session.request.engine, "error_code": error.code},
             severity="warning",
         )
         return [
-            fx.Refuse(session.id, request_id, error),
+            fx.RefuseRequest(session.id, session.request_id, error),
             refused,
             *self.device.drop(session, error.message),
         ]
@@ -148,14 +132,13 @@ def _going(device: Device) -> str:
     going = [e for e in device.epochs.values() if e.is_going]
     return "room is being made: " + (
         "; ".join(f"epoch {e.id[:8]}" + "".join(f", pid {pid}" for pid in e.holders) for e in going)
-        or "the epoch that is replaced is given up"
+        or "the replaced epoch is being given up"
     )
 
 
-def pending_request_id(session: Session) -> int:
-    """The request that an error for this session answers; 0 where it asks for nothing now."""
-    for request in (session.commit, session.asked, session.offer, session.rejoin):
-        if request is not None and session.state is not SessionState.READING:
-            return request.request_id
-    is_attaching = session.state in (SessionState.WAITING, SessionState.OPENING)
-    return session.request.request_id if is_attaching else 0
+def _recorded(session: Session, verb: str) -> fx.RecordEvent:
+    return fx.RecordEvent(
+        "gms.session",
+        f"{session.label} {verb} epoch {session.epoch}",
+        {"engine": session.request.engine, "epoch": session.epoch},
+    )

@@ -2,48 +2,48 @@
 
 Theory of operation. Two kinds of things have states: sessions (one per attached process) and
 epochs (generations of the device's memory); their tables are in `state.py` and enforce
-themselves. The state that people see (`empty`, `staging`, `committed`, `recovering`) is derived
+themselves. The state that operators see (`empty`, `staging`, `committed`, `recovering`) is derived
 from the epochs, never stored. After every event all waiters are judged anew, in order of arrival,
 by `grants.py`.
 
 Rules that are easy to break:
 - At most one staging epoch, owned by the one writer session. Losing the writer loses only that.
-- RW is granted only while no memory is mapped that nobody here owns. Such memory (`releasing`:
-  given up by a session; `orphaned`: of the server before this one) ends when the kernel says that
-  the epoch's file is free of flocks, which the shell reports as `EpochFree`. So a device never
-  holds two copies of the weights by accident, not even for as long as a dying process lingers.
-- A completion (`SlabCreated`, …) may arrive after its session has left; it then means nothing.
-  The shell performs driver calls in order, so the release that follows undoes the late call.
+- RW is granted only while no memory is mapped that no session owns. Such memory (`releasing`: given
+  up by a session; `orphaned`: left by an earlier server) ends when the kernel says that the epoch's
+  file is free of flocks, which the shell reports as `EpochFree`. So a device never holds two copies
+  of the weights by accident, not even while a dying process lingers.
+- A completion (`SlabCreated`, …) may arrive after its session has left; it is then ignored. The
+  shell performs driver calls in order, so the release that follows undoes the late call.
 
-What a writer does is `writing.py`'s, what survivors of a server's death say `recovery.py`'s, and
-what happens to a committed epoch besides being read (condemned, dropped, digested, verified)
-`upkeep.py`'s.
+`writing.py` handles what a writer does, `recovery.py` the survivors of a server's death, and
+`upkeep.py` what happens to a committed epoch besides being read (condemned, dropped, digested,
+verified).
 
 This file knows no sockets, no clock, no descriptors and no logging.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
+from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import Device
 from gms.core.effects import Effect
-from gms.core.events import EpochPhase, SessionState
-from gms.core.grants import Grants, pending_request_id
+from gms.core.events import EpochPhase, Mode, SessionState
+from gms.core.grants import Grants
 from gms.core.identity import check_identity
 from gms.core.recovery import Recovery
 from gms.core.state import COMPLETIONS, HANDING_BACK, Epoch, Session
 from gms.core.upkeep import Upkeep
 from gms.core.writing import JOURNAL_RETRY_MS, Writing
-from plumbing.errors import InvariantError, UnderstudyError, WaitTimeoutError
+from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, WaitTimeoutError
 
 Effects = list[Effect]
 
 
-class Machine:
+class DeviceMachine:
     """Events in, effects out; see the head of this file."""
 
     def __init__(
@@ -58,9 +58,10 @@ class Machine:
         is_journal_behind: bool = False,
         now_ms: float = 0.0,
     ) -> None:
-        """`orphans` are the epochs of earlier servers whose files exist; each is watched by the
-        shell, as if `ReleaseEpoch` had been asked for it. The journalled one is `expected`.
-        `is_journal_behind`: what is on disk is out of service, and is to be written anew."""
+        """`orphans` are the epochs of earlier servers whose files exist; the shell watches each, as
+        if the machine had asked for its `ReleaseEpoch`. The journalled one is `expected`.
+        `is_journal_behind`: the epoch on disk is out of service, so the journal must be rewritten.
+        """
         self.stall_ms = stall_ms
         self.device = Device(
             capacity_bytes, granularity_bytes, orphans, is_journal_lost=is_journal_lost
@@ -70,90 +71,125 @@ class Machine:
         self._writing = Writing(self.device, self._grants, stall_ms)
         self._recovery = Recovery(self.device, now_ms)
         self._upkeep = Upkeep(self.device)
-        self._on: Mapping[type[ev.Event], Callable[[Any, float], Effects]] = {
-            ev.Attach: self._attach,
-            ev.Allocate: self._writing.allocate,
-            ev.Progress: self._writing.progress,
-            ev.Commit: self._writing.commit,
-            ev.EpochOpened: self._writing.epoch_opened,
-            ev.SlabCreated: self._writing.slab_created,
-            ev.DeviceFull: self._writing.device_full,
-            ev.Rejoin: self._recovery.rejoin,
-            ev.Offer: self._recovery.offer,
-            ev.Adopted: self._recovery.adopted,
-            ev.Condemn: self._upkeep.condemn,
-            ev.Drop: self._upkeep.drop,
-            ev.Verify: self._upkeep.verify,
-            ev.Digested: self._upkeep.digested,
-            ev.Sealed: self._writing.sealed,
-            ev.Journalled: self._writing.journalled,
-            ev.JournalFailed: self._writing.journal_failed,
-            ev.DriverFailed: self._driver_failed,
-            ev.Closed: self._closed,
-            ev.JournalKept: self._journal_kept,
-            ev.JournalBehind: self._journal_behind,
-            ev.EpochFree: self._epoch_free,
-            ev.HoldersSeen: self._holders_seen,
-            ev.Tick: self._tick,
-        }
 
     def next_deadline_ms(self) -> float | None:
-        """When to send the next `Tick`."""
+        """When to send the next `TimePassed`."""
         times = [s.deadline_ms for s in self.device.sessions.values()]
         times += [s.retry_ms for s in self.device.sessions.values()]
         times += [self._recovery.next_report_ms(), self._upkeep.next_deadline_ms()]
         times.append(self.device.journal_retry_ms)
         return min((t for t in times if t is not None), default=None)
 
-    def handle(self, event: ev.Event, now_ms: float) -> Effects:
-        """Take one event and say what to do.
+    def handle(self, event: ev.DeviceEvent, now_ms: float) -> Effects:
+        """Take one event and return what to do.
 
         Raises:
-            ProtocolError, UnderstudyError: the peer's fault; nothing has changed, and the shell
+            ProtocolError, UnderstudyError: the client's fault; nothing has changed, and the shell
                 answers with the error and closes the connection.
             InvariantError: ours.
         """
-        handler = self._on.get(type(event))
-        if handler is None:
-            raise InvariantError(f"{type(event).__name__} is not an event for a machine")
         effects: Effects = []
-        is_late = (
+        if isinstance(event, ev.Received):
+            effects += self._received(event, now_ms)
+        elif not (
             isinstance(event, (*COMPLETIONS, ev.Closed))
             and event.session not in self.device.sessions
-        )
-        if not is_late:
-            effects += handler(event, now_ms)
+        ):
+            effects += self._happened(event, now_ms)
         if isinstance(event, ev.Closed):
             effects += self._upkeep.left(event.session, now_ms)
-        # Survivors first: what they hand back is what newcomers wait for.
-        return effects + self._recovery.settle(now_ms) + self._grants.settle(now_ms)
+        # Survivors first: newcomers wait for what they hand back.
+        return effects + self._recovery.judge_all(now_ms) + self._grants.judge_all(now_ms)
 
-    # ------------------------------------------------------------------ what peers say
+    def _received(self, event: ev.Received, now_ms: float) -> Effects:
+        match event.message:
+            case msg.Attach() as message:
+                return self._attach(event, message, now_ms)
+            case msg.Allocate() as message:
+                return self._writing.allocate(event, message, now_ms)
+            case msg.Progress() as message:
+                return self._writing.progress(event, message, now_ms)
+            case msg.Commit() as message:
+                return self._writing.commit(event, message, now_ms)
+            case msg.Rejoin() as message:
+                return self._recovery.rejoin(event, message, now_ms)
+            case msg.Offer() as message:
+                return self._recovery.offer(event, message, now_ms)
+            case msg.Condemn() as message:
+                return self._upkeep.condemn(event, message, now_ms)
+            case msg.Digest() as message:
+                return self._upkeep.digest(event, message, now_ms)
+            case msg.Drop() as message:
+                return self._upkeep.drop(event, message)
+            case msg.Verify():
+                return self._upkeep.verify(event, now_ms)
+            case message:
+                raise ProtocolError(
+                    "gms.unexpected_message", f"clients do not send {message.TYPE!r}"
+                )
 
-    def _attach(self, event: ev.Attach, now_ms: float) -> Effects:
+    def _happened(self, event: ev.DeviceEvent, now_ms: float) -> Effects:
+        match event:
+            case ev.EpochOpened():
+                return self._writing.epoch_opened(event, now_ms)
+            case ev.SlabCreated():
+                return self._writing.slab_created(event, now_ms)
+            case ev.DeviceFull():
+                return self._writing.device_full(event, now_ms)
+            case ev.Sealed():
+                return self._writing.sealed(event, now_ms)
+            case ev.Journalled():
+                return self._writing.journalled(event, now_ms)
+            case ev.JournalFailed():
+                return self._writing.journal_failed(event, now_ms)
+            case ev.Adopted():
+                return self._recovery.adopted(event, now_ms)
+            case ev.DriverFailed():
+                return self._driver_failed(event, now_ms)
+            case ev.Closed():
+                return self._closed(event, now_ms)
+            case ev.JournalKept():
+                return self._journal_kept()
+            case ev.JournalBehind():
+                return self._journal_behind(event, now_ms)
+            case ev.EpochFree():
+                return self._epoch_free(event, now_ms)
+            case ev.HoldersSeen():
+                return self._holders_seen(event)
+            case ev.TimePassed():
+                return self._time_passed(now_ms)
+            case _:
+                raise InvariantError(f"{type(event).__name__} is not an event for a machine")
+
+    # ------------------------------------------------------------------ sessions
+
+    def _attach(self, event: ev.Received, message: msg.Attach, now_ms: float) -> Effects:
+        if message.mode not in list(Mode):
+            known = ", ".join(Mode)
+            raise ProtocolError("gms.bad_mode", f"there is no mode {message.mode!r}; use {known}")
         session = self.device.sessions.get(event.session) or Session(event.session)
-        session.target(ev.Attach)
+        session.target(msg.Attach)
         self.device.check_waiters()
-        check_identity(event.identity)
-        session.attach = event
-        session.deadline_ms = now_ms + event.wait_ms
-        session.move(ev.Attach, now_ms)
+        check_identity(message.identity)
+        session.attach, session.pid, session.request_id = message, event.pid, event.request_id
+        session.deadline_ms = now_ms + message.wait_ms
+        session.move(msg.Attach, now_ms)
         self.device.sessions[session.id] = session
         return []  # the grants are judged after every event
 
     def _closed(self, event: ev.Closed, now_ms: float) -> Effects:
         session = self.device.session(event)
         session.move(ev.Closed, now_ms)
-        gone = fx.Record(
+        gone = fx.RecordEvent(
             "gms.session",
             f"{session.label} left{f': {event.reason}' if event.reason else ''}",
             {"engine": session.request.engine, "incarnation": session.request.incarnation},
         )
         return [gone, *self.device.drop(session, event.reason or "the session ended")]
 
-    # ------------------------------------------------------------------ what the driver says
+    # ------------------------------------------------------------------ driver, journal and kernel
 
-    def _journal_kept(self, event: ev.JournalKept, now_ms: float) -> Effects:
+    def _journal_kept(self) -> Effects:
         self.device.journal_written()
         if not self.device.is_journal_true:
             return []
@@ -161,64 +197,66 @@ class Machine:
         return self._upkeep.journal_is_true()
 
     def _journal_behind(self, event: ev.JournalBehind, now_ms: float) -> Effects:
-        """What was condemned or dropped would come back with a restart: try until it is written."""
+        """A retired epoch would come back with a restart: retry until it is written."""
         self.device.journal_written()
         self.device.journal_retry_ms = now_ms + JOURNAL_RETRY_MS
-        told = self.device.problem
+        before = self.device.problem
         self.device.problem = (
-            "the journal cannot be written, and a restart would find what it said before: "
-            f"{event.why}"
+            f"the journal cannot be written, so a restart would find an old record: {event.why}"
         )
-        if told == self.device.problem:
+        if before == self.device.problem:
             return []
-        return [fx.Record("gms.journal", self.device.problem, severity="error")]
+        return [fx.RecordEvent("gms.journal", self.device.problem, severity="error")]
 
     def _driver_failed(self, event: ev.DriverFailed, now_ms: float) -> Effects:
         session = self.device.session(event)
-        request_id = pending_request_id(session)
         session.move(ev.DriverFailed, now_ms)
         return [
-            fx.Refuse(session.id, request_id, event.error),
+            fx.RefuseRequest(session.id, session.request_id, event.error),
             *self.device.drop(session, event.error.message),
         ]
 
     def _epoch_free(self, event: ev.EpochFree, now_ms: float) -> Effects:
         epoch = self.device.epochs.get(event.epoch)
         if epoch is None or epoch.phase not in (EpochPhase.RELEASING, EpochPhase.ORPHANED):
-            raise InvariantError(f"epoch {event.epoch} was said to be free while it is in use")
+            raise InvariantError(f"epoch {event.epoch} was reported as free while it is in use")
         del self.device.epochs[epoch.id]
         self.device.reclaims_total += 1
-        said = f"the memory of epoch {epoch.id} is free"
         effects: Effects = [
-            fx.Record("gms.reclaim", said, {"epoch": epoch.id, "size_bytes": epoch.size_bytes})
+            fx.RecordEvent(
+                "gms.reclaim",
+                f"the memory of epoch {epoch.id} is free",
+                {"epoch": epoch.id, "size_bytes": epoch.size_bytes},
+            )
         ]
-        is_over = self.device.is_journal_lost and not self.device.orphans  # nobody can tell us more
+        # Without orphans no survivor can replace a lost journal any more.
+        is_over = self.device.is_journal_lost and not self.device.orphans
         if is_over or (epoch.phase is EpochPhase.ORPHANED and epoch.expected is not None):
             self.device.is_journal_lost = False
             effects += self._recovery.journalled_is_gone(epoch.expected)
         for session in list(self.device.sessions.values()):
             if session.epoch == epoch.id and session.state in HANDING_BACK:
                 error = UnderstudyError(
-                    "gms.stale_epoch", f"nobody holds epoch {epoch.id} any more; attach again"
+                    "gms.stale_epoch", f"no process holds epoch {epoch.id} any more; attach again"
                 )
                 effects += self._grants.refuse(session, error, now_ms)
         return effects
 
-    def _holders_seen(self, event: ev.HoldersSeen, now_ms: float) -> Effects:
+    def _holders_seen(self, event: ev.HoldersSeen) -> Effects:
         if event.epoch in self.device.epochs:
             self.device.epochs[event.epoch].holders = event.pids
         return []
 
     # ------------------------------------------------------------------ time
 
-    def _tick(self, event: ev.Tick, now_ms: float) -> Effects:
-        effects = self._recovery.report(now_ms) + self._upkeep.tick(now_ms)
+    def _time_passed(self, now_ms: float) -> Effects:
+        effects = self._recovery.report(now_ms) + self._upkeep.time_passed(now_ms)
         retry_ms = self.device.journal_retry_ms
         if retry_ms is not None and retry_ms <= now_ms:
             effects += self.device.journal()
         for session in list(self.device.sessions.values()):
             if session.retry_ms is not None and session.retry_ms <= now_ms:
-                session.retry_ms = None  # a slab is asked for again by the grants
+                session.retry_ms = None  # the grants ask for a slab again
                 if session.state is SessionState.JOURNALLING:
                     effects.append(self.device.journal_commit(session))
             if session.deadline_ms is not None and session.deadline_ms <= now_ms:
@@ -228,7 +266,7 @@ class Machine:
     def _too_late(self, session: Session) -> UnderstudyError:
         if session.state is SessionState.OFFERING:
             return WaitTimeoutError(
-                "gms.offer_timeout", "the epoch that was asked for did not arrive in time; again"
+                "gms.offer_timeout", "the requested epoch did not arrive in time; try again"
             )
         if session.full is not None:
             return session.full
@@ -243,6 +281,6 @@ class Machine:
             )
         return WaitTimeoutError(
             "gms.writer_stalled",
-            f"no progress for {self.stall_ms / 1000:g} s, so what was loaded so far is given up; "
-            "a writer reports progress while it reads from disk",
+            f"no progress for {self.stall_ms / 1000:g} s, so this load is given up; a writer must "
+            "report progress while it reads from disk",
         )

@@ -28,6 +28,7 @@ LayoutHash = NewType("LayoutHash", str)
 # A 120-layer mixture of experts has 12,000; a checkpoint of DeepSeek-V3, each expert and each block
 # of scales by itself, has 91,991.
 TENSORS_MAX = 131_072
+SLABS_MAX = 4096  # 250 are usual; this is 16 frames of descriptors, and bounds a runaway writer
 MANIFEST_BYTES_MAX = 15 << 20  # what one frame carries beside an identity and the slabs' sizes
 NAME_LENGTH_MAX = 512
 DIMENSIONS_MAX = 32  # numpy's old limit, and torch's practical one
@@ -55,7 +56,7 @@ class TensorRecord:
     strides: tuple[int, ...] | None = None  # None: C-contiguous
 
 
-class Manifest(Mapping[str, TensorRecord]):
+class WeightsManifest(Mapping[str, TensorRecord]):
     """Names to records, in the manifest's order; decoded when first looked at.
 
     Over `encoded` bytes that a server has checked. An attach does not pay for the decoding.

@@ -1,23 +1,24 @@
 """Crash without loss: the memory outlived its server, and its readers hand it back.
 
-Theory of operation. A restarted server knows the epochs of the servers before it by their files
-(`orphaned`: somebody may still map them), and by the journal which of them was committed. Readers
-come back and say what they have (`rejoin`). Of the journalled epoch one survivor at a time is
-asked for the memory (`offer`); when the driver has found it true it is committed again, and the
-other survivors are merely registered. A survivor of any other epoch is registered as the reader of
-an epoch that was superseded: it may be the active engine, so it is never refused.
+Theory of operation. A restarted server finds the epochs of earlier servers by their files
+(`orphaned`: a process may still map them), and in the journal which of them was committed. Readers
+reconnect and report what they have (`rejoin`). One survivor of the journalled epoch at a time is
+asked for the memory (`offer`); once the driver has verified it, the epoch is committed again and
+the other survivors are merely registered. A survivor of any other epoch is registered as the
+reader of a superseded epoch: it may be the active engine, so it is never refused.
 
 Rules, each of which the models showed to be needed:
-- Nothing but evidence ends recovery: a good offer, or a file that the kernel says is free. While an
-  orphan is held nobody gets RW (`decide.py`); a slow survivor must not double the weights.
+- Only evidence ends recovery: a good offer, or a file that the kernel says is free. While an orphan
+  is held no session gets RW (`decide.py`); a slow survivor must not double the weights.
 - An offer that breaks off is discarded, and the next survivor is asked.
-- A writer whose commit was not answered comes back too; the journal says whether it had committed.
+- A writer whose commit was not answered rejoins too; the journal says whether it had committed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.capacity import EPOCH_BYTES_MAX
@@ -32,10 +33,10 @@ from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 # The descriptors of 4,096 slabs arrive in milliseconds; a survivor that was stopped in the middle
 # of its offer must not keep the others from making theirs.
 OFFER_MS = 10_000.0
-# How long a survivor is kept waiting while others are asked before it, one after the other. It
-# serves on meanwhile, and tries again.
+# How long a survivor waits while others are asked before it, one after the other. It keeps serving
+# meanwhile, and tries again.
 REJOIN_MS = 60_000.0
-# When people are told who still maps the memory that nobody has handed back.
+# When the processes that still map memory and have not handed it back are logged.
 REPORT_AFTER_MS = 10_000.0
 ASKED_MAX = 1024  # survivors remembered; a device has a handful of survivors
 
@@ -43,66 +44,61 @@ Effects = list[Effect]
 
 
 class Recovery:
-    """What survivors say, and what that makes of a device's orphans."""
+    """The survivors' messages, and what becomes of a device's orphans."""
 
     def __init__(self, device: Device, now_ms: float) -> None:
         self.device = device
         self._began_ms = now_ms
         self._is_reported = not device.orphans
-        self._asked: dict[tuple[str, str, int], int] = {}  # how often, by who
-        # What was journalled and looked gone: its file may have been removed under its readers.
+        self._asked: dict[tuple[str, str, int], int] = {}  # how often, by survivor
+        # The journalled epoch that looked gone: its file may have been removed under its readers.
         self._late: ev.JournalRecord | None = None
 
-    def rejoin(self, event: ev.Rejoin, now_ms: float) -> Effects:
-        """A survivor is back; `settle` says what becomes of it."""
+    def rejoin(self, event: ev.Received, message: msg.Rejoin, now_ms: float) -> Effects:
+        """A survivor has reconnected; `judge_all` decides what becomes of it."""
         session = self.device.sessions.get(event.session) or Session(event.session)
-        session.target(ev.Rejoin)
-        if sum(event.slab_sizes) > EPOCH_BYTES_MAX:
+        session.target(msg.Rejoin)
+        size_bytes = sum(message.slab_sizes)
+        if size_bytes > EPOCH_BYTES_MAX:
             raise ProtocolError(
                 "gms.bad_epoch",
-                f"an epoch of {sum(event.slab_sizes)} bytes, and the limit is {EPOCH_BYTES_MAX}",
+                f"the epoch has {size_bytes} bytes, and the limit is {EPOCH_BYTES_MAX}",
                 limit=EPOCH_BYTES_MAX,
             )
-        session.rejoin = event
-        session.attach = ev.Attach(
-            session=event.session,
-            request_id=event.request_id,
-            engine=event.engine,
-            incarnation=event.incarnation,
-            mode=Mode.RO,
-            rank=event.rank,
-            pid=event.pid,
+        session.rejoin, session.pid, session.request_id = message, event.pid, event.request_id
+        session.attach = msg.Attach(
+            message.engine, message.incarnation, str(Mode.RO), rank=message.rank
         )
-        session.move(ev.Rejoin, now_ms)
+        session.move(msg.Rejoin, now_ms)
         session.deadline_ms = now_ms + REJOIN_MS
         session.reason = "rejoining"
-        session.reason_message = f"epoch {event.epoch} is being handed back by another survivor"
+        session.reason_message = f"epoch {message.epoch} is being handed back by another survivor"
         self.device.sessions[session.id] = session
         return []
 
-    def offer(self, event: ev.Offer, now_ms: float) -> Effects:
-        """The epoch that was asked for has arrived; is it the one that was journalled?"""
+    def offer(self, event: ev.Received, message: msg.Offer, now_ms: float) -> Effects:
+        """The requested epoch has arrived; is it the one that was journalled?"""
         session = self.device.session(event)
-        session.target(ev.Offer)
+        session.target(msg.Offer)
         epoch, rejoin = self.device.epoch_of(session), _rejoin_of(session)
-        check_identity(event.identity)
-        check_size(event.manifest)
-        computed = layout_hash(rejoin.slab_sizes, event.manifest)
+        check_identity(message.identity)
+        check_size(message.manifest)
+        computed = layout_hash(rejoin.slab_sizes, message.manifest)
         expected = epoch.expected
-        if event.layout_hash != computed or (
+        if message.layout_hash != computed or (
             expected is not None
             and (expected.layout_hash, expected.identity_hash)
-            != (computed, identity_hash(event.identity))
+            != (computed, identity_hash(message.identity))
         ):
             raise ProtocolError(
                 "gms.bad_offer",
-                f"what was offered as epoch {epoch.id} is not what was committed under that name; "
+                f"the memory offered as epoch {epoch.id} is not what was committed under that id; "
                 "another survivor is asked",
                 epoch=epoch.id,
             )
-        session.move(ev.Offer, now_ms)
-        session.offer, session.deadline_ms = event, None
-        return [fx.AdoptEpoch(session.id, epoch.id, rejoin.slab_sizes, event.manifest)]
+        session.move(msg.Offer, now_ms)
+        session.offer, session.request_id, session.deadline_ms = message, event.request_id, None
+        return [fx.AdoptEpoch(session.id, epoch.id, rejoin.slab_sizes, message.manifest)]
 
     def adopted(self, event: ev.Adopted, now_ms: float) -> Effects:
         """The driver holds it: committed again, as if nothing had happened."""
@@ -111,7 +107,7 @@ class Recovery:
         session.move(ev.Adopted, now_ms)
         epoch = self.device.epoch_of(session)
         if offer is None:
-            raise InvariantError(f"session {session.id} handed back what it did not offer")
+            raise InvariantError(f"session {session.id} handed back an epoch that it did not offer")
         epoch.turn("recover")
         epoch.slab_sizes = list(_rejoin_of(session).slab_sizes)
         epoch.identity, epoch.manifest = dict(offer.identity), offer.manifest
@@ -120,37 +116,39 @@ class Recovery:
         epoch.digest = epoch.expected.digest if epoch.expected else None
         epoch.readers.add(session.id)
         took_ms = round(now_ms - self._began_ms)
-        said = f"epoch {epoch.id} is back from {session.label}, {took_ms} ms after the start"
-        effects: Effects = [
-            fx.Unwatch(epoch.id),
-            fx.TellRejoined(session.id, offer.request_id, epoch.id),
-            fx.Record("gms.recovered", said, {"epoch": epoch.id, "duration_ms": took_ms}),
-        ]
         self.device.is_journal_lost = False
-        effects += self.device.journal()  # it may be lost there, or name something else beside it
         for orphan in self.device.orphans:
-            orphan.fallback = None  # replaced, as we know now
+            orphan.fallback = None  # it was indeed replaced
         self.device.recoveries_total += 1
-        return effects
+        return [
+            fx.Unwatch(epoch.id),
+            _rejoined(session, epoch),
+            fx.RecordEvent(
+                "gms.recovered",
+                f"epoch {epoch.id} is back from {session.label}, {took_ms} ms after the start",
+                {"epoch": epoch.id, "duration_ms": took_ms},
+            ),
+            *self.device.journal(),  # the record may be lost, or name a predecessor too
+        ]
 
     def journalled_is_gone(self, record: ev.JournalRecord | None) -> Effects:
-        """Nobody maps the journalled epoch any more, its file says. If nobody was told of it, the
-        one that it was to replace is still what is committed."""
-        heir = next((orphan for orphan in self.device.orphans if orphan.fallback), None)
-        if heir is None:
+        """The journalled epoch's file is free. If its commit was never answered, the epoch that it
+        was to replace is still the committed one."""
+        predecessor = next((orphan for orphan in self.device.orphans if orphan.fallback), None)
+        if predecessor is None:
             self._late = record
             return self.device.journal()
-        heir.expected, heir.fallback = heir.fallback, None
+        predecessor.expected, predecessor.fallback = predecessor.fallback, None
         return []
 
-    def settle(self, now_ms: float) -> Effects:
-        """Judge every survivor that has come back, in order."""
+    def judge_all(self, now_ms: float) -> Effects:
+        """Judge every survivor that has reconnected, in order."""
         effects: Effects = []
         if self.device.committed is not None:
-            self._late = None  # it is back, or something has taken its place
+            self._late = None  # it is back, or replaced
         back = [s for s in self.device.sessions.values() if s.state is SessionState.REJOINING]
-        # Whoever was asked before and is back did not do it: the others first.
-        for session in sorted(back, key=lambda s: self._asked.get(_who(s), 0)):
+        # A survivor that was asked before failed to offer: the others come first.
+        for session in sorted(back, key=lambda s: self._asked.get(_survivor(s), 0)):
             effects += self._judge(session, _rejoin_of(session), now_ms)
         return effects
 
@@ -158,47 +156,50 @@ class Recovery:
         return None if self._is_reported else self._began_ms + REPORT_AFTER_MS
 
     def report(self, now_ms: float) -> Effects:
-        """Tell people once who keeps the memory of the last server and does not hand it back."""
+        """Log once which processes keep an earlier server's memory without handing it back."""
         if self._is_reported or now_ms < self._began_ms + REPORT_AFTER_MS:
             return []
         self._is_reported = True
         if not self.device.orphans:
             return []
         pids = sorted({pid for epoch in self.device.orphans for pid in epoch.holders})
-        said = "memory of the server before this one is mapped and was not handed back: "
-        said += ", ".join(f"pid {pid}" for pid in pids) or "by processes not visible here"
-        return [fx.Record("gms.recovering", f"{said}; nobody may load until it is", {}, "warning")]
+        holders = ", ".join(f"pid {pid}" for pid in pids) or "processes not visible here"
+        message = (
+            f"memory of the previous server is mapped and was not handed back: {holders}; no "
+            "engine may load until it is"
+        )
+        return [fx.RecordEvent("gms.recovering", message, {}, "warning")]
 
-    def _judge(self, session: Session, rejoin: ev.Rejoin, now_ms: float) -> Effects:
-        epoch = self.device.epochs.get(rejoin.epoch) or self._late_one(rejoin)
+    def _judge(self, session: Session, rejoin: msg.Rejoin, now_ms: float) -> Effects:
+        epoch = self.device.epochs.get(rejoin.epoch) or self._late_epoch(rejoin)
         phase = epoch.phase if epoch is not None else None
         if phase is EpochPhase.STAGING:
-            return []  # its old connection has ended; we are about to hear of that
+            return []  # its old connection has ended, which is about to be reported
         if epoch is not None and epoch.fallback is not None:
-            return []  # until the kernel, or a survivor, says what became of its successor
+            return []  # until the kernel, or a survivor, settles what became of its successor
         if epoch is not None and phase is EpochPhase.ORPHANED and self._may_publish(epoch, rejoin):
             if any(s.state in HANDING_BACK for s in self.device.sessions.values()):
                 return []  # one at a time; if that one breaks off, this one is asked
             self._note_asked(session)
             session.move(ev.AskedToOffer, now_ms)
             session.epoch, session.deadline_ms = epoch.id, now_ms + OFFER_MS
-            return [fx.AskOffer(session.id, rejoin.request_id, epoch.id)]
+            return [fx.Reply(session.id, session.request_id, msg.Wanted(epoch.id))]
         is_known = phase in (EpochPhase.COMMITTED, EpochPhase.SUPERSEDED)
         if not rejoin.was_committed and not is_known:
-            session.move(ev.Refused, now_ms)
+            session.move(ev.SessionRefused, now_ms)
             error = UnderstudyError(
                 "gms.not_committed",
                 f"epoch {rejoin.epoch} was not committed when the service died, so it is lost; "
                 "load the weights again",
                 epoch=rejoin.epoch,
             )
-            refuse = fx.Refuse(session.id, rejoin.request_id, error)
+            refuse = fx.RefuseRequest(session.id, session.request_id, error)
             return [refuse, *self.device.drop(session, error.message)]
         return self._register(session, rejoin, now_ms)
 
-    def _late_one(self, rejoin: ev.Rejoin) -> Epoch | None:
-        """The journalled epoch after all, if nothing has taken its place. Its file is gone, so that
-        its end cannot be asked of the kernel: it lasts as long as its offer."""
+    def _late_epoch(self, rejoin: msg.Rejoin) -> Epoch | None:
+        """The journalled epoch after all, if nothing has replaced it. Its file is gone, so the
+        kernel cannot report its end: it lasts as long as its offer."""
         late, device = self._late, self.device
         if late is None or late.epoch != rejoin.epoch or not rejoin.was_committed:
             return None
@@ -212,18 +213,18 @@ class Recovery:
     def _note_asked(self, session: Session) -> None:
         if len(self._asked) >= ASKED_MAX:
             self._asked.clear()
-        self._asked[_who(session)] = self._asked.get(_who(session), 0) + 1
+        self._asked[_survivor(session)] = self._asked.get(_survivor(session), 0) + 1
 
-    def _may_publish(self, epoch: Epoch, rejoin: ev.Rejoin) -> bool:
-        """Without a journal the first survivor's word decides which epoch was committed."""
+    def _may_publish(self, epoch: Epoch, rejoin: msg.Rejoin) -> bool:
+        """Without a journal the first survivor decides which epoch was committed."""
         if epoch.expected is not None:
             return True
         is_lost = self.device.is_journal_lost and not epoch.is_history
         return is_lost and rejoin.was_committed and self.device.committed is None
 
-    def _register(self, session: Session, rejoin: ev.Rejoin, now_ms: float) -> Effects:
-        """A reader again, of whatever its epoch is by now. An epoch that we have never heard of
-        is history like any other: its file may have been removed under us."""
+    def _register(self, session: Session, rejoin: msg.Rejoin, now_ms: float) -> Effects:
+        """A reader again, of whatever its epoch is by now. An unknown epoch is history like any
+        other: its file may have been removed."""
         effects: Effects = []
         epoch = self.device.epochs.setdefault(
             rejoin.epoch, Epoch(rejoin.epoch, EpochPhase.ORPHANED)
@@ -235,33 +236,42 @@ class Recovery:
         session.move(ev.Rejoined, now_ms)
         session.epoch, session.deadline_ms = epoch.id, None
         epoch.readers.add(session.id)
-        said = f"{session.label} is back as a reader of {epoch.phase} epoch {epoch.id}"
         return [
             *effects,
-            fx.TellRejoined(session.id, rejoin.request_id, epoch.id),
-            fx.Record("gms.session", said, {"engine": rejoin.engine, "epoch": epoch.id}),
+            _rejoined(session, epoch),
+            fx.RecordEvent(
+                "gms.session",
+                f"{session.label} is back as a reader of {epoch.phase} epoch {epoch.id}",
+                {"engine": rejoin.engine, "epoch": epoch.id},
+            ),
         ]
 
 
-def _rejoin_of(session: Session) -> ev.Rejoin:
+def _rejoined(session: Session, epoch: Epoch) -> fx.Reply:
+    """The answer to the session's `rejoin` or `offer`."""
+    request_id, session.request_id = session.request_id, 0
+    return fx.Reply(session.id, request_id, msg.Rejoined(epoch.id))
+
+
+def _rejoin_of(session: Session) -> msg.Rejoin:
     if session.rejoin is None:
         raise InvariantError(f"session {session.id} is {session.state} without having rejoined")
     return session.rejoin
 
 
-def _who(session: Session) -> tuple[str, str, int]:
+def _survivor(session: Session) -> tuple[str, str, int]:
     return session.request.engine, session.request.incarnation, session.request.rank
 
 
 def orphans_of(
     ids: Iterable[str], record: ev.JournalRecord | None, history: Collection[str] = ()
 ) -> list[Epoch]:
-    """The epochs that a server starts with: those of which there are files, and what the journal
-    knows of them, unless their files say that they are history."""
+    """The epochs that a server starts with: those that have files, with what the journal knows of
+    them, unless their files are marked as history."""
     orphans = {id_: Epoch(id_, EpochPhase.ORPHANED, is_history=id_ in history) for id_ in ids}
     if record is not None and record.epoch not in history:
         known = orphans.setdefault(record.epoch, Epoch(record.epoch, EpochPhase.ORPHANED))
-        # Its slabs are not known before it is back; for the books it is one piece until then.
+        # Its slabs are unknown until it is handed back; it counts as one piece until then.
         known.slab_sizes, known.expected = [record.size_bytes], record
         previous = record.previous
         older = orphans.get(previous.epoch) if previous is not None else None

@@ -1,15 +1,16 @@
 """What happens to a committed epoch besides being read: condemned, dropped, digested, verified.
 
-Pure. A page of device memory can go bad under an epoch that is otherwise fine. Unless such an
-epoch is taken out of service every relaunch maps the same page and dies of it, for ever: so a
-reader that meets a device error, or two incarnations whose canary fails, condemn it, and the next
-writer loads anew. Readers keep what they have; the memory is freed when the last one leaves.
+Pure. A page of device memory can go bad under an epoch that is otherwise fine. Unless such an epoch
+is taken out of service, every relaunch maps the same page and dies of it. So one reader with a
+device error, or two incarnations whose canary fails, condemn it, and the next writer loads again.
+Readers keep what they have; the memory is freed when the last one leaves.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import Device
@@ -17,13 +18,13 @@ from gms.core.effects import Effect
 from gms.core.events import EpochPhase, SessionState
 from plumbing.errors import ProtocolError, UnderstudyError, WaitTimeoutError
 
-# One failed canary may be the engine's own fault; the same failure of another process is not.
+# One failed canary may be the engine's own fault; the same failure in another process is not.
 CANARIES_MAX = 2
 
 # Digesting 120 GiB at 2 GB/s takes a minute; a reader that has not answered in ten has a problem.
 VERIFY_MS = 600_000.0
-# A reader says at once whether it has begun; one that does not is stopped, or nobody keeps its
-# session, and another is asked.
+# A reader answers at once whether it has begun; one that does not is stopped, or has no keeper, and
+# another is asked.
 ASK_MS = 5_000.0
 
 Effects = list[Effect]
@@ -31,7 +32,7 @@ Effects = list[Effect]
 
 @dataclass(slots=True)
 class Verification:
-    """One question under way: who asked, which epoch, which readers were asked already."""
+    """The verification under way: its asker, its epoch, and the readers asked so far."""
 
     asker: int
     request_id: int
@@ -49,115 +50,116 @@ class Upkeep:
         self.device = device
         self._verification: Verification | None = None
         self._last_id = 0
-        self._dropped: list[fx.TellDropped] = []  # answered once that is on disk
+        self._dropped: list[fx.Reply] = []  # sent once the drop is on disk
 
     # ------------------------------------------------------------------ out of service
 
-    def condemn(self, event: ev.Condemn, now_ms: float) -> Effects:
+    def condemn(self, event: ev.Received, message: msg.Condemn, now_ms: float) -> Effects:
         """A reader cannot trust its epoch."""
         session = self.device.session(event)
-        session.target(ev.Condemn)
-        if event.why not in ("device_error", "canary"):
+        session.target(msg.Condemn)
+        if message.why not in ("device_error", "canary"):
             raise ProtocolError(
-                "gms.bad_reason", f"an epoch is not condemned for {event.why[:40]!r}"
+                "gms.bad_reason", f"an epoch is not condemned for {message.why[:40]!r}"
             )
-        session.move(ev.Condemn, now_ms)
+        session.move(msg.Condemn, now_ms)
         epoch = self.device.epochs.get(session.epoch or "")
         if epoch is None or epoch.phase is not EpochPhase.COMMITTED:
             return []  # out of service already
-        data = {"epoch": epoch.id, "why": event.why, "incarnation": session.request.incarnation}
-        what = f"{session.label} reports a {event.why.replace('_', ' ')} failure: {event.detail}"
-        if event.why == "canary":
+        data = {"epoch": epoch.id, "why": message.why, "incarnation": session.request.incarnation}
+        what = (
+            f"{session.label} reports a {message.why.replace('_', ' ')} failure: {message.detail}"
+        )
+        if message.why == "canary":
             epoch.failed_canaries.add(session.request.incarnation)
             if len(epoch.failed_canaries) < CANARIES_MAX:
-                return [fx.Record("gms.suspect", what, data, "warning")]
+                return [fx.RecordEvent("gms.suspect", what, data, "warning")]
         self.device.condemnations_total += 1
-        said = f"epoch {epoch.id} is condemned, the next writer loads anew; {what}"
+        condemned = f"epoch {epoch.id} is condemned, the next writer loads again; {what}"
         return [
-            fx.Record("gms.condemned", said, data, "error"),
+            fx.RecordEvent("gms.condemned", condemned, data, "error"),
             *self.device.retire(epoch),
             *self.device.journal(),
         ]
 
-    def drop(self, event: ev.Drop, now_ms: float) -> Effects:
+    def drop(self, event: ev.Received, message: msg.Drop) -> Effects:
         """An operator wants the memory back, or another load."""
         epoch = self.device.committed
         if epoch is None:
             raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
-        if event.epoch not in (None, epoch.id):
+        if message.epoch not in (None, epoch.id):
             raise UnderstudyError(
                 "gms.stale_epoch",
-                f"epoch {event.epoch} is not what is committed: that is {epoch.id}",
+                f"epoch {message.epoch} is not the committed one, which is {epoch.id}",
                 epoch=epoch.id,
             )
         readers = tuple(self.device.sessions[reader].label for reader in sorted(epoch.readers))
-        if (readers or event.is_mapped) and not event.even_if_mapped:
-            who = ", ".join(readers) or "a process without a session: stopped, perhaps"
+        if (readers or event.is_mapped) and not message.even_if_mapped:
+            who = ", ".join(readers) or "a process without a session (it may be stopped)"
             raise UnderstudyError(
                 "gms.epoch_mapped",
-                f"epoch {epoch.id} is mapped by {who}; end it first, or drop the epoch even if "
-                "mapped: newcomers then load anew, and its memory is freed when the last of its "
-                "processes leaves",
+                f"epoch {epoch.id} is mapped by {who}; stop it first, or use --even-if-mapped: new "
+                "engines then load again, and the memory is freed when its last process exits",
                 readers=list(readers),
             )
-        self._dropped.append(fx.TellDropped(event.session, event.request_id, epoch.id, readers))
+        dropped = msg.Dropped(epoch.id, readers)
+        self._dropped.append(fx.Reply(event.session, event.request_id, dropped))
         return [
-            fx.Record("gms.dropped", f"epoch {epoch.id} was dropped by hand", {"epoch": epoch.id}),
+            fx.RecordEvent(
+                "gms.dropped", f"epoch {epoch.id} was dropped by an operator", {"epoch": epoch.id}
+            ),
             *self.device.retire(epoch),
             *self.device.journal(),
         ]
 
     def journal_is_true(self) -> Effects:
-        """The disk says what is true: what was dropped will not come back with a restart."""
-        told, self._dropped = self._dropped, []
-        return list(told)
+        """The journal is up to date: a dropped epoch will not come back with a restart."""
+        dropped, self._dropped = self._dropped, []
+        return list(dropped)
 
     # ------------------------------------------------------------------ the bytes
 
-    def verify(self, event: ev.Verify, now_ms: float) -> Effects:
+    def verify(self, event: ev.Received, now_ms: float) -> Effects:
         """Ask a reader for a digest; a server without a device context cannot read by itself."""
         epoch = self.device.committed
         if epoch is None:
             raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
         if self._verification is not None:
             raise UnderstudyError(
-                "gms.verifying", "a verification of this device is under way; wait for its end"
+                "gms.verifying",
+                "a verification of this device is under way; try again later",
             )
         self._verification = Verification(event.session, event.request_id, epoch.id)
         return self._ask_next(self._verification, now_ms)
 
-    def digested(self, event: ev.Digested, now_ms: float) -> Effects:
+    def digest(self, event: ev.Received, message: msg.Digest, now_ms: float) -> Effects:
         """A writer's digest of what it has just committed, or the answer to a verification."""
         session = self.device.session(event)
-        session.move(ev.Digested, now_ms)
+        session.move(msg.Digest, now_ms)
         if event.request_id == 0:
-            return self._keep(session.epoch, event.digest)
+            return self._keep(session.epoch, message.digest)
         question = self._verification
         if question is None or (question.reader, self._last_id) != (session.id, event.request_id):
-            return []  # too late: somebody else was asked, or nobody asks any more
-        if event.digest is None and event.is_coming:
+            return []  # too late: another reader was asked, or the asker has left
+        if message.digest is None and message.is_coming:
             question.has_begun, question.deadline_ms = True, now_ms + VERIFY_MS
             return []
-        if event.digest is None:
+        if message.digest is None:
             return self._ask_next(question, now_ms)
         self._verification = None
         epoch = self.device.epochs.get(question.epoch)
         expected = epoch.digest if epoch is not None else None
-        answer = fx.TellVerified(
-            question.asker, question.request_id, question.epoch, expected, event.digest,
-            session.label,
-        )  # fmt: skip
-        if expected is None or expected == event.digest:
+        verified = msg.Verified(question.epoch, expected, message.digest, session.label)
+        answer = fx.Reply(question.asker, question.request_id, verified)
+        if expected is None or expected == message.digest:
             return [answer]
-        said = (
-            f"the bytes of epoch {question.epoch} are not what was committed, says {answer.reader}"
-        )
-        return [answer, fx.Record("gms.altered", said, {"epoch": question.epoch}, "error")]
+        altered = f"{session.label} found that the bytes of epoch {question.epoch} have changed"
+        return [answer, fx.RecordEvent("gms.altered", altered, {"epoch": question.epoch}, "error")]
 
     def next_deadline_ms(self) -> float | None:
         return self._verification.deadline_ms if self._verification is not None else None
 
-    def tick(self, now_ms: float) -> Effects:
+    def time_passed(self, now_ms: float) -> Effects:
         question = self._verification
         if question is None or now_ms < question.deadline_ms:
             return []
@@ -167,10 +169,10 @@ class Upkeep:
         error = WaitTimeoutError(
             "gms.verify_timeout", f"no digest within {VERIFY_MS / 1000:g} s; is the reader stopped?"
         )
-        return [fx.Refuse(question.asker, question.request_id, error)]
+        return [fx.RefuseRequest(question.asker, question.request_id, error)]
 
     def left(self, session: int, now_ms: float) -> Effects:
-        """A connection has ended: a reader that was asked, or whoever asked."""
+        """A connection has ended: perhaps the asked reader's, or the asker's."""
         question = self._verification
         if question is not None and question.asker == session:
             self._verification = None
@@ -194,11 +196,11 @@ class Upkeep:
                 question.deadline_ms = now_ms + ASK_MS
                 question.asked.add(reader)
                 self._last_id += 1
-                return [fx.AskDigest(reader, self._last_id, question.epoch)]
+                return [fx.Reply(reader, self._last_id, msg.DigestWanted(question.epoch))]
         self._verification = None
         error = UnderstudyError(
             "gms.no_verifier",
-            "no standby is attached that could read the memory: an active engine has better "
-            "things to do; attach a standby",
+            "no standby is attached to read the memory, and an active engine has no time to; start "
+            "a standby",
         )
-        return [fx.Refuse(question.asker, question.request_id, error)]
+        return [fx.RefuseRequest(question.asker, question.request_id, error)]

@@ -1,6 +1,6 @@
-"""What `gms status` and `gms inspect` collect from the sockets of a directory, and how it reads.
+"""What `gms status` and `gms inspect` collect from the sockets of a directory and show.
 
-Works with a server down: then the journal says what was committed, marked as an offline view.
+Works with a server down: then the journal shows what was committed, marked as an offline view.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from gms import messages as msg
-from gms.core.manifest import Manifest
+from gms import names
+from gms.core.manifest import WeightsManifest
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.format import size
-from plumbing.part.paths import gms_journal, gms_socket
 from plumbing.service.files import read_json
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
@@ -26,7 +26,7 @@ from plumbing.wire.messages import Message
 CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error
 TIMEOUT_S = 5.0
 
-_SOCKET = re.compile(r"gms_([A-Za-z0-9-]+)_([a-z]+)\.(sock|json)")
+_SERVER_FILE = re.compile(rf"gms_([A-Za-z0-9-]+)_{names.WEIGHTS}\.(sock|json)")
 _ENGINE_STATE = re.compile(r"engine_.+\.json")
 
 
@@ -37,33 +37,34 @@ def collect(directory: str, *, in_full: bool) -> dict[str, Any]:
         UnreachableError: `gms.no_devices`, there is nothing of the service in that directory.
     """
     found = devices_in(directory)
-    with ThreadPoolExecutor(len(found)) as threads:  # one that hangs must not keep the others
-        devices = list(threads.map(lambda each: _ask(directory, *each, in_full=in_full), found))
+    with ThreadPoolExecutor(len(found)) as threads:  # one that hangs must not delay the others
+        devices = list(threads.map(lambda each: _ask(directory, each, in_full=in_full), found))
     return {"schema": 1, "online": all(d["online"] for d in devices), "devices": devices}
 
 
-def devices_in(directory: str) -> list[tuple[str, str]]:
-    """(device, tag) of every server that there is, or was, in `directory`.
+def devices_in(directory: str) -> list[str]:
+    """Every device that has, or had, a server in `directory`.
 
     Raises:
         UnreachableError: `gms.no_devices`.
     """
     try:
-        found = sorted({m.group(1, 2) for m in map(_SOCKET.fullmatch, os.listdir(directory)) if m})
+        listed = map(_SERVER_FILE.fullmatch, os.listdir(directory))
+        found = sorted({match[1] for match in listed if match})
     except OSError as error:
         raise UnreachableError(
-            "gms.no_devices", f"cannot look into {directory}: {error.strerror}; check --dir"
+            "gms.no_devices", f"cannot read {directory}: {error.strerror}; check --dir"
         ) from error
     if not found:
         raise UnreachableError(
             "gms.no_devices",
             f"no memory service in {directory}; start one with `gms serve --dir {directory}`",
         )
-    return [(device, tag) for device, tag in found]
+    return found
 
 
 def render(document: dict[str, Any]) -> str:
-    """The document for people."""
+    """The document as text."""
     lines = []
     for device in document["devices"]:
         lines.append(_headline(device))
@@ -106,10 +107,10 @@ def render_in_full(document: dict[str, Any]) -> str:
 
 
 def name_holders(directory: str, device: dict[str, Any]) -> None:
-    """Say beside the pids that hold unowned epochs which engine each is, where that is known.
+    """Add the engine, where known, to each pid that holds an unowned epoch.
 
-    By the device's own sessions, and by the engines' state files: a process that is stopped, which
-    is the one that people look for, has no session with a fresh server.
+    From the device's own sessions, and from the engines' state files: a stopped process, the one
+    that operators look for, has no session with a restarted server.
     """
     if not any(epoch["holders"] for epoch in device["unowned"]):
         return
@@ -121,7 +122,7 @@ def name_holders(directory: str, device: dict[str, Any]) -> None:
 
 
 def held_by(epochs: Iterable[dict[str, Any]]) -> str:
-    """`pid 17 (engine-0), pid 18`: the processes that hold `epochs`, which nobody here owns."""
+    """`pid 17 (engine-0), pid 18`: the processes that hold the unowned `epochs`."""
     engines: dict[str, str | None] = {}
     for epoch in epochs:
         known = epoch.get("holder_engines", {})
@@ -131,12 +132,12 @@ def held_by(epochs: Iterable[dict[str, Any]]) -> str:
 
 
 def end_at_once() -> NoReturn:
-    """End this process without cleaning up: what it would clean up with may be what is wrong."""
+    """Exit without cleaning up: the clean-up may rely on what is broken."""
     os._exit(CRASHED)
 
 
-def _ask(directory: str, device: str, tag: str, *, in_full: bool) -> dict[str, Any]:
-    path = gms_socket(directory, device, tag)
+def _ask(directory: str, device: str, *, in_full: bool) -> dict[str, Any]:
+    path = names.socket_path(directory, device)
     question: Message = msg.Inspect() if in_full else msg.StatusMsg()
     try:
         with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=TIMEOUT_S) as client:
@@ -144,16 +145,16 @@ def _ask(directory: str, device: str, tag: str, *, in_full: bool) -> dict[str, A
         assert isinstance(answer, msg.StatusReplyMsg | msg.InspectReply)
         for epoch in answer.document.get("epochs", ()):
             manifest = epoch.pop("manifest")
-            # One that was handed back after a restart, and is history, came without its own.
+            # A superseded epoch of an earlier server came back without one.
             epoch["has_manifest"] = bool(manifest)
             epoch["tensors"] = _tensors(manifest, epoch["slab_sizes"])
         name_holders(directory, answer.document)
         return {**answer.document, "online": True}
     except UnderstudyError as error:
-        record = journal.peek(gms_journal(directory, device, tag))
+        record = journal.peek(names.journal_path(directory, device))
         return {
             "device_uuid": device,
-            "tag": tag,
+            "tag": names.WEIGHTS,
             "online": False,
             "state": "offline",
             "reason": error.message,
@@ -163,7 +164,7 @@ def _ask(directory: str, device: str, tag: str, *, in_full: bool) -> dict[str, A
 
 
 def _engines_on_file(directory: str) -> dict[int, str]:
-    """Which engine each pid belongs to, by what the engines last wrote of themselves."""
+    """The engine of each pid, from the engines' state files."""
     engines: dict[int, str] = {}
     for name in filter(_ENGINE_STATE.fullmatch, os.listdir(directory)):
         try:
@@ -171,7 +172,7 @@ def _engines_on_file(directory: str) -> dict[int, str]:
             engine, pids = document["engine"], document["backend"]["pids"]
             engines |= dict.fromkeys((engine["pid"], *pids.values()), engine["id"])
         except (UnderstudyError, OSError, KeyError, TypeError, AttributeError):
-            continue  # not ours to judge: the pid stands without a name
+            continue  # not ours to judge: the pid stays without a name
     return engines
 
 
@@ -187,7 +188,7 @@ def _tensors(manifest: bytes, slab_sizes: Sequence[int]) -> list[dict[str, Any]]
             "dtype": t.dtype,
             "nbytes": t.nbytes,
         }
-        for t in (Manifest(manifest).values() if manifest else ())
+        for t in (WeightsManifest(manifest).values() if manifest else ())
     ]
 
 
@@ -211,7 +212,7 @@ def _restarts(device: dict[str, Any]) -> str:
 
 
 def _superseded(device: dict[str, Any]) -> str:
-    """Who still maps what is out of service, and what that means where nothing else is there."""
+    """The readers of superseded epochs, and a warning if nothing else is in service."""
     shown = device["epoch"]  # what is committed, or being loaded
     readers = dict.fromkeys(
         each["engine"]
@@ -219,14 +220,14 @@ def _superseded(device: dict[str, Any]) -> str:
         if each["mode"] == "ro" and each["epoch"] not in (shown, None)
     )
     mapped = f", mapped by {', '.join(readers)}" if readers else ""
-    said = f"  superseded {size(device['superseded_bytes'])}{mapped}"
+    line = f"  superseded {size(device['superseded_bytes'])}{mapped}"
     if not device["committed_bytes"] and device["state"] != "recovering":
-        said += "; nothing is in service: the next relaunch loads a second copy"
-    return said
+        line += "; nothing is in service: the next relaunch loads a second copy"
+    return line
 
 
 def _memory(device: dict[str, Any]) -> str:
-    """The kind of memory, and what people should know of its driver."""
+    """The kind of memory, and the facts about its driver."""
     driver = device["driver"]
     if not driver:
         return f"{device['memory']} memory"

@@ -1,7 +1,7 @@
-"""What operators do to committed weights: verify that they are what was written, drop them.
+"""`gms verify` and `gms drop`: check committed weights, take them out of service.
 
-Both ask for the status first, with a short deadline: a server that is stopped must not be waited
-for as long as a digest may take, nor do later what its operator has long given up on.
+Both ask for the status first, with a short deadline: a stopped server must not block for as long as
+a digest may take, nor carry out much later what its operator has given up on.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from plumbing.errors import (
 from plumbing.wire.blocking import BlockingClient
 
 ANSWER_TIMEOUT_S = 5.0
-VERIFY_TIMEOUT_S = VERIFY_MS / 1000 + ANSWER_TIMEOUT_S  # the server says so itself before that
+VERIFY_TIMEOUT_S = VERIFY_MS / 1000 + ANSWER_TIMEOUT_S  # the server gives up before that
 ATTACH_WAIT_S = 5.0
 
 EMPTY, INTACT, PENDING, RECOVERING = "empty", "intact", "pending", "recovering"
 UNREACHABLE, FAILED, ALTERED = "unreachable", "failed", "altered"
-# What `verify` says of one device, the gravest last, and the exit code if nothing is graver.
+# The results for one device, the gravest last, and the exit code if none is graver.
 EXIT_CODES = {
     EMPTY: 0,
     INTACT: 0,
@@ -55,27 +55,27 @@ def verify(directory: str, device: str | None) -> dict[str, Any]:
     Raises:
         UnreachableError: `gms.no_devices`; UsageError: no such device.
     """
-    checked = [_result(directory, *found) for found in _chosen(directory, device)]
+    checked = [_result(directory, name) for name in _chosen(directory, device)]
     gravest = max((item["result"] for item in checked), key=list(EXIT_CODES).index)
     return {"schema": 1, "result": gravest, "devices": checked}
 
 
 def render(verified: dict[str, Any]) -> str:
-    """What `verify` found, for people: a line for each device."""
+    """What `verify` found: a line for each device."""
     return "\n".join(f"gms  {_line(device)}" for device in verified["devices"])
 
 
 def _line(device: dict[str, Any]) -> str:
     name, result = device["device_uuid"], device["result"]
-    if device["error"] is not None:  # whose sentence begins with the name
+    if device["error"] is not None:  # whose message begins with the name
         return f"{device['error']['message']} [{device['error']['code']}]"
     if result == EMPTY:
         return f"{name}  nothing is committed"
     if result == RECOVERING:
-        return f"{name}  recovering: what is committed has not been handed back yet"
+        return f"{name}  recovering: the committed epoch has not been handed back yet"
     if result == PENDING:
         return f"{name}  epoch {device['epoch'][:8]} has no digest yet to compare with"
-    return f"{name}  epoch {device['epoch'][:8]} is {result}, says {device['reader']}"
+    return f"{name}  epoch {device['epoch'][:8]} is {result}, verified by {device['reader']}"
 
 
 def drop(
@@ -87,15 +87,15 @@ def drop(
         UsageError: no such device, or several and none named; DegradedError: `gms.recovering`;
         RemoteError: `gms.nothing_committed`, `gms.epoch_mapped`, …
     """
-    name, tag = the_device(directory, device)
-    with _naming(name), _client(directory, name, tag) as client:
+    name = the_device(directory, device)
+    with _naming(name), _client(directory, name) as client:
         status = _status(client)
         if status["state"] == "recovering":
             name_holders(directory, status)
             raise DegradedError(
                 "gms.recovering",
-                "what is committed has not been handed back yet by those that map it: "
-                f"{held_by(status['unowned'])}; drop it then, or end them, which frees it",
+                "the committed epoch has not been handed back yet; it is mapped by "
+                f"{held_by(status['unowned'])}: retry later, or stop them, which frees it",
             )
         answer = client.request(msg.Drop(epoch, even_if_mapped), timeout_s=ANSWER_TIMEOUT_S).message
     assert isinstance(answer, msg.Dropped)
@@ -103,25 +103,26 @@ def drop(
     return {"schema": 1, "devices": [dropped]}
 
 
-def the_device(directory: str, device: str | None) -> tuple[str, str]:
-    """(device, tag) of the one that is meant.
+def the_device(directory: str, device: str | None) -> str:
+    """`device`, or the only one there is.
 
     Raises:
         UnreachableError: `gms.no_devices`; UsageError: no such device, or several and none named.
     """
     found = _chosen(directory, device)
     if len(found) > 1:
-        listed = ", ".join(name for name, _ in found)
-        raise UsageError("gms.which_device", f"there are {listed}; say which with --device")
+        raise UsageError(
+            "gms.which_device", f"there are {', '.join(found)}; choose one with --device"
+        )
     return found[0]
 
 
-def _result(directory: str, device: str, tag: str) -> dict[str, Any]:
+def _result(directory: str, device: str) -> dict[str, Any]:
     """What became of one device: an error, too, is a result."""
     nothing = dict.fromkeys(("epoch", "expected", "found", "reader", "error"))
     try:
         with _naming(device):
-            found = _verify(directory, device, tag)
+            found = _verify(directory, device)
     except (UnreachableError, WaitTimeoutError) as error:
         found = {"result": UNREACHABLE, "error": error.to_dict()}
     except UnderstudyError as error:
@@ -129,13 +130,13 @@ def _result(directory: str, device: str, tag: str) -> dict[str, Any]:
     return {"device_uuid": device, **nothing, **found}
 
 
-def _verify(directory: str, device: str, tag: str) -> dict[str, Any]:
+def _verify(directory: str, device: str) -> dict[str, Any]:
     try:
-        with _client(directory, device, tag) as client:
+        with _client(directory, device) as client:
             status = _status(client)
             if status["state"] != "committed":
                 return {"result": RECOVERING if status["state"] == "recovering" else EMPTY}
-            if status["digest"] == PENDING:  # nobody is asked to compute what nothing compares with
+            if status["digest"] == PENDING:  # without it, no reader need compute another
                 return {"result": PENDING, "epoch": status["epoch"]}
             answer = client.request(msg.Verify(), timeout_s=VERIFY_TIMEOUT_S).message
         assert isinstance(answer, msg.Verified)
@@ -143,7 +144,7 @@ def _verify(directory: str, device: str, tag: str) -> dict[str, Any]:
     except RemoteError as error:
         if error.code != "gms.no_verifier" or not device.startswith("HOST-"):
             raise  # on a GPU, reading here would take a context's memory from the engines
-        epoch, expected, found = _read_here(directory, device, tag)
+        epoch, expected, found = _read_here(directory, device)
         by = f"gms verify (pid {os.getpid()})"
     result = PENDING if expected is None else INTACT if found == expected else ALTERED
     return {
@@ -155,7 +156,7 @@ def _verify(directory: str, device: str, tag: str) -> dict[str, Any]:
     }
 
 
-def _read_here(directory: str, device: str, tag: str) -> tuple[str, str | None, str]:
+def _read_here(directory: str, device: str) -> tuple[str, str | None, str]:
     """Attach as one more reader, and compute the digest in this process."""
     session = open_session(
         directory,
@@ -165,30 +166,29 @@ def _read_here(directory: str, device: str, tag: str) -> tuple[str, str | None, 
         mode="ro",
         identity=None,
         wait_s=ATTACH_WAIT_S,
-        tag=tag,
     )
     assert isinstance(session, Reader)  # it asked for `ro`
-    with session, _client(directory, device, tag) as client:
+    with session, _client(directory, device) as client:
         status = _status(client)
         if status["epoch"] != session.epoch:
             raise UnderstudyError(
                 "gms.stale_epoch", "another epoch was committed meanwhile; verify again"
             )
         found = session.digest()
-        assert found is not None  # nobody told it to stop
+        assert found is not None  # it was not told to stop
         digest = status["digest"]
         return session.epoch, None if digest == PENDING else str(digest), found
 
 
-def _chosen(directory: str, device: str | None) -> list[tuple[str, str]]:
+def _chosen(directory: str, device: str | None) -> list[str]:
     found = devices_in(directory)
     if device is None:
         return found
-    chosen = [(name, tag) for name, tag in found if name == device]
-    if not chosen:
-        listed = ", ".join(name for name, _ in found)
-        raise UsageError("gms.bad_device", f"there is no device {device} here; there are {listed}")
-    return chosen
+    if device not in found:
+        raise UsageError(
+            "gms.bad_device", f"there is no device {device} here; there are {', '.join(found)}"
+        )
+    return [device]
 
 
 def _status(client: BlockingClient) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _status(client: BlockingClient) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _naming(device: str) -> Iterator[None]:
-    """Errors name the device: a server says `this device`, and a silent one nothing."""
+    """Errors name the device: a server writes `this device`, and a silent one nothing."""
     try:
         yield
     except UnderstudyError as error:
@@ -207,6 +207,6 @@ def _naming(device: str) -> Iterator[None]:
         raise
 
 
-def _client(directory: str, device: str, tag: str) -> BlockingClient:
-    path = names.socket_path(directory, device, tag)
+def _client(directory: str, device: str) -> BlockingClient:
+    path = names.socket_path(directory, device)
     return BlockingClient(path, msg.CATALOGUE, connect_timeout_s=ANSWER_TIMEOUT_S)

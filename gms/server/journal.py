@@ -1,9 +1,9 @@
-"""What is committed on a device, on disk: read by a restarted server, written before a commit is
+"""The committed epoch of a device, on disk: read by a restarted server, written before a commit is
 answered. Small enough for a slot (no manifest, no identity: those come back with the memory).
 
-One slot that cannot be read may have been the newest commit: then nobody knows what is committed,
-which is said (`Loaded.is_lost`), and the survivors' word decides. The file is kept aside, and the
-new one says the same until something is written: the next server may die before a survivor speaks.
+One unreadable slot may have held the newest commit: then the journal is lost
+(`LoadedJournal.is_lost`), and the survivors decide. The file is kept aside, and the new one is lost
+too until a record is written: the next server may die before a survivor rejoins.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gms import names
+from gms import epoch_file, names
 from gms.core.events import JournalRecord
 from gms.core.manifest import LayoutHash
+from gms.core.recovery import orphans_of
+from gms.core.state import Epoch
 from plumbing.errors import UnderstudyError
 from plumbing.service.slots import FILE_BYTES, SlotFile, SlotFormat, put_aside
 
@@ -27,22 +29,22 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """What was found; `is_lost`: there was something, and it could not be read."""
+class LoadedJournal:
+    """What was found; `is_lost`: a journal was there and could not be read."""
 
     record: JournalRecord | None = None
     is_lost: bool = False
 
 
-LOST = Loaded(is_lost=True)
+LOST = LoadedJournal(is_lost=True)
 
 
 class Journal:
     """The open file of one device. `write` is durable when it returns; used by one thread."""
 
     def __init__(self, path: str, *, has_epochs: bool = False) -> None:
-        """Read it, or put an unreadable one aside and make a new one. `has_epochs`: there are
-        epochs on disk, so that a journal that is not there was there before, and is lost.
+        """Read it, or put an unreadable one aside and create a new one. `has_epochs`: there are
+        epochs on disk, so a missing journal is a lost one.
 
         Raises:
             UnderstudyError: `gms.journal_unwritable`, `gms.journal_in_use`.
@@ -68,10 +70,10 @@ class Journal:
         """Put `record` on disk.
 
         Raises:
-            UnderstudyError: `gms.journal_unwritable`, with the reason; it may or may not be there.
+            UnderstudyError: `gms.journal_unwritable`, with the reason; it may be on disk or not.
         """
         try:
-            self._file.write(_text(Loaded(record)))
+            self._file.write(_text(LoadedJournal(record)))
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
@@ -80,7 +82,7 @@ class Journal:
 
 
 def peek(path: str) -> JournalRecord | None:
-    """The record as a bystander sees it; None where there is none to be read. Changes nothing."""
+    """The record, read without a lock; None if there is none. Changes nothing."""
     try:
         found = _load(path)
         return None if found is None else found.record
@@ -88,13 +90,26 @@ def peek(path: str) -> JournalRecord | None:
         return None
 
 
-def _load(path: str) -> Loaded | None:
-    """What the file says; None where it cannot be read."""
+def left_behind(directory: str, device: str, record: JournalRecord | None) -> list[Epoch]:
+    """The epochs of earlier servers of `device`, by their files; the journal knows one of them.
+
+    Staging epochs are among them: a writer may outlive its server by a moment, during which its
+    memory is in use. An epoch without processes is found free at the first look; the journalled one
+    is expected back from a process that still maps it.
+    """
+    ids = names.epochs_on_disk(directory, device)
+    paths = {id_: os.path.join(directory, names.epoch_file(device, id_)) for id_ in ids}
+    history = {id_ for id_, path in paths.items() if epoch_file.is_history(path)}
+    return orphans_of(ids, record, history)
+
+
+def _load(path: str) -> LoadedJournal | None:
+    """The file's content; None if it cannot be read."""
     try:
         with open(path, "rb") as stream:
             raw = stream.read(FILE_BYTES + 1)
     except FileNotFoundError:
-        return Loaded()
+        return LoadedJournal()
     slots = FORMAT.decode(raw)
     known = [slot for slot in slots if slot is not None]
     if len(known) < len(slots):
@@ -102,23 +117,23 @@ def _load(path: str) -> Loaded | None:
     try:
         return _meaning(max(known)[1])
     except (ValueError, KeyError, TypeError):
-        return None  # a checksum that fits: another version's file
+        return None  # the checksum is right: another version's file
 
 
-def _text(said: Loaded) -> bytes:
-    committed = None if said.record is None else asdict(said.record)
-    body = {"schema": SCHEMA, "committed": committed, "is_lost": said.is_lost}
+def _text(loaded: LoadedJournal) -> bytes:
+    committed = None if loaded.record is None else asdict(loaded.record)
+    body = {"schema": SCHEMA, "committed": committed, "is_lost": loaded.is_lost}
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def _meaning(text: bytes) -> Loaded:
+def _meaning(text: bytes) -> LoadedJournal:
     body = json.loads(text)
     if body["schema"] != SCHEMA:
         raise ValueError(f"its schema is {body['schema']!r}")
     found = body["committed"]
     if found is None:
-        return Loaded(is_lost=bool(body["is_lost"]))
-    return Loaded(_record(found))
+        return LoadedJournal(is_lost=bool(body["is_lost"]))
+    return LoadedJournal(_record(found))
 
 
 def _record(found: dict[str, Any]) -> JournalRecord:

@@ -1,14 +1,14 @@
-"""What the machine of a device wants done, done: frames to peers, calls to the driver.
+"""Carries out the effects of a device's machine: frames to clients, calls to the driver.
 
-It decides nothing. Driver calls run on one thread, in order. The closes that free memory run on
-another, and so does lending what is committed: neither a dead engine's memory nor a writer's slabs
-delay a newcomer. None of them maps memory.
+It decides nothing. Driver calls run on one thread, in order. Closes that free memory run on a
+second one and exports of the committed epoch on a third: neither a dead engine's memory nor a
+writer's slabs delay a newcomer. None of them maps memory.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from gms import epoch_file, names
@@ -16,11 +16,11 @@ from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import Device
+from gms.server.driver_thread import DriverThread
 from gms.server.journal import Journal
 from gms.server.vault import Vault
 from gms.server.watch import EpochWatch
-from gms.vmm.driver_thread import DriverThread
-from gms.vmm.interface import Allocation
+from gms.vmm.interface import Allocation, release_all
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection
@@ -28,69 +28,77 @@ from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
 from plumbing.wire.messages import Message
 
-Handle = Callable[[ev.Event], None]
+Handle = Callable[[ev.DeviceEvent], None]
 
 
-class Performer:
+@dataclass(frozen=True)
+class Threads:
+    """The threads of one device's server, so that no slow call runs on its loop."""
+
+    driver: DriverThread
+    lender: DriverThread
+    closer: DriverThread
+
+
+class DevicePerformer:
     """Performs effects for one device; completions go back to the machine as events."""
 
     def __init__(
         self,
-        device_name: str,
-        tag: str,
         device: Device,
+        device_name: str,
         connections: Mapping[int, Connection],
         handle: Handle,
         log: EventLog,
-        *,
-        driver: DriverThread,
-        lender: DriverThread,
-        closer: DriverThread,
+        threads: Threads,
         vault: Vault,
         watch: EpochWatch,
         journal: Journal,
     ) -> None:
         self.protocol_errors_total = 0
-        self._name, self._tag = device_name, tag
-        self._device = device
+        self._device, self._name = device, device_name
         self._connections = connections
-        self._handle = handle
-        self._log = log
-        self._driver, self._lender, self._closer = driver, lender, closer
+        self._handle, self._log = handle, log
+        self._driver, self._lender = threads.driver, threads.lender
+        self._closer = threads.closer
         self._vault, self._watch, self._journal = vault, watch, journal
         self._arrived: dict[int, OwnedFd] = {}  # a new slab's descriptor, until it is sent
         self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are adopted
-        self._perform_by: Mapping[type[fx.Effect], Callable[[Any], None]] = {
-            fx.TellWaiting: lambda e: self._send(e, msg.Waiting(e.reason, e.message)),
-            fx.TellWriting: self._tell_writing,
-            fx.TellAttached: self._tell_attached,
-            fx.TellAllocated: self._tell_allocated,
-            fx.TellCommitted: lambda e: self._send(e, msg.Committed(e.epoch)),
-            fx.TellRejoined: lambda e: self._send(e, msg.Rejoined(e.epoch)),
-            fx.AskOffer: self._ask_offer,
-            fx.TellDropped: lambda e: self._send(e, msg.Dropped(e.epoch, e.readers)),
-            fx.AskDigest: lambda e: self._send(e, msg.DigestWanted(e.epoch)),
-            fx.TellVerified: lambda e: self._send(
-                e, msg.Verified(e.epoch, e.expected, e.found, e.reader)
-            ),
-            fx.Refuse: self._refuse,
-            fx.OpenEpoch: self._open_epoch,
-            fx.CreateSlab: self._create_slab,
-            fx.SealEpoch: self._seal_epoch,
-            fx.AdoptEpoch: self._adopt_epoch,
-            fx.DiscardOffer: lambda e: self._release(e.epoch, lambda: None),
-            fx.Unwatch: lambda e: self._watch.discard(e.epoch),
-            fx.MarkHistory: self._mark_history,
-            fx.WriteJournal: self._write_journal,
-            fx.ReleaseEpoch: lambda e: self._release(e.epoch, lambda: self._watch.add(e.epoch)),
-            fx.Record: self._record,
-        }
 
     def perform(self, effect: fx.Effect) -> None:
-        self._perform_by[type(effect)](effect)
+        match effect:
+            case fx.Reply():
+                self._reply(effect)
+            case fx.GrantWriting():
+                self._grant_writing(effect)
+            case fx.SendEpoch():
+                self._export_epoch(effect)
+            case fx.RefuseRequest():
+                self._refuse(effect)
+            case fx.OpenEpoch():
+                self._open_epoch(effect)
+            case fx.CreateSlab():
+                self._create_slab(effect)
+            case fx.SealEpoch():
+                self._seal_epoch(effect)
+            case fx.AdoptEpoch():
+                self._adopt_epoch(effect)
+            case fx.DiscardOffer(epoch):
+                self._release(epoch, lambda: None)
+            case fx.ReleaseEpoch(epoch):
+                self._release(epoch, lambda: self._watch.add(epoch))
+            case fx.Unwatch(epoch):
+                self._watch.discard(epoch)
+            case fx.MarkHistory(epoch):
+                self._mark_history(epoch)
+            case fx.WriteJournal():
+                self._write_journal(effect)
+            case fx.RecordEvent():
+                data = {"device_uuid": self._name, **effect.data}
+                self._log.record(effect.type, effect.message, effect.severity, data)
 
     def close(self) -> None:
-        """Let go of descriptors that were on their way somewhere."""
+        """Close the descriptors that were not passed on yet."""
         close_all(self._arrived.values())
         for fds in self._offered.values():
             close_all(fds)
@@ -98,7 +106,7 @@ class Performer:
     # ------------------------------------------------------------------ offers
 
     def take_offered(self, session: int, fds: list[OwnedFd], count_max: int) -> int:
-        """Keep descriptors that a survivor hands back (taken); how many there are by now.
+        """Keep descriptors that a survivor hands back (taken); returns how many there are now.
 
         Raises:
             ProtocolError: `gms.bad_offer`, more than it has slabs.
@@ -112,51 +120,57 @@ class Performer:
         return len(kept)
 
     def forget(self, session: int) -> None:
-        """A connection has ended: what it handed back by halves goes."""
+        """A connection has ended: close what it had offered so far."""
         fds = self._offered.pop(session, [])
         if fds:
             self._closer.submit(lambda: close_all(fds))
 
-    # ------------------------------------------------------------------ answers
+    # ------------------------------------------------------------------ responses
 
-    def _ask_offer(self, effect: fx.AskOffer) -> None:
-        self._await_manifest(effect.session)
-        self._send(effect, msg.Wanted(effect.epoch))
+    def _reply(self, effect: fx.Reply) -> None:
+        match effect.message:
+            case msg.Allocated():
+                self._send(effect, effect.message, self._arrived.pop(effect.session))
+            case msg.Wanted():
+                self._expect_manifest(effect.session)
+                self._send(effect, effect.message)
+            case message:
+                self._send(effect, message)
 
-    def _await_manifest(self, session: int) -> None:
-        """Nobody else may send us 16 MiB: neither a newcomer nor a reader has a reason to."""
-        conn = self._connections.get(session)
-        if conn is not None:
-            conn.limit_frames(MANIFEST_FRAME_BYTES_MAX)
-
-    def _tell_writing(self, effect: fx.TellWriting) -> None:
-        self._await_manifest(effect.session)
+    def _grant_writing(self, effect: fx.GrantWriting) -> None:
+        self._expect_manifest(effect.session)
         answer = msg.Writing(
             epoch=effect.epoch,
-            epoch_file=names.epoch_file(self._name, effect.epoch, self._tag),
+            epoch_file=names.epoch_file(self._name, effect.epoch),
             capacity_bytes=self._device.capacity_bytes,
             free_bytes=self._device.free_bytes,
             granularity_bytes=self._device.granularity_bytes,
         )
         self._send(effect, answer)
 
-    def _tell_attached(self, effect: fx.TellAttached) -> None:
+    def _expect_manifest(self, session: int) -> None:
+        """Only a writer and an offering survivor may send frames of 16 MiB."""
+        conn = self._connections.get(session)
+        if conn is not None:
+            conn.limit_frames(MANIFEST_FRAME_BYTES_MAX)
+
+    def _export_epoch(self, effect: fx.SendEpoch) -> None:
         self._lender.submit(
             lambda: self._vault.export(effect.epoch),
             lambda fds: self._send_epoch(effect, fds),
-            lambda error: self._refuse(fx.Refuse(effect.session, effect.request_id, error)),
+            lambda error: self._refuse(fx.RefuseRequest(effect.session, effect.request_id, error)),
         )
 
-    def _send_epoch(self, effect: fx.TellAttached, fds: list[OwnedFd]) -> None:
+    def _send_epoch(self, effect: fx.SendEpoch, fds: list[OwnedFd]) -> None:
         conn = self._connections.get(effect.session)
         epoch = self._device.epochs.get(effect.epoch)
         if conn is None or epoch is None:
-            # Perhaps the last copies: closing them may free, which is not for the loop.
+            # These may be the last copies: closing them may free memory, which is not for the loop.
             self._closer.submit(lambda: close_all(fds))
             return
         answer = msg.Attached(
             epoch=epoch.id,
-            epoch_file=names.epoch_file(self._name, epoch.id, self._tag),
+            epoch_file=names.epoch_file(self._name, epoch.id),
             identity=dict(epoch.identity or {}),
             layout_hash=epoch.layout_hash,
             slab_sizes=tuple(epoch.slab_sizes),
@@ -167,18 +181,14 @@ class Performer:
             more = fds[first : first + FDS_PER_FRAME_MAX]
             conn.send(msg.Slabs(epoch.id, first), effect.request_id, more)
 
-    def _tell_allocated(self, effect: fx.TellAllocated) -> None:
-        fd = self._arrived.pop(effect.session)
-        self._send(effect, msg.Allocated(effect.slab, effect.size_bytes), fd)
-
-    def _refuse(self, effect: fx.Refuse) -> None:
-        # A peer's fault that was found late, on the driver's thread: a manifest, an offer.
+    def _refuse(self, effect: fx.RefuseRequest) -> None:
+        # A client's fault that was found late, on the driver's thread: a manifest, an offer.
         self.protocol_errors_total += isinstance(effect.error, ProtocolError)
         conn = self._connections.get(effect.session)
         if conn is not None:
             conn.fault(effect.error, effect.request_id)
 
-    def _send(self, effect: fx.Answer, message: Message, *fds: OwnedFd) -> None:
+    def _send(self, effect: fx.Respond, message: Message, *fds: OwnedFd) -> None:
         conn = self._connections.get(effect.session)
         if conn is None:
             self._closer.submit(lambda: close_all(fds))
@@ -188,7 +198,7 @@ class Performer:
     # ------------------------------------------------------------------ the driver
 
     def _open_epoch(self, effect: fx.OpenEpoch) -> None:
-        name = names.epoch_file(self._name, effect.epoch, self._tag)
+        name = names.epoch_file(self._name, effect.epoch)
         self._call(
             effect.session,
             lambda: self._vault.open_epoch(effect.epoch, name),
@@ -210,7 +220,7 @@ class Performer:
     def _slab_created(self, session: int, fd: OwnedFd) -> None:
         self._arrived[session] = fd
         self._handle(ev.SlabCreated(session))
-        unclaimed = self._arrived.pop(session, None)  # its writer left in the meantime
+        unclaimed = self._arrived.pop(session, None)  # its writer has left meanwhile
         if unclaimed is not None:
             self._closer.submit(unclaimed.close)
 
@@ -230,13 +240,13 @@ class Performer:
         )
 
     def _call(self, session: int, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Have the driver work for a session, which a failure ends."""
+        """Call the driver for a session, which a failure ends."""
         self._driver.submit(work, done, lambda error: self._handle(ev.DriverFailed(session, error)))
 
-    def _mark_history(self, effect: fx.MarkHistory) -> None:
-        name = names.epoch_file(self._name, effect.epoch, self._tag)
+    def _mark_history(self, epoch: str) -> None:
+        name = names.epoch_file(self._name, epoch)
 
-        def failed(error: UnderstudyError) -> None:  # the journal says it too
+        def failed(error: UnderstudyError) -> None:  # the journal records it too
             self._log.record("gms.epoch_file", error.message, severity="warning")
 
         self._driver.submit(lambda: self._vault.mark_history(name), failed=failed)
@@ -256,38 +266,30 @@ class Performer:
         self._driver.submit(lambda: self._journal.write(effect.record), done, failed)
 
     def _release(self, epoch: str, then: Callable[[], None]) -> None:
-        """Take it from the vault (in order with other calls), let what is being lent of it be
-        lent, and close it where that may last."""
+        """Give up an epoch's slabs, then call `then`: take them from the vault in order with other
+        driver calls, wait for exports in flight, and close them on the closer's thread."""
+        self._driver.submit(
+            lambda: self._vault.take(epoch),
+            lambda slabs: self._lender.submit(
+                lambda: None, lambda _: self._close(epoch, slabs, then)
+            ),
+        )
 
+    def _close(self, epoch: str, slabs: list[Allocation], then: Callable[[], None]) -> None:
         def failed(error: UnderstudyError) -> None:
-            said = f"the driver did not take memory of epoch {epoch} back: {error.message}"
-            self._log.record("gms.release", said, severity="error", data={"epoch": epoch})
+            message = f"the driver did not take memory of epoch {epoch} back: {error.message}"
+            self._log.record("gms.release", message, severity="error", data={"epoch": epoch})
             then()
 
-        def close(slabs: list[Allocation]) -> None:
-            with contextlib.ExitStack() as stack:
-                for slab in slabs:
-                    stack.callback(slab.release)
-
-        def give_up(slabs: list[Allocation]) -> None:
-            def is_lent(_: None) -> None:
-                self._closer.submit(lambda: close(slabs), lambda _: then(), failed)
-
-            self._lender.submit(lambda: None, is_lent)
-
-        self._driver.submit(lambda: self._vault.take(epoch), give_up)
-
-    def _record(self, effect: fx.Record) -> None:
-        data = {"device_uuid": self._name, **effect.data}
-        self._log.record(effect.type, effect.message, effect.severity, data)
+        self._closer.submit(lambda: release_all(slabs), lambda _: then(), failed)
 
 
 def check_held(path: str) -> None:
-    """No slab before the flock: without it, nothing would say that the memory is in use.
+    """No slab before the flock: without it, nothing would show that the memory is in use.
 
     Raises:
         ProtocolError: `gms.epoch_not_held`.
-        UnderstudyError: `gms.server_exhausted`, it could not be looked at.
+        UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
     """
     if not is_held(path):
         raise ProtocolError(
@@ -300,7 +302,7 @@ def is_held(path: str) -> bool:
     """Whether any process holds the epoch's file.
 
     Raises:
-        UnderstudyError: `gms.server_exhausted`, it could not be looked at.
+        UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
     """
     try:
         return epoch_file.is_held(path)
@@ -308,5 +310,5 @@ def is_held(path: str) -> bool:
         raise UnderstudyError(
             "gms.server_exhausted",
             f"the memory service cannot open {path}: {error.strerror}; raise its limit of open"
-            " files (ulimit -Hn), or end sessions",
+            " files (ulimit -Hn), or stop engines",
         ) from error

@@ -1,7 +1,8 @@
 """The server of one device: sockets on one side, the machine in the middle, the driver behind.
 
-It translates and decides nothing: messages become events, effects are the performer's. It maps no
-memory, and what it holds of it can be lost with it: readers hand it back to the next server.
+It decides nothing: messages go to the machine as events, and the performer carries out its effects.
+It maps no memory, and all that it holds can be lost with it: readers hand it back to the next
+server.
 """
 
 from __future__ import annotations
@@ -10,24 +11,20 @@ import asyncio
 import os
 import resource
 import uuid
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from gms import epoch_file, names
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.events import JournalRecord
-from gms.core.machine import Machine
+from gms.core.machine import DeviceMachine
 from gms.core.snapshot import epochs_in_full, snapshot
-from gms.server.journal import Journal
-from gms.server.leftovers import left_behind
-from gms.server.performer import Performer, check_held, is_held
-from gms.server.translate import event_of
+from gms.server.driver_thread import DriverThread
+from gms.server.journal import Journal, left_behind
+from gms.server.performer import DevicePerformer, Threads, check_held, is_held
 from gms.server.vault import Vault
 from gms.server.watch import EpochWatch
-from gms.vmm.driver_thread import DriverThread
-from gms.vmm.interface import Memory
+from gms.vmm.interface import DeviceMemory, release_all
 from plumbing.errors import ProtocolError
 from plumbing.part.observers import Observers
 from plumbing.service.clock import Clock, SystemClock, rfc3339
@@ -37,11 +34,11 @@ from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
 
-# How long a writer may make no progress. Reports come per tensor; reading one from the slowest
-# network file system that anybody loads from takes seconds.
+# How long a writer may make no progress. It reports per tensor; reading one from the slowest
+# network file system takes seconds.
 STALL_MS = 120_000.0
 
-# How long ending waits for calls under way. Freeing continues in the kernel when we exit.
+# How long `close` waits for calls under way. Freeing continues in the kernel when we exit.
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -52,22 +49,21 @@ class DeviceServer:
         self,
         directory: str,
         device: str,
-        memory: Memory,
+        memory: DeviceMemory,
         capacity_bytes: int,
         *,
         stall_ms: float = STALL_MS,
         restarts_total: int = 0,
-        tag: str = names.WEIGHTS,
         clock: Clock | None = None,
         log: EventLog | None = None,
     ) -> None:
-        self.directory, self.device, self.tag = directory, device, tag
+        self.directory, self.device = directory, device
         self.memory, self.capacity_bytes, self.stall_ms = memory, capacity_bytes, stall_ms
-        self.restarts_total = restarts_total  # of its device's servers: who starts them knows
+        self.restarts_total = restarts_total  # of its device's servers, as the supervisor counts
         self.clock = clock or SystemClock()
         self.log = log or EventLog(f"gms-{device}", self.clock)
         self._started = self.clock.wall()
-        path = names.socket_path(directory, device, tag)
+        path = names.socket_path(directory, device)
         self._server = Server(path, msg.CATALOGUE, self, service="gms")
         self._conns: dict[int, Connection] = {}
         self._observers = Observers(self.log, self.status)
@@ -75,80 +71,75 @@ class DeviceServer:
         self._protocol_errors_total = 0
 
     async def start(self) -> None:
-        """Take the path, look at what an earlier server left, serve.
+        """Take the path, find what an earlier server left, serve.
 
         Raises:
             UnderstudyError: `wire.address_in_use`, another server has this device here;
                 `gms.journal_unwritable`.
         """
         await self._server.start()
-        # The path is ours; nobody is heard before this function yields to the loop.
-        loop = asyncio.get_running_loop()
+        # The path is ours; no client is read before this function yields to the loop.
         self._journal = Journal(
-            names.journal_path(self.directory, self.device, self.tag),
-            has_epochs=bool(names.epochs_on_disk(self.directory, self.device, self.tag)),
+            names.journal_path(self.directory, self.device),
+            has_epochs=bool(names.epochs_on_disk(self.directory, self.device)),
         )
-        self._driver = DriverThread(f"gms-driver-{self.device}", loop)
-        self._lender = DriverThread(f"gms-lender-{self.device}", loop)
-        self._closer = DriverThread(f"gms-closer-{self.device}", loop)
+        threads = (
+            DriverThread(f"gms-{name}-{self.device}", asyncio.get_running_loop())
+            for name in ("driver", "lender", "closer")
+        )
+        self._threads = Threads(*threads)
         self._vault = Vault(self.memory, self.directory)
         self._watch = EpochWatch(
             self.clock,
-            self._driver,
+            self._threads.driver,
             self._epoch_path,
             lambda epoch: self._handle(ev.EpochFree(epoch)),
             lambda epoch, pids: self._handle(ev.HoldersSeen(epoch, pids)),
-            lambda epoch, said: self.log.record("gms.epoch", said, "warning", {"epoch": epoch}),
+            lambda epoch, why: self.log.record("gms.epoch", why, "warning", {"epoch": epoch}),
         )
         found = self._journal.loaded
-        orphans = left_behind(self.directory, self.device, self.tag, found.record)
-        self.machine = Machine(
+        orphans = left_behind(self.directory, self.device, found.record)
+        self.machine = DeviceMachine(
             capacity_bytes=self.capacity_bytes,
             granularity_bytes=self.memory.granularity_bytes,
             stall_ms=self.stall_ms,
             new_epoch_id=lambda: uuid.uuid4().hex,
             orphans=orphans,
             is_journal_lost=found.is_lost,
-            is_journal_behind=self._names_history(found.record),
+            # A server may have died before it had written that this epoch is out of service.
+            is_journal_behind=found.record is not None
+            and epoch_file.is_history(self._epoch_path(found.record.epoch)),
             now_ms=self.clock.now_ms(),
         )
-        self._performer = Performer(
-            self.device,
-            self.tag,
+        self._performer = DevicePerformer(
             self.machine.device,
+            self.device,
             self._conns,
             self._handle,
             self.log,
-            driver=self._driver,
-            lender=self._lender,
-            closer=self._closer,
-            vault=self._vault,
-            watch=self._watch,
-            journal=self._journal,
+            self._threads,
+            self._vault,
+            self._watch,
+            self._journal,
         )
         for orphan in orphans:
             self._watch.add(orphan.id)
-        said = f"serving {self.device}: {self.machine.device.state}"
-        self.log.record("gms.serving", said, data={"device_uuid": self.device})
+        serving = f"serving {self.device}: {self.machine.device.state}"
+        self.log.record("gms.serving", serving, data={"device_uuid": self.device})
         self._arm()
 
-    def _names_history(self, record: JournalRecord | None) -> bool:
-        """Whether a server died before it had written that this epoch is out of service."""
-        return record is not None and epoch_file.is_history(self._epoch_path(record.epoch))
-
     async def close(self) -> None:
-        """Stop serving; sessions end, and memory lives on where somebody maps it."""
+        """Stop serving; sessions end, and memory lives on where a process maps it."""
         await self._server.close()
-        # In this order: what the driver gives away, the closer releases.
-        for thread in (self._driver, self._lender, self._closer):
+        # In this order: the closer releases what the driver gives up.
+        for thread in (self._threads.driver, self._threads.lender, self._threads.closer):
             await asyncio.to_thread(thread.close, CLOSE_TIMEOUT_S)
         self._watch.close()
         if self._timer is not None:
             self._timer.cancel()
         self._performer.close()
         for epoch in self.machine.device.epochs:
-            for slab in self._vault.take(epoch):
-                slab.release()
+            release_all(self._vault.take(epoch))
         self._journal.close()
 
     def status(self) -> dict[str, Any]:
@@ -156,7 +147,7 @@ class DeviceServer:
         errors_total = self._protocol_errors_total + self._performer.protocol_errors_total
         return {
             "device_uuid": self.device,
-            "tag": self.tag,
+            "tag": names.WEIGHTS,
             "memory": self.memory.kind,
             "driver": self.memory.facts(),
             "pid": os.getpid(),
@@ -189,7 +180,7 @@ class DeviceServer:
             elif isinstance(message, msg.Slabs | msg.Offer):
                 self._take_offer(conn, message, request_id, fds)
             else:
-                self._hear(conn, message, request_id)
+                self._feed(conn, message, request_id)
         except ProtocolError:
             close_all(fds)
             self._protocol_errors_total += 1
@@ -203,7 +194,9 @@ class DeviceServer:
         self._performer.forget(conn.id)
         self._handle(ev.Closed(conn.id, reason))
 
-    def _hear(self, conn: Connection, message: Message, request_id: int) -> None:
+    def _feed(self, conn: Connection, message: Message, request_id: int) -> None:
+        """Check what only the kernel knows, then hand the message to the machine."""
+        is_mapped = False
         if isinstance(message, msg.Attach | msg.Rejoin):
             self._watch_process(conn)
             if isinstance(message, msg.Rejoin):
@@ -212,36 +205,33 @@ class DeviceServer:
             session = self.machine.device.sessions.get(conn.id)
             if session is not None and session.epoch is not None:
                 check_held(self._epoch_path(session.epoch))
-        event = event_of(conn.id, conn.peer.pid, message, request_id)
-        if isinstance(event, ev.Drop) and not event.even_if_mapped:
-            event = replace(event, is_mapped=self._is_mapped())
-        self._handle(event)
-
-    def _is_mapped(self) -> bool:
-        """Whether a process maps what is committed is asked of the kernel, not of sessions.
-
-        Raises:
-            UnderstudyError: `gms.server_exhausted`.
-        """
-        epoch = self.machine.device.committed
-        return epoch is not None and is_held(self._epoch_path(epoch.id))
+        elif isinstance(message, msg.Drop) and not message.even_if_mapped:
+            epoch = self.machine.device.committed
+            is_mapped = epoch is not None and is_held(self._epoch_path(epoch.id))
+        self._handle(ev.Received(conn.id, request_id, message, conn.peer.pid, is_mapped))
 
     def _check_survivor(self, message: msg.Rejoin) -> None:
-        """It maps what it says, unless the epoch's file was removed under everybody."""
-        if names.is_epoch_id(message.epoch):
-            path = self._epoch_path(message.epoch)
-            if os.path.exists(path):
-                check_held(path)
+        """It must hold the epoch's file, unless that was removed under all its holders.
+
+        Raises:
+            ProtocolError: `gms.bad_epoch`, `gms.epoch_not_held`.
+            UnderstudyError: `gms.server_exhausted`.
+        """
+        if not names.is_epoch_id(message.epoch):
+            raise ProtocolError("gms.bad_epoch", f"{message.epoch[:64]!r} is not an epoch id")
+        path = self._epoch_path(message.epoch)
+        if os.path.exists(path):
+            check_held(path)
 
     def _take_offer(
         self, conn: Connection, message: msg.Slabs | msg.Offer, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        """Collect what a survivor hands back; the machine hears of it when it is whole."""
+        """Collect what a survivor hands back; the machine gets the offer when it is complete."""
         session = self.machine.device.sessions.get(conn.id)
         is_asked = session is not None and session.state is ev.SessionState.OFFERING
         if session is None or session.rejoin is None or not is_asked:
             raise ProtocolError(
-                "gms.unexpected_message", f"{message.TYPE} is said by survivors that were asked"
+                "gms.unexpected_message", f"only a survivor that was asked may send {message.TYPE}"
             )
         count = len(session.rejoin.slab_sizes)
         have = self._performer.take_offered(conn.id, fds, count)
@@ -251,18 +241,17 @@ class DeviceServer:
             raise ProtocolError(
                 "gms.bad_offer", f"an offer of {count} slabs came with {have} descriptors"
             )
-        self._handle(event_of(conn.id, conn.peer.pid, message, request_id))
+        self._handle(ev.Received(conn.id, request_id, message, conn.peer.pid))
 
     def _watch_process(self, conn: Connection) -> None:
         """A session ends with the process that opened it, even if a forked child has its socket."""
         if conn.peer.pidfd is not None and conn.state is None:
             conn.state = conn.peer.pidfd.fileno()
-            said = "its process is gone"
-            asyncio.get_running_loop().add_reader(conn.state, conn.close, said)
+            asyncio.get_running_loop().add_reader(conn.state, conn.close, "its process is gone")
 
     # ------------------------------------------------------------------ the machine
 
-    def _handle(self, event: ev.Event) -> None:
+    def _handle(self, event: ev.DeviceEvent) -> None:
         for effect in self.machine.handle(event, self.clock.now_ms()):
             self._performer.perform(effect)
         self._arm()
@@ -274,16 +263,16 @@ class DeviceServer:
         due_ms = self.machine.next_deadline_ms()
         if due_ms is not None:
             delay_s = max(0.0, due_ms - self.clock.now_ms()) / 1000
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._time_passed)
 
-    def _tick(self) -> None:
+    def _time_passed(self) -> None:
         self._timer = None
-        self._handle(ev.Tick())
+        self._handle(ev.TimePassed())
 
     # ------------------------------------------------------------------ small things
 
     def _epoch_path(self, epoch: str) -> str:
-        return os.path.join(self.directory, names.epoch_file(self.device, epoch, self.tag))
+        return os.path.join(self.directory, names.epoch_file(self.device, epoch))
 
     def _at(self, instant_ms: float) -> str:
         ago = timedelta(milliseconds=self.clock.now_ms() - instant_ms)
@@ -291,7 +280,7 @@ class DeviceServer:
 
 
 def _open_fds() -> int:
-    """How many there are: the limit, where none is left to look with."""
+    """The number of open descriptors; the limit, if none is left to look with."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1  # less the listing's own
     except OSError:

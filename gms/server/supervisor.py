@@ -148,7 +148,7 @@ class Child:
         self._log.relay(record, about)
 
 
-class Supervisor:
+class GmsSupervisor:
     """Runs the servers of `devices`.
 
     `command(device)` is how one is started, `environment(device)` what it has in its environment

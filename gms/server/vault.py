@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from gms import epoch_file
 from gms.core.manifest import check_manifest
-from gms.vmm.interface import Allocation, Memory
+from gms.vmm.interface import Allocation, DeviceMemory, release_all
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd, close_all
 
@@ -21,7 +21,7 @@ from plumbing.wire.fds import OwnedFd, close_all
 class Vault:
     """Slabs by epoch."""
 
-    def __init__(self, memory: Memory, directory: str) -> None:
+    def __init__(self, memory: DeviceMemory, directory: str) -> None:
         self.memory = memory
         self._directory = directory
         self._slabs: dict[str, list[Allocation]] = {}
@@ -102,8 +102,7 @@ class Vault:
                 slabs[-1].check(_slab_name(epoch, index))
         except BaseException:
             close_all(rest)
-            for slab in slabs:
-                slab.release()
+            release_all(slabs)
             raise
         self._slabs[epoch] = slabs
         return tensors

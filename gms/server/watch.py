@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 
 from gms import epoch_file
-from gms.vmm.driver_thread import DriverThread
+from gms.server.driver_thread import DriverThread
 from plumbing.errors import UnderstudyError
 from plumbing.service.clock import Clock
 from plumbing.service.procfs import holders_of

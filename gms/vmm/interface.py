@@ -12,7 +12,8 @@ only clients reserve and map.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from plumbing.wire.fds import OwnedFd
@@ -61,6 +62,13 @@ class Allocation(Protocol):
     def release(self) -> None:
         """Let go of it. The last holder's release frees, which takes time: never on a loop."""
         ...
+
+
+def release_all(allocations: Iterable[Allocation]) -> None:
+    """Release every one, even where releasing another raises."""
+    with contextlib.ExitStack() as stack:
+        for allocation in allocations:
+            stack.callback(allocation.release)
 
 
 class Reservation(Protocol):
@@ -116,7 +124,7 @@ class Reservation(Protocol):
         ...
 
 
-class Memory(Protocol):
+class DeviceMemory(Protocol):
     """One kind of memory: `host` or `cuda`; chosen, never a silent fallback."""
 
     kind: str

@@ -15,11 +15,12 @@ from typing import Any
 
 import msgpack
 
+from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.identity import identity_hash
-from gms.core.machine import Machine
+from gms.core.machine import DeviceMachine
 from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.snapshot import epochs_in_full, snapshot
 from gms.core.state import WRITER_STATES, Epoch, Session
@@ -34,15 +35,15 @@ STATES_WITH_EPOCH = WRITER_STATES | {
     SessionState.READING, SessionState.OFFERING, SessionState.ADOPTING,
 }  # fmt: skip
 FINAL = (
-    fx.TellWriting, fx.TellAttached, fx.TellAllocated, fx.TellCommitted, fx.TellRejoined,
-    fx.TellDropped, fx.TellVerified, fx.Refuse,
+    fx.GrantWriting, fx.SendEpoch, msg.Allocated, msg.Committed, msg.Rejoined,
+    msg.Dropped, msg.Verified, fx.RefuseRequest,
 )  # fmt: skip
 SPEAKER = {
     **dict.fromkeys((3, 4, 5, 6, 7), SessionState.WRITING),
     9: SessionState.OFFERING,
     10: SessionState.READING,
 }
-NO_ANSWER = (ev.Progress, ev.Condemn, ev.Digested)
+NO_ANSWER = (msg.Progress, msg.Condemn, msg.Digest)
 
 
 def manifest_for(sizes: Any) -> bytes:
@@ -61,7 +62,7 @@ class Fuzzed:
             record = ev.JournalRecord(OLD, MIB, hashed, identity_hash({"v": 1}))
             told = None if start & 4 else record  # a journal that is lost tells nothing
             orphans.append(Epoch(OLD, EpochPhase.ORPHANED, expected=told))
-        self.machine = Machine(
+        self.machine = DeviceMachine(
             capacity_bytes=CAPACITY,
             granularity_bytes=4096,
             stall_ms=1000,
@@ -114,7 +115,7 @@ class Fuzzed:
         request = max(self.open[session], default=0) + 1
         event = self.event(kind, session, request, how)
         before = pickle.dumps((self.device.sessions, self.device.epochs))
-        if not isinstance(event, NO_ANSWER):
+        if not isinstance(event.message, NO_ANSWER):
             self.open[session].add(request)
         try:
             self.tell(event)
@@ -123,7 +124,7 @@ class Fuzzed:
             assert after == before, "refused, and changed"
             self.hang_up(session)
 
-    def event(self, kind: int, session: int, request: int, how: int) -> ev.Event:
+    def event(self, kind: int, session: int, request: int, how: int) -> ev.Received:
         found = self.device.sessions.get(session)
         epoch = self.device.epochs.get(found.epoch or "") if found else None
         sizes = list(epoch.slab_sizes) if epoch else []
@@ -131,40 +132,48 @@ class Fuzzed:
         wrong = how >= 200
         match kind:
             case 0 | 1 | 2:
-                return ev.Attach(
-                    session, request, f"e{session}", f"i{session}", MODES[how % 3], identity,
-                    wait_ms=100 * how, replace=bool(how & 8), pid=how,
+                attach = msg.Attach(
+                    f"e{session}", f"i{session}", MODES[how % 3], identity,
+                    wait_ms=100 * how, replace=bool(how & 8),
                 )  # fmt: skip
+                return ev.Received(session, request, attach, pid=how)
             case 3 | 4:
-                return ev.Allocate(session, request, 1 + how * 65536)
+                return ev.Received(session, request, msg.Allocate(1 + how * 65536))
             case 5:
-                return ev.Progress(session, how, 255)
+                return ev.Received(session, 0, msg.Progress(how, 255))
             case 6 | 7:
                 manifest = b"\x90" if wrong else manifest_for(sizes)
                 hashed = "0" * 64 if how >= 250 else layout_hash(sizes, manifest)
                 told = found.attach.identity if found and found.attach else None
-                return ev.Commit(session, request, told or identity or {}, manifest, hashed)
+                return ev.Received(
+                    session, request, msg.Commit(told or identity or {}, manifest, hashed)
+                )
             case 8:
                 ids = [OLD, STRAY, NOWHERE, *sorted(self.device.epochs)]
                 size = () if wrong else (MIB,)
                 said = ids[how % len(ids)]  # never one that is yet to be drawn: they are random
-                return ev.Rejoin(
-                    session, request, f"e{session}", f"i{session}", said, size, how % 3 > 0
+                return ev.Received(
+                    session,
+                    request,
+                    msg.Rejoin(f"e{session}", f"i{session}", said, size, how % 3 > 0),
                 )
             case 9:
                 known = found.rejoin.slab_sizes if found and found.rejoin else ()
                 manifest = manifest_for(known)
                 hashed = "0" * 64 if wrong else layout_hash(known, manifest)
-                return ev.Offer(session, request, identity or {"v": 1}, manifest, hashed)
+                offer = msg.Offer(OLD, identity or {"v": 1}, manifest, hashed)
+                return ev.Received(session, request, offer)
             case 10:
                 if how & 1:
                     why = ("device_error", "canary", "boredom")[how % 3]
-                    return ev.Condemn(session, why, "detail")
-                return ev.Digested(session, how % 3, None if wrong else "d" * 64)
+                    return ev.Received(session, 0, msg.Condemn(why, "detail"))
+                return ev.Received(session, how % 3, msg.Digest(None if wrong else "d" * 64))
             case _:
                 if how & 1:
-                    return ev.Verify(session, request)
-                return ev.Drop(session, request, None if how & 2 else OLD, bool(how & 4))
+                    return ev.Received(session, request, msg.Verify())
+                return ev.Received(
+                    session, request, msg.Drop(None if how & 2 else OLD, bool(how & 4))
+                )
 
     def complete(self, how: int) -> None:
         """The driver's oldest call is done, well or badly."""
@@ -213,13 +222,13 @@ class Fuzzed:
 
     def tick(self, ms: float) -> None:
         self.now_ms += ms
-        self.tell(ev.Tick())
+        self.tell(ev.TimePassed())
         due_ms = self.machine.next_deadline_ms()
         assert due_ms is None or due_ms > self.now_ms, "a deadline that has passed comes again"
 
     # ------------------------------------------------------------------ what must hold
 
-    def tell(self, event: ev.Event) -> None:
+    def tell(self, event: ev.DeviceEvent) -> None:
         committed = self.device.committed
         effects = self.machine.handle(event, self.now_ms)
         for effect in effects:
@@ -229,18 +238,19 @@ class Fuzzed:
             self.check_succession(event, committed, effects)
 
     def perform(self, effect: fx.Effect) -> None:
-        if isinstance(effect, fx.Answer):
+        if isinstance(effect, fx.Respond):
             unanswered = self.open.get(effect.session)
             if unanswered is None:
                 return
-            if isinstance(effect, FINAL) and effect.request_id:
+            sent = effect.message if isinstance(effect, fx.Reply) else effect
+            if isinstance(sent, FINAL) and effect.request_id:
                 assert effect.request_id in unanswered, f"answered twice or unasked: {effect}"
                 unanswered.discard(effect.request_id)
-            if isinstance(effect, fx.Refuse):
+            if isinstance(effect, fx.RefuseRequest):
                 self.hang_up(effect.session)
         elif isinstance(effect, fx.Unwatch):
             self.watched.discard(effect.epoch)
-        elif not isinstance(effect, fx.Record):
+        elif not isinstance(effect, fx.RecordEvent):
             self.driver.append(effect)
 
     def check(self) -> None:
@@ -288,10 +298,11 @@ class Fuzzed:
         else:
             assert epoch.phase is EpochPhase.ORPHANED
 
-    def check_succession(self, event: ev.Event, old: Epoch, effects: list[fx.Effect]) -> None:
+    def check_succession(self, event: ev.DeviceEvent, old: Epoch, effects: list[fx.Effect]) -> None:
         """What is committed goes only by a commit, by word of an operator or a reader, or to make
         room for a writer who asked to replace it while nobody reads it."""
-        if isinstance(event, ev.Journalled | ev.Drop | ev.Condemn):
+        message = event.message if isinstance(event, ev.Received) else None
+        if isinstance(event, ev.Journalled) or isinstance(message, msg.Drop | msg.Condemn):
             return
         writer = self.device.writer
         assert writer is not None, f"{event} lost what was committed"

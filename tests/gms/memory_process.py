@@ -11,8 +11,8 @@ import socket
 import subprocess
 import sys
 
+from gms.client import memory_for
 from gms.vmm.interface import Allocation
-from gms.vmm.kinds import memory_for
 from plumbing.service.parent import arm_from_environment
 from plumbing.wire.fds import OwnedFd
 

@@ -58,7 +58,7 @@ def test_restarted_server_is_recovering_until_nobody_maps_the_epoch(gms: GmsProc
     assert status["unowned"][0]["holders"] == [survivor.pid]
     assert status["releasing_bytes"] > 0
     newcomer = client("rw_or_ro", engine="engine-1")
-    assert "server before this one" in newcomer.expect("waiting")["reason"]
+    assert "previous server" in newcomer.expect("waiting")["reason"]
     with pytest.raises(UnderstudyError, match=r"gms\.wait_timeout"):
         gms.reader(wait_s=0.05)
     assert survivor.do("read")["first"] == 7, "its mapping is untouched"
@@ -152,16 +152,16 @@ def test_journal_keeps_what_it_is_given(directory: str):
     assert journal.peek(path) is None
     record = JournalRecord("a" * 32, 8192, LayoutHash("h"), "i", "d" * 64)
     with contextlib.closing(journal.Journal(path)) as written:
-        assert written.loaded == journal.Loaded()
+        assert written.loaded == journal.LoadedJournal()
         written.write(record)
     with contextlib.closing(journal.Journal(path)) as again:
-        assert again.loaded == journal.Loaded(record)
+        assert again.loaded == journal.LoadedJournal(record)
         again.write(None)
         assert journal.peek(path) is None
     with open(path, "r+b") as stream:
         stream.write(b"torn")
     with contextlib.closing(journal.Journal(path)) as broken:
-        assert broken.loaded == journal.Loaded(is_lost=True)
+        assert broken.loaded == journal.LoadedJournal(is_lost=True)
     assert os.path.exists(f"{path}.unreadable-1")
 
 

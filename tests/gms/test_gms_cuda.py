@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from gms.client import memory_for
 from gms.vmm.cuda import ALLOCATION_BYTES_MAX, CudaAllocation, CudaMemory
 from gms.vmm.cuda_driver import MENDS
 from gms.vmm.host import HostMemory
-from gms.vmm.kinds import memory_for
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 from plumbing.wire.fds import OwnedFd
 from tests.gms.kinds import stand_in_only

@@ -33,4 +33,4 @@ def test_a_lost_journal_is_lost_until_something_is_written(tmp_path: Path):
         with opened(path) as last:
             last.write(said)
         with opened(path) as after:
-            assert after.loaded == journal.Loaded(said)
+            assert after.loaded == journal.LoadedJournal(said)

@@ -16,7 +16,7 @@ import pytest
 
 from gms import epoch_file, names
 from gms import messages as msg
-from gms.client import Reader, survivor
+from gms.client import Reader
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.frames import encode_frame
@@ -64,7 +64,7 @@ def test_offer_that_finds_no_descriptors_is_made_again(
     gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
 ):
     """The connection can be made and the 40 copies cannot, as at a hard limit."""
-    monkeypatch.setattr(survivor, "make_fd_room", lambda count: None)
+    monkeypatch.setattr("gms.client.reader.make_fd_room", lambda count: None)
     said: list[str] = []
     writer = gms.writer()
     writer.plan(40 * 4096, 4096, 4096)

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from gms import epoch_file
-from gms.client import open_session
+from gms.client import memory_for, open_session
 from gms.server.server import DeviceServer
 from gms.vmm.host import HostAllocation, HostMemory
-from gms.vmm.kinds import memory_for
 from plumbing.errors import InvariantError, RemoteError, UnderstudyError
 from plumbing.wire.fds import OwnedFd
 from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess

@@ -13,7 +13,7 @@ import pytest
 
 from gms import epoch_file, names
 from gms import messages as msg
-from gms.core.manifest import Manifest, TensorRecord, encode, layout_hash
+from gms.core.manifest import TensorRecord, WeightsManifest, encode, layout_hash
 from plumbing.errors import ProtocolError, RemoteError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd, close_all
@@ -67,7 +67,7 @@ def test_attach_is_one_request_and_one_frame_per_250_slabs(
             replies = [client.request(attach("ro"))]
             first = replies[0].message
             assert isinstance(first, msg.Attached)
-            assert len(first.slab_sizes) == len(Manifest(first.manifest)) == count
+            assert len(first.slab_sizes) == len(WeightsManifest(first.manifest)) == count
             while sum(len(reply.fds) for reply in replies) < count:
                 replies.append(client.receive())
             assert len(replies) == frames

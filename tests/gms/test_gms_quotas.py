@@ -18,10 +18,17 @@ import pytest
 
 from gms import messages as msg
 from gms.core import effects as fx
-from gms.core.capacity import EPOCH_BYTES_MAX, EPOCHS_MAX, SLABS_MAX
+from gms.core.capacity import EPOCH_BYTES_MAX, EPOCHS_MAX
 from gms.core.device import WAITERS_MAX
 from gms.core.identity import IDENTITY_CHARS_MAX
-from gms.core.manifest import MANIFEST_BYTES_MAX, TENSORS_MAX, TensorRecord, encode, layout_hash
+from gms.core.manifest import (
+    MANIFEST_BYTES_MAX,
+    SLABS_MAX,
+    TENSORS_MAX,
+    TensorRecord,
+    encode,
+    layout_hash,
+)
 from gms.messages import CATALOGUE, REQUEST_BYTES_MAX, Attached
 from plumbing.errors import ProtocolError, RemoteError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
@@ -61,7 +68,7 @@ def test_slabs_of_an_epoch_are_limited():
     bench = Bench(capacity_bytes=SLABS_MAX * 8192)
     bench.attach(1)
     for _ in range(SLABS_MAX):
-        assert isinstance(bench.allocate(1, 4096), fx.TellAllocated)
+        assert isinstance(bench.allocate(1, 4096), msg.Allocated)
     with pytest.raises(ProtocolError, match=r"gms\.too_many_slabs") as caught:
         bench.allocate(1, 4096)
     assert str(SLABS_MAX) in caught.value.message
@@ -76,7 +83,7 @@ def test_staged_bytes_are_limited_by_the_device():
     bench.attach(1)
     bench.allocate(1, 6 * MIB)
     answer = bench.allocate(1, 6 * MIB)
-    assert isinstance(answer, fx.Refuse)
+    assert isinstance(answer, fx.RefuseRequest)
     assert answer.error.code == "gms.out_of_memory"
     assert answer.error.details["capacity_bytes"] == 10 * MIB
     assert answer.error.details["free_bytes"] == 4 * MIB
@@ -103,11 +110,11 @@ def test_epochs_that_are_still_read_are_limited():
         bench.load(session, 4096, mode="rw", replace=True)
     assert len(bench.device.epochs) == EPOCHS_MAX
     answer = bench.attach(99, "rw", replace=True)
-    assert isinstance(answer, fx.TellWaiting)
+    assert isinstance(answer, msg.Waiting)
     assert answer.reason == "epochs"
     assert f"{EPOCHS_MAX} epochs" in answer.message
     bench.close(3)
-    assert isinstance(bench.last(99), fx.TellWriting)
+    assert isinstance(bench.last(99), fx.GrantWriting)
 
 
 # ---------------------------------------------------------------------- sizes of what is said

@@ -16,8 +16,8 @@ from gms import messages as msg
 from gms import names
 from gms.client import Keeper, Reader
 from gms.server import journal
+from gms.server.driver_thread import DriverThread
 from gms.server.watch import EpochWatch
-from gms.vmm.driver_thread import DriverThread
 from plumbing.errors import RemoteError, UnreachableError
 from plumbing.service.clock import SystemClock
 from plumbing.wire.fds import OwnedFd

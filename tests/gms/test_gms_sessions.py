@@ -112,7 +112,7 @@ def test_wait_ends_at_its_deadline_with_its_reason(gms: GmsProcess):
     with pytest.raises(RemoteError) as caught:
         gms.reader(wait_s=0.05, on_wait=reasons.append)
     assert caught.value.code == "gms.wait_timeout"
-    assert reasons == ["nothing is committed and nobody is loading"]
+    assert reasons == ["nothing is committed and no engine is loading"]
     assert reasons[0] in caught.value.message
 
 

@@ -240,7 +240,7 @@ def test_status_without_a_server_is_an_offline_view(gms: GmsProcess):
     ("words", "sentence"),
     [
         (("status", "--dir", "{}"), "no memory service in"),
-        (("status", "--dir", "{}/missing"), "cannot look into"),
+        (("status", "--dir", "{}/missing"), "cannot read"),
         (("serve", "--dir", "{}/missing/deeper"), "does not exist"),
         (("serve", "--dir", "{}", "--memory", "disk"), "one of host, cuda"),
         (("serve", "--dir", "{}", "--device", "GPU-1"), "for --memory cuda"),

@@ -77,7 +77,7 @@ def test_verify_on_a_gpu_does_not_take_the_engines_memory(gms: GmsProcess):
         code, document = command(gms, "verify")
         if gms.kind == "cuda":
             assert (code, document["result"]) == (1, "failed")
-            assert "attach a standby" in document["devices"][0]["error"]["message"]
+            assert "start a standby" in document["devices"][0]["error"]["message"]
 
 
 @host_only
@@ -94,7 +94,7 @@ def test_verify_reads_by_itself_where_every_reader_is_busy(gms: GmsProcess):
 def test_verify_finds_bytes_that_are_not_what_was_written(gms: GmsProcess):
     """The writer's digest is another than that of the bytes: exit code 1, and it is an event."""
     with gms.load() as reader:
-        reader.tell(Digest("0" * 64))
+        reader.send(Digest("0" * 64))
         assert digested(gms) == "0" * 64
     with reader_of(gms, 1) as standby, kept(standby):
         code, document = command(gms, "verify")
@@ -193,7 +193,7 @@ def test_drop_of_another_epoch_says_which_one_is_committed(gms: GmsProcess):
     """A stale id, while the committed one is mapped: not that it is mapped."""
     with gms.load() as reader:
         code, said = command(gms, "drop", "--yes", "--epoch", "a" * 32)
-        assert (code, reader.epoch in said, "is not what is committed" in said) == (1, True, True)
+        assert (code, reader.epoch in said, "is not the committed one" in said) == (1, True, True)
 
 
 def test_drop_asks_before_it_drops(gms: GmsProcess):

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from engine.core.loading import Role
+from gms import messages as msg
 from gms.core import capacity, decide, grants
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase
-from gms.core.machine import Machine
+from gms.core.machine import DeviceMachine
 from gms.core.recovery import HANDING_BACK, Recovery
 from gms.core.upkeep import Upkeep
 from plumbing.errors import UnderstudyError
@@ -55,20 +56,22 @@ def numbers_for_epochs(patch: pytest.MonkeyPatch) -> None:
 
 def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
     """Whoever has not come back by then is given up."""
-    tick, free = Machine._tick, Machine._epoch_free
+    time_passed, free = DeviceMachine._time_passed, DeviceMachine._epoch_free
 
-    def give_up(self: Machine, event: ev.Tick, now_ms: float) -> list[fx.Effect]:
+    def give_up(self: DeviceMachine, now_ms: float) -> list[fx.Effect]:
         due_ms = self._recovery.next_report_ms()
         if due_ms is not None and due_ms <= now_ms:
             for orphan in self.device.orphans:
                 del self.device.epochs[orphan.id]
-        return tick(self, event, now_ms)
+        return time_passed(self, now_ms)
 
-    def ignore_strangers(self: Machine, event: ev.EpochFree, now_ms: float) -> list[fx.Effect]:
+    def ignore_strangers(
+        self: DeviceMachine, event: ev.EpochFree, now_ms: float
+    ) -> list[fx.Effect]:
         return free(self, event, now_ms) if event.epoch in self.device.epochs else []
 
-    patch.setattr(Machine, "_tick", give_up)
-    patch.setattr(Machine, "_epoch_free", ignore_strangers)
+    patch.setattr(DeviceMachine, "_time_passed", give_up)
+    patch.setattr(DeviceMachine, "_epoch_free", ignore_strangers)
 
 
 def write_beside_an_orphan(patch: pytest.MonkeyPatch) -> None:
@@ -98,7 +101,7 @@ def refuse_late_survivors(patch: pytest.MonkeyPatch) -> None:
 def refuse_survivors_of_other_epochs(patch: pytest.MonkeyPatch) -> None:
     """Only the journalled epoch's readers are let back."""
 
-    def is_other(self: Recovery, rejoin: ev.Rejoin) -> bool:
+    def is_other(self: Recovery, rejoin: msg.Rejoin) -> bool:
         epoch = self.device.epochs.get(rejoin.epoch)
         return epoch is not None and epoch.phase is EpochPhase.ORPHANED and epoch.expected is None
 
@@ -110,16 +113,16 @@ def abort_in_doubt(patch: pytest.MonkeyPatch) -> None:
     _refuse(patch, lambda self, rejoin: not rejoin.was_committed)
 
 
-def _refuse(patch: pytest.MonkeyPatch, is_unwanted: Callable[[Recovery, ev.Rejoin], bool]) -> None:
+def _refuse(patch: pytest.MonkeyPatch, is_unwanted: Callable[[Recovery, msg.Rejoin], bool]) -> None:
     judge = Recovery._judge
 
-    def refuse(self: Recovery, session: Any, rejoin: ev.Rejoin, now_ms: float) -> list[fx.Effect]:
+    def refuse(self: Recovery, session: Any, rejoin: msg.Rejoin, now_ms: float) -> list[fx.Effect]:
         if not is_unwanted(self, rejoin):
             return judge(self, session, rejoin, now_ms)
-        session.move(ev.Refused, now_ms)
+        session.move(ev.SessionRefused, now_ms)
         error = UnderstudyError("gms.not_committed", "not wanted")
         dropped = self.device.drop(session, error.message)
-        return [fx.Refuse(session.id, rejoin.request_id, error), *dropped]
+        return [fx.RefuseRequest(session.id, session.request_id, error), *dropped]
 
     patch.setattr(Recovery, "_judge", refuse)
 
@@ -129,7 +132,7 @@ def ask_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
     judge, asked = Recovery._judge, set[tuple[Recovery, str]]()
 
     def judge_once(
-        self: Recovery, session: Any, rejoin: ev.Rejoin, now_ms: float
+        self: Recovery, session: Any, rejoin: msg.Rejoin, now_ms: float
     ) -> list[fx.Effect]:
         is_broken_off = (self, rejoin.epoch) in asked and self.device.committed is None
         if is_broken_off and not any(
@@ -137,16 +140,20 @@ def ask_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
         ):
             return []
         effects = judge(self, session, rejoin, now_ms)
-        if any(isinstance(effect, fx.AskOffer) for effect in effects):
+        if any(is_wanted(effect) for effect in effects):
             asked.add((self, rejoin.epoch))
         return effects
 
     patch.setattr(Recovery, "_judge", judge_once)
 
 
+def is_wanted(effect: fx.Effect) -> bool:
+    return isinstance(effect, fx.Reply) and isinstance(effect.message, msg.Wanted)
+
+
 def never_condemn(patch: pytest.MonkeyPatch) -> None:
     """A bad epoch stays in service."""
-    patch.setattr(Upkeep, "condemn", lambda self, event, now_ms: [])
+    patch.setattr(Upkeep, "condemn", lambda self, event, message, now_ms: [])
 
 
 def never_evict(patch: pytest.MonkeyPatch) -> None:

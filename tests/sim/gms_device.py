@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase, SessionState
-from gms.core.machine import Machine
+from gms.core.machine import DeviceMachine
 from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.recovery import orphans_of
 from gms.core.state import WRITER_STATES, Epoch
@@ -59,15 +60,15 @@ def manifest_of(slab_sizes: Sequence[int]) -> tuple[bytes, str]:
     return manifest, layout_hash(slab_sizes, manifest)
 
 
-def commit_of(session: int, identity: Mapping[str, Any], slab_sizes: Sequence[int]) -> ev.Commit:
+def commit_of(session: int, identity: Mapping[str, Any], slab_sizes: Sequence[int]) -> ev.Received:
     """The request that publishes what was written."""
-    return ev.Commit(session, 3, identity, *manifest_of(slab_sizes))
+    return ev.Received(session, 3, msg.Commit(identity, *manifest_of(slab_sizes)))
 
 
 class SimDevice:
     """The server of one device and what it runs on."""
 
-    machine_type: type[Machine] = Machine
+    machine_type: type[DeviceMachine] = DeviceMachine
 
     def __init__(
         self,
@@ -155,25 +156,25 @@ class SimDevice:
 
     # ------------------------------------------------------------------ machine and driver
 
-    def tell(self, event: ev.Event) -> None:
+    def tell(self, event: ev.DeviceEvent) -> None:
         before = self.machine.device.committed
         try:
             effects = self.machine.handle(event, self.now_ms)
         except UnderstudyError as error:  # the shell answers with it and closes the connection
             session = getattr(event, "session")  # noqa: B009 -- only what peers say is refused
-            self._deliver(session, fx.Refuse(session, 0, error), None)
+            self._deliver(session, fx.RefuseRequest(session, 0, error), None)
             return
         self._notice_retired(before, event)
         for effect in effects:
-            if isinstance(effect, fx.Answer):
+            if isinstance(effect, fx.Respond):
                 self._answer(effect)
             elif isinstance(effect, fx.Unwatch):
                 self.watched.discard(effect.epoch)
-            elif not isinstance(effect, fx.Record):
+            elif not isinstance(effect, fx.RecordEvent):
                 self.driver.append(effect)
         self.check()
 
-    def _notice_retired(self, before: Epoch | None, event: ev.Event) -> None:
+    def _notice_retired(self, before: Epoch | None, event: ev.DeviceEvent) -> None:
         """Nothing committed goes but on purpose: condemned, or replaced where two do not fit."""
         device = self.machine.device
         writer = device.writer
@@ -181,24 +182,25 @@ class SimDevice:
             self.was_replaced = True
         if before is None or device.committed is not None:
             return
-        is_condemned = isinstance(event, ev.Condemn)
+        is_condemned = isinstance(event, ev.Received) and isinstance(event.message, msg.Condemn)
         is_evicted = writer is not None and writer.request.replace and not before.readers
         assert is_condemned or is_evicted, f"epoch {before.id} was lost to {event}"
         if is_condemned:
             self.condemning.add(before.id)
         self.last, self.was_replaced = None, True
 
-    def _answer(self, answer: fx.Answer) -> None:
+    def _answer(self, effect: fx.Respond) -> None:
         copy = None
-        if isinstance(answer, fx.TellCommitted):
+        answer = effect.message if isinstance(effect, fx.Reply) else effect
+        if isinstance(answer, msg.Committed):
             assert self.journal is not None
             assert self.journal.epoch == answer.epoch, "journalled before it is answered"
             self._publish(answer.epoch)
-        if isinstance(answer, fx.TellAttached):
+        if isinstance(answer, fx.SendEpoch):
             assert answer.epoch in self.published, "a reader sees only what was published"
-        if isinstance(answer, fx.TellWriting | fx.TellAttached):
+        if isinstance(answer, fx.GrantWriting | fx.SendEpoch):
             copy = self.vault[answer.epoch]
-        self._deliver(answer.session, answer, copy)
+        self._deliver(effect.session, answer, copy)
 
     def _publish(self, epoch: str) -> None:
         self._register(epoch)
@@ -302,7 +304,7 @@ class SimDevice:
         self.now_ms = now_ms
         due_ms = self.machine.next_deadline_ms() if self.is_up else None
         if due_ms is not None and due_ms <= now_ms:
-            self.tell(ev.Tick())
+            self.tell(ev.TimePassed())
 
     # ------------------------------------------------------------------ what must always hold
 

@@ -11,6 +11,7 @@ import random
 import pytest
 
 from engine.core.loading import Role
+from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.recovery import OFFER_MS
@@ -192,8 +193,13 @@ def test_a_reader_that_is_not_fully_attached_may_not_offer():
     run_until(world, "it hears of it", lambda: first.session is None, only="engine-0.")
     first.session = world.open_session(first)
     half = (SLAB_BYTES,)
-    device.tell(ev.Rejoin(first.session, 4, "engine-0", first.incarnation, first.holds, half, True))
-    device.tell(ev.Offer(first.session, 5, first.identity, *manifest_of(half)))
+    device.tell(
+        ev.Received(
+            first.session, 4, msg.Rejoin("engine-0", first.incarnation, first.holds, half, True)
+        )
+    )
+    offer = msg.Offer(first.holds, first.identity, *manifest_of(half))
+    device.tell(ev.Received(first.session, 5, offer))
     run_until(world, "it is refused", lambda: "gms.bad_offer" in world.trace[-2], only="engine-0.")
     assert committed(world) == [None]
     world.settle()

@@ -16,14 +16,16 @@ from typing import Any
 
 import pytest
 
+from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase, Mode, SessionState
-from gms.core.machine import Machine
+from gms.core.machine import DeviceMachine
 from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.snapshot import snapshot
 from gms.core.state import WRITER_STATES, Epoch
 from plumbing.errors import UnderstudyError
+from plumbing.wire.messages import Message
 from tests.sim.seeds import replayable, seeds
 
 MIB = 1 << 20
@@ -36,7 +38,7 @@ class Process:
     """A client: its connection may end long before the process does."""
 
     session: int
-    asked: ev.Attach
+    asked: msg.Attach
     is_connected: bool = True
     holds: str | None = None  # the epoch whose file it has locked
     mode: str = ""  # "rw" or "ro" once granted
@@ -67,7 +69,7 @@ class World:
             orphan = Epoch(self.journal.epoch, EpochPhase.ORPHANED)
             orphan.slab_sizes, orphan.expected = [self.journal.size_bytes], self.journal
             orphans[orphan.id] = orphan
-        self.machine = Machine(
+        self.machine = DeviceMachine(
             capacity_bytes=CAPACITY,
             granularity_bytes=4096,
             stall_ms=5000,
@@ -82,7 +84,7 @@ class World:
 
     # ------------------------------------------------------------------ machine and driver
 
-    def tell(self, event: ev.Event) -> None:
+    def tell(self, event: ev.DeviceEvent) -> None:
         try:
             effects = self.machine.handle(event, self.now_ms)
         except UnderstudyError:
@@ -94,21 +96,21 @@ class World:
         self.check()
 
     def perform(self, effect: fx.Effect) -> None:
-        if isinstance(effect, fx.Answer):
+        if isinstance(effect, fx.Respond):
             process = self.processes.get(effect.session)
             if process is not None and process.is_connected:
-                self.hear(process, effect)
-        elif not isinstance(effect, fx.Record):
+                self.hear(process, effect.message if isinstance(effect, fx.Reply) else effect)
+        elif not isinstance(effect, fx.RecordEvent):
             self.driver.append(effect)
 
-    def hear(self, process: Process, answer: fx.Answer) -> None:
-        process.is_busy = isinstance(answer, fx.TellWaiting)
+    def hear(self, process: Process, answer: Message | fx.Respond) -> None:
+        process.is_busy = isinstance(answer, msg.Waiting)
         match answer:
-            case fx.TellWriting():
+            case fx.GrantWriting():
                 process.answers.append("writing")
                 process.mode, process.holds = "rw", answer.epoch
                 assert answer.epoch in self.files
-            case fx.TellAttached():
+            case fx.SendEpoch():
                 process.answers.append("attached")
                 process.mode, process.holds = "ro", answer.epoch
                 assert answer.epoch in self.sealed, "a reader may only see what is sealed"
@@ -117,13 +119,13 @@ class World:
                 assert committed.id == answer.epoch
                 wanted = process.asked.identity
                 assert wanted is None or wanted["v"] == self.contents[answer.epoch]
-            case fx.TellAllocated():
+            case msg.Allocated():
                 process.slabs += 1
-            case fx.TellCommitted():
+            case msg.Committed():
                 process.mode = "ro"
                 assert self.journal is not None
                 assert self.journal.epoch == answer.epoch, "journalled before it is answered"
-            case fx.Refuse():
+            case fx.RefuseRequest():
                 process.answers.append("refused")
                 self.disconnect(process)
 
@@ -178,9 +180,7 @@ class World:
 
     def launch(self) -> None:
         session = next(self.sessions)
-        asked = ev.Attach(
-            session,
-            1,
+        asked = msg.Attach(
             f"e{session % 3}",
             f"i{session}",
             self.rng.choice([*Mode, Mode.RW_OR_RO]),
@@ -189,27 +189,31 @@ class World:
             replace=self.may_replace and self.rng.random() < 0.3,
         )
         self.processes[session] = Process(session, asked, is_busy=True)
-        self.tell(asked)
+        self.tell(ev.Received(session, 1, asked))
 
     def speak(self, process: Process) -> None:
         """The client does the next thing that a writer does, or something silly."""
         session = process.session
         if process.mode != "rw":
             if self.rng.random() < 0.05:
-                self.tell(ev.Allocate(session, 2, MIB))
+                self.tell(ev.Received(session, 2, msg.Allocate(MIB)))
             return
         choice = self.rng.random()
         process.is_busy = choice >= 0.2
         if choice < 0.2:
-            self.tell(ev.Progress(session, self.rng.randrange(100), 100))
+            self.tell(ev.Received(session, 0, msg.Progress(self.rng.randrange(100), 100)))
         elif choice < 0.6:
-            self.tell(ev.Allocate(session, 2, self.rng.choice([1, 2, 4]) * MIB))
+            self.tell(ev.Received(session, 2, msg.Allocate(self.rng.choice([1, 2, 4]) * MIB)))
         else:
             sizes = self.device.epochs[str(process.holds)].slab_sizes
             manifest = encode([TensorRecord("t", 0, 16, (4,), "float32")] if sizes else [])
             version = (process.asked.identity or {"v": 1})["v"]
             identity: dict[str, Any] = {"v": version if self.rng.random() < 0.9 else 3}
-            self.tell(ev.Commit(session, 3, identity, manifest, layout_hash(sizes, manifest)))
+            self.tell(
+                ev.Received(
+                    session, 3, msg.Commit(identity, manifest, layout_hash(sizes, manifest))
+                )
+            )
 
     def disconnect(self, process: Process) -> None:
         """The connection closes; the process lives on for a while, and holds what it holds."""
@@ -245,7 +249,7 @@ class World:
 
     def pass_time(self) -> None:
         self.now_ms += self.rng.choice([10, 500, 3000])
-        self.tell(ev.Tick())
+        self.tell(ev.TimePassed())
 
     # ------------------------------------------------------------------ what must always hold
 

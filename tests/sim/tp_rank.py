@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from tests.sim.gms_device import SLAB_BYTES, Copy, SimDevice, commit_of, manifest_of
@@ -111,16 +112,18 @@ class Rank:
         self.at = At.ATTACHING
         self.session = self.world.open_session(self)
         self.device.tell(
-            ev.Attach(
+            ev.Received(
                 self.session,
                 1,
-                self.engine.name,
-                self.incarnation,
-                ev.Mode(self.mode),
-                self.identity_now(self.version),
-                rank=self.number,
-                wait_ms=WAIT_MS,
-                replace=self.world.may_replace and self.mode == "rw_or_ro",
+                msg.Attach(
+                    self.engine.name,
+                    self.incarnation,
+                    self.mode,
+                    self.identity_now(self.version),
+                    rank=self.number,
+                    wait_ms=WAIT_MS,
+                    replace=self.world.may_replace and self.mode == "rw_or_ro",
+                ),
             )
         )
 
@@ -130,7 +133,7 @@ class Rank:
         self.is_busy = True
         if len(self.copy.slab_sizes) < SLABS:
             self.copy.contents.add(self.world.version)
-            self.device.tell(ev.Allocate(self.session, 2, SLAB_BYTES))
+            self.device.tell(ev.Received(self.session, 2, msg.Allocate(SLAB_BYTES)))
             return
         self.at = At.COMMITTING
         self.identity = self.identity_now(self.world.version)
@@ -146,15 +149,17 @@ class Rank:
         assert self.copy is not None
         self.session = self.world.open_session(self)
         self.device.tell(
-            ev.Rejoin(
+            ev.Received(
                 self.session,
                 4,
-                self.engine.name,
-                self.incarnation,
-                self.copy.epoch,
-                tuple(self.copy.slab_sizes),
-                was_committed=self.at is not At.COMMITTING,
-                rank=self.number,
+                msg.Rejoin(
+                    self.engine.name,
+                    self.incarnation,
+                    self.copy.epoch,
+                    tuple(self.copy.slab_sizes),
+                    was_committed=self.at is not At.COMMITTING,
+                    rank=self.number,
+                ),
             )
         )
 
@@ -164,31 +169,34 @@ class Rank:
         self.is_asked = False
         self.device.offered[self.session] = self.copy
         layout = manifest_of(self.copy.slab_sizes)
-        self.device.tell(ev.Offer(self.session, 5, self.identity, *layout))
+        offer = msg.Offer(self.copy.epoch, self.identity, *layout)
+        self.device.tell(ev.Received(self.session, 5, offer))
 
     def condemn(self) -> None:
         """It has met a bad page; without a session nobody hears of it."""
         if self.session is not None and not self.is_asked and not self.inbox:
-            self.device.tell(ev.Condemn(self.session, "device_error", "a bad page"))
+            self.device.tell(
+                ev.Received(self.session, 0, msg.Condemn("device_error", "a bad page"))
+            )
 
     # ------------------------------------------------------------------ what it hears
 
     def _hear(self) -> None:
         answer, copy = self.inbox.popleft()
         match answer:
-            case fx.TellWriting():
+            case fx.GrantWriting():
                 self._join(copy, At.WRITING)
-            case fx.TellAttached():
+            case fx.SendEpoch():
                 self.identity = dict(self.device.published[answer.epoch].identity)
                 self._join(copy, At.READING)
-            case fx.TellAllocated():
+            case msg.Allocated():
                 self.is_busy = False
-            case fx.TellCommitted() | fx.TellRejoined():
+            case msg.Committed() | msg.Rejoined():
                 self.is_busy = False
                 self.at = At.READING if self.at is At.COMMITTING else self.at
-            case fx.AskOffer():
+            case msg.Wanted():
                 self.is_asked = True
-            case fx.Refuse():
+            case fx.RefuseRequest():
                 self._refused(answer.error.code)
             case _ if answer is EOF:
                 self._ended()

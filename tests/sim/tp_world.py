@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.core.loading import Loading, Role
+from gms import messages as msg
 from gms.core import effects as fx
 from gms.core.events import SessionState
 from tests.sim import faults
@@ -128,12 +129,12 @@ class World:
                 del self._sessions[session]
                 rank.inbox.append((EOF, None))
 
-    def _deliver(self, session: int, answer: fx.Answer, copy: Copy | None) -> None:
+    def _deliver(self, session: int, answer: Any, copy: Copy | None) -> None:
         rank = self._sessions.get(session)
-        if rank is None or isinstance(answer, fx.TellWaiting):
+        if rank is None or isinstance(answer, msg.Waiting):
             return
         rank.inbox.append((answer, copy))
-        if isinstance(answer, fx.Refuse):  # the server closes after it
+        if isinstance(answer, fx.RefuseRequest):  # the server closes after it
             self.close_session(rank)
 
     def bury(self, supervisor: str, ranks: list[Rank]) -> None:

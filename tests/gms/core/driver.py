@@ -6,15 +6,23 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
-from gms.core.events import Mode
-from gms.core.machine import Machine
+from gms.core.machine import DeviceMachine
 from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.state import Epoch
+from plumbing.wire.messages import Message
 
 MIB = 1 << 20
 IDENTITY = {"model": "tiny", "shards": {"a": "1"}}
+
+Answer = Message | fx.Respond
+
+
+def answer_of(effect: fx.Respond) -> Answer:
+    """What goes to the client: a plain reply is its message."""
+    return effect.message if isinstance(effect, fx.Reply) else effect
 
 
 class Bench:
@@ -29,7 +37,7 @@ class Bench:
         is_journal_lost: bool = False,
     ) -> None:
         ids = (f"{n:032x}" for n in itertools.count(1))
-        self.machine = Machine(
+        self.machine = DeviceMachine(
             capacity_bytes=capacity_bytes,
             granularity_bytes=4096,
             stall_ms=stall_ms,
@@ -42,18 +50,18 @@ class Bench:
         self.auto = auto  # complete driver calls at once
         self.mapped: set[str] = set()  # epochs whose file somebody holds
         self.pending: list[fx.Effect] = []
-        self.sent: list[fx.Answer] = []
+        self.sent: list[fx.Respond] = []
         self.released: list[str] = []
         self.marked: set[str] = set()  # epochs whose files say that they are history
         self.journal: ev.JournalRecord | None = None
-        self.records: list[fx.Record] = []
+        self.records: list[fx.RecordEvent] = []
 
-    def tell(self, event: ev.Event) -> list[fx.Effect]:
+    def tell(self, event: ev.DeviceEvent) -> list[fx.Effect]:
         effects = self.machine.handle(event, self.now_ms)
         for effect in effects:
-            if isinstance(effect, fx.Answer):
+            if isinstance(effect, fx.Respond):
                 self.sent.append(effect)
-            elif isinstance(effect, fx.Record):
+            elif isinstance(effect, fx.RecordEvent):
                 self.records.append(effect)
             else:
                 self.pending.append(effect)
@@ -97,34 +105,36 @@ class Bench:
         self.mapped.discard(epoch)
         self.tell(ev.EpochFree(epoch))
 
-    def attach(self, session: int, mode: str = "rw_or_ro", **more: Any) -> fx.Answer | None:
+    def attach(self, session: int, mode: str = "rw_or_ro", **more: Any) -> Answer | None:
         """Attach and return the last answer to this session, if any."""
         wanted = {"identity": IDENTITY, "wait_ms": 10_000, **more}
-        self.tell(ev.Attach(session, 1, f"engine-{session}", f"i{session}", Mode(mode), **wanted))
+        message = msg.Attach(f"engine-{session}", f"i{session}", mode, **wanted)
+        self.tell(ev.Received(session, 1, message))
         return self.last(session)
 
-    def last(self, session: int) -> fx.Answer | None:
+    def last(self, session: int) -> Answer | None:
+        """The last answer to this session: a message, or an effect that adds to it."""
         mine = [answer for answer in self.sent if answer.session == session]
-        return mine[-1] if mine else None
+        return answer_of(mine[-1]) if mine else None
 
-    def allocate(self, session: int, size_bytes: int = MIB) -> fx.Answer | None:
-        self.tell(ev.Allocate(session, 2, size_bytes))
+    def allocate(self, session: int, size_bytes: int = MIB) -> Answer | None:
+        self.tell(ev.Received(session, 2, msg.Allocate(size_bytes)))
         return self.last(session)
 
-    def commit(self, session: int, identity: dict[str, Any] | None = None) -> fx.Answer | None:
+    def commit(self, session: int, identity: dict[str, Any] | None = None) -> Answer | None:
         sizes = self.device.epochs[str(self.device.sessions[session].epoch)].slab_sizes
         manifest = encode([TensorRecord("t", 0, 16, (4,), "float32")] if sizes else [])
         told = identity if identity is not None else IDENTITY
         hashed = layout_hash(sizes, manifest)
-        self.tell(ev.Commit(session, 3, told, manifest, hashed))
+        self.tell(ev.Received(session, 3, msg.Commit(told, manifest, hashed)))
         return self.last(session)
 
     def load(self, session: int, size_bytes: int = MIB, **more: Any) -> str:
         """A writer's whole life up to its commit; the committed epoch's id."""
-        assert isinstance(self.attach(session, **more), fx.TellWriting)
+        assert isinstance(self.attach(session, **more), fx.GrantWriting)
         self.allocate(session, size_bytes)
         answer = self.commit(session, more.get("identity"))
-        assert isinstance(answer, fx.TellCommitted), answer
+        assert isinstance(answer, msg.Committed), answer
         return answer.epoch
 
     def load_by_hand(self, session: int) -> str:
@@ -140,4 +150,4 @@ class Bench:
 
     def advance(self, ms: float) -> None:
         self.now_ms += ms
-        self.tell(ev.Tick())
+        self.tell(ev.TimePassed())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import WAITERS_MAX
@@ -11,27 +12,27 @@ from gms.core.events import EpochPhase
 from gms.core.state import Epoch
 from gms.core.writing import JOURNAL_RETRY_MS
 from plumbing.errors import InvariantError, UnderstudyError
-from tests.gms.core.driver import IDENTITY, MIB, Bench
+from tests.gms.core.driver import IDENTITY, MIB, Answer, Bench
 
 OTHER = {"model": "tiny", "shards": {"a": "2"}}
 
 
-def refusal(answer: fx.Answer | None) -> UnderstudyError:
-    assert isinstance(answer, fx.Refuse), answer
+def refusal(answer: Answer | None) -> UnderstudyError:
+    assert isinstance(answer, fx.RefuseRequest), answer
     return answer.error
 
 
 def test_first_writes_second_waits_then_reads():
     """RW_OR_RO twice: the first becomes the writer; its commit turns the second into a reader."""
     bench = Bench()
-    assert isinstance(bench.attach(1), fx.TellWriting)
+    assert isinstance(bench.attach(1), fx.GrantWriting)
     waiting = bench.attach(2)
-    assert isinstance(waiting, fx.TellWaiting)
+    assert isinstance(waiting, msg.Waiting)
     assert waiting.reason == "writer"
     assert "engine-1" in waiting.message
     bench.allocate(1)
-    assert isinstance(bench.commit(1), fx.TellCommitted)
-    assert isinstance(bench.last(2), fx.TellAttached)
+    assert isinstance(bench.commit(1), msg.Committed)
+    assert isinstance(bench.last(2), fx.SendEpoch)
     assert bench.device.committed is not None
     assert bench.device.committed.readers == {1, 2}
 
@@ -45,7 +46,7 @@ def test_dead_writer_costs_only_its_staging_and_the_waiter_becomes_the_writer():
     assert first is not None
     bench.attach(2)
     bench.close(1)
-    assert isinstance(bench.last(2), fx.TellWriting)
+    assert isinstance(bench.last(2), fx.GrantWriting)
     assert bench.released == [first.id]
     assert bench.device.staging is not None
     assert bench.device.staging.id != first.id
@@ -61,14 +62,14 @@ def test_nobody_writes_while_a_dead_writers_memory_is_mapped():
     bench.attach(2)
     bench.close(1)
     waiting = bench.last(2)
-    assert isinstance(waiting, fx.TellWaiting)
+    assert isinstance(waiting, msg.Waiting)
     assert waiting.reason == "releasing"
     bench.tell(ev.HoldersSeen(epoch.id, (77,)))
     waiting = bench.last(2)
-    assert isinstance(waiting, fx.TellWaiting)
+    assert isinstance(waiting, msg.Waiting)
     assert "pid 77" in waiting.message
     bench.unmap(epoch.id)
-    assert isinstance(bench.last(2), fx.TellWriting)
+    assert isinstance(bench.last(2), fx.GrantWriting)
 
 
 def test_dead_waiter_is_dropped_and_never_granted():
@@ -79,8 +80,8 @@ def test_dead_waiter_is_dropped_and_never_granted():
     bench.close(2)
     assert [s.id for s in bench.device.waiting] == [3]
     bench.close(1)
-    assert isinstance(bench.last(3), fx.TellWriting)
-    assert isinstance(bench.last(2), fx.TellWaiting)
+    assert isinstance(bench.last(3), fx.GrantWriting)
+    assert isinstance(bench.last(2), msg.Waiting)
 
 
 def test_plain_rw_on_a_committed_device_is_an_error_at_once():
@@ -111,7 +112,7 @@ def test_wait_ends_at_its_deadline_with_the_reason():
     bench.attach(1, "ro", wait_ms=500)
     assert bench.machine.next_deadline_ms() == 500
     bench.advance(499)
-    assert isinstance(bench.last(1), fx.TellWaiting)
+    assert isinstance(bench.last(1), msg.Waiting)
     bench.advance(1)
     error = refusal(bench.last(1))
     assert error.code == "gms.wait_timeout"
@@ -125,13 +126,13 @@ def test_writer_that_stalls_loses_its_staging_but_slow_progress_is_no_stall():
     bench.attach(1)
     for step in range(5):
         bench.advance(900)
-        bench.tell(ev.Progress(1, step + 1, 100))
+        bench.tell(ev.Received(1, 0, msg.Progress(step + 1, 100)))
     bench.advance(900)
-    bench.tell(ev.Progress(1, 5, 100))
+    bench.tell(ev.Received(1, 0, msg.Progress(5, 100)))
     bench.attach(2)
     bench.advance(100)
     assert refusal(bench.last(1)).code == "gms.writer_stalled"
-    assert isinstance(bench.last(2), fx.TellWriting)
+    assert isinstance(bench.last(2), fx.GrantWriting)
 
 
 def test_replace_keeps_the_old_epoch_until_its_last_reader_leaves():
@@ -141,7 +142,7 @@ def test_replace_keeps_the_old_epoch_until_its_last_reader_leaves():
     new = bench.load(2, mode="rw", replace=True, identity=OTHER)
     assert bench.device.epochs[old].phase is EpochPhase.SUPERSEDED
     answer = bench.attach(3, "ro", identity=OTHER)
-    assert isinstance(answer, fx.TellAttached)
+    assert isinstance(answer, fx.SendEpoch)
     assert answer.epoch == new
     bench.close(1)
     assert bench.released == [old]
@@ -152,8 +153,8 @@ def test_rw_or_ro_with_replace_writes_only_where_the_identity_differs():
     """`replace` is a permission: the same identity is simply read."""
     bench = Bench()
     bench.load(1)
-    assert isinstance(bench.attach(2, replace=True), fx.TellAttached)
-    assert isinstance(bench.attach(3, replace=True, identity=OTHER), fx.TellWriting)
+    assert isinstance(bench.attach(2, replace=True), fx.SendEpoch)
+    assert isinstance(bench.attach(3, replace=True, identity=OTHER), fx.GrantWriting)
 
 
 def test_replace_without_room_frees_an_epoch_that_nobody_reads():
@@ -164,11 +165,11 @@ def test_replace_without_room_frees_an_epoch_that_nobody_reads():
     bench.mapped.add(old)  # a process without a session lingers
     bench.attach(2, "rw", replace=True, identity=OTHER)
     told = bench.allocate(2, 6 * MIB)
-    assert isinstance(told, fx.TellWaiting), "it waits for the memory"
+    assert isinstance(told, msg.Waiting), "it waits for the memory"
     assert told.reason == "releasing"
     assert bench.journal is None
     bench.unmap(old)
-    assert isinstance(bench.last(2), fx.TellAllocated)
+    assert isinstance(bench.last(2), msg.Allocated)
     assert bench.device.oom_waits_total == 1
 
 
@@ -212,7 +213,7 @@ def test_journal_that_cannot_be_written_is_retried_and_reported():
     assert bench.device.committed is None
     bench.advance(JOURNAL_RETRY_MS)
     bench.drain()
-    assert isinstance(bench.last(1), fx.TellCommitted)
+    assert isinstance(bench.last(1), msg.Committed)
     assert bench.device.problem is None
 
 
@@ -239,7 +240,7 @@ def test_failed_driver_call_refuses_the_writer_and_loses_its_staging():
     bench.tell(ev.DriverFailed(1, UnderstudyError("gms.still_writable", "somebody")))
     answer = bench.last(1)
     assert refusal(answer).code == "gms.still_writable"
-    assert isinstance(answer, fx.Refuse)
+    assert isinstance(answer, fx.RefuseRequest)
     assert answer.request_id == 3
     bench.drain()
     assert bench.device.epochs == {}
@@ -252,11 +253,11 @@ def test_recovering_device_grants_nobody_until_the_old_epoch_is_free():
     assert bench.device.state == "recovering"
     for session, mode in ((1, "rw"), (2, "ro"), (3, "rw_or_ro")):
         answer = bench.attach(session, mode)
-        assert isinstance(answer, fx.TellWaiting)
+        assert isinstance(answer, msg.Waiting)
         assert answer.reason == "recovering"
     bench.advance(9_000)
     bench.tell(ev.EpochFree(orphan.id))
-    assert isinstance(bench.last(1), fx.TellWriting)
+    assert isinstance(bench.last(1), fx.GrantWriting)
     assert bench.device.state == "staging"
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gms.core.identity import DEPTH_MAX, check_identity, first_mismatch
-from gms.core.manifest import Manifest, TensorRecord, check_manifest, encode, layout_hash
+from gms.core.manifest import TensorRecord, WeightsManifest, check_manifest, encode, layout_hash
 from gms.core.restart import DEATHS_MAX, GiveUp, Restarts, StartAgain
 from gms.core.suballocator import ALIGNMENT_BYTES, SLAB_BYTES_MIN, NeedSlab, Suballocator
 from plumbing.errors import ProtocolError
@@ -150,7 +150,7 @@ def test_bytes_that_are_no_canonical_manifest_are_refused(manifest: bytes, word:
 def test_manifest_reads_back_what_was_encoded_in_order():
     """Names to records, strides and scalars too; the bytes are kept as they came."""
     records = [record(name="z", shape=(), nbytes=4), record(name="a", offset=8, strides=(1,))]
-    manifest = Manifest(encode(records))
+    manifest = WeightsManifest(encode(records))
     assert list(manifest.values()) == records
     assert list(manifest) == ["z", "a"]
     assert len(manifest) == 2

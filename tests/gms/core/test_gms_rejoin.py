@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase
@@ -16,7 +17,9 @@ THIRD = {"model": "tiny", "shards": {"a": "3"}}
 
 def rejoin(bench: Bench, session: int, epoch: str, *, was_committed: bool = True):
     bench.tell(
-        ev.Rejoin(session, 1, f"engine-{session}", f"i{session}", epoch, (MIB,), was_committed)
+        ev.Received(
+            session, 1, msg.Rejoin(f"engine-{session}", f"i{session}", epoch, (MIB,), was_committed)
+        )
     )
     return bench.last(session)
 
@@ -29,7 +32,7 @@ def replaced_and_cut(capacity_bytes: int = 100 * MIB) -> tuple[Bench, str]:
     bench.load(2, mode="rw", replace=True, identity=OTHER)
     bench.close(1)
     assert bench.device.epochs[old].phase is EpochPhase.RELEASING
-    assert isinstance(rejoin(bench, 3, old), fx.TellRejoined)
+    assert isinstance(rejoin(bench, 3, old), msg.Rejoined)
     return bench, old
 
 
@@ -38,7 +41,7 @@ def test_a_reader_that_comes_back_to_a_given_up_epoch_keeps_nobody_from_writing(
     that replaces is granted at once, and the memory goes with that reader. (It waited for ever.)
     """
     bench, old = replaced_and_cut()
-    assert isinstance(bench.attach(4, "rw", replace=True, identity=THIRD), fx.TellWriting)
+    assert isinstance(bench.attach(4, "rw", replace=True, identity=THIRD), fx.GrantWriting)
     bench.close(3)
     bench.unmap(old)
     assert old not in bench.device.epochs
@@ -50,7 +53,7 @@ def test_room_that_a_reader_keeps_is_not_on_its_way():
     bench, _ = replaced_and_cut(2 * MIB)
     bench.attach(4, "rw", replace=True, identity=THIRD)
     answer = bench.allocate(4)
-    assert isinstance(answer, fx.Refuse)
+    assert isinstance(answer, fx.RefuseRequest)
     assert answer.error.code == "gms.out_of_memory"
     assert "engine-3" in answer.error.message
 

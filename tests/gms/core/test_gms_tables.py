@@ -8,33 +8,34 @@ from typing import Any
 
 import pytest
 
+from gms import messages as msg
 from gms.core import events as ev
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.state import (
     EPOCH_TURNS,
-    FROM_PEERS,
     SESSION_TRANSITIONS,
     WRITER_STATES,
     Epoch,
     Session,
+    SessionInput,
 )
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
+from plumbing.wire.messages import Message
 from tests.gms.core.driver import IDENTITY, Bench
 
-EVENTS: list[type[ev.SessionEvent]] = sorted(
+EVENTS: list[SessionInput] = sorted(
     {kind for _, kind in SESSION_TRANSITIONS}, key=lambda kind: kind.__name__
 )
 PAIRS = list(itertools.product(SessionState, EVENTS))
 
 
 def in_state(state: SessionState) -> Session:
-    request = ev.Attach(1, 1, "e", "i", Mode.RW)
-    return Session(1, state, request)
+    return Session(1, state, msg.Attach("e", "i", Mode.RW))
 
 
 @pytest.mark.parametrize(("state", "kind"), PAIRS)
 def test_session_pair_is_in_the_table_or_raises_and_changes_nothing(
-    state: SessionState, kind: type[ev.SessionEvent]
+    state: SessionState, kind: SessionInput
 ):
     """Every pair of state and event moves as the table says, or raises with the state unchanged."""
     session = in_state(state)
@@ -43,7 +44,7 @@ def test_session_pair_is_in_the_table_or_raises_and_changes_nothing(
         assert session.state is SESSION_TRANSITIONS[state, kind]
         return
     before = copy.copy(session)
-    fault = ProtocolError if kind in FROM_PEERS else InvariantError
+    fault = ProtocolError if issubclass(kind, Message) else InvariantError
     with pytest.raises(fault):
         session.move(kind, 1.0)
     assert session == before
@@ -103,24 +104,22 @@ def at(state: SessionState) -> Bench:
     return bench
 
 
-MESSAGES: dict[type[ev.SessionEvent], ev.SessionEvent] = {
-    ev.Attach: ev.Attach(1, 9, "e", "i", Mode.RO),
-    ev.Allocate: ev.Allocate(1, 9, 4096),
-    ev.Progress: ev.Progress(1, 5, 10),
-    ev.Commit: ev.Commit(1, 9, IDENTITY, b"", "wrong"),
-    ev.Rejoin: ev.Rejoin(1, 9, "e", "i", "a" * 32, (), True),
-    ev.Offer: ev.Offer(1, 9, IDENTITY, b"", "wrong"),
-    ev.Condemn: ev.Condemn(1, "canary", "wrong tokens"),
-    ev.Digested: ev.Digested(1, 0, "0" * 64),
+MESSAGES: dict[type[Message], ev.Received] = {
+    msg.Attach: ev.Received(1, 9, msg.Attach("e", "i", Mode.RO)),
+    msg.Allocate: ev.Received(1, 9, msg.Allocate(4096)),
+    msg.Progress: ev.Received(1, 0, msg.Progress(5, 10)),
+    msg.Commit: ev.Received(1, 9, msg.Commit(IDENTITY, b"", "wrong")),
+    msg.Rejoin: ev.Received(1, 9, msg.Rejoin("e", "i", "a" * 32, (), True)),
+    msg.Offer: ev.Received(1, 9, msg.Offer("a" * 32, IDENTITY, b"", "wrong")),
+    msg.Condemn: ev.Received(1, 0, msg.Condemn("canary", "wrong tokens")),
+    msg.Digest: ev.Received(1, 0, msg.Digest("0" * 64)),
 }
 LIVE = sorted(WRITER_STATES | {SessionState.WAITING, SessionState.READING})
 
 
 @pytest.mark.parametrize("state", LIVE)
-@pytest.mark.parametrize("kind", FROM_PEERS)
-def test_peer_message_at_the_wrong_moment_changes_nothing(
-    state: SessionState, kind: type[ev.SessionEvent]
-):
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_peer_message_at_the_wrong_moment_changes_nothing(state: SessionState, kind: SessionInput):
     """In every live state every message that the table lacks is refused, the machine as before."""
     bench = at(state)
     assert bench.device.sessions[1].state is state
@@ -148,8 +147,8 @@ def test_session_that_ends_in_any_state_leaves_no_trace_but_what_is_committed(
     assert (bench.journal is not None) == bool(committed)
 
 
-@pytest.mark.parametrize("kind", [k for k in FROM_PEERS if k not in (ev.Attach, ev.Rejoin)])
-def test_message_without_a_session_is_refused(kind: type[ev.SessionEvent]):
+@pytest.mark.parametrize("kind", [k for k in MESSAGES if k not in (msg.Attach, msg.Rejoin)])
+def test_message_without_a_session_is_refused(kind: SessionInput):
     """Say anything but attach first: an error that says so."""
     with pytest.raises(ProtocolError, match=r"gms\.not_attached"):
         Bench().tell(MESSAGES[kind])
@@ -165,5 +164,5 @@ def test_bad_commits_are_refused_and_change_nothing():
         with pytest.raises(UnderstudyError, match=code):
             bench.commit(1, identity)
     with pytest.raises(ProtocolError, match=r"gms\.layout_mismatch"):
-        bench.tell(MESSAGES[ev.Commit])
+        bench.tell(MESSAGES[msg.Commit])
     assert bench.device.sessions[1].state is SessionState.WRITING
