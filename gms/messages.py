@@ -30,7 +30,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Bytes = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
 
 
-class Attach(Message, frozen=True, tag="attach"):
+class AttachMsg(Message, frozen=True, tag="attach"):
     """Ask for the device's memory; `mode` is `rw`, `ro` or `rw_or_ro`."""
 
     engine: Name
@@ -42,14 +42,14 @@ class Attach(Message, frozen=True, tag="attach"):
     replace: bool = False
 
 
-class Waiting(Message, frozen=True, tag="waiting"):
+class WaitingMsg(Message, frozen=True, tag="waiting"):
     """Not yet: `reason` is a code, `message` names what is waited for. Sent at every change."""
 
     reason: str
     message: str
 
 
-class Attached(Message, frozen=True, tag="attached"):
+class AttachedMsg(Message, frozen=True, tag="attached"):
     """The committed epoch, with read-only descriptors of slabs `first`, `first` + 1, …"""
 
     FDS = (0, FDS_PER_FRAME_MAX)
@@ -62,7 +62,7 @@ class Attached(Message, frozen=True, tag="attached"):
     first: int = 0
 
 
-class Slabs(Message, frozen=True, tag="slabs"):
+class SlabsMsg(Message, frozen=True, tag="slabs"):
     """More descriptors of the same answer, from slab `first` on."""
 
     FDS = (1, FDS_PER_FRAME_MAX)
@@ -70,7 +70,7 @@ class Slabs(Message, frozen=True, tag="slabs"):
     first: int
 
 
-class Writing(Message, frozen=True, tag="writing"):
+class WritingMsg(Message, frozen=True, tag="writing"):
     """RW is granted; hold a shared flock on `epoch_file` before the first `allocate`."""
 
     epoch: str
@@ -80,11 +80,11 @@ class Writing(Message, frozen=True, tag="writing"):
     granularity_bytes: Bytes
 
 
-class Allocate(Message, frozen=True, tag="allocate"):
+class AllocateMsg(Message, frozen=True, tag="allocate"):
     size_bytes: Annotated[int, Meta(ge=1, le=BYTES_MAX)]
 
 
-class Allocated(Message, frozen=True, tag="allocated"):
+class AllocatedMsg(Message, frozen=True, tag="allocated"):
     """A new slab (numbered from 0) with its writable descriptor."""
 
     FDS = (1, 1)
@@ -92,14 +92,14 @@ class Allocated(Message, frozen=True, tag="allocated"):
     size_bytes: Bytes
 
 
-class Progress(Message, frozen=True, tag="progress"):
+class ProgressMsg(Message, frozen=True, tag="progress"):
     """The writer lives and has placed so much; has no answer."""
 
     done_bytes: Bytes
     total_bytes: Bytes
 
 
-class Commit(Message, frozen=True, tag="commit"):
+class CommitMsg(Message, frozen=True, tag="commit"):
     """Publish what was written. The writer has mapped every slab read-only before it says so."""
 
     identity: dict[str, Any]
@@ -107,13 +107,13 @@ class Commit(Message, frozen=True, tag="commit"):
     layout_hash: str
 
 
-class Committed(Message, frozen=True, tag="committed"):
+class CommittedMsg(Message, frozen=True, tag="committed"):
     """Published, sealed and on disk; the session goes on as RO."""
 
     epoch: str
 
 
-class Rejoin(Message, frozen=True, tag="rejoin"):
+class RejoinMsg(Message, frozen=True, tag="rejoin"):
     """A session ended with its server: say what this process maps, to be its reader again.
     `was_committed` is false for a writer whose commit was not answered."""
 
@@ -125,19 +125,19 @@ class Rejoin(Message, frozen=True, tag="rejoin"):
     rank: Annotated[int, Meta(ge=0, le=RANKS_MAX)] = 0
 
 
-class Rejoined(Message, frozen=True, tag="rejoined"):
+class RejoinedMsg(Message, frozen=True, tag="rejoined"):
     """Registered. Another answer to `rejoin` is `wanted`."""
 
     epoch: str
 
 
-class Wanted(Message, frozen=True, tag="wanted"):
+class WantedMsg(Message, frozen=True, tag="wanted"):
     """The service has lost this epoch: hand it back with `offer`."""
 
     epoch: str
 
 
-class Offer(Message, frozen=True, tag="offer"):
+class OfferMsg(Message, frozen=True, tag="offer"):
     """The epoch, with the read-only descriptors of its first slabs; more come in `slabs`."""
 
     FDS = (0, FDS_PER_FRAME_MAX)
@@ -147,7 +147,7 @@ class Offer(Message, frozen=True, tag="offer"):
     layout_hash: Name
 
 
-class Condemn(Message, frozen=True, tag="condemn"):
+class CondemnMsg(Message, frozen=True, tag="condemn"):
     """The bytes are bad: `why` is `device_error` or `canary`. Has no answer: its sender is about
     to end."""
 
@@ -155,13 +155,13 @@ class Condemn(Message, frozen=True, tag="condemn"):
     detail: Annotated[str, Meta(max_length=DETAIL_LENGTH_MAX)]
 
 
-class DigestWanted(Message, frozen=True, tag="digest_wanted"):
+class DigestWantedMsg(Message, frozen=True, tag="digest_wanted"):
     """A reader is asked for the digest of its epoch's bytes."""
 
     epoch: str
 
 
-class Digest(Message, frozen=True, tag="digest"):
+class DigestMsg(Message, frozen=True, tag="digest"):
     """SHA-256, in hex, of all slabs in order: unasked by the writer after its commit, or the
     answer to `digest_wanted`. None: this reader has better things to do, or, with `is_coming`, it
     has begun and answers again."""
@@ -170,11 +170,11 @@ class Digest(Message, frozen=True, tag="digest"):
     is_coming: bool = False
 
 
-class Verify(Message, frozen=True, tag="verify"):
+class VerifyMsg(Message, frozen=True, tag="verify"):
     """Ask whether the committed bytes are still those that were written."""
 
 
-class Verified(Message, frozen=True, tag="verified"):
+class VerifiedMsg(Message, frozen=True, tag="verified"):
     """`expected` is None while the writer has not computed it."""
 
     epoch: str
@@ -183,55 +183,55 @@ class Verified(Message, frozen=True, tag="verified"):
     reader: str
 
 
-class Drop(Message, frozen=True, tag="drop"):
+class DropMsg(Message, frozen=True, tag="drop"):
     """Take the committed epoch out of service."""
 
     epoch: Name | None = None
     even_if_mapped: bool = False
 
 
-class Dropped(Message, frozen=True, tag="dropped"):
+class DroppedMsg(Message, frozen=True, tag="dropped"):
     """Done; its memory is freed when the last of `readers` leaves."""
 
     epoch: str
     readers: tuple[str, ...]
 
 
-class Inspect(Message, frozen=True, tag="inspect"):
+class InspectMsg(Message, frozen=True, tag="inspect"):
     """Ask for every epoch with its slabs, readers and tensors."""
 
 
-class InspectReply(Message, frozen=True, tag="inspect_reply"):
+class InspectReplyMsg(Message, frozen=True, tag="inspect_reply"):
     document: dict[str, Any]
 
 
 CATALOGUE = Catalogue(
-    Attach,
-    Waiting,
-    Attached,
-    Slabs,
-    Writing,
-    Allocate,
-    Allocated,
-    Progress,
-    Commit,
-    Committed,
-    Rejoin,
-    Rejoined,
-    Wanted,
-    Offer,
-    Condemn,
-    DigestWanted,
-    Digest,
-    Verify,
-    Verified,
-    Drop,
-    Dropped,
+    AttachMsg,
+    WaitingMsg,
+    AttachedMsg,
+    SlabsMsg,
+    WritingMsg,
+    AllocateMsg,
+    AllocatedMsg,
+    ProgressMsg,
+    CommitMsg,
+    CommittedMsg,
+    RejoinMsg,
+    RejoinedMsg,
+    WantedMsg,
+    OfferMsg,
+    CondemnMsg,
+    DigestWantedMsg,
+    DigestMsg,
+    VerifyMsg,
+    VerifiedMsg,
+    DropMsg,
+    DroppedMsg,
     StatusMsg,
     StatusReplyMsg,
     WatchMsg,
     EventMsg,
-    Inspect,
-    InspectReply,
+    InspectMsg,
+    InspectReplyMsg,
     frame_bytes_max=MANIFEST_FRAME_BYTES_MAX,
 )

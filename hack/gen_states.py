@@ -65,7 +65,10 @@ def lock_edges() -> list[Edge]:
 
 def session_edges() -> list[Edge]:
     found = gms_state.SESSION_TRANSITIONS.items()
-    return [(str(source), event.__name__, str(target)) for (source, event), target in found]
+    return [
+        (str(source), event.__name__.removesuffix("Msg"), str(target))
+        for (source, event), target in found
+    ]
 
 
 def epoch_edges() -> list[Edge]:

@@ -64,7 +64,7 @@ def open_session(
             `gms.already_committed`, `gms.wait_timeout`, …
     """
     opening = Opening(directory, device, memory or memory_for(device))
-    request = msg.Attach(
+    request = msg.AttachMsg(
         engine=engine,
         incarnation=incarnation,
         mode=mode,
@@ -79,7 +79,7 @@ def open_session(
         client, grant = opening.attach(request, wait_s, attachment, on_wait=on_wait)
         stack.callback(client.close)
         session: Reader | Writer
-        if isinstance(grant, msg.Writing):
+        if isinstance(grant, msg.WritingMsg):
             session = Writer(opening, client, attachment, request, grant, on_wait)
         else:
             session = Reader(opening, client, attachment, request, grant)

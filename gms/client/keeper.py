@@ -128,12 +128,12 @@ class Keeper:
             if self._is_closing:
                 return
             reply = self._reader.receive()
-            if isinstance(reply.message, msg.DigestWanted):
+            if isinstance(reply.message, msg.DigestWantedMsg):
                 if self._may_digest() and reply.message.epoch == self._reader.epoch:
-                    self._reader.send(msg.Digest(None, is_coming=True), reply.request_id)
+                    self._reader.send(msg.DigestMsg(None, is_coming=True), reply.request_id)
                     self._start_digest(reply.request_id)
                 else:
-                    self._reader.send(msg.Digest(None), reply.request_id)
+                    self._reader.send(msg.DigestMsg(None), reply.request_id)
 
     def _rejoin(self, why: UnderstudyError | OSError) -> None:
         """Retry until it succeeds: the engine serves without a service too."""
@@ -163,7 +163,7 @@ class Keeper:
     def _repeat_reports(self) -> None:
         """Send what this service may not have received."""
         if self._authors_digest is not None:
-            self._reader.send(msg.Digest(self._authors_digest))
+            self._reader.send(msg.DigestMsg(self._authors_digest))
         with self._report_lock:
             for why, detail in self._reports.items():
                 self._reader.condemn(why, detail)
@@ -193,6 +193,6 @@ class Keeper:
             if digest is not None:
                 if request_id == 0:
                     self._authors_digest = digest
-                self._reader.send(msg.Digest(digest), request_id)
+                self._reader.send(msg.DigestMsg(digest), request_id)
         except UnderstudyError as error:
             logger.warning("no digest of epoch %s: %s", self._reader.epoch, error.message)

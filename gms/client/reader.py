@@ -42,8 +42,8 @@ class Reader(WeightsSession):
         opening: Opening,
         client: BlockingClient,
         attachment: Attachment,
-        request: msg.Attach,
-        epoch: msg.Attached,
+        request: msg.AttachMsg,
+        epoch: msg.AttachedMsg,
         *,
         is_author: bool = False,
     ) -> None:
@@ -130,7 +130,7 @@ class Reader(WeightsSession):
         Raises:
             UnreachableError: the service is gone and has no report.
         """
-        self.send(msg.Condemn(why, detail[: msg.DETAIL_LENGTH_MAX]))
+        self.send(msg.CondemnMsg(why, detail[: msg.DETAIL_LENGTH_MAX]))
 
     def rejoin(
         self,
@@ -155,7 +155,7 @@ class Reader(WeightsSession):
             )
         self._client.close()
         self._coming = client = self._opening.connect(min(deadline_s, ACCEPT_TIMEOUT_S))
-        request = msg.Rejoin(
+        request = msg.RejoinMsg(
             engine=self._request.engine,
             incarnation=self._request.incarnation,
             epoch=self.epoch,
@@ -176,20 +176,20 @@ class Reader(WeightsSession):
         finally:
             self._coming = None
 
-    def _exchange(self, client: BlockingClient, request: msg.Rejoin, timeout_s: float) -> None:
+    def _exchange(self, client: BlockingClient, request: msg.RejoinMsg, timeout_s: float) -> None:
         """Register again, handing the epoch back if the service asks for it."""
         answer = client.request(request, timeout_s=timeout_s).message
-        if isinstance(answer, msg.Wanted):
+        if isinstance(answer, msg.WantedMsg):
             # The descriptors that do not fit the offer's own frame precede it: with the offer,
             # everything is there.
             fds = self.slab_fds()
             starts = list(range(0, len(fds), FDS_PER_FRAME_MAX)) or [0]
             for first in starts[:-1]:
                 part = _duplicates(fds[first : first + FDS_PER_FRAME_MAX])
-                client.notify(msg.Slabs(self.epoch, first), part)
-            offer = msg.Offer(self.epoch, self.identity, self.manifest.encoded, self.layout_hash)
+                client.notify(msg.SlabsMsg(self.epoch, first), part)
+            offer = msg.OfferMsg(self.epoch, self.identity, self.manifest.encoded, self.layout_hash)
             answer = client.request(offer, _duplicates(fds[starts[-1] :]), timeout_s).message
-        if not isinstance(answer, msg.Rejoined) or answer.epoch != self.epoch:
+        if not isinstance(answer, msg.RejoinedMsg) or answer.epoch != self.epoch:
             raise unexpected_answer(answer.TYPE, "rejoin")
 
     def interrupt(self) -> None:
@@ -215,7 +215,7 @@ class Reader(WeightsSession):
             UnderstudyError: `gms.stale_layout`, another layout is committed now. All are fatal to
                 the engine: its tensors point at addresses where nothing is mapped.
         """
-        request = msg.Attach(
+        request = msg.AttachMsg(
             engine=self._request.engine,
             incarnation=self._request.incarnation,
             mode="ro",

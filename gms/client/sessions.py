@@ -38,13 +38,13 @@ class Opening:
 
     def attach(
         self,
-        request: msg.Attach,
+        request: msg.AttachMsg,
         wait_s: float,
         attachment: Attachment,
         *,
         on_wait: OnWait = lambda reason: None,
         layout_hash: str | None = None,
-    ) -> tuple[BlockingClient, msg.Writing | msg.Attached]:
+    ) -> tuple[BlockingClient, msg.WritingMsg | msg.AttachedMsg]:
         """Wait for the grant and let `attachment`, which has nothing mapped, hold the epoch.
 
         Args:
@@ -60,15 +60,15 @@ class Opening:
             reply = _wait_for_grant(client, request, wait_s, on_wait)
             grant = reply.message
             stack.callback(attachment.unmap)
-            if isinstance(grant, msg.Attached) and layout_hash in (None, grant.layout_hash):
+            if isinstance(grant, msg.AttachedMsg) and layout_hash in (None, grant.layout_hash):
                 self._take_slabs(client, reply.fds, grant, attachment, placeholder)
-            elif isinstance(grant, msg.Writing) and layout_hash is None:
+            elif isinstance(grant, msg.WritingMsg) and layout_hash is None:
                 attachment.hold(self._join(grant.epoch_file, placeholder))
                 # Addresses for all that it could ever write: more may become free while it loads.
                 attachment.reserve(grant.capacity_bytes)
             else:
                 close_all(reply.fds)
-                if isinstance(grant, msg.Attached):
+                if isinstance(grant, msg.AttachedMsg):
                     raise _stale_layout(grant.epoch)
                 raise unexpected_answer(grant.TYPE, "attach")
             stack.pop_all()
@@ -78,7 +78,7 @@ class Opening:
         self,
         client: BlockingClient,
         first: Sequence[OwnedFd],
-        grant: msg.Attached,
+        grant: msg.AttachedMsg,
         attachment: Attachment,
         placeholder: OwnedFd,
     ) -> None:
@@ -91,7 +91,7 @@ class Opening:
             while len(fds) < count:
                 more = client.receive(GRACE_S)
                 fds += more.fds
-                if not isinstance(more.message, msg.Slabs) or more.message.epoch != grant.epoch:
+                if not isinstance(more.message, msg.SlabsMsg) or more.message.epoch != grant.epoch:
                     raise unexpected_answer(more.message.TYPE, "attach")
             if len(fds) != count:
                 raise unexpected_answer(f"{len(fds)} descriptors", "attach")
@@ -116,7 +116,7 @@ class WeightsSession:
         opening: Opening,
         client: BlockingClient,
         attachment: Attachment,
-        request: msg.Attach,
+        request: msg.AttachMsg,
     ) -> None:
         self._opening = opening
         self._client = client
@@ -149,12 +149,12 @@ def unexpected_answer(what: str, request: str) -> ProtocolError:
 
 
 def _wait_for_grant(
-    client: BlockingClient, request: msg.Attach, wait_s: float, on_wait: OnWait
+    client: BlockingClient, request: msg.AttachMsg, wait_s: float, on_wait: OnWait
 ) -> Reply:
     """Send `request` and wait for its last answer, passing reasons on to `on_wait`."""
     end = time.monotonic() + wait_s + GRACE_S
     reply = client.request(request, timeout_s=wait_s + GRACE_S)
-    while isinstance(reply.message, msg.Waiting):
+    while isinstance(reply.message, msg.WaitingMsg):
         on_wait(reply.message.message)
         rest_s = end - time.monotonic()
         if rest_s <= 0:

@@ -35,8 +35,8 @@ class Writer(WeightsSession):
         opening: Opening,
         client: BlockingClient,
         attachment: Attachment,
-        request: msg.Attach,
-        grant: msg.Writing,
+        request: msg.AttachMsg,
+        grant: msg.WritingMsg,
         on_wait: OnWait = lambda reason: None,
     ) -> None:
         """`on_wait` is called with a sentence while a slab waits for memory."""
@@ -120,7 +120,7 @@ class Writer(WeightsSession):
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         """Report that the load goes on; without it, the writer's deadline runs out."""
-        self._client.notify(msg.Progress(done_bytes, total_bytes))
+        self._client.notify(msg.ProgressMsg(done_bytes, total_bytes))
 
     def commit(self, identity: Mapping[str, Any]) -> Reader:
         """Publish the epoch and go on as its reader: same session, same addresses, read-only.
@@ -131,8 +131,8 @@ class Writer(WeightsSession):
         sizes, manifest = self._places.slab_sizes, encode(self._records.values())
         computed = layout_hash(sizes, manifest)
         self._attachment.make_read_only()
-        is_answered = self._request_commit(msg.Commit(dict(identity), manifest, computed))
-        epoch = msg.Attached(
+        is_answered = self._request_commit(msg.CommitMsg(dict(identity), manifest, computed))
+        epoch = msg.AttachedMsg(
             epoch=self.epoch,
             epoch_file=self._grant.epoch_file,
             identity=dict(identity),
@@ -151,13 +151,13 @@ class Writer(WeightsSession):
                 stack.pop_all()
         return reader
 
-    def _request_commit(self, commit: msg.Commit) -> bool:
+    def _request_commit(self, commit: msg.CommitMsg) -> bool:
         """Whether it was answered: a service that died may have committed or not."""
         try:
             message = self._client.request(commit, timeout_s=COMMIT_TIMEOUT_S).message
         except UnreachableError:
             return False
-        if not isinstance(message, msg.Committed) or message.epoch != self.epoch:
+        if not isinstance(message, msg.CommittedMsg) or message.epoch != self.epoch:
             raise unexpected_answer(message.TYPE, "commit")
         return True
 
@@ -167,12 +167,12 @@ class Writer(WeightsSession):
 
     def _open_slab(self, size_bytes: int) -> None:
         # As long as a commit: the server may have to wait for memory that is being freed.
-        reply = self._client.request(msg.Allocate(size_bytes), timeout_s=COMMIT_TIMEOUT_S)
-        while isinstance(reply.message, msg.Waiting):
+        reply = self._client.request(msg.AllocateMsg(size_bytes), timeout_s=COMMIT_TIMEOUT_S)
+        while isinstance(reply.message, msg.WaitingMsg):
             self._on_wait(reply.message.message)
             reply = self._client.receive(COMMIT_TIMEOUT_S)
         message = reply.message
-        if not isinstance(message, msg.Allocated) or message.slab != len(self._attachment.slabs):
+        if not isinstance(message, msg.AllocatedMsg) or message.slab != len(self._attachment.slabs):
             close_all(reply.fds)
             raise unexpected_answer(message.TYPE, "allocate")
         self._attachment.adopt(reply.fds, [message.size_bytes], writable=True)

@@ -14,7 +14,7 @@ from gms.core.capacity import EPOCHS_MAX
 from gms.core.events import EpochPhase, Mode
 from gms.core.identity import first_mismatch
 from gms.core.state import Epoch, Session
-from gms.messages import Attach
+from gms.messages import AttachMsg
 from plumbing.errors import UnderstudyError
 
 
@@ -46,7 +46,7 @@ class KeepWaiting:
 Verdict = GrantRead | GrantWrite | Deny | KeepWaiting
 
 
-def decide(request: Attach, epochs: Iterable[Epoch], writer: Session | None) -> Verdict:
+def decide(request: AttachMsg, epochs: Iterable[Epoch], writer: Session | None) -> Verdict:
     """The verdict on `request`, with `epochs` of the device and its one `writer`, if any."""
     everything = list(epochs)
     committed = next((e for e in everything if e.phase is EpochPhase.COMMITTED), None)
@@ -80,7 +80,7 @@ def decide(request: Attach, epochs: Iterable[Epoch], writer: Session | None) -> 
     return GrantWrite()
 
 
-def _on_committed(request: Attach, committed: Epoch) -> Verdict | None:
+def _on_committed(request: AttachMsg, committed: Epoch) -> Verdict | None:
     """The verdict where something is committed; None: the request is to replace it."""
     if request.mode == Mode.RW:
         if request.replace:

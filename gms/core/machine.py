@@ -103,25 +103,25 @@ class DeviceMachine:
 
     def _received(self, event: ev.Received, now_ms: float) -> Effects:
         match event.message:
-            case msg.Attach() as message:
+            case msg.AttachMsg() as message:
                 return self._attach(event, message, now_ms)
-            case msg.Allocate() as message:
+            case msg.AllocateMsg() as message:
                 return self._writing.allocate(event, message, now_ms)
-            case msg.Progress() as message:
+            case msg.ProgressMsg() as message:
                 return self._writing.progress(event, message, now_ms)
-            case msg.Commit() as message:
+            case msg.CommitMsg() as message:
                 return self._writing.commit(event, message, now_ms)
-            case msg.Rejoin() as message:
+            case msg.RejoinMsg() as message:
                 return self._recovery.rejoin(event, message, now_ms)
-            case msg.Offer() as message:
+            case msg.OfferMsg() as message:
                 return self._recovery.offer(event, message, now_ms)
-            case msg.Condemn() as message:
+            case msg.CondemnMsg() as message:
                 return self._upkeep.condemn(event, message, now_ms)
-            case msg.Digest() as message:
+            case msg.DigestMsg() as message:
                 return self._upkeep.digest(event, message, now_ms)
-            case msg.Drop() as message:
+            case msg.DropMsg() as message:
                 return self._upkeep.drop(event, message)
-            case msg.Verify():
+            case msg.VerifyMsg():
                 return self._upkeep.verify(event, now_ms)
             case message:
                 raise ProtocolError(
@@ -163,17 +163,17 @@ class DeviceMachine:
 
     # ------------------------------------------------------------------ sessions
 
-    def _attach(self, event: ev.Received, message: msg.Attach, now_ms: float) -> Effects:
+    def _attach(self, event: ev.Received, message: msg.AttachMsg, now_ms: float) -> Effects:
         if message.mode not in list(Mode):
             known = ", ".join(Mode)
             raise ProtocolError("gms.bad_mode", f"there is no mode {message.mode!r}; use {known}")
         session = self.device.sessions.get(event.session) or Session(event.session)
-        session.target(msg.Attach)
+        session.target(msg.AttachMsg)
         self.device.check_waiters()
         check_identity(message.identity)
         session.attach, session.pid, session.request_id = message, event.pid, event.request_id
         session.deadline_ms = now_ms + message.wait_ms
-        session.move(msg.Attach, now_ms)
+        session.move(msg.AttachMsg, now_ms)
         self.device.sessions[session.id] = session
         return []  # the grants are judged after every event
 

@@ -54,10 +54,10 @@ class Recovery:
         # The journalled epoch that looked gone: its file may have been removed under its readers.
         self._late: ev.JournalRecord | None = None
 
-    def rejoin(self, event: ev.Received, message: msg.Rejoin, now_ms: float) -> Effects:
+    def rejoin(self, event: ev.Received, message: msg.RejoinMsg, now_ms: float) -> Effects:
         """A survivor has reconnected; `judge_all` decides what becomes of it."""
         session = self.device.sessions.get(event.session) or Session(event.session)
-        session.target(msg.Rejoin)
+        session.target(msg.RejoinMsg)
         size_bytes = sum(message.slab_sizes)
         if size_bytes > EPOCH_BYTES_MAX:
             raise ProtocolError(
@@ -66,20 +66,20 @@ class Recovery:
                 limit=EPOCH_BYTES_MAX,
             )
         session.rejoin, session.pid, session.request_id = message, event.pid, event.request_id
-        session.attach = msg.Attach(
+        session.attach = msg.AttachMsg(
             message.engine, message.incarnation, str(Mode.RO), rank=message.rank
         )
-        session.move(msg.Rejoin, now_ms)
+        session.move(msg.RejoinMsg, now_ms)
         session.deadline_ms = now_ms + REJOIN_MS
         session.reason = "rejoining"
         session.reason_message = f"epoch {message.epoch} is being handed back by another survivor"
         self.device.sessions[session.id] = session
         return []
 
-    def offer(self, event: ev.Received, message: msg.Offer, now_ms: float) -> Effects:
+    def offer(self, event: ev.Received, message: msg.OfferMsg, now_ms: float) -> Effects:
         """The requested epoch has arrived; is it the one that was journalled?"""
         session = self.device.session(event)
-        session.target(msg.Offer)
+        session.target(msg.OfferMsg)
         epoch, rejoin = self.device.epoch_of(session), _rejoin_of(session)
         check_identity(message.identity)
         check_size(message.manifest)
@@ -96,7 +96,7 @@ class Recovery:
                 "another survivor is asked",
                 epoch=epoch.id,
             )
-        session.move(msg.Offer, now_ms)
+        session.move(msg.OfferMsg, now_ms)
         session.offer, session.request_id, session.deadline_ms = message, event.request_id, None
         return [fx.AdoptEpoch(session.id, epoch.id, rejoin.slab_sizes, message.manifest)]
 
@@ -170,7 +170,7 @@ class Recovery:
         )
         return [fx.RecordEvent("gms.recovering", message, {}, "warning")]
 
-    def _judge(self, session: Session, rejoin: msg.Rejoin, now_ms: float) -> Effects:
+    def _judge(self, session: Session, rejoin: msg.RejoinMsg, now_ms: float) -> Effects:
         epoch = self.device.epochs.get(rejoin.epoch) or self._late_epoch(rejoin)
         phase = epoch.phase if epoch is not None else None
         if phase is EpochPhase.STAGING:
@@ -183,7 +183,7 @@ class Recovery:
             self._note_asked(session)
             session.move(ev.AskedToOffer, now_ms)
             session.epoch, session.deadline_ms = epoch.id, now_ms + OFFER_MS
-            return [fx.Reply(session.id, session.request_id, msg.Wanted(epoch.id))]
+            return [fx.Reply(session.id, session.request_id, msg.WantedMsg(epoch.id))]
         is_known = phase in (EpochPhase.COMMITTED, EpochPhase.SUPERSEDED)
         if not rejoin.was_committed and not is_known:
             session.move(ev.SessionRefused, now_ms)
@@ -197,7 +197,7 @@ class Recovery:
             return [refuse, *self.device.drop(session, error.message)]
         return self._register(session, rejoin, now_ms)
 
-    def _late_epoch(self, rejoin: msg.Rejoin) -> Epoch | None:
+    def _late_epoch(self, rejoin: msg.RejoinMsg) -> Epoch | None:
         """The journalled epoch after all, if nothing has replaced it. Its file is gone, so the
         kernel cannot report its end: it lasts as long as its offer."""
         late, device = self._late, self.device
@@ -215,14 +215,14 @@ class Recovery:
             self._asked.clear()
         self._asked[_survivor(session)] = self._asked.get(_survivor(session), 0) + 1
 
-    def _may_publish(self, epoch: Epoch, rejoin: msg.Rejoin) -> bool:
+    def _may_publish(self, epoch: Epoch, rejoin: msg.RejoinMsg) -> bool:
         """Without a journal the first survivor decides which epoch was committed."""
         if epoch.expected is not None:
             return True
         is_lost = self.device.is_journal_lost and not epoch.is_history
         return is_lost and rejoin.was_committed and self.device.committed is None
 
-    def _register(self, session: Session, rejoin: msg.Rejoin, now_ms: float) -> Effects:
+    def _register(self, session: Session, rejoin: msg.RejoinMsg, now_ms: float) -> Effects:
         """A reader again, of whatever its epoch is by now. An unknown epoch is history like any
         other: its file may have been removed."""
         effects: Effects = []
@@ -250,10 +250,10 @@ class Recovery:
 def _rejoined(session: Session, epoch: Epoch) -> fx.Reply:
     """The answer to the session's `rejoin` or `offer`."""
     request_id, session.request_id = session.request_id, 0
-    return fx.Reply(session.id, request_id, msg.Rejoined(epoch.id))
+    return fx.Reply(session.id, request_id, msg.RejoinedMsg(epoch.id))
 
 
-def _rejoin_of(session: Session) -> msg.Rejoin:
+def _rejoin_of(session: Session) -> msg.RejoinMsg:
     if session.rejoin is None:
         raise InvariantError(f"session {session.id} is {session.state} without having rejoined")
     return session.rejoin

@@ -18,30 +18,30 @@ from gms.core.events import SessionState as S
 from gms.core.identity import identity_hash
 from gms.core.manifest import LayoutHash
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
-from plumbing.wire.messages import Message
+from plumbing.wire.messages import Message, type_of
 
 SessionInput = type[ev.SessionEvent] | type[Message]
 
 SESSION_TRANSITIONS: Mapping[tuple[S, SessionInput], S] = {
-    (S.OPEN, msg.Attach): S.WAITING,
+    (S.OPEN, msg.AttachMsg): S.WAITING,
     (S.WAITING, ev.GrantedRead): S.READING,
     (S.WAITING, ev.GrantedWrite): S.OPENING,
     (S.OPENING, ev.EpochOpened): S.WRITING,
-    (S.WRITING, msg.Allocate): S.ALLOCATING,
+    (S.WRITING, msg.AllocateMsg): S.ALLOCATING,
     (S.ALLOCATING, ev.SlabCreated): S.WRITING,
     (S.ALLOCATING, ev.DeviceFull): S.ALLOCATING,
-    (S.WRITING, msg.Progress): S.WRITING,
-    (S.ALLOCATING, msg.Progress): S.ALLOCATING,
-    (S.WRITING, msg.Commit): S.SEALING,
+    (S.WRITING, msg.ProgressMsg): S.WRITING,
+    (S.ALLOCATING, msg.ProgressMsg): S.ALLOCATING,
+    (S.WRITING, msg.CommitMsg): S.SEALING,
     (S.SEALING, ev.Sealed): S.JOURNALLING,
     (S.JOURNALLING, ev.JournalFailed): S.JOURNALLING,
     (S.JOURNALLING, ev.Journalled): S.READING,
-    (S.READING, msg.Condemn): S.READING,
-    (S.READING, msg.Digest): S.READING,
-    (S.OPEN, msg.Rejoin): S.REJOINING,
+    (S.READING, msg.CondemnMsg): S.READING,
+    (S.READING, msg.DigestMsg): S.READING,
+    (S.OPEN, msg.RejoinMsg): S.REJOINING,
     (S.REJOINING, ev.Rejoined): S.READING,
     (S.REJOINING, ev.AskedToOffer): S.OFFERING,
-    (S.OFFERING, msg.Offer): S.ADOPTING,
+    (S.OFFERING, msg.OfferMsg): S.ADOPTING,
     (S.ADOPTING, ev.Adopted): S.READING,
     (S.OPENING, ev.DriverFailed): S.CLOSED,
     (S.ALLOCATING, ev.DriverFailed): S.CLOSED,
@@ -133,7 +133,7 @@ class Session:
 
     id: int
     state: S = S.OPEN
-    attach: msg.Attach | None = None  # of a survivor, what its rejoin amounts to
+    attach: msg.AttachMsg | None = None  # of a survivor, what its rejoin amounts to
     pid: int = 0  # of the process; 0 where its PID namespace is not visible
     request_id: int = 0  # of the request that awaits its answer; 0: none
     since_ms: float = 0.0
@@ -147,8 +147,8 @@ class Session:
     full: UnderstudyError | None = None  # the driver's error: it has no memory for that slab
     full_since_ms: float | None = None
     may_be_journalled: bool = False
-    rejoin: msg.Rejoin | None = None
-    offer: msg.Offer | None = None
+    rejoin: msg.RejoinMsg | None = None
+    offer: msg.OfferMsg | None = None
     retry_ms: float | None = None  # when the journal, or the full device, is tried again
     done_bytes: int = 0
     total_bytes: int = 0
@@ -166,7 +166,7 @@ class Session:
         if issubclass(kind, Message):
             raise ProtocolError(
                 "gms.unexpected_message",
-                f"{kind.TYPE} is not allowed now: this session is {self.state}",
+                f"{type_of(kind)} is not allowed now: this session is {self.state}",
                 state=str(self.state),
             )
         raise InvariantError(f"{kind.__name__} in state {self.state}")
@@ -178,7 +178,7 @@ class Session:
             self.state, self.since_ms = target, now_ms
 
     @property
-    def request(self) -> msg.Attach:
+    def request(self) -> msg.AttachMsg:
         """The request that opened this session; every session past OPEN has one."""
         if self.attach is None:
             raise InvariantError(f"session {self.id} is {self.state} without a request")

@@ -54,15 +54,15 @@ class Upkeep:
 
     # ------------------------------------------------------------------ out of service
 
-    def condemn(self, event: ev.Received, message: msg.Condemn, now_ms: float) -> Effects:
+    def condemn(self, event: ev.Received, message: msg.CondemnMsg, now_ms: float) -> Effects:
         """A reader cannot trust its epoch."""
         session = self.device.session(event)
-        session.target(msg.Condemn)
+        session.target(msg.CondemnMsg)
         if message.why not in ("device_error", "canary"):
             raise ProtocolError(
                 "gms.bad_reason", f"an epoch is not condemned for {message.why[:40]!r}"
             )
-        session.move(msg.Condemn, now_ms)
+        session.move(msg.CondemnMsg, now_ms)
         epoch = self.device.epochs.get(session.epoch or "")
         if epoch is None or epoch.phase is not EpochPhase.COMMITTED:
             return []  # out of service already
@@ -82,7 +82,7 @@ class Upkeep:
             *self.device.journal(),
         ]
 
-    def drop(self, event: ev.Received, message: msg.Drop) -> Effects:
+    def drop(self, event: ev.Received, message: msg.DropMsg) -> Effects:
         """An operator wants the memory back, or another load."""
         epoch = self.device.committed
         if epoch is None:
@@ -102,7 +102,7 @@ class Upkeep:
                 "engines then load again, and the memory is freed when its last process exits",
                 readers=list(readers),
             )
-        dropped = msg.Dropped(epoch.id, readers)
+        dropped = msg.DroppedMsg(epoch.id, readers)
         self._dropped.append(fx.Reply(event.session, event.request_id, dropped))
         return [
             fx.RecordEvent(
@@ -132,10 +132,10 @@ class Upkeep:
         self._verification = Verification(event.session, event.request_id, epoch.id)
         return self._ask_next(self._verification, now_ms)
 
-    def digest(self, event: ev.Received, message: msg.Digest, now_ms: float) -> Effects:
+    def digest(self, event: ev.Received, message: msg.DigestMsg, now_ms: float) -> Effects:
         """A writer's digest of what it has just committed, or the answer to a verification."""
         session = self.device.session(event)
-        session.move(msg.Digest, now_ms)
+        session.move(msg.DigestMsg, now_ms)
         if event.request_id == 0:
             return self._keep(session.epoch, message.digest)
         question = self._verification
@@ -149,7 +149,7 @@ class Upkeep:
         self._verification = None
         epoch = self.device.epochs.get(question.epoch)
         expected = epoch.digest if epoch is not None else None
-        verified = msg.Verified(question.epoch, expected, message.digest, session.label)
+        verified = msg.VerifiedMsg(question.epoch, expected, message.digest, session.label)
         answer = fx.Reply(question.asker, question.request_id, verified)
         if expected is None or expected == message.digest:
             return [answer]
@@ -196,7 +196,7 @@ class Upkeep:
                 question.deadline_ms = now_ms + ASK_MS
                 question.asked.add(reader)
                 self._last_id += 1
-                return [fx.Reply(reader, self._last_id, msg.DigestWanted(question.epoch))]
+                return [fx.Reply(reader, self._last_id, msg.DigestWantedMsg(question.epoch))]
         self._verification = None
         error = UnderstudyError(
             "gms.no_verifier",

@@ -35,23 +35,23 @@ class Writing:
         self._grants = grants
         self.stall_ms = stall_ms
 
-    def allocate(self, event: ev.Received, message: msg.Allocate, now_ms: float) -> Effects:
+    def allocate(self, event: ev.Received, message: msg.AllocateMsg, now_ms: float) -> Effects:
         session = self.device.session(event)
-        session.target(msg.Allocate)
+        session.target(msg.AllocateMsg)
         if len(self.device.epoch_of(session).slab_sizes) >= SLABS_MAX:
             raise ProtocolError(
                 "gms.too_many_slabs",
                 f"this epoch has {SLABS_MAX} slabs, which is the limit; use larger ones",
             )
-        session.move(msg.Allocate, now_ms)
+        session.move(msg.AllocateMsg, now_ms)
         session.request_id = event.request_id
         session.asked_bytes, session.is_issued = message.size_bytes, False
         session.deadline_ms = now_ms + self.stall_ms
         return []  # the grants create it as soon as it fits
 
-    def progress(self, event: ev.Received, message: msg.Progress, now_ms: float) -> Effects:
+    def progress(self, event: ev.Received, message: msg.ProgressMsg, now_ms: float) -> Effects:
         session = self.device.session(event)
-        session.move(msg.Progress, now_ms)
+        session.move(msg.ProgressMsg, now_ms)
         if message.done_bytes > session.done_bytes:  # repeating a figure is not progress
             session.done_bytes = message.done_bytes
             if session.state is SessionState.WRITING:  # else the writer waits for us
@@ -59,9 +59,9 @@ class Writing:
         session.total_bytes = message.total_bytes
         return []
 
-    def commit(self, event: ev.Received, message: msg.Commit, now_ms: float) -> Effects:
+    def commit(self, event: ev.Received, message: msg.CommitMsg, now_ms: float) -> Effects:
         session = self.device.session(event)
-        session.target(msg.Commit)
+        session.target(msg.CommitMsg)
         epoch = self.device.epoch_of(session)
         check_identity(message.identity)
         check_size(message.manifest)
@@ -81,7 +81,7 @@ class Writing:
                     f"the checkpoint changed while it was being loaded: {changed}; load it again",
                     field=changed.field,
                 )
-        session.move(msg.Commit, now_ms)
+        session.move(msg.CommitMsg, now_ms)
         session.request_id, session.deadline_ms = event.request_id, None
         epoch.manifest, epoch.layout_hash = message.manifest, computed
         epoch.identity = dict(message.identity)
@@ -104,7 +104,7 @@ class Writing:
         session.deadline_ms = now_ms + self.stall_ms
         session.reason = session.reason_message = ""
         sizes = self.device.epoch_of(session).slab_sizes
-        return [fx.Reply(session.id, request_id, msg.Allocated(len(sizes) - 1, sizes[-1]))]
+        return [fx.Reply(session.id, request_id, msg.AllocatedMsg(len(sizes) - 1, sizes[-1]))]
 
     def device_full(self, event: ev.DeviceFull, now_ms: float) -> Effects:
         """The driver has less memory than we counted: another program uses it. Wait, and say so."""
@@ -142,7 +142,7 @@ class Writing:
         request_id, session.request_id = session.request_id, 0
         self.device.commits_total += 1
         return [
-            fx.Reply(session.id, request_id, msg.Committed(epoch.id)),
+            fx.Reply(session.id, request_id, msg.CommittedMsg(epoch.id)),
             fx.RecordEvent(
                 "gms.commit",
                 f"{session.label} committed epoch {epoch.id}",

@@ -138,11 +138,11 @@ def end_at_once() -> NoReturn:
 
 def _ask(directory: str, device: str, *, in_full: bool) -> dict[str, Any]:
     path = names.socket_path(directory, device)
-    question: Message = msg.Inspect() if in_full else msg.StatusMsg()
+    question: Message = msg.InspectMsg() if in_full else msg.StatusMsg()
     try:
         with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=TIMEOUT_S) as client:
             answer = client.request(question, timeout_s=TIMEOUT_S).message
-        assert isinstance(answer, msg.StatusReplyMsg | msg.InspectReply)
+        assert isinstance(answer, msg.StatusReplyMsg | msg.InspectReplyMsg)
         for epoch in answer.document.get("epochs", ()):
             manifest = epoch.pop("manifest")
             # A superseded epoch of an earlier server came back without one.

@@ -97,8 +97,10 @@ def drop(
                 "the committed epoch has not been handed back yet; it is mapped by "
                 f"{held_by(status['unowned'])}: retry later, or stop them, which frees it",
             )
-        answer = client.request(msg.Drop(epoch, even_if_mapped), timeout_s=ANSWER_TIMEOUT_S).message
-    assert isinstance(answer, msg.Dropped)
+        answer = client.request(
+            msg.DropMsg(epoch, even_if_mapped), timeout_s=ANSWER_TIMEOUT_S
+        ).message
+    assert isinstance(answer, msg.DroppedMsg)
     dropped = {"device_uuid": name, "epoch": answer.epoch, "readers": list(answer.readers)}
     return {"schema": 1, "devices": [dropped]}
 
@@ -138,8 +140,8 @@ def _verify(directory: str, device: str) -> dict[str, Any]:
                 return {"result": RECOVERING if status["state"] == "recovering" else EMPTY}
             if status["digest"] == PENDING:  # without it, no reader need compute another
                 return {"result": PENDING, "epoch": status["epoch"]}
-            answer = client.request(msg.Verify(), timeout_s=VERIFY_TIMEOUT_S).message
-        assert isinstance(answer, msg.Verified)
+            answer = client.request(msg.VerifyMsg(), timeout_s=VERIFY_TIMEOUT_S).message
+        assert isinstance(answer, msg.VerifiedMsg)
         epoch, expected, found, by = answer.epoch, answer.expected, answer.found, answer.reader
     except RemoteError as error:
         if error.code != "gms.no_verifier" or not device.startswith("HOST-"):

@@ -129,9 +129,9 @@ class DevicePerformer:
 
     def _reply(self, effect: fx.Reply) -> None:
         match effect.message:
-            case msg.Allocated():
+            case msg.AllocatedMsg():
                 self._send(effect, effect.message, self._arrived.pop(effect.session))
-            case msg.Wanted():
+            case msg.WantedMsg():
                 self._expect_manifest(effect.session)
                 self._send(effect, effect.message)
             case message:
@@ -139,7 +139,7 @@ class DevicePerformer:
 
     def _grant_writing(self, effect: fx.GrantWriting) -> None:
         self._expect_manifest(effect.session)
-        answer = msg.Writing(
+        answer = msg.WritingMsg(
             epoch=effect.epoch,
             epoch_file=names.epoch_file(self._name, effect.epoch),
             capacity_bytes=self._device.capacity_bytes,
@@ -168,7 +168,7 @@ class DevicePerformer:
             # These may be the last copies: closing them may free memory, which is not for the loop.
             self._closer.submit(lambda: close_all(fds))
             return
-        answer = msg.Attached(
+        answer = msg.AttachedMsg(
             epoch=epoch.id,
             epoch_file=names.epoch_file(self._name, epoch.id),
             identity=dict(epoch.identity or {}),
@@ -179,7 +179,7 @@ class DevicePerformer:
         conn.send(answer, effect.request_id, fds[:FDS_PER_FRAME_MAX])
         for first in range(FDS_PER_FRAME_MAX, len(fds), FDS_PER_FRAME_MAX):
             more = fds[first : first + FDS_PER_FRAME_MAX]
-            conn.send(msg.Slabs(epoch.id, first), effect.request_id, more)
+            conn.send(msg.SlabsMsg(epoch.id, first), effect.request_id, more)
 
     def _refuse(self, effect: fx.RefuseRequest) -> None:
         # A client's fault that was found late, on the driver's thread: a manifest, an offer.

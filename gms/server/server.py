@@ -172,12 +172,12 @@ class DeviceServer:
         try:
             if isinstance(message, msg.StatusMsg):
                 conn.send(msg.StatusReplyMsg(self.status()), request_id)
-            elif isinstance(message, msg.Inspect):
+            elif isinstance(message, msg.InspectMsg):
                 document = {**self.status(), "epochs": epochs_in_full(self.machine.device)}
-                conn.send(msg.InspectReply(document), request_id)
+                conn.send(msg.InspectReplyMsg(document), request_id)
             elif isinstance(message, msg.WatchMsg):
                 self._observers.join(conn, message.since, request_id)
-            elif isinstance(message, msg.Slabs | msg.Offer):
+            elif isinstance(message, msg.SlabsMsg | msg.OfferMsg):
                 self._take_offer(conn, message, request_id, fds)
             else:
                 self._feed(conn, message, request_id)
@@ -197,20 +197,20 @@ class DeviceServer:
     def _feed(self, conn: Connection, message: Message, request_id: int) -> None:
         """Check what only the kernel knows, then hand the message to the machine."""
         is_mapped = False
-        if isinstance(message, msg.Attach | msg.Rejoin):
+        if isinstance(message, msg.AttachMsg | msg.RejoinMsg):
             self._watch_process(conn)
-            if isinstance(message, msg.Rejoin):
+            if isinstance(message, msg.RejoinMsg):
                 self._check_survivor(message)
-        elif isinstance(message, msg.Allocate):
+        elif isinstance(message, msg.AllocateMsg):
             session = self.machine.device.sessions.get(conn.id)
             if session is not None and session.epoch is not None:
                 check_held(self._epoch_path(session.epoch))
-        elif isinstance(message, msg.Drop) and not message.even_if_mapped:
+        elif isinstance(message, msg.DropMsg) and not message.even_if_mapped:
             epoch = self.machine.device.committed
             is_mapped = epoch is not None and is_held(self._epoch_path(epoch.id))
         self._handle(ev.Received(conn.id, request_id, message, conn.peer.pid, is_mapped))
 
-    def _check_survivor(self, message: msg.Rejoin) -> None:
+    def _check_survivor(self, message: msg.RejoinMsg) -> None:
         """It must hold the epoch's file, unless that was removed under all its holders.
 
         Raises:
@@ -224,7 +224,11 @@ class DeviceServer:
             check_held(path)
 
     def _take_offer(
-        self, conn: Connection, message: msg.Slabs | msg.Offer, request_id: int, fds: list[OwnedFd]
+        self,
+        conn: Connection,
+        message: msg.SlabsMsg | msg.OfferMsg,
+        request_id: int,
+        fds: list[OwnedFd],
     ) -> None:
         """Collect what a survivor hands back; the machine gets the offer when it is complete."""
         session = self.machine.device.sessions.get(conn.id)
@@ -235,7 +239,7 @@ class DeviceServer:
             )
         count = len(session.rejoin.slab_sizes)
         have = self._performer.take_offered(conn.id, fds, count)
-        if isinstance(message, msg.Slabs):
+        if isinstance(message, msg.SlabsMsg):
             return
         if have != count or message.epoch != session.rejoin.epoch:
             raise ProtocolError(

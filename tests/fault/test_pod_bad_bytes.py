@@ -168,9 +168,13 @@ def test_wrong_words_cost_their_sender_only(home: PodHome):
             (lock, want(**{**stranger, "witness": "../x"}), "lock.bad_witness_name"),
             (lock, want(**stranger), "lock.bad_witness_name"),
             (lock, lock_messages.Beat(1), "lock.want_first"),
-            (memory, gms.Attach("e", "i", "rw", identity={}, wait_ms=0), "gms.already_committed"),
-            (memory, gms.Attach("e", "i", "ro", identity={"a": 1}), "gms.identity_mismatch"),
-            (memory, gms.Allocate(4096), "gms.not_attached"),
+            (
+                memory,
+                gms.AttachMsg("e", "i", "rw", identity={}, wait_ms=0),
+                "gms.already_committed",
+            ),
+            (memory, gms.AttachMsg("e", "i", "ro", identity={"a": 1}), "gms.identity_mismatch"),
+            (memory, gms.AllocateMsg(4096), "gms.not_attached"),
             *((path, control.Kill("init"), "engine.unknown_target") for path in engines),
         ]
         async with pod.load() as load:

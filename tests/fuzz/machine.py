@@ -35,15 +35,15 @@ STATES_WITH_EPOCH = WRITER_STATES | {
     SessionState.READING, SessionState.OFFERING, SessionState.ADOPTING,
 }  # fmt: skip
 FINAL = (
-    fx.GrantWriting, fx.SendEpoch, msg.Allocated, msg.Committed, msg.Rejoined,
-    msg.Dropped, msg.Verified, fx.RefuseRequest,
+    fx.GrantWriting, fx.SendEpoch, msg.AllocatedMsg, msg.CommittedMsg, msg.RejoinedMsg,
+    msg.DroppedMsg, msg.VerifiedMsg, fx.RefuseRequest,
 )  # fmt: skip
 SPEAKER = {
     **dict.fromkeys((3, 4, 5, 6, 7), SessionState.WRITING),
     9: SessionState.OFFERING,
     10: SessionState.READING,
 }
-NO_ANSWER = (msg.Progress, msg.Condemn, msg.Digest)
+NO_ANSWER = (msg.ProgressMsg, msg.CondemnMsg, msg.DigestMsg)
 
 
 def manifest_for(sizes: Any) -> bytes:
@@ -132,21 +132,21 @@ class Fuzzed:
         wrong = how >= 200
         match kind:
             case 0 | 1 | 2:
-                attach = msg.Attach(
+                attach = msg.AttachMsg(
                     f"e{session}", f"i{session}", MODES[how % 3], identity,
                     wait_ms=100 * how, replace=bool(how & 8),
                 )  # fmt: skip
                 return ev.Received(session, request, attach, pid=how)
             case 3 | 4:
-                return ev.Received(session, request, msg.Allocate(1 + how * 65536))
+                return ev.Received(session, request, msg.AllocateMsg(1 + how * 65536))
             case 5:
-                return ev.Received(session, 0, msg.Progress(how, 255))
+                return ev.Received(session, 0, msg.ProgressMsg(how, 255))
             case 6 | 7:
                 manifest = b"\x90" if wrong else manifest_for(sizes)
                 hashed = "0" * 64 if how >= 250 else layout_hash(sizes, manifest)
                 told = found.attach.identity if found and found.attach else None
                 return ev.Received(
-                    session, request, msg.Commit(told or identity or {}, manifest, hashed)
+                    session, request, msg.CommitMsg(told or identity or {}, manifest, hashed)
                 )
             case 8:
                 ids = [OLD, STRAY, NOWHERE, *sorted(self.device.epochs)]
@@ -155,24 +155,24 @@ class Fuzzed:
                 return ev.Received(
                     session,
                     request,
-                    msg.Rejoin(f"e{session}", f"i{session}", said, size, how % 3 > 0),
+                    msg.RejoinMsg(f"e{session}", f"i{session}", said, size, how % 3 > 0),
                 )
             case 9:
                 known = found.rejoin.slab_sizes if found and found.rejoin else ()
                 manifest = manifest_for(known)
                 hashed = "0" * 64 if wrong else layout_hash(known, manifest)
-                offer = msg.Offer(OLD, identity or {"v": 1}, manifest, hashed)
+                offer = msg.OfferMsg(OLD, identity or {"v": 1}, manifest, hashed)
                 return ev.Received(session, request, offer)
             case 10:
                 if how & 1:
                     why = ("device_error", "canary", "boredom")[how % 3]
-                    return ev.Received(session, 0, msg.Condemn(why, "detail"))
-                return ev.Received(session, how % 3, msg.Digest(None if wrong else "d" * 64))
+                    return ev.Received(session, 0, msg.CondemnMsg(why, "detail"))
+                return ev.Received(session, how % 3, msg.DigestMsg(None if wrong else "d" * 64))
             case _:
                 if how & 1:
-                    return ev.Received(session, request, msg.Verify())
+                    return ev.Received(session, request, msg.VerifyMsg())
                 return ev.Received(
-                    session, request, msg.Drop(None if how & 2 else OLD, bool(how & 4))
+                    session, request, msg.DropMsg(None if how & 2 else OLD, bool(how & 4))
                 )
 
     def complete(self, how: int) -> None:
@@ -302,7 +302,7 @@ class Fuzzed:
         """What is committed goes only by a commit, by word of an operator or a reader, or to make
         room for a writer who asked to replace it while nobody reads it."""
         message = event.message if isinstance(event, ev.Received) else None
-        if isinstance(event, ev.Journalled) or isinstance(message, msg.Drop | msg.Condemn):
+        if isinstance(event, ev.Journalled) or isinstance(message, msg.DropMsg | msg.CondemnMsg):
             return
         writer = self.device.writer
         assert writer is not None, f"{event} lost what was committed"

@@ -35,13 +35,13 @@ IDENTITIES = st.sampled_from([None, IDENTITY, {"model": "other"}])
 EPOCHS = st.sampled_from(["0" * 32, "f" * 32, "x"])
 
 
-def commit(identity: dict[str, Any], manifest: bytes, sizes: list[int]) -> msg.Commit:
-    return msg.Commit(identity, manifest, layout_hash(sizes, manifest))
+def commit(identity: dict[str, Any], manifest: bytes, sizes: list[int]) -> msg.CommitMsg:
+    return msg.CommitMsg(identity, manifest, layout_hash(sizes, manifest))
 
 
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(
-        msg.Attach,
+        msg.AttachMsg,
         st.just("mad"),
         st.sampled_from(["m-1", "m-2"]),
         st.sampled_from(["rw", "ro", "rw_or_ro", "rw"]),
@@ -49,8 +49,8 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         wait_ms=st.sampled_from([0, 5, 60_000]),
         replace=st.booleans(),
     ),
-    st.builds(msg.Allocate, st.sampled_from([1, 4096, 1 << 30, 1 << 62])),
-    st.builds(msg.Progress, st.integers(0, 9), st.integers(0, 9)),
+    st.builds(msg.AllocateMsg, st.sampled_from([1, 4096, 1 << 30, 1 << 62])),
+    st.builds(msg.ProgressMsg, st.integers(0, 9), st.integers(0, 9)),
     st.builds(
         commit,
         st.sampled_from([IDENTITY, {}]),
@@ -58,7 +58,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         st.sampled_from([[], [4096], [1]]),
     ),
     st.builds(
-        msg.Rejoin,
+        msg.RejoinMsg,
         st.just("mad"),
         st.just("m-1"),
         EPOCHS,
@@ -66,16 +66,16 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         st.booleans(),
     ),
     st.builds(
-        msg.Offer,
+        msg.OfferMsg,
         EPOCHS,
         st.just(IDENTITY),
         st.sampled_from([EMPTY, b"x"]),
         st.just("0" * 64),
     ),
-    st.builds(msg.Condemn, st.sampled_from(["canary", "device_error", "x"]), st.just("why")),
-    st.builds(msg.Digest, st.sampled_from([None, "0" * 64])),
-    st.builds(msg.Drop, st.none() | EPOCHS, st.booleans()),
-    st.sampled_from([msg.Verify(), msg.StatusMsg(), msg.Inspect()]),
+    st.builds(msg.CondemnMsg, st.sampled_from(["canary", "device_error", "x"]), st.just("why")),
+    st.builds(msg.DigestMsg, st.sampled_from([None, "0" * 64])),
+    st.builds(msg.DropMsg, st.none() | EPOCHS, st.booleans()),
+    st.sampled_from([msg.VerifyMsg(), msg.StatusMsg(), msg.InspectMsg()]),
 )
 CONVERSATIONS = st.lists(st.tuples(st.booleans(), MESSAGES), min_size=1, max_size=12)
 

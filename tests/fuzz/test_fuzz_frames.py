@@ -216,7 +216,7 @@ def test_server_survives_frames_at_the_limits(target: Target):
 
 def test_server_survives_senders_that_leave_anywhere(target: Target):
     """Cut a valid attach at every byte and leave: each costs nothing but its connection."""
-    whole = frame(valid(gms_messages.Attach), 0)
+    whole = frame(valid(gms_messages.AttachMsg), 0)
     for cut in range(len(whole)):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(target.path)

@@ -78,7 +78,7 @@ class Recovering:
         """Come back as a survivor and offer descriptors of `kinds`, the first in `slabs` frames."""
         reader = self.reader
         sizes = changes.pop("slab_sizes", tuple(reader.slab_sizes))
-        rejoin = msg.Rejoin("mad", "m-1", reader.epoch, sizes, was_committed=True)
+        rejoin = msg.RejoinMsg("mad", "m-1", reader.epoch, sizes, was_committed=True)
         offer = {
             "epoch": reader.epoch,
             "identity": reader.identity,
@@ -90,11 +90,11 @@ class Recovering:
         fds = [MAD[k]() if k in MAD else good[i % SLABS].duplicate() for i, k in enumerate(kinds)]
         close_all(good)
         with self.gms.client() as client:
-            assert isinstance(client.request(rejoin).message, msg.Wanted)
+            assert isinstance(client.request(rejoin).message, msg.WantedMsg)
             with contextlib.suppress(UnderstudyError):
                 if fds[:in_slabs]:
-                    client.notify(msg.Slabs(reader.epoch, 0), fds[:in_slabs])
-                client.request(msg.Offer(**offer), fds[in_slabs:])
+                    client.notify(msg.SlabsMsg(reader.epoch, 0), fds[:in_slabs])
+                client.request(msg.OfferMsg(**offer), fds[in_slabs:])
                 raise AssertionError(f"{kinds} with {sorted(changes)} was taken")
 
     def check(self) -> None:

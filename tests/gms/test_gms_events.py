@@ -76,7 +76,7 @@ def test_a_watch_brings_what_was_missed_and_what_happens(gms: GmsProcess):
         assert record_of(rest)["id"] == last_id
         later.request(msg.WatchMsg())
         with gms.client() as operator:
-            operator.request(msg.Drop(even_if_mapped=True))
+            operator.request(msg.DropMsg(even_if_mapped=True))
         for client in (all_of_it, rest, later):
             record = record_of(client)
             assert (record["id"], record["type"]) == (last_id + 1, "gms.dropped")

@@ -163,7 +163,7 @@ def next_peer(listener: socket.socket) -> tuple[socket.socket, BlockingClient, i
     sock, _ = listener.accept()
     peer = BlockingClient.from_socket(sock, msg.CATALOGUE)
     reply = peer.receive()
-    assert isinstance(reply.message, msg.Rejoin)
+    assert isinstance(reply.message, msg.RejoinMsg)
     return sock, peer, reply.request_id
 
 
@@ -180,13 +180,13 @@ def test_question_that_comes_with_the_welcome_is_heard(gms: GmsProcess, listener
         with kept(reader):
             sock, peer, number = next_peer(listener)
             with peer:
-                wanted = msg.DigestWanted(reader.epoch)
+                wanted = msg.DigestWantedMsg(reader.epoch)
                 digest = reader.digest()
-                sock.sendall(frame(msg.Rejoined(reader.epoch), number) + frame(wanted, 77))
+                sock.sendall(frame(msg.RejoinedMsg(reader.epoch), number) + frame(wanted, 77))
                 replies = (peer.receive() for _ in itertools.count())  # the author's digest too
                 asked = (reply.message for reply in replies if reply.request_id == 77)
-                assert next(asked) == msg.Digest(None, is_coming=True)
-                assert next(asked) == msg.Digest(digest)
+                assert next(asked) == msg.DigestMsg(None, is_coming=True)
+                assert next(asked) == msg.DigestMsg(digest)
 
 
 @host_only
@@ -223,7 +223,7 @@ def test_closed_reader_does_not_become_a_session_again(gms: GmsProcess, listener
     sock, peer, number = next_peer(listener)
     with peer:
         reader.close()
-        sock.sendall(frame(msg.Rejoined(reader.epoch), number))
+        sock.sendall(frame(msg.RejoinedMsg(reader.epoch), number))
         with pytest.raises(UnreachableError, match=r"wire\.closed"):
             peer.receive()
     thread.join()

@@ -25,26 +25,26 @@ from tests.helpers import open_fds, until
 PAGE = 4096
 
 
-def attach(mode: str = "rw_or_ro") -> msg.Attach:
-    return msg.Attach("e", "i", mode, identity=IDENTITY, wait_ms=20_000)
+def attach(mode: str = "rw_or_ro") -> msg.AttachMsg:
+    return msg.AttachMsg("e", "i", mode, identity=IDENTITY, wait_ms=20_000)
 
 
 def commit_slabs(gms: GmsProcess, client: BlockingClient, count: int) -> OwnedFd:
     """Commit an epoch of `count` slabs, as small as can be, with plain messages; its flock."""
     writing = client.request(attach()).message
-    assert isinstance(writing, msg.Writing)
+    assert isinstance(writing, msg.WritingMsg)
     step = writing.granularity_bytes
     held = epoch_file.join(os.path.join(gms.directory, writing.epoch_file))
     for slab in range(count):
-        reply = client.request(msg.Allocate(1))
-        assert isinstance(reply.message, msg.Allocated)
+        reply = client.request(msg.AllocateMsg(1))
+        assert isinstance(reply.message, msg.AllocatedMsg)
         assert (reply.message.slab, reply.message.size_bytes) == (slab, step)
         close_all(reply.fds)
     records = [TensorRecord(f"t{n}", n * step, step, (step,), "uint8") for n in range(count)]
     manifest = encode(records)
     hashed = layout_hash([step] * count, manifest)
-    reply = client.request(msg.Commit(IDENTITY, manifest, hashed))
-    assert isinstance(reply.message, msg.Committed)
+    reply = client.request(msg.CommitMsg(IDENTITY, manifest, hashed))
+    assert isinstance(reply.message, msg.CommittedMsg)
     return held
 
 
@@ -66,7 +66,7 @@ def test_attach_is_one_request_and_one_frame_per_250_slabs(
         with gms.client() as client:
             replies = [client.request(attach("ro"))]
             first = replies[0].message
-            assert isinstance(first, msg.Attached)
+            assert isinstance(first, msg.AttachedMsg)
             assert len(first.slab_sizes) == len(WeightsManifest(first.manifest)) == count
             while sum(len(reply.fds) for reply in replies) < count:
                 replies.append(client.receive())
@@ -108,14 +108,14 @@ def test_bad_requests_cost_their_sender_only(gms: GmsProcess):
     with gms.load():
         until(lambda: len(gms.status()["sessions"]) == 1, "the writer to be a reader")
         fds = len(open_fds(gms.pid))
-        assert fault_of(gms, msg.Attach("e", "i", "write")) == "gms.bad_mode"
-        assert fault_of(gms, msg.Attach("e" * 200, "i", "ro")) == "wire.bad_field"
-        assert fault_of(gms, msg.Attach("e", "i", "ro", wait_ms=-1)) == "wire.bad_field"
-        assert fault_of(gms, msg.Attach("e", "i", "ro", {"x": b"1"})) == "gms.bad_identity"
-        assert fault_of(gms, msg.Allocate(4096)) == "gms.not_attached"
+        assert fault_of(gms, msg.AttachMsg("e", "i", "write")) == "gms.bad_mode"
+        assert fault_of(gms, msg.AttachMsg("e" * 200, "i", "ro")) == "wire.bad_field"
+        assert fault_of(gms, msg.AttachMsg("e", "i", "ro", wait_ms=-1)) == "wire.bad_field"
+        assert fault_of(gms, msg.AttachMsg("e", "i", "ro", {"x": b"1"})) == "gms.bad_identity"
+        assert fault_of(gms, msg.AllocateMsg(4096)) == "gms.not_attached"
         assert fault_of(gms, attach("ro"), attach("ro")) == "gms.unexpected_message"
-        assert fault_of(gms, attach("ro"), msg.Allocate(1)) == "gms.unexpected_message"
-        assert fault_of(gms, msg.Committed("x")) == "gms.unexpected_message"
+        assert fault_of(gms, attach("ro"), msg.AllocateMsg(1)) == "gms.unexpected_message"
+        assert fault_of(gms, msg.CommittedMsg("x")) == "gms.unexpected_message"
         status = gms.status()
         assert len(status["sessions"]) == 1
         assert status["protocol_errors_total"] == 6  # the wire's own refusals are not ours
@@ -125,7 +125,7 @@ def test_bad_requests_cost_their_sender_only(gms: GmsProcess):
 
 def test_allocation_without_the_flock_is_refused(gms: GmsProcess):
     """A writer that does not hold the epoch's file gets no memory: nothing would say it is used."""
-    assert fault_of(gms, attach(), msg.Allocate(4096)) == "gms.epoch_not_held"
+    assert fault_of(gms, attach(), msg.AllocateMsg(4096)) == "gms.epoch_not_held"
     until(lambda: gms.status()["state"] == "empty", "the staging epoch to be lost")
 
 
@@ -193,9 +193,9 @@ def test_client_refuses_a_server_that_sends_too_few_slabs(directory: str):
         client = BlockingClient.from_socket(sock, msg.CATALOGUE)
         request = client.receive()
         fd = OwnedFd(os.memfd_create("slab"))
-        answer = msg.Attached("e", "f", {}, "h", (PAGE, PAGE), b"")
+        answer = msg.AttachedMsg("e", "f", {}, "h", (PAGE, PAGE), b"")
         client._send(answer, request.request_id, [fd], float("inf"))
-        client._send(msg.Waiting("r", "m"), request.request_id, [], float("inf"))
+        client._send(msg.WaitingMsg("r", "m"), request.request_id, [], float("inf"))
         os._exit(0)
     listener.close()
     before = open_fds()

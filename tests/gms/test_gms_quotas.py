@@ -29,7 +29,7 @@ from gms.core.manifest import (
     encode,
     layout_hash,
 )
-from gms.messages import CATALOGUE, REQUEST_BYTES_MAX, Attached
+from gms.messages import CATALOGUE, REQUEST_BYTES_MAX, AttachedMsg
 from plumbing.errors import ProtocolError, RemoteError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import close_all
@@ -68,7 +68,7 @@ def test_slabs_of_an_epoch_are_limited():
     bench = Bench(capacity_bytes=SLABS_MAX * 8192)
     bench.attach(1)
     for _ in range(SLABS_MAX):
-        assert isinstance(bench.allocate(1, 4096), msg.Allocated)
+        assert isinstance(bench.allocate(1, 4096), msg.AllocatedMsg)
     with pytest.raises(ProtocolError, match=r"gms\.too_many_slabs") as caught:
         bench.allocate(1, 4096)
     assert str(SLABS_MAX) in caught.value.message
@@ -110,7 +110,7 @@ def test_epochs_that_are_still_read_are_limited():
         bench.load(session, 4096, mode="rw", replace=True)
     assert len(bench.device.epochs) == EPOCHS_MAX
     answer = bench.attach(99, "rw", replace=True)
-    assert isinstance(answer, msg.Waiting)
+    assert isinstance(answer, msg.WaitingMsg)
     assert answer.reason == "epochs"
     assert f"{EPOCHS_MAX} epochs" in answer.message
     bench.close(3)
@@ -123,11 +123,11 @@ def test_epochs_that_are_still_read_are_limited():
 def test_identity_is_limited(host: GmsProcess):
     """Too large by one shard, in attach and in commit: the limit is in the error."""
     large = {"shards": {f"s{n}": "0" * 1000 for n in range(IDENTITY_CHARS_MAX // 1000)}}
-    error = refusal(host, msg.Attach("e", "i", "ro", identity=large))
+    error = refusal(host, msg.AttachMsg("e", "i", "ro", identity=large))
     assert error.code == "gms.identity_too_large"
     assert error.details["limit"] == IDENTITY_CHARS_MAX
-    attach = msg.Attach("e", "i", "rw_or_ro", wait_ms=20_000)
-    commit = msg.Commit(large, encode([]), layout_hash([], encode([])))
+    attach = msg.AttachMsg("e", "i", "rw_or_ro", wait_ms=20_000)
+    commit = msg.CommitMsg(large, encode([]), layout_hash([], encode([])))
     assert refusal(host, attach, commit).code == "gms.identity_too_large"
     host.load().close()
 
@@ -136,7 +136,7 @@ def test_identity_below_one_huge_key_is_checked_in_no_time(host: GmsProcess):
     """A key of 200 KiB with thousands below it: paths in errors are cut before they multiply."""
     key = "k" * 200_000
     identity = {key: {str(n): n for n in range(20_000)}, "x": b"no plain data"}
-    error = refusal(host, msg.Attach("e", "i", "ro", identity=identity))
+    error = refusal(host, msg.AttachMsg("e", "i", "ro", identity=identity))
     assert error.code == "gms.bad_identity"
     assert len(error.message) < 500
 
@@ -148,7 +148,7 @@ def records(count: int, name_chars: int) -> list[TensorRecord]:
 def test_manifest_is_limited_so_that_readers_can_be_sent_it(host: GmsProcess):
     """The largest manifest that is taken, with the largest identity and every slab, still fits
     the answer that readers get; one that would not is refused at commit with the limit."""
-    answer = Attached(
+    answer = AttachedMsg(
         epoch=EPOCH,
         epoch_file="f" * 255,
         identity={"x": "\N{SNOWMAN}" * (IDENTITY_CHARS_MAX // 6 - 10)},
@@ -159,8 +159,8 @@ def test_manifest_is_limited_so_that_readers_can_be_sent_it(host: GmsProcess):
     assert len(CATALOGUE.encode(answer)) < CATALOGUE.frame_bytes_max
     manifest = encode(records(40_000, 400))
     assert MANIFEST_BYTES_MAX < len(manifest) < CATALOGUE.frame_bytes_max
-    attach = msg.Attach("e", "i", "rw_or_ro", identity=IDENTITY, wait_ms=20_000)
-    error = refusal(host, attach, msg.Commit(IDENTITY, manifest, layout_hash([], manifest)))
+    attach = msg.AttachMsg("e", "i", "rw_or_ro", identity=IDENTITY, wait_ms=20_000)
+    error = refusal(host, attach, msg.CommitMsg(IDENTITY, manifest, layout_hash([], manifest)))
     assert error.code == "gms.manifest_too_large"
     assert error.details["limit"] == MANIFEST_BYTES_MAX
     until(lambda: host.status()["state"] == "empty", "the refused load to be given up")
@@ -179,8 +179,8 @@ def test_manifest_is_limited_so_that_readers_can_be_sent_it(host: GmsProcess):
 )
 def test_manifest_that_is_a_bomb_is_refused(host: GmsProcess, manifest: bytes, why: str):
     """Small on the wire and large in memory, or deep: refused, and the server goes on."""
-    attach = msg.Attach("e", "i", "rw_or_ro", identity=IDENTITY, wait_ms=20_000)
-    error = refusal(host, attach, msg.Commit(IDENTITY, manifest, layout_hash([], manifest)))
+    attach = msg.AttachMsg("e", "i", "rw_or_ro", identity=IDENTITY, wait_ms=20_000)
+    error = refusal(host, attach, msg.CommitMsg(IDENTITY, manifest, layout_hash([], manifest)))
     assert error.code == "gms.bad_manifest"
     assert why in error.message
     host.load().close()
@@ -201,15 +201,15 @@ def test_only_who_owes_a_manifest_may_send_large_frames(host: GmsProcess):
 
 def test_survivor_cannot_claim_more_than_any_device_has(host: GmsProcess):
     """Sizes whose sum no status could carry: refused; what is claimed within reason is shown."""
-    huge = msg.Rejoin("e", "i", EPOCH, (2**62,) * 8, was_committed=True)
+    huge = msg.RejoinMsg("e", "i", EPOCH, (2**62,) * 8, was_committed=True)
     error = refusal(host, huge)
     assert error.code == "gms.bad_epoch"
     assert error.details["limit"] == EPOCH_BYTES_MAX
     clients = []
     for index in range(20):
         clients.append(host.client())
-        claim = msg.Rejoin("e", "i", f"{index:032x}", (EPOCH_BYTES_MAX,), was_committed=True)
-        assert isinstance(clients[-1].request(claim).message, msg.Rejoined)
+        claim = msg.RejoinMsg("e", "i", f"{index:032x}", (EPOCH_BYTES_MAX,), was_committed=True)
+        assert isinstance(clients[-1].request(claim).message, msg.RejoinedMsg)
     assert host.status()["superseded_bytes"] == 20 * EPOCH_BYTES_MAX
     for client in clients:
         client.close()
@@ -223,7 +223,7 @@ def test_survivor_cannot_claim_more_than_any_device_has(host: GmsProcess):
 def test_status_flood_that_is_not_read_ends_its_sender_only(host: GmsProcess):
     """Requests without end, and without reading an answer: others are answered meanwhile, the flood
     is dropped at its limit of queued bytes, the server's memory comes back."""
-    request = encode_frame(CATALOGUE.encode(msg.Inspect(), 1), 0)
+    request = encode_frame(CATALOGUE.encode(msg.InspectMsg(), 1), 0)
     writer = host.writer()
     for index in range(5000):
         writer.place(f"model.layers.{index}.weight", 4, (4,), "uint8")
@@ -262,7 +262,7 @@ def test_server_at_its_limit_of_descriptors_refuses_and_lives(host: GmsProcess):
             assert isinstance(reply, msg.StatusReplyMsg)
             assert reply.document["epoch"] == reader.epoch
         with host.client() as late, pytest.raises(UnderstudyError):
-            late.request(msg.Attach("e", "i", "ro"), timeout_s=0.2)
+            late.request(msg.AttachMsg("e", "i", "ro"), timeout_s=0.2)
         for sock in held:
             sock.close()
         resource.prlimit(host.pid, resource.RLIMIT_NOFILE, (soft, hard))

@@ -95,7 +95,7 @@ def test_offer_that_breaks_off_is_discarded_and_the_next_survivor_asked(gms: Gms
         gms.start()
         with gms.client() as client:
             asked = client.request(rejoin_of(reader)).message
-            assert isinstance(asked, msg.Wanted)
+            assert isinstance(asked, msg.WantedMsg)
             with kept(second):
                 waiting = until(lambda: gms.status()["waiting"], "the second to wait its turn")
                 assert waiting[0]["reason"] == "rejoining"
@@ -103,7 +103,7 @@ def test_offer_that_breaks_off_is_discarded_and_the_next_survivor_asked(gms: Gms
                 until(lambda: is_committed_with(gms, 1), "the second to hand it back")
 
 
-def rejoin_of(reader: Reader, **more: Any) -> msg.Rejoin:
+def rejoin_of(reader: Reader, **more: Any) -> msg.RejoinMsg:
     fields: dict[str, Any] = {
         "engine": "engine-0",
         "incarnation": "i-0",
@@ -111,17 +111,17 @@ def rejoin_of(reader: Reader, **more: Any) -> msg.Rejoin:
         "slab_sizes": reader.slab_sizes,
         "was_committed": True,
     }
-    return msg.Rejoin(**{**fields, **more})
+    return msg.RejoinMsg(**{**fields, **more})
 
 
-def offer_of(reader: Reader, **more: Any) -> msg.Offer:
+def offer_of(reader: Reader, **more: Any) -> msg.OfferMsg:
     fields: dict[str, Any] = {
         "epoch": reader.epoch,
         "identity": dict(reader.identity),
         "manifest": reader.manifest.encoded,
         "layout_hash": reader.layout_hash,
     }
-    return msg.Offer(**{**fields, **more})
+    return msg.OfferMsg(**{**fields, **more})
 
 
 BAD_OFFERS: dict[str, tuple[dict[str, Any], int]] = {
@@ -142,7 +142,7 @@ def test_bad_offer_costs_its_sender_only(gms: GmsProcess, how: str):
         gms.kill()
         gms.start()
         with gms.client() as client:
-            assert isinstance(client.request(rejoin_of(reader)).message, msg.Wanted)
+            assert isinstance(client.request(rejoin_of(reader)).message, msg.WantedMsg)
             fds = [OwnedFd(os.dup(fd)) for fd in reader.slab_fds() * slabs]
             with pytest.raises(RemoteError, match=r"gms\.bad_offer"):
                 client.request(offer_of(reader, **changed), fds)
@@ -157,7 +157,7 @@ def test_offer_of_memory_that_can_be_written_is_refused(gms: GmsProcess):
         gms.kill()
         gms.start()
         with gms.client() as client:
-            assert isinstance(client.request(rejoin_of(reader)).message, msg.Wanted)
+            assert isinstance(client.request(rejoin_of(reader)).message, msg.WantedMsg)
             name = f"understudy-{reader.epoch[:8]}-0"
             forged = OwnedFd(os.memfd_create(name, os.MFD_ALLOW_SEALING))
             os.ftruncate(forged.fileno(), reader.slab_sizes[0])
@@ -184,7 +184,7 @@ def test_offer_of_the_right_slabs_in_the_wrong_places_is_refused(
         gms.kill()
         gms.start()
         with gms.client() as client:
-            assert isinstance(client.request(rejoin_of(reader)).message, msg.Wanted)
+            assert isinstance(client.request(rejoin_of(reader)).message, msg.WantedMsg)
             fds = [OwnedFd(os.dup(reader.slab_fds()[index])) for index in order]
             with pytest.raises(RemoteError, match=r"should be understudy-.*gms\.bad_slab"):
                 client.request(offer_of(reader), fds)
@@ -363,7 +363,7 @@ def test_doubt_about_an_epoch_that_is_gone_is_settled(gms: GmsProcess):
     gms.start()
     until(lambda: gms.status()["state"] == "empty", "the epoch to be found free")
     with gms.client() as client, pytest.raises(RemoteError, match=r"gms\.not_committed"):
-        client.request(msg.Rejoin("e", "i", epoch, (4096,), was_committed=False))
+        client.request(msg.RejoinMsg("e", "i", epoch, (4096,), was_committed=False))
 
 
 def test_rejoin_to_a_live_server_is_a_reader_again(gms: GmsProcess):

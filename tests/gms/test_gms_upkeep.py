@@ -14,7 +14,7 @@ import pytest
 
 from gms import names
 from gms.client import Reader
-from gms.messages import Digest
+from gms.messages import DigestMsg
 from gms.operate import upkeep as operate
 from plumbing.errors import WaitTimeoutError
 from tests.gms.bench import GmsProcess
@@ -94,7 +94,7 @@ def test_verify_reads_by_itself_where_every_reader_is_busy(gms: GmsProcess):
 def test_verify_finds_bytes_that_are_not_what_was_written(gms: GmsProcess):
     """The writer's digest is another than that of the bytes: exit code 1, and it is an event."""
     with gms.load() as reader:
-        reader.send(Digest("0" * 64))
+        reader.send(DigestMsg("0" * 64))
         assert digested(gms) == "0" * 64
     with reader_of(gms, 1) as standby, kept(standby):
         code, document = command(gms, "verify")

@@ -30,6 +30,8 @@ from tests.sim.tp_world import World
 CRASHES = Hazard.DEATHS | Hazard.SERVER
 CHANGES = Hazard.DEATHS | Hazard.CHECKPOINT
 
+Unwanted = Callable[[Recovery, msg.RejoinMsg], bool]
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -101,7 +103,7 @@ def refuse_late_survivors(patch: pytest.MonkeyPatch) -> None:
 def refuse_survivors_of_other_epochs(patch: pytest.MonkeyPatch) -> None:
     """Only the journalled epoch's readers are let back."""
 
-    def is_other(self: Recovery, rejoin: msg.Rejoin) -> bool:
+    def is_other(self: Recovery, rejoin: msg.RejoinMsg) -> bool:
         epoch = self.device.epochs.get(rejoin.epoch)
         return epoch is not None and epoch.phase is EpochPhase.ORPHANED and epoch.expected is None
 
@@ -113,10 +115,14 @@ def abort_in_doubt(patch: pytest.MonkeyPatch) -> None:
     _refuse(patch, lambda self, rejoin: not rejoin.was_committed)
 
 
-def _refuse(patch: pytest.MonkeyPatch, is_unwanted: Callable[[Recovery, msg.Rejoin], bool]) -> None:
+def _refuse(
+    patch: pytest.MonkeyPatch, is_unwanted: Callable[[Recovery, msg.RejoinMsg], bool]
+) -> None:
     judge = Recovery._judge
 
-    def refuse(self: Recovery, session: Any, rejoin: msg.Rejoin, now_ms: float) -> list[fx.Effect]:
+    def refuse(
+        self: Recovery, session: Any, rejoin: msg.RejoinMsg, now_ms: float
+    ) -> list[fx.Effect]:
         if not is_unwanted(self, rejoin):
             return judge(self, session, rejoin, now_ms)
         session.move(ev.SessionRefused, now_ms)
@@ -132,7 +138,7 @@ def ask_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
     judge, asked = Recovery._judge, set[tuple[Recovery, str]]()
 
     def judge_once(
-        self: Recovery, session: Any, rejoin: msg.Rejoin, now_ms: float
+        self: Recovery, session: Any, rejoin: msg.RejoinMsg, now_ms: float
     ) -> list[fx.Effect]:
         is_broken_off = (self, rejoin.epoch) in asked and self.device.committed is None
         if is_broken_off and not any(
@@ -148,7 +154,7 @@ def ask_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
 
 
 def is_wanted(effect: fx.Effect) -> bool:
-    return isinstance(effect, fx.Reply) and isinstance(effect.message, msg.Wanted)
+    return isinstance(effect, fx.Reply) and isinstance(effect.message, msg.WantedMsg)
 
 
 def never_condemn(patch: pytest.MonkeyPatch) -> None:

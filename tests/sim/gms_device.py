@@ -62,7 +62,7 @@ def manifest_of(slab_sizes: Sequence[int]) -> tuple[bytes, str]:
 
 def commit_of(session: int, identity: Mapping[str, Any], slab_sizes: Sequence[int]) -> ev.Received:
     """The request that publishes what was written."""
-    return ev.Received(session, 3, msg.Commit(identity, *manifest_of(slab_sizes)))
+    return ev.Received(session, 3, msg.CommitMsg(identity, *manifest_of(slab_sizes)))
 
 
 class SimDevice:
@@ -182,7 +182,7 @@ class SimDevice:
             self.was_replaced = True
         if before is None or device.committed is not None:
             return
-        is_condemned = isinstance(event, ev.Received) and isinstance(event.message, msg.Condemn)
+        is_condemned = isinstance(event, ev.Received) and isinstance(event.message, msg.CondemnMsg)
         is_evicted = writer is not None and writer.request.replace and not before.readers
         assert is_condemned or is_evicted, f"epoch {before.id} was lost to {event}"
         if is_condemned:
@@ -192,7 +192,7 @@ class SimDevice:
     def _answer(self, effect: fx.Respond) -> None:
         copy = None
         answer = effect.message if isinstance(effect, fx.Reply) else effect
-        if isinstance(answer, msg.Committed):
+        if isinstance(answer, msg.CommittedMsg):
             assert self.journal is not None
             assert self.journal.epoch == answer.epoch, "journalled before it is answered"
             self._publish(answer.epoch)

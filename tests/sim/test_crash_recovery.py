@@ -195,10 +195,10 @@ def test_a_reader_that_is_not_fully_attached_may_not_offer():
     half = (SLAB_BYTES,)
     device.tell(
         ev.Received(
-            first.session, 4, msg.Rejoin("engine-0", first.incarnation, first.holds, half, True)
+            first.session, 4, msg.RejoinMsg("engine-0", first.incarnation, first.holds, half, True)
         )
     )
-    offer = msg.Offer(first.holds, first.identity, *manifest_of(half))
+    offer = msg.OfferMsg(first.holds, first.identity, *manifest_of(half))
     device.tell(ev.Received(first.session, 5, offer))
     run_until(world, "it is refused", lambda: "gms.bad_offer" in world.trace[-2], only="engine-0.")
     assert committed(world) == [None]

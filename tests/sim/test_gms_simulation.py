@@ -38,7 +38,7 @@ class Process:
     """A client: its connection may end long before the process does."""
 
     session: int
-    asked: msg.Attach
+    asked: msg.AttachMsg
     is_connected: bool = True
     holds: str | None = None  # the epoch whose file it has locked
     mode: str = ""  # "rw" or "ro" once granted
@@ -104,7 +104,7 @@ class World:
             self.driver.append(effect)
 
     def hear(self, process: Process, answer: Message | fx.Respond) -> None:
-        process.is_busy = isinstance(answer, msg.Waiting)
+        process.is_busy = isinstance(answer, msg.WaitingMsg)
         match answer:
             case fx.GrantWriting():
                 process.answers.append("writing")
@@ -119,9 +119,9 @@ class World:
                 assert committed.id == answer.epoch
                 wanted = process.asked.identity
                 assert wanted is None or wanted["v"] == self.contents[answer.epoch]
-            case msg.Allocated():
+            case msg.AllocatedMsg():
                 process.slabs += 1
-            case msg.Committed():
+            case msg.CommittedMsg():
                 process.mode = "ro"
                 assert self.journal is not None
                 assert self.journal.epoch == answer.epoch, "journalled before it is answered"
@@ -180,7 +180,7 @@ class World:
 
     def launch(self) -> None:
         session = next(self.sessions)
-        asked = msg.Attach(
+        asked = msg.AttachMsg(
             f"e{session % 3}",
             f"i{session}",
             self.rng.choice([*Mode, Mode.RW_OR_RO]),
@@ -196,14 +196,14 @@ class World:
         session = process.session
         if process.mode != "rw":
             if self.rng.random() < 0.05:
-                self.tell(ev.Received(session, 2, msg.Allocate(MIB)))
+                self.tell(ev.Received(session, 2, msg.AllocateMsg(MIB)))
             return
         choice = self.rng.random()
         process.is_busy = choice >= 0.2
         if choice < 0.2:
-            self.tell(ev.Received(session, 0, msg.Progress(self.rng.randrange(100), 100)))
+            self.tell(ev.Received(session, 0, msg.ProgressMsg(self.rng.randrange(100), 100)))
         elif choice < 0.6:
-            self.tell(ev.Received(session, 2, msg.Allocate(self.rng.choice([1, 2, 4]) * MIB)))
+            self.tell(ev.Received(session, 2, msg.AllocateMsg(self.rng.choice([1, 2, 4]) * MIB)))
         else:
             sizes = self.device.epochs[str(process.holds)].slab_sizes
             manifest = encode([TensorRecord("t", 0, 16, (4,), "float32")] if sizes else [])
@@ -211,7 +211,7 @@ class World:
             identity: dict[str, Any] = {"v": version if self.rng.random() < 0.9 else 3}
             self.tell(
                 ev.Received(
-                    session, 3, msg.Commit(identity, manifest, layout_hash(sizes, manifest))
+                    session, 3, msg.CommitMsg(identity, manifest, layout_hash(sizes, manifest))
                 )
             )
 

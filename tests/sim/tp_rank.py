@@ -115,7 +115,7 @@ class Rank:
             ev.Received(
                 self.session,
                 1,
-                msg.Attach(
+                msg.AttachMsg(
                     self.engine.name,
                     self.incarnation,
                     self.mode,
@@ -133,7 +133,7 @@ class Rank:
         self.is_busy = True
         if len(self.copy.slab_sizes) < SLABS:
             self.copy.contents.add(self.world.version)
-            self.device.tell(ev.Received(self.session, 2, msg.Allocate(SLAB_BYTES)))
+            self.device.tell(ev.Received(self.session, 2, msg.AllocateMsg(SLAB_BYTES)))
             return
         self.at = At.COMMITTING
         self.identity = self.identity_now(self.world.version)
@@ -152,7 +152,7 @@ class Rank:
             ev.Received(
                 self.session,
                 4,
-                msg.Rejoin(
+                msg.RejoinMsg(
                     self.engine.name,
                     self.incarnation,
                     self.copy.epoch,
@@ -169,14 +169,14 @@ class Rank:
         self.is_asked = False
         self.device.offered[self.session] = self.copy
         layout = manifest_of(self.copy.slab_sizes)
-        offer = msg.Offer(self.copy.epoch, self.identity, *layout)
+        offer = msg.OfferMsg(self.copy.epoch, self.identity, *layout)
         self.device.tell(ev.Received(self.session, 5, offer))
 
     def condemn(self) -> None:
         """It has met a bad page; without a session nobody hears of it."""
         if self.session is not None and not self.is_asked and not self.inbox:
             self.device.tell(
-                ev.Received(self.session, 0, msg.Condemn("device_error", "a bad page"))
+                ev.Received(self.session, 0, msg.CondemnMsg("device_error", "a bad page"))
             )
 
     # ------------------------------------------------------------------ what it hears
@@ -189,12 +189,12 @@ class Rank:
             case fx.SendEpoch():
                 self.identity = dict(self.device.published[answer.epoch].identity)
                 self._join(copy, At.READING)
-            case msg.Allocated():
+            case msg.AllocatedMsg():
                 self.is_busy = False
-            case msg.Committed() | msg.Rejoined():
+            case msg.CommittedMsg() | msg.RejoinedMsg():
                 self.is_busy = False
                 self.at = At.READING if self.at is At.COMMITTING else self.at
-            case msg.Wanted():
+            case msg.WantedMsg():
                 self.is_asked = True
             case fx.RefuseRequest():
                 self._refused(answer.error.code)

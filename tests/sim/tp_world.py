@@ -131,7 +131,7 @@ class World:
 
     def _deliver(self, session: int, answer: Any, copy: Copy | None) -> None:
         rank = self._sessions.get(session)
-        if rank is None or isinstance(answer, msg.Waiting):
+        if rank is None or isinstance(answer, msg.WaitingMsg):
             return
         rank.inbox.append((answer, copy))
         if isinstance(answer, fx.RefuseRequest):  # the server closes after it

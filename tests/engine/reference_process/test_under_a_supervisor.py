@@ -22,7 +22,7 @@ from engine.messages import (
     Wake,
     Woken,
 )
-from gms.messages import Allocate
+from gms.messages import AllocateMsg
 from plumbing.service import procfs
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
@@ -220,7 +220,7 @@ def test_memory_service_that_dies_under_a_writer_is_said(tmp_path: Path, model: 
             def received(
                 conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
             ) -> None:
-                if isinstance(message, Allocate):
+                if isinstance(message, AllocateMsg):
                     allocated.set()
                 else:
                     hear(conn, message, request_id, fds)

@@ -108,7 +108,7 @@ class Bench:
     def attach(self, session: int, mode: str = "rw_or_ro", **more: Any) -> Answer | None:
         """Attach and return the last answer to this session, if any."""
         wanted = {"identity": IDENTITY, "wait_ms": 10_000, **more}
-        message = msg.Attach(f"engine-{session}", f"i{session}", mode, **wanted)
+        message = msg.AttachMsg(f"engine-{session}", f"i{session}", mode, **wanted)
         self.tell(ev.Received(session, 1, message))
         return self.last(session)
 
@@ -118,7 +118,7 @@ class Bench:
         return answer_of(mine[-1]) if mine else None
 
     def allocate(self, session: int, size_bytes: int = MIB) -> Answer | None:
-        self.tell(ev.Received(session, 2, msg.Allocate(size_bytes)))
+        self.tell(ev.Received(session, 2, msg.AllocateMsg(size_bytes)))
         return self.last(session)
 
     def commit(self, session: int, identity: dict[str, Any] | None = None) -> Answer | None:
@@ -126,7 +126,7 @@ class Bench:
         manifest = encode([TensorRecord("t", 0, 16, (4,), "float32")] if sizes else [])
         told = identity if identity is not None else IDENTITY
         hashed = layout_hash(sizes, manifest)
-        self.tell(ev.Received(session, 3, msg.Commit(told, manifest, hashed)))
+        self.tell(ev.Received(session, 3, msg.CommitMsg(told, manifest, hashed)))
         return self.last(session)
 
     def load(self, session: int, size_bytes: int = MIB, **more: Any) -> str:
@@ -134,7 +134,7 @@ class Bench:
         assert isinstance(self.attach(session, **more), fx.GrantWriting)
         self.allocate(session, size_bytes)
         answer = self.commit(session, more.get("identity"))
-        assert isinstance(answer, msg.Committed), answer
+        assert isinstance(answer, msg.CommittedMsg), answer
         return answer.epoch
 
     def load_by_hand(self, session: int) -> str:

@@ -36,14 +36,16 @@ def restarted() -> Bench:
 
 def rejoin(bench: Bench, session: int, epoch: str) -> Answer | None:
     bench.tell(
-        ev.Received(session, 1, msg.Rejoin(f"engine-{session}", f"i{session}", epoch, (MIB,), True))
+        ev.Received(
+            session, 1, msg.RejoinMsg(f"engine-{session}", f"i{session}", epoch, (MIB,), True)
+        )
     )
     return bench.last(session)
 
 
 def offer(bench: Bench, session: int, identity: dict[str, object]) -> Answer | None:
     told = layout_hash((MIB,), MANIFEST)
-    bench.tell(ev.Received(session, 2, msg.Offer(NEW, identity, MANIFEST, told)))
+    bench.tell(ev.Received(session, 2, msg.OfferMsg(NEW, identity, MANIFEST, told)))
     return bench.last(session)
 
 
@@ -74,8 +76,8 @@ def test_commit_that_nobody_has_does_not_cost_what_it_was_to_replace():
     bench = restarted()
     assert rejoin(bench, 1, OLD) is None, "not before it is known"
     bench.unmap(NEW)
-    assert isinstance(bench.last(1), msg.Wanted)
-    assert isinstance(offer(bench, 1, IDENTITY), msg.Rejoined)
+    assert isinstance(bench.last(1), msg.WantedMsg)
+    assert isinstance(offer(bench, 1, IDENTITY), msg.RejoinedMsg)
     assert phases(bench) == {OLD: EpochPhase.COMMITTED}
     assert bench.journal is not None
     assert (bench.journal.epoch, bench.journal.previous) == (OLD, None)
@@ -85,10 +87,10 @@ def test_commit_that_its_writer_has_makes_the_older_one_history():
     """The writer hands it back: the reader of the older epoch is kept as that."""
     bench = restarted()
     assert rejoin(bench, 1, OLD) is None
-    assert isinstance(rejoin(bench, 2, NEW), msg.Wanted)
+    assert isinstance(rejoin(bench, 2, NEW), msg.WantedMsg)
     offer(bench, 2, OTHER)
     assert phases(bench) == {OLD: EpochPhase.SUPERSEDED, NEW: EpochPhase.COMMITTED}
-    assert isinstance(bench.last(1), msg.Rejoined)
+    assert isinstance(bench.last(1), msg.RejoinedMsg)
     assert bench.marked == {OLD}, "also for a server that finds no journal"
     assert bench.journal is not None
     assert (bench.journal.epoch, bench.journal.previous) == (NEW, None)
@@ -109,9 +111,9 @@ def test_what_went_out_of_service_is_written_until_the_disk_takes_it(how: str):
     bench = Bench(auto=False)
     bench.load_by_hand(1)
     bench.tell(
-        ev.Received(1, 0, msg.Condemn("device_error", "Xid 63"))
+        ev.Received(1, 0, msg.CondemnMsg("device_error", "Xid 63"))
         if how == "condemned"
-        else ev.Received(9, 4, msg.Drop(None, even_if_mapped=True))
+        else ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True))
     )
     assert bench.pending.pop(0) == fx.MarkHistory(str(bench.device.sessions[1].epoch))
     for _ in range(2):
@@ -126,7 +128,7 @@ def test_what_went_out_of_service_is_written_until_the_disk_takes_it(how: str):
     assert bench.device.problem is None
     assert bench.journal is None
     if how == "dropped":
-        assert isinstance(bench.last(9), msg.Dropped)
+        assert isinstance(bench.last(9), msg.DroppedMsg)
     assert len([r for r in bench.records if r.type == "gms.journal"]) == 1, "said once"
 
 
@@ -138,10 +140,10 @@ def test_drop_waits_for_a_commit_that_is_being_written():
     bench.drain()
     bench.commit(2, OTHER)
     bench.complete(bench.pending.pop(0))
-    bench.tell(ev.Received(9, 4, msg.Drop(None, even_if_mapped=True)))
+    bench.tell(ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True)))
     assert bench.last(9) is None
     bench.drain()
-    assert isinstance(bench.last(9), msg.Dropped)
+    assert isinstance(bench.last(9), msg.DroppedMsg)
     assert bench.device.committed is not None
     assert bench.journal is not None
     assert bench.journal.epoch == bench.device.committed.id
@@ -152,7 +154,7 @@ def test_newcomers_that_wait_do_not_keep_survivors_out():
     bench = restarted()
     for session in range(100, 164):
         bench.attach(session, "ro", identity=OTHER)
-    assert isinstance(rejoin(bench, 2, NEW), msg.Wanted)
+    assert isinstance(rejoin(bench, 2, NEW), msg.WantedMsg)
     offer(bench, 2, OTHER)
     assert all(isinstance(bench.last(session), fx.SendEpoch) for session in range(100, 164))
 
@@ -165,11 +167,11 @@ def test_survivor_that_was_asked_in_vain_lets_the_others_pass():
         rejoin(bench, silent, NEW)
     bench.close(1)
     rejoin(bench, 1, NEW)
-    assert isinstance(bench.last(3), msg.Wanted)
+    assert isinstance(bench.last(3), msg.WantedMsg)
     bench.close(3)
-    assert isinstance(bench.last(4), msg.Wanted)
+    assert isinstance(bench.last(4), msg.WantedMsg)
     bench.close(4)
-    assert isinstance(bench.last(1), msg.Wanted)
+    assert isinstance(bench.last(1), msg.WantedMsg)
 
 
 def test_epoch_whose_file_was_removed_is_taken_back_late():
@@ -178,11 +180,11 @@ def test_epoch_whose_file_was_removed_is_taken_back_late():
     bench.unmap(OLD)
     bench.unmap(NEW)
     assert bench.device.state == "empty"
-    assert isinstance(rejoin(bench, 1, NEW), msg.Wanted)
+    assert isinstance(rejoin(bench, 1, NEW), msg.WantedMsg)
     bench.close(1)
     assert bench.device.state == "empty", "an offer that breaks off leaves nothing behind"
-    assert isinstance(rejoin(bench, 2, NEW), msg.Wanted)
-    assert isinstance(offer(bench, 2, OTHER), msg.Rejoined)
+    assert isinstance(rejoin(bench, 2, NEW), msg.WantedMsg)
+    assert isinstance(offer(bench, 2, OTHER), msg.RejoinedMsg)
     assert phases(bench) == {NEW: EpochPhase.COMMITTED}
 
 
@@ -192,7 +194,7 @@ def test_epoch_whose_file_was_removed_and_replaced_is_history():
     bench.unmap(OLD)
     bench.unmap(NEW)
     bench.attach(5)
-    assert isinstance(rejoin(bench, 2, NEW), msg.Rejoined)
+    assert isinstance(rejoin(bench, 2, NEW), msg.RejoinedMsg)
     assert phases(bench)[NEW] is EpochPhase.SUPERSEDED
 
 
@@ -202,9 +204,9 @@ def test_epoch_without_readers_is_marked_when_it_is_dropped():
     epoch = bench.load(1)
     bench.close(1)
     bench.mapped.add(epoch)
-    bench.tell(ev.Received(9, 4, msg.Drop(None, even_if_mapped=True)))
+    bench.tell(ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True)))
     assert bench.marked == {epoch}
-    assert isinstance(bench.last(9), msg.Dropped)
+    assert isinstance(bench.last(9), msg.DroppedMsg)
 
 
 def removed() -> Bench:
@@ -220,9 +222,9 @@ def removed() -> Bench:
 def test_epoch_that_came_back_late_does_not_do_so_again_after_it_was_dropped():
     """Dropped, its reader's connection ends and comes back: history."""
     bench = removed()
-    bench.tell(ev.Received(9, 4, msg.Drop(None, even_if_mapped=True)))
+    bench.tell(ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True)))
     bench.close(2)
-    assert isinstance(rejoin(bench, 3, NEW), msg.Rejoined)
+    assert isinstance(rejoin(bench, 3, NEW), msg.RejoinedMsg)
     assert bench.device.committed is None
 
 
@@ -232,11 +234,11 @@ def test_reader_of_an_earlier_life_leaves_while_a_removed_epoch_is_handed_back()
     bench.unmap(OLD)
     bench.unmap(NEW)
     bench.attach(5, "rw", identity=IDENTITY)
-    assert isinstance(rejoin(bench, 2, NEW), msg.Rejoined), "a writer came first"
+    assert isinstance(rejoin(bench, 2, NEW), msg.RejoinedMsg), "a writer came first"
     bench.close(5)
     bench.close(2)
-    assert isinstance(rejoin(bench, 3, NEW), msg.Wanted)
+    assert isinstance(rejoin(bench, 3, NEW), msg.WantedMsg)
     rejoin(bench, 4, NEW)
     bench.close(4)
-    assert isinstance(offer(bench, 3, OTHER), msg.Rejoined)
+    assert isinstance(offer(bench, 3, OTHER), msg.RejoinedMsg)
     assert phases(bench) == {NEW: EpochPhase.COMMITTED}

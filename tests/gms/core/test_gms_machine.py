@@ -27,11 +27,11 @@ def test_first_writes_second_waits_then_reads():
     bench = Bench()
     assert isinstance(bench.attach(1), fx.GrantWriting)
     waiting = bench.attach(2)
-    assert isinstance(waiting, msg.Waiting)
+    assert isinstance(waiting, msg.WaitingMsg)
     assert waiting.reason == "writer"
     assert "engine-1" in waiting.message
     bench.allocate(1)
-    assert isinstance(bench.commit(1), msg.Committed)
+    assert isinstance(bench.commit(1), msg.CommittedMsg)
     assert isinstance(bench.last(2), fx.SendEpoch)
     assert bench.device.committed is not None
     assert bench.device.committed.readers == {1, 2}
@@ -62,11 +62,11 @@ def test_nobody_writes_while_a_dead_writers_memory_is_mapped():
     bench.attach(2)
     bench.close(1)
     waiting = bench.last(2)
-    assert isinstance(waiting, msg.Waiting)
+    assert isinstance(waiting, msg.WaitingMsg)
     assert waiting.reason == "releasing"
     bench.tell(ev.HoldersSeen(epoch.id, (77,)))
     waiting = bench.last(2)
-    assert isinstance(waiting, msg.Waiting)
+    assert isinstance(waiting, msg.WaitingMsg)
     assert "pid 77" in waiting.message
     bench.unmap(epoch.id)
     assert isinstance(bench.last(2), fx.GrantWriting)
@@ -81,7 +81,7 @@ def test_dead_waiter_is_dropped_and_never_granted():
     assert [s.id for s in bench.device.waiting] == [3]
     bench.close(1)
     assert isinstance(bench.last(3), fx.GrantWriting)
-    assert isinstance(bench.last(2), msg.Waiting)
+    assert isinstance(bench.last(2), msg.WaitingMsg)
 
 
 def test_plain_rw_on_a_committed_device_is_an_error_at_once():
@@ -112,7 +112,7 @@ def test_wait_ends_at_its_deadline_with_the_reason():
     bench.attach(1, "ro", wait_ms=500)
     assert bench.machine.next_deadline_ms() == 500
     bench.advance(499)
-    assert isinstance(bench.last(1), msg.Waiting)
+    assert isinstance(bench.last(1), msg.WaitingMsg)
     bench.advance(1)
     error = refusal(bench.last(1))
     assert error.code == "gms.wait_timeout"
@@ -126,9 +126,9 @@ def test_writer_that_stalls_loses_its_staging_but_slow_progress_is_no_stall():
     bench.attach(1)
     for step in range(5):
         bench.advance(900)
-        bench.tell(ev.Received(1, 0, msg.Progress(step + 1, 100)))
+        bench.tell(ev.Received(1, 0, msg.ProgressMsg(step + 1, 100)))
     bench.advance(900)
-    bench.tell(ev.Received(1, 0, msg.Progress(5, 100)))
+    bench.tell(ev.Received(1, 0, msg.ProgressMsg(5, 100)))
     bench.attach(2)
     bench.advance(100)
     assert refusal(bench.last(1)).code == "gms.writer_stalled"
@@ -165,11 +165,11 @@ def test_replace_without_room_frees_an_epoch_that_nobody_reads():
     bench.mapped.add(old)  # a process without a session lingers
     bench.attach(2, "rw", replace=True, identity=OTHER)
     told = bench.allocate(2, 6 * MIB)
-    assert isinstance(told, msg.Waiting), "it waits for the memory"
+    assert isinstance(told, msg.WaitingMsg), "it waits for the memory"
     assert told.reason == "releasing"
     assert bench.journal is None
     bench.unmap(old)
-    assert isinstance(bench.last(2), msg.Allocated)
+    assert isinstance(bench.last(2), msg.AllocatedMsg)
     assert bench.device.oom_waits_total == 1
 
 
@@ -213,7 +213,7 @@ def test_journal_that_cannot_be_written_is_retried_and_reported():
     assert bench.device.committed is None
     bench.advance(JOURNAL_RETRY_MS)
     bench.drain()
-    assert isinstance(bench.last(1), msg.Committed)
+    assert isinstance(bench.last(1), msg.CommittedMsg)
     assert bench.device.problem is None
 
 
@@ -253,7 +253,7 @@ def test_recovering_device_grants_nobody_until_the_old_epoch_is_free():
     assert bench.device.state == "recovering"
     for session, mode in ((1, "rw"), (2, "ro"), (3, "rw_or_ro")):
         answer = bench.attach(session, mode)
-        assert isinstance(answer, msg.Waiting)
+        assert isinstance(answer, msg.WaitingMsg)
         assert answer.reason == "recovering"
     bench.advance(9_000)
     bench.tell(ev.EpochFree(orphan.id))

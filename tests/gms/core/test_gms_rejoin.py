@@ -18,7 +18,9 @@ THIRD = {"model": "tiny", "shards": {"a": "3"}}
 def rejoin(bench: Bench, session: int, epoch: str, *, was_committed: bool = True):
     bench.tell(
         ev.Received(
-            session, 1, msg.Rejoin(f"engine-{session}", f"i{session}", epoch, (MIB,), was_committed)
+            session,
+            1,
+            msg.RejoinMsg(f"engine-{session}", f"i{session}", epoch, (MIB,), was_committed),
         )
     )
     return bench.last(session)
@@ -32,7 +34,7 @@ def replaced_and_cut(capacity_bytes: int = 100 * MIB) -> tuple[Bench, str]:
     bench.load(2, mode="rw", replace=True, identity=OTHER)
     bench.close(1)
     assert bench.device.epochs[old].phase is EpochPhase.RELEASING
-    assert isinstance(rejoin(bench, 3, old), msg.Rejoined)
+    assert isinstance(rejoin(bench, 3, old), msg.RejoinedMsg)
     return bench, old
 
 

@@ -30,7 +30,7 @@ PAIRS = list(itertools.product(SessionState, EVENTS))
 
 
 def in_state(state: SessionState) -> Session:
-    return Session(1, state, msg.Attach("e", "i", Mode.RW))
+    return Session(1, state, msg.AttachMsg("e", "i", Mode.RW))
 
 
 @pytest.mark.parametrize(("state", "kind"), PAIRS)
@@ -105,14 +105,14 @@ def at(state: SessionState) -> Bench:
 
 
 MESSAGES: dict[type[Message], ev.Received] = {
-    msg.Attach: ev.Received(1, 9, msg.Attach("e", "i", Mode.RO)),
-    msg.Allocate: ev.Received(1, 9, msg.Allocate(4096)),
-    msg.Progress: ev.Received(1, 0, msg.Progress(5, 10)),
-    msg.Commit: ev.Received(1, 9, msg.Commit(IDENTITY, b"", "wrong")),
-    msg.Rejoin: ev.Received(1, 9, msg.Rejoin("e", "i", "a" * 32, (), True)),
-    msg.Offer: ev.Received(1, 9, msg.Offer("a" * 32, IDENTITY, b"", "wrong")),
-    msg.Condemn: ev.Received(1, 0, msg.Condemn("canary", "wrong tokens")),
-    msg.Digest: ev.Received(1, 0, msg.Digest("0" * 64)),
+    msg.AttachMsg: ev.Received(1, 9, msg.AttachMsg("e", "i", Mode.RO)),
+    msg.AllocateMsg: ev.Received(1, 9, msg.AllocateMsg(4096)),
+    msg.ProgressMsg: ev.Received(1, 0, msg.ProgressMsg(5, 10)),
+    msg.CommitMsg: ev.Received(1, 9, msg.CommitMsg(IDENTITY, b"", "wrong")),
+    msg.RejoinMsg: ev.Received(1, 9, msg.RejoinMsg("e", "i", "a" * 32, (), True)),
+    msg.OfferMsg: ev.Received(1, 9, msg.OfferMsg("a" * 32, IDENTITY, b"", "wrong")),
+    msg.CondemnMsg: ev.Received(1, 0, msg.CondemnMsg("canary", "wrong tokens")),
+    msg.DigestMsg: ev.Received(1, 0, msg.DigestMsg("0" * 64)),
 }
 LIVE = sorted(WRITER_STATES | {SessionState.WAITING, SessionState.READING})
 
@@ -147,7 +147,7 @@ def test_session_that_ends_in_any_state_leaves_no_trace_but_what_is_committed(
     assert (bench.journal is not None) == bool(committed)
 
 
-@pytest.mark.parametrize("kind", [k for k in MESSAGES if k not in (msg.Attach, msg.Rejoin)])
+@pytest.mark.parametrize("kind", [k for k in MESSAGES if k not in (msg.AttachMsg, msg.RejoinMsg)])
 def test_message_without_a_session_is_refused(kind: SessionInput):
     """Say anything but attach first: an error that says so."""
     with pytest.raises(ProtocolError, match=r"gms\.not_attached"):
@@ -164,5 +164,5 @@ def test_bad_commits_are_refused_and_change_nothing():
         with pytest.raises(UnderstudyError, match=code):
             bench.commit(1, identity)
     with pytest.raises(ProtocolError, match=r"gms\.layout_mismatch"):
-        bench.tell(MESSAGES[msg.Commit])
+        bench.tell(MESSAGES[msg.CommitMsg])
     assert bench.device.sessions[1].state is SessionState.WRITING

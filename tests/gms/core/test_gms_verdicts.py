@@ -29,33 +29,33 @@ def loaded(readers: int = 2) -> Bench:
 
 
 def verify(bench: Bench) -> Any:
-    bench.tell(ev.Received(ASKER, 7, msg.Verify()))
+    bench.tell(ev.Received(ASKER, 7, msg.VerifyMsg()))
     return bench.last(ASKER)
 
 
 def asked(bench: Bench) -> fx.Respond:
     """The last question to a reader."""
-    return [each for each in bench.sent if isinstance(answer_of(each), msg.DigestWanted)][-1]
+    return [each for each in bench.sent if isinstance(answer_of(each), msg.DigestWantedMsg)][-1]
 
 
 def test_verification_asks_one_reader_after_the_other():
     """The first is busy, the second leaves, the third says nothing, the fourth answers."""
     bench = loaded(4)
-    bench.tell(ev.Received(1, 0, msg.Digest(DIGEST)))
+    bench.tell(ev.Received(1, 0, msg.DigestMsg(DIGEST)))
     assert verify(bench) is None
     assert asked(bench).session == 1
-    bench.tell(ev.Received(1, asked(bench).request_id, msg.Digest(None)))
+    bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(None)))
     assert asked(bench).session == 2
     bench.close(2)
     assert asked(bench).session == 3
     bench.advance(ASK_MS)
     question = asked(bench)
     assert question.session == 4
-    bench.tell(ev.Received(4, question.request_id, msg.Digest(None, is_coming=True)))
+    bench.tell(ev.Received(4, question.request_id, msg.DigestMsg(None, is_coming=True)))
     bench.advance(VERIFY_MS - 1)
-    bench.tell(ev.Received(4, question.request_id, msg.Digest(DIGEST)))
+    bench.tell(ev.Received(4, question.request_id, msg.DigestMsg(DIGEST)))
     answer = bench.last(ASKER)
-    assert isinstance(answer, msg.Verified)
+    assert isinstance(answer, msg.VerifiedMsg)
     assert (answer.expected, answer.found) == (DIGEST, DIGEST)
     assert answer.reader.startswith("engine-4")
 
@@ -64,14 +64,14 @@ def test_verification_that_nobody_can_do_is_refused():
     """Every reader is busy: the asker hears so, and may ask again."""
     bench = loaded(1)
     verify(bench)
-    bench.tell(ev.Received(1, asked(bench).request_id, msg.Digest(None)))
+    bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(None)))
     for _ in range(2):
         refused = bench.last(ASKER)
         assert isinstance(refused, fx.RefuseRequest)
         assert refused.error.code == "gms.no_verifier"
         bench.sent.clear()
         verify(bench)
-        bench.tell(ev.Received(1, asked(bench).request_id, msg.Digest(None)))
+        bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(None)))
 
 
 def test_verification_that_takes_too_long_is_over():
@@ -79,12 +79,12 @@ def test_verification_that_takes_too_long_is_over():
     bench = loaded(1)
     verify(bench)
     question = asked(bench)
-    bench.tell(ev.Received(1, question.request_id, msg.Digest(None, is_coming=True)))
+    bench.tell(ev.Received(1, question.request_id, msg.DigestMsg(None, is_coming=True)))
     bench.advance(VERIFY_MS)
     refused = bench.last(ASKER)
     assert isinstance(refused, fx.RefuseRequest)
     assert refused.error.code == "gms.verify_timeout"
-    bench.tell(ev.Received(1, question.request_id, msg.Digest(DIGEST)))
+    bench.tell(ev.Received(1, question.request_id, msg.DigestMsg(DIGEST)))
     assert bench.last(ASKER) is refused
 
 
@@ -93,25 +93,25 @@ def test_second_verification_waits_for_the_first_to_end():
     bench = loaded(1)
     verify(bench)
     with pytest.raises(UnderstudyError, match=r"gms\.verifying"):
-        bench.tell(ev.Received(98, 1, msg.Verify()))
+        bench.tell(ev.Received(98, 1, msg.VerifyMsg()))
     bench.tell(ev.Closed(ASKER, "gone"))
-    bench.tell(ev.Received(98, 1, msg.Verify()))
+    bench.tell(ev.Received(98, 1, msg.VerifyMsg()))
 
 
 def test_altered_bytes_are_an_event():
     """The found digest is another: the answer says so, and so does an event."""
     bench = loaded(2)
-    bench.tell(ev.Received(1, 0, msg.Digest(DIGEST)))
+    bench.tell(ev.Received(1, 0, msg.DigestMsg(DIGEST)))
     verify(bench)
-    bench.tell(ev.Received(1, asked(bench).request_id, msg.Digest(OTHER_DIGEST)))
+    bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(OTHER_DIGEST)))
     assert [r.type for r in bench.records if r.severity == "error"] == ["gms.altered"]
 
 
 def test_digest_is_journalled_once():
     """The writer's digest goes to disk; a second opinion does not replace it."""
     bench = loaded(2)
-    bench.tell(ev.Received(1, 0, msg.Digest(DIGEST)))
-    bench.tell(ev.Received(2, 0, msg.Digest(OTHER_DIGEST)))
+    bench.tell(ev.Received(1, 0, msg.DigestMsg(DIGEST)))
+    bench.tell(ev.Received(2, 0, msg.DigestMsg(OTHER_DIGEST)))
     assert bench.journal is not None
     assert bench.journal.digest == DIGEST
 
@@ -128,8 +128,8 @@ def test_journal_of_a_commit_under_way_is_not_overtaken():
     bench.complete(seal)
     written = bench.pending.pop(0)
     assert isinstance(written, fx.WriteJournal)
-    bench.tell(ev.Received(1, 0, msg.Digest(DIGEST)))
-    bench.tell(ev.Received(1, 0, msg.Condemn("device_error", "Xid 63")))
+    bench.tell(ev.Received(1, 0, msg.DigestMsg(DIGEST)))
+    bench.tell(ev.Received(1, 0, msg.CondemnMsg("device_error", "Xid 63")))
     assert not [e for e in bench.pending if isinstance(e, fx.WriteJournal)]
     bench.complete(written)
     assert bench.journal is not None
@@ -141,7 +141,7 @@ def test_condemnation_of_a_superseded_epoch_means_nothing():
     """It is out of service already; the epoch that replaced it stays."""
     bench = loaded(2)
     fresh = bench.load(3, mode="rw", replace=True)
-    bench.tell(ev.Received(1, 0, msg.Condemn("device_error", "Xid 63")))
+    bench.tell(ev.Received(1, 0, msg.CondemnMsg("device_error", "Xid 63")))
     assert bench.device.committed is not None
     assert bench.device.committed.id == fresh
 
@@ -150,7 +150,7 @@ def test_condemnation_needs_a_known_reason():
     """Anything else is a peer's mistake, and changes nothing."""
     bench = loaded(1)
     with pytest.raises(ProtocolError, match=r"gms\.bad_reason"):
-        bench.tell(ev.Received(1, 0, msg.Condemn("boredom", "")))
+        bench.tell(ev.Received(1, 0, msg.CondemnMsg("boredom", "")))
     assert bench.device.committed is not None
 
 
@@ -169,7 +169,7 @@ def test_full_device_is_waited_for_and_says_who_holds_what():
     bench.allocate(1, MIB)
     full(bench)
     told = bench.last(1)
-    assert isinstance(told, msg.Waiting)
+    assert isinstance(told, msg.WaitingMsg)
     assert told.reason == "device_full"
     assert "CUDA_ERROR_OUT_OF_MEMORY" in told.message
     assert "Held by this service: nothing" in told.message
@@ -179,7 +179,7 @@ def test_full_device_is_waited_for_and_says_who_holds_what():
     assert bench.last(1) is told, "nothing new to say"
     bench.advance(DEVICE_FULL_RETRY_MS)
     bench.drain()
-    assert isinstance(bench.last(1), msg.Allocated)
+    assert isinstance(bench.last(1), msg.AllocatedMsg)
     assert bench.device.oom_waits_total == 1
     assert bench.device.staging is not None
     assert bench.device.staging.size_bytes == MIB, "counted once"
