@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 
-from engine.backends.vllm import shim
+from engine.backends.vllm import versions
 from engine.backends.vllm.api.arguments import OURS, OWNED, OWNED_VARIABLES
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -69,7 +69,7 @@ def test_error_codes_versions_and_files_of_the_vllm_page_exist():
         path.read_text() for package in ("engine", "gms") for path in (ROOT / package).rglob("*.py")
     )
     assert {code for code in codes if f'"{code}"' not in sources} == set()
-    assert shim.supported_range() in VLLM
+    assert versions.supported_range() in VLLM
     for name in re.findall(r"`((?:requirements|hack)/[\w./-]+)`", VLLM):
         assert (ROOT / name).exists(), name
 

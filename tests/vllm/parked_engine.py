@@ -18,7 +18,7 @@ def main(model: str, answer_path: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
 
-    from engine.backends.vllm.api import kv_size
+    from engine.backends.vllm import kv_size
 
     arguments: dict[str, Any] = {
         "dtype": "float32",

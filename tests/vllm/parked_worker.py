@@ -8,7 +8,7 @@ from typing import Any
 from engine.backends.vllm.worker.worker_cpu import CPUWorker, StockCPUWorker  # isort: skip - comes first
 from engine.backends.free_memory import Room
 from engine.backends.vllm.worker import membership, weights
-from engine.backends.vllm.worker.kv_arena import Range
+from engine.backends.vllm.worker.kv_arena import AddressRange
 from engine.backends.vllm.worker.kv_host import HostRange
 
 
@@ -25,7 +25,7 @@ class PrivateWorker(CPUWorker):
         weights._of_this_process = ours
         StockCPUWorker.load_model(self, **kwargs)
 
-    def reserve(self, kv_bytes: int) -> Range:
+    def reserve(self, kv_bytes: int) -> AddressRange:
         return HostRange(kv_bytes, read=lambda: Room(self.free_bytes, 1 << 40, "a test"))
 
     def find_free(self, free_bytes: int) -> None:

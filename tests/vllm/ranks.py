@@ -27,13 +27,12 @@ with warnings.catch_warnings():
     from vllm.model_executor.model_loader import get_model, register_model_loader
     from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
-    from engine.backends.vllm.worker.loader import Loader
-    from engine.backends.vllm.worker.weights import Weights
+    from engine.backends.vllm.worker.weights import Loader, RankWeights
 
 from torch import nn
 
 from engine.backends.reference.random_model import write_random_model
-from engine.backends.vllm.words import LOAD_FORMAT
+from engine.backends.vllm import LOAD_FORMAT
 from engine.backends.vllm.worker import weights
 from gms.client import Reader
 
@@ -65,7 +64,7 @@ class Rank:
     def __init__(self, engine: str) -> None:
         self.engine, self.incarnation = engine, f"{engine}-1"
         self.said: list[tuple[str, dict[str, Any], int]] = []
-        self.weights = Weights(self)  # type: ignore[arg-type]  # a stand-in for a Member
+        self.weights = RankWeights(self)  # type: ignore[arg-type]  # a stand-in for a Member
 
     def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> Any:
         return SimpleNamespace(mode="rw_or_ro", token=1)

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from engine.backends.vllm import shim
+from engine.backends.vllm import versions
 from engine.backends.vllm.api import arguments
 from plumbing.errors import UsageError
 
@@ -113,5 +113,5 @@ def test_our_own_flags_are_explained():
     """Goal: `engine run --backend vllm -- --help` says all; method: the text."""
     text = arguments.help_text()
     assert arguments.UNSHAREABLE_FLAG in text
-    assert shim.OVERRIDE_FLAG in text
+    assert versions.OVERRIDE_FLAG in text
     assert arguments.BODY_FLAG in text

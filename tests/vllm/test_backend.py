@@ -11,15 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.backends.vllm.api.gate import Desk
+from engine.backends.vllm.api.gate import Traffic
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
     from engine.backends.vllm.api import backend as backend_module
-    from engine.backends.vllm.api.backend import Backend
-    from engine.backends.vllm.api.progress import Progress
+    from engine.backends.vllm.api.backend import StepCounter, VllmBackend
 
 FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
 STATUS = {**FINE, "weights_bytes": 10, "kv_bytes": 20, "epoch": "e", "identity": {"a": 1}}
@@ -69,7 +68,7 @@ class Front:
     is_open = False
 
     def __init__(self) -> None:
-        self.desk = Desk()
+        self.traffic = Traffic()
 
     async def warm_up(self):
         pass
@@ -84,7 +83,7 @@ def engine():
 
 
 def _backend(engine):
-    return Backend(engine, Front(), Progress())
+    return VllmBackend(engine, Front(), StepCounter())
 
 
 def test_a_prepared_engine_is_parked_before_it_says_so(engine):
@@ -164,9 +163,9 @@ def test_a_loop_that_does_not_turn_counts_as_work_without_progress(engine, monke
 
 def test_every_step_of_the_engine_core_is_progress(engine):
     """Goal: a long prefill is no hang; method: the stat logger, told as vLLM tells it."""
-    progress = Progress()
-    backend = Backend(engine, Front(), progress)
-    logger = progress.factory(None, 0)
+    steps = StepCounter()
+    backend = VllmBackend(engine, Front(), steps)
+    logger = steps.factory(None, 0)
     logger.record(scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0)
     assert backend.health().progress == 1
 

@@ -23,8 +23,8 @@ from torch import nn
 
 from engine.backends.vllm.worker import sharing
 from engine.backends.vllm.worker.binding import Binding, forms_of
+from engine.backends.vllm.worker.model_load import Registries, RegistrySnapshot
 from engine.backends.vllm.worker.pulse import Meter
-from engine.backends.vllm.worker.registries import Registered, Registries
 from engine.backends.vllm.worker.rehome import ABOUT, About, name_in_epoch, rehome
 from engine.backends.vllm.worker.tensors import Layout, bytes_of, tensor_at
 from gms.client import TensorRecord
@@ -306,10 +306,10 @@ def test_registries_are_put_back_as_they_were():
     experts = ["a"]
     compilation = SimpleNamespace(static_forward_context=layers, static_all_moe_layers=experts)
     registries = Registries(SimpleNamespace(compilation_config=compilation))
-    before = registries.now()
+    before = registries.snapshot()
     layers["b"] = 2
     experts.append("b")
-    registries.put(Registered(before.layers, before.expert_layers, before.rotary))
+    registries.restore(RegistrySnapshot(before.layers, before.expert_layers, before.rotary))
     assert (layers, experts) == ({"a": 1}, ["a"])
     assert compilation.static_forward_context is layers
 

@@ -50,7 +50,7 @@ async def started(app: App, http: str) -> tuple[Front, socket.socket, asyncio.Ta
     serving = asyncio.create_task(server.serve(sockets=[private]))
     await auntil(lambda: server.started, "the server to start")
     front._app = SimpleNamespace(state=SimpleNamespace(server=server))
-    config.loaded_app = Gate(app, front.desk, 1000)
+    config.loaded_app = Gate(app, front.traffic, 1000)
     lent = socket.create_server(("127.0.0.1", 0))
     await front.open(OwnedFd(lent.dup().detach()))
     return front, lent, serving
@@ -98,7 +98,7 @@ def test_drain_serves_what_it_has_accepted_and_nothing_else(http: str):
             assert await reader.read() == b""
         await draining
         assert await is_cut == b""
-        assert front.desk.rejected == 0
+        assert front.traffic.rejected == 0
         connection, _ = lent.accept()
         connection.settimeout(BUDGET_S)
         assert connection.recv(1000) == REQUEST

@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_identity_tells_files_apart(tmp_path: Path):
     """Safetensors by header and sample, other files by sample, and nothing is an error."""
-    with pytest.raises(UsageError, match="holds no") as found:
+    with pytest.raises(UsageError, match="has no") as found:
         identity.files_of(str(tmp_path))
     assert found.value.code == "model.missing"
     (tmp_path / "weights.bin").write_bytes(b"1" * MIB)

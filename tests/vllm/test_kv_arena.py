@@ -5,7 +5,6 @@ Every address is real host memory; what takes the places of vLLM's own code is w
 
 from __future__ import annotations
 
-import ctypes
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -23,16 +22,13 @@ import torch
 
 from engine.backends.free_memory import RESERVE_BYTES, Room
 from engine.backends.vllm.worker import membership, worker
-from engine.backends.vllm.worker.kv_arena import Hold, KVArena
+from engine.backends.vllm.worker.kv_arena import Backing, KVArena
 from engine.backends.vllm.worker.kv_host import HostRange
 from engine.backends.vllm.worker.worker import StockGPUWorker
 from plumbing.errors import InvariantError, UnderstudyError, UsageError, WaitTimeoutError
 
 SIZE = (4 << 20) + 64
-
-
-def tensor_at(address: int, size_bytes: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_int8 * size_bytes).from_address(address), dtype=torch.int8)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -50,7 +46,7 @@ def addresses(room: SimpleNamespace) -> Iterator[HostRange]:
 
 @pytest.fixture
 def arena(addresses: HostRange) -> KVArena:
-    return KVArena(addresses, tensor_at)
+    return KVArena(addresses, CPU)
 
 
 def allocate(arena: KVArena) -> torch.Tensor:
@@ -69,7 +65,7 @@ def test_buffer_is_over_our_addresses_and_other_tensors_are_torchs(
     start, end = addresses.address, addresses.address + SIZE
     assert (buffer.data_ptr(), buffer.numel(), buffer.dtype) == (start, SIZE, torch.int8)
     assert all(not start <= each.data_ptr() < end for each in (*others, outside))
-    assert (arena.hold, arena.kv_bytes) == (Hold.SCRATCH, SIZE)
+    assert (arena.backing, arena.kv_bytes) == (Backing.SCRATCH, SIZE)
     buffer.fill_(3)  # warming up may touch all of it
     assert arena.resident_bytes() >= SIZE
 
@@ -104,7 +100,7 @@ def test_tensor_stays_good_across_park_and_wake(arena: KVArena):
         view.fill_(1.5)
         arena.release()
         arena.release()
-        assert (arena.hold, arena.resident_bytes()) == (Hold.PARKED, 0)
+        assert (arena.backing, arena.resident_bytes()) == (Backing.PARKED, 0)
         arena.take(0)
         assert int(buffer.count_nonzero()) == int(view.count_nonzero()) == 0
         view.fill_(2.5)
@@ -129,7 +125,7 @@ def test_wake_without_room_leaves_it_parked_and_may_be_tried_again(
     room.free_bytes = RESERVE_BYTES
     with pytest.raises(WaitTimeoutError, match=r"engine\.kv_memory_busy"):
         arena.take(0)
-    assert (arena.hold, arena.resident_bytes()) == (Hold.PARKED, 0)
+    assert (arena.backing, arena.resident_bytes()) == (Backing.PARKED, 0)
     room.free_bytes = 1 << 40
     arena.take(0)
     assert int(buffer.count_nonzero()) == 0
@@ -155,7 +151,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[UnderstudyError]:
 def make_worker(kv_bytes: int | None = SIZE, ranks: int = 2) -> Any:
     """A worker that vLLM has not started."""
     made = CPUWorker.__new__(CPUWorker)
-    made.rank = 1
+    made.rank, made.device = 1, CPU
     made.cache_config = SimpleNamespace(kv_cache_memory_bytes=kv_bytes)
     made.parallel_config = SimpleNamespace(world_size=ranks)
     made.distributed_init_method = "tcp://127.0.0.1:1"
@@ -248,7 +244,7 @@ def test_waking_without_memory_is_refused_and_repeating_is_harmless(
     allocate(arena)
     for _ in range(2):
         found.sleep(2)
-        assert arena.hold is Hold.PARKED
+        assert arena.backing is Backing.PARKED
     with pytest.raises(UnderstudyError, match=r"rank 1 is parked.*\[engine\.not_awake\]"):
         found.wake_up()
     for _ in range(2):
@@ -257,9 +253,9 @@ def test_waking_without_memory_is_refused_and_repeating_is_harmless(
         found.wake_up(["kv_cache"])
     assert ours.is_awake
     found.discard(("weights",))
-    assert arena.hold is Hold.TAKEN
+    assert arena.backing is Backing.TAKEN
     found.discard(("weights", "kv_cache"))
-    assert arena.hold is Hold.PARKED
+    assert arena.backing is Backing.PARKED
 
 
 def test_methods_that_the_backend_calls_answer_whatever_happens(

@@ -16,9 +16,9 @@ with warnings.catch_warnings():
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from engine.backends.vllm import shim
+from engine.backends.vllm import versions
+from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.worker import membership
-from engine.backends.vllm.worker.kv_check import check_holds_a_sequence
 from engine.backends.vllm.worker.worker import GPUWorker
 from plumbing.errors import UsageError
 from tests.vllm.ranks import config_of
@@ -62,7 +62,7 @@ def test_answer_is_the_engine_cores_own(config: Any, given: int):
         for number, each in enumerate(layers(SlidingWindowSpec, sliding_window=64).values())
     }
     try:
-        shim.get_kv_cache_configs(config, [dict(mixed)], [given])
+        versions.get_kv_cache_configs(config, [dict(mixed)], [given])
         is_enough = True
     except ValueError:
         is_enough = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.backends.vllm.shim import OVERRIDE_FLAG, check_version, supported_range
+from engine.backends.vllm.versions import OVERRIDE_FLAG, check_version, supported_range
 from plumbing.errors import UsageError
 from plumbing.part.format import size
 from plumbing.service.fd_limit import FDS_ADVISED

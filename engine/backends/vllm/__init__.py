@@ -1,1 +1,10 @@
-"""The vLLM backend: the engine that people run. Needs vLLM; this package alone imports without."""
+"""The vLLM backend: `api/` runs in vLLM's API server, `worker/` in its engine core and workers.
+
+The names below are known to both. Importing this needs neither vLLM nor torch.
+"""
+
+PLUGIN = "understudy"  # the name of the entry point (pyproject.toml)
+LOAD_FORMAT = "understudy"
+
+# What to do with weights that cannot be shared (`--unshareable`).
+REFUSE, PRIVATE = "refuse", "private"

@@ -1,12 +1,11 @@
-"""What this backend relies on in vLLM, read from vLLM's sources: nothing of it is imported.
+"""Checks what this backend relies on in vLLM by reading vLLM's sources; imports none of them.
 
     python -m engine.backends.vllm.contracts [a wheel, or a directory that holds vllm/]
 
-Owns two kinds of contract. Every name that a file of this package imports from vLLM is there: that
-list is read from our own sources, so it cannot be forgotten. And what we call, override or count on
-without calling has the form that it had when it was read: that list is below, each with the file of
-ours that would break. Needs neither vLLM nor torch, so a wheel of a version that nobody has
-installed yet can be asked.
+There are two kinds of contract. Every name that a file of this package imports from vLLM must
+exist: that list is read from our own sources, so it cannot be forgotten. And what we call, override
+or rely on without calling must have the form it had when it was read: `contract_list.py`. Needs
+neither vLLM nor torch, so it can check the wheel of a version that is not installed.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ import importlib.util
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.backends.vllm.contract_forms import Contract, Node
+from engine.backends.vllm.contract_list import CONTRACTS, PLACES
 from plumbing.errors import UsageError
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = "vllm"
-
-Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-Check = Callable[[Node], bool]
 
 
 class Sources:
@@ -64,8 +62,12 @@ class Sources:
             node = next((each for each in inside if getattr(each, "name", None) == part), None)
         return node if isinstance(node, Node) else None
 
+    def keep(self, contract: Contract) -> bool:
+        node = self.find(contract.file, contract.qualname)
+        return node is not None and contract.check(node)
+
     def has_name(self, module: str, name: str) -> bool:
-        """Whether `from module import name` finds something: a submodule, or a name of it."""
+        """Whether `from module import name` works: `name` is a submodule or a name in `module`."""
         base = module.removeprefix(PACKAGE).lstrip(".").replace(".", "/")
         for file in (f"{base}/{name}.py", f"{base}/{name}/__init__.py"):
             if self.module(file.lstrip("/")) is not None:
@@ -96,93 +98,9 @@ def installed() -> Sources:
     return Sources(os.path.dirname(os.path.dirname(found.origin)))
 
 
-# ---------------------------------------------------------------- the forms that a contract checks
-
-
-def exists(node: Node) -> bool:
-    return True
-
-
-def takes(*names: str) -> Check:
-    """A function with these parameters, whatever others it has."""
-
-    def check(node: Node) -> bool:
-        if isinstance(node, ast.ClassDef):
-            return False
-        found = node.args
-        all_of = [each.arg for each in (*found.posonlyargs, *found.args, *found.kwonlyargs)]
-        return set(names) <= set(all_of)
-
-    return check
-
-
-def takes_only(*names: str) -> Check:
-    """A method of which ours, with exactly these parameters, is an override."""
-
-    def check(node: Node) -> bool:
-        if isinstance(node, ast.ClassDef) or node.args.vararg or node.args.kwonlyargs:
-            return False
-        return [each.arg for each in node.args.args] == ["self", *names]
-
-    return check
-
-
-def says(*texts: str) -> Check:
-    """Source text, in the form in which `ast.unparse` writes it: for what has no signature."""
-
-    def check(node: Node) -> bool:
-        text = ast.unparse(node)
-        return all(each in text for each in texts)
-
-    return check
-
-
-def abstract_only(*names: str) -> Check:
-    """A class whose abstract methods are these: a subclass that has them can be made."""
-
-    def check(node: Node) -> bool:
-        inside = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-        marked = {
-            each.name
-            for each in inside
-            if any("abstractmethod" in ast.unparse(mark) for mark in each.decorator_list)
-        }
-        return marked == set(names)
-
-    return check
-
-
-def one_zeros_of_int8(node: Node) -> bool:
-    """One `torch.zeros(size, dtype=torch.int8, device=…)`, and no other."""
-    calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
-    zeros = [each for each in calls if ast.unparse(each.func) == "torch.zeros"]
-    if len(zeros) != 1 or len(zeros[0].args) != 1:
-        return False
-    named = {each.arg: ast.unparse(each.value) for each in zeros[0].keywords}
-    return named.get("dtype") == "torch.int8" and "device" in named
-
-
-# ---------------------------------------------------------------- asking
-
-
 @dataclass(frozen=True, slots=True)
-class Contract:
-    """`name` is what breaks, in words; `qualname` in `file` of vLLM has the form `check`."""
-
-    name: str
-    user: str  # the file here that counts on it
-    file: str
-    qualname: str
-    check: Check
-
-    def holds(self, sources: Sources) -> bool:
-        node = sources.find(self.file, self.qualname)
-        return node is not None and self.check(node)
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A contract that does not hold, in words for people."""
+class BrokenContract:
+    """A contract that does not hold; its text is a line of the report."""
 
     name: str
     user: str
@@ -192,22 +110,21 @@ class Broken:
         return f"{self.name} [{self.where}; {self.user} needs it]"
 
 
-def broken(sources: Sources) -> list[Broken]:
-    """Every contract that `sources` do not keep."""
-    from engine.backends.vllm.contract_list import CONTRACTS, PLACES
-
+def broken(sources: Sources) -> list[BrokenContract]:
+    """Every contract that `sources` break."""
     found = [
-        Broken(f"{module}.{name} can be imported", user, module)
+        BrokenContract(f"{module}.{name} can be imported", user, module)
         for user, module, name in sorted(imported())
         if not sources.has_name(module, name)
     ]
     for name, user, places in PLACES:
         if not any(sources.has_name(module, each) for module, each in places):
-            found.append(Broken(name, user, " or ".join(module for module, _ in places)))
-    for contract in CONTRACTS:
-        if not contract.holds(sources):
-            where = f"{contract.file}: {contract.qualname}"
-            found.append(Broken(contract.name, contract.user, where))
+            found.append(BrokenContract(name, user, " or ".join(module for module, _ in places)))
+    found += [
+        BrokenContract(contract.name, contract.user, f"{contract.file}: {contract.qualname}")
+        for contract in CONTRACTS
+        if not sources.keep(contract)
+    ]
     return found
 
 

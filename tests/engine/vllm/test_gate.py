@@ -14,8 +14,8 @@ BODY_MAX = 100
 
 
 @pytest.fixture
-def desk():
-    return gate.Desk()
+def traffic():
+    return gate.Traffic()
 
 
 class App:
@@ -39,20 +39,20 @@ async def _receive():
     return {"type": "http.request", "body": b""}
 
 
-async def _call(desk, app, scope=HTTP, receive=_receive):
+async def _call(traffic, app, scope=HTTP, receive=_receive):
     sent = []
 
     async def send(message):
         sent.append(message)
 
-    await gate.Gate(app, desk, BODY_MAX)(dict(scope), receive, send)
+    await gate.Gate(app, traffic, BODY_MAX)(dict(scope), receive, send)
     return sent
 
 
-def test_a_response_carries_engine_and_token(desk):
+def test_a_response_carries_engine_and_token(traffic):
     """Goal: clients see who answered; method: the headers of the first message."""
-    desk.engine, desk.token = "engine-1", 7
-    start = asyncio.run(_call(desk, App()))[0]
+    traffic.engine, traffic.token = "engine-1", 7
+    start = asyncio.run(_call(traffic, App()))[0]
     assert start["headers"] == [
         (b"a", b"b"),
         (b"x-understudy-engine", b"engine-1"),
@@ -60,23 +60,23 @@ def test_a_response_carries_engine_and_token(desk):
     ]
 
 
-def test_before_the_first_grant_there_is_nothing_to_say(desk):
+def test_before_the_first_grant_there_is_nothing_to_say(traffic):
     """Goal: the trial on the private socket claims no token; method: the headers."""
-    assert asyncio.run(_call(desk, App()))[0]["headers"] == [(b"a", b"b")]
+    assert asyncio.run(_call(traffic, App()))[0]["headers"] == [(b"a", b"b")]
 
 
-def test_a_drain_serves_what_comes_and_closes_what_it_has_answered(desk):
+def test_a_drain_serves_what_comes_and_closes_what_it_has_answered(traffic):
     """Goal: nobody on an open connection is refused, and each asks elsewhere next. Method: one
     request held in the application while a second one comes."""
 
     async def scenario():
         app = App()
         app.go_on.clear()
-        running = asyncio.create_task(_call(desk, app))
+        running = asyncio.create_task(_call(traffic, app))
         await app.is_called.wait()
-        desk.is_draining = True
-        late = asyncio.create_task(_call(desk, app))
-        assert not desk.idle.is_set()
+        traffic.is_draining = True
+        late = asyncio.create_task(_call(traffic, app))
+        assert not traffic.idle.is_set()
         app.go_on.set()
         return await running, await late
 
@@ -85,68 +85,68 @@ def test_a_drain_serves_what_comes_and_closes_what_it_has_answered(desk):
     assert close not in running[0]["headers"]  # they were sent before
     assert close in late[0]["headers"]
     assert (late[0]["status"], late[-1]["body"]) == (200, b"x")
-    assert desk.idle.is_set()
-    assert (desk.rejected, desk.under_way) == (0, 0)
+    assert traffic.idle.is_set()
+    assert (traffic.rejected, traffic.in_flight) == (0, 0)
 
 
-def test_a_request_that_fails_is_no_longer_under_way(desk):
+def test_a_request_that_fails_is_no_longer_in_flight(traffic):
     """Goal: no count leaks, or a drain would wait for ever; method: an application that raises."""
 
     async def broken(scope, receive, send):
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        asyncio.run(_call(desk, broken))
-    assert desk.under_way == 0
-    assert desk.idle.is_set()
+        asyncio.run(_call(traffic, broken))
+    assert traffic.in_flight == 0
+    assert traffic.idle.is_set()
 
 
-def test_what_is_no_request_passes(desk):
+def test_what_is_no_request_passes(traffic):
     """Goal: lifespan events reach vLLM, also while draining; method: one of them."""
-    desk.is_draining = True
+    traffic.is_draining = True
     app = App()
-    asyncio.run(_call(desk, app, {"type": "lifespan"}))
+    asyncio.run(_call(traffic, app, {"type": "lifespan"}))
     assert app.calls == 1
 
 
-def test_a_websocket_is_counted_and_marked_and_refused_in_a_drain(desk):
+def test_a_websocket_is_counted_and_marked_and_refused_in_a_drain(traffic):
     """Goal: a drain waits for these too, and they name their engine; method: one accepted, one that
     comes later."""
-    desk.engine = "engine-0"
+    traffic.engine = "engine-0"
     seen = []
 
     async def app(scope, receive, send):
-        seen.append(desk.under_way)
+        seen.append(traffic.in_flight)
         await send({"type": "websocket.accept"})
 
     scope = {"type": "websocket", "headers": []}
-    accepted = asyncio.run(_call(desk, app, scope))
-    desk.is_draining = True
-    refused = asyncio.run(_call(desk, app, scope))
+    accepted = asyncio.run(_call(traffic, app, scope))
+    traffic.is_draining = True
+    refused = asyncio.run(_call(traffic, app, scope))
     assert seen == [1]
     assert (b"x-understudy-engine", b"engine-0") in accepted[0]["headers"]
     assert refused == [{"type": "websocket.close", "code": gate.TRY_AGAIN_LATER}]
 
 
-def test_a_request_that_says_it_is_too_large_is_not_read(desk):
+def test_a_request_that_says_it_is_too_large_is_not_read(traffic):
     """Goal: one client cannot stop the engine by what it sends; method: its Content-Length."""
-    desk.engine = "engine-0"
+    traffic.engine = "engine-0"
     app, left = App(), [b"x"] * 3
 
     async def receive():
         return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
 
     scope = {**HTTP, "headers": [(b"content-length", str(BODY_MAX + 1).encode())]}
-    sent = asyncio.run(_call(desk, app, scope, receive))
+    sent = asyncio.run(_call(traffic, app, scope, receive))
     assert app.calls == 0
     assert not left  # or the client would see its connection end, and not the answer
     assert sent[0]["status"] == 413
     assert (b"x-understudy-engine", b"engine-0") in sent[0]["headers"]
-    assert desk.rejected == 1
+    assert traffic.rejected == 1
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_a_request_that_does_not_say_is_read_to_the_limit(desk, parts):
+def test_a_request_that_does_not_say_is_read_to_the_limit(traffic, parts):
     """Goal: the same for a body in pieces; method: an application that reads them all."""
     left = [b"x" * (BODY_MAX // 2)] * parts
 
@@ -160,9 +160,9 @@ def test_a_request_that_does_not_say_is_read_to_the_limit(desk, parts):
             raise ConnectionError("the client has left")  # as frameworks do
         await send({"type": "http.response.start", "status": 200})
 
-    sent = asyncio.run(_call(desk, app, receive=receive))
+    sent = asyncio.run(_call(traffic, app, receive=receive))
     assert sent[0]["status"] == (200 if parts == 2 else 413)
-    assert desk.under_way == 0
+    assert traffic.in_flight == 0
 
 
 def test_the_limit_follows_from_the_model():
@@ -172,24 +172,24 @@ def test_the_limit_follows_from_the_model():
     assert gate.body_bytes_max(2048, is_multimodal=True) == 64 << 20
 
 
-def test_a_dead_engine_answers_nothing_and_takes_nothing(desk):
+def test_a_dead_engine_answers_nothing_and_takes_nothing(traffic):
     """Goal: clients of an engine that dies see a cut and ask again, and none gets a 500 that it
     takes for final; method: one request under way, whose application fails, and a new one."""
 
     async def failing(scope, receive, send):
-        desk.is_dead = lambda: True
+        traffic.is_dead = lambda: True
         await send({"type": "http.response.start", "status": 500})
 
     async def scenario():
         sent, app, closed = [], App(), asyncio.Queue()
-        desk.on_dead = lambda: closed.put_nowait(True)
+        traffic.on_dead = lambda: closed.put_nowait(True)
 
         async def send(message):
             sent.append(message)
 
-        dying = asyncio.create_task(gate.Gate(failing, desk, BODY_MAX)(HTTP, _receive, send))
+        dying = asyncio.create_task(gate.Gate(failing, traffic, BODY_MAX)(HTTP, _receive, send))
         await closed.get()
-        late = asyncio.create_task(gate.Gate(app, desk, BODY_MAX)(HTTP, _receive, send))
+        late = asyncio.create_task(gate.Gate(app, traffic, BODY_MAX)(HTTP, _receive, send))
         await closed.get()
         dying.cancel()
         late.cancel()

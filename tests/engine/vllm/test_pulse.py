@@ -59,7 +59,7 @@ def test_what_is_told_only_grows():
     meter, pulse = pulse_of(writer)
     meter.expect(150)
     assert list(meter.counted(iter([("a", Tensor()), ("b", Tensor())])))
-    meter.say()
+    meter.report()
     for beat in range(3):
         pulse._signs = lambda beat=beat: (1e9 + beat, 0)  # type: ignore[misc]  # the same
         assert pulse.beat()

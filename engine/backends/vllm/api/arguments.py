@@ -1,7 +1,7 @@
 """The command line after `--backend vllm --`: vLLM's own, less what the runtime must own.
 
-Owns what is refused and why, what is set instead, and the flags of our own. What is not named
-here goes to vLLM as it came.
+Owns which flags are refused and why, which are set instead, and our own flags. Everything else is
+passed to vLLM unchanged.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from engine.backends.vllm import shim
-from engine.backends.vllm.words import LOAD_FORMAT, PLUGIN, PRIVATE, REFUSE
+from engine.backends.vllm import LOAD_FORMAT, PLUGIN, PRIVATE, REFUSE, versions
 from engine.messages import RANKS_MAX
 from plumbing.errors import UsageError
 from plumbing.service.config import size_bytes
 
 PROG = "engine run --backend vllm --"
 
-_SOCKET = "requests come through the lock server's socket: `lockserver serve --service active=…`"
+_SOCKET = "requests arrive through the lock server's socket: `lockserver serve --service active=…`"
 _ONE = "one engine is one process of each kind, and the pod's other engines are its replicas"
 _READ_ONLY = "weights are shared and read-only, so nothing may change them while they serve"
-_KV = "the KV cache has the size of --kv-cache-memory-bytes, on every engine of the pod"
+_CONNECTOR = "a connector's memory does not belong to the pod yet, and would delay the fence"
+_KV = "--kv-cache-memory-bytes sets the size of the KV cache, on every engine of the pod"
 
-# vLLM's flags that the runtime owns: where one differs from its default it is refused with this.
+# vLLM's flags that the runtime owns: one that differs from its default is refused for this reason.
 OWNED: Mapping[str, str] = {
     "host": _SOCKET,
     "port": _SOCKET,
     "uds": _SOCKET,
     "headless": _ONE,
-    "grpc": "the takeover is of an HTTP server",
+    "grpc": "a takeover needs an HTTP server",
     "api_server_count": _ONE,
     "data_parallel_size": _ONE,
     "data_parallel_size_local": _ONE,
@@ -40,43 +40,43 @@ OWNED: Mapping[str, str] = {
     "data_parallel_external_lb": _ONE,
     "data_parallel_hybrid_lb": _ONE,
     "data_parallel_multi_port_external_lb": _ONE,
-    "pipeline_parallel_size": "a stage per device is not supported yet; use --tensor-parallel-size",
+    "pipeline_parallel_size": "pipeline stages are not supported yet; use --tensor-parallel-size",
     "prefill_context_parallel_size": "it is not supported yet",
     "nnodes": "an engine is in one pod; more nodes are not supported",
     "node_rank": "an engine is in one pod; more nodes are not supported",
-    "enable_sleep_mode": "the runtime parks the engine itself, and needs none of this mode's pools",
+    "enable_sleep_mode": "the runtime parks the engine itself, without memory pools",
     "worker_cls": "the worker is ours: it takes weights and KV memory from the pod",
     "distributed_executor_backend": "every rank needs a process of its own, so it is `mp`",
     "gpu_memory_utilization": _KV,
     "num_gpu_blocks_override": _KV,
-    "disable_log_stats": "a hang is told by the engine's steps, which vLLM counts with its stats",
+    "disable_log_stats": "hangs are detected from the engine's steps, which vLLM's stats count",
     "enable_eplb": _READ_ONLY,
     "enable_elastic_ep": _READ_ONLY,
     "weight_transfer_config": _READ_ONLY,
-    "kv_transfer_config": "a connector's memory is not the pod's yet, and would delay the fence",
-    "ec_transfer_config": "a connector's memory is not the pod's yet, and would delay the fence",
+    "kv_transfer_config": _CONNECTOR,
+    "ec_transfer_config": _CONNECTOR,
 }
-# Variables of vLLM's that the runtime owns.
+# vLLM's environment variables that the runtime owns.
 OWNED_VARIABLES: Mapping[str, str] = {
-    "VLLM_CPU_KVCACHE_SPACE": "it overrides the size of the KV cache: give"
+    "VLLM_CPU_KVCACHE_SPACE": "it overrides the size of the KV cache: pass"
     " --kv-cache-memory-bytes to every engine of the pod",
-    "VLLM_SERVER_DEV_MODE": "its endpoints park and change an engine behind the runtime's back",
+    "VLLM_SERVER_DEV_MODE": "its endpoints park and change an engine without the runtime knowing",
 }
 PLUGINS_ENV = "VLLM_PLUGINS"  # an allow-list of entry points, ours among them
 
 UNSHAREABLE_FLAG = "--unshareable"
 BODY_FLAG = "--body-bytes-max"
 OURS: Mapping[str, str] = {
-    UNSHAREABLE_FLAG: "what to do with a quantisation whose weights cannot be shared: "
-    f"`{REFUSE}` to start (the default), or load them `{PRIVATE}`ly, a copy for every engine",
-    BODY_FLAG: "the largest request that is read, such as 64MiB; larger ones are refused with 413,"
-    " since reading them stops all others (the default follows from the model's length)",
-    shim.OVERRIDE_FLAG: f"run with a vLLM outside {shim.supported_range()}, which nobody has tried",
+    UNSHAREABLE_FLAG: "what to do if the model's quantisation cannot be shared: "
+    f"`{REFUSE}` to start (the default), or load a `{PRIVATE}` copy into every engine",
+    BODY_FLAG: "the largest request body, such as 64MiB; larger ones are refused with 413, because"
+    " parsing one blocks all others (the default depends on the model's length)",
+    versions.OVERRIDE_FLAG: f"run a vLLM outside {versions.supported_range()}, which is untested",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class ServeArguments:
     """`vllm` is vLLM's own namespace, complete; the rest are our own flags."""
 
     vllm: argparse.Namespace
@@ -84,8 +84,8 @@ class Arguments:
 
 
 def help_text(argv: Sequence[str] = ()) -> str:
-    """vLLM's own summary, and our flags in full; SystemExit where `argv` asks for a part of
-    vLLM's (`--help=ModelConfig`), which vLLM prints by itself."""
+    """vLLM's own summary, and our flags in full. SystemExit if `argv` asks for a section of vLLM's
+    help (`--help=ModelConfig`), which vLLM prints itself."""
     parser = _parser()
     if any(each.startswith("--help=") for each in argv):
         parser.parse_args(list(argv))
@@ -93,22 +93,22 @@ def help_text(argv: Sequence[str] = ()) -> str:
     return f"{parser.format_help()}\nflags of understudy:\n{flags}\n"
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Arguments:
-    """Read the command line, refuse what is owned, set what is owned.
+def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> ServeArguments:
+    """Read the command line, refuse the flags that the runtime owns, and set them.
 
     Raises:
         UsageError: `vllm.arguments`, `vllm.owned_flag`, `vllm.unsupported_version`,
             `vllm.unsupported_platform`.
     """
-    shim.check_version(allow_any=shim.OVERRIDE_FLAG in argv)  # before its parser is asked
+    versions.check_version(allow_any=versions.OVERRIDE_FLAG in argv)  # before its parser is asked
     parser = _parser()
     try:
         args = parser.parse_args(list(argv))
-    except SystemExit as error:  # `--version` and its like print something, and are done
+    except SystemExit as error:  # `--version` and the like print something and exit
         raise UsageError(
             "vllm.arguments",
-            "these arguments print something and start nothing; leave them out, or give them"
-            " to `vllm serve`",
+            "these arguments only print something and start no engine; leave them out, or pass"
+            " them to `vllm serve`",
         ) from error
     if args.model_tag is not None:
         args.model = args.model_tag
@@ -117,11 +117,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argum
     del args.unshareable, args.allow_any_vllm, args.body_bytes_max
     args.api_server_count = None
     try:
-        shim.validate_parsed_serve_args(args)
+        versions.validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {error}") from error
     _own(args, unshareable)
-    return Arguments(args, body_max)
+    return ServeArguments(args, body_max)
 
 
 def _refuse(
@@ -131,7 +131,7 @@ def _refuse(
         if getattr(args, name, None) != parser.get_default(name):
             flag = "--" + name.replace("_", "-")
             raise UsageError(
-                "vllm.owned_flag", f"{flag} cannot be given here: {why}; leave it out", flag=flag
+                "vllm.owned_flag", f"{flag} is not allowed here: {why}; leave it out", flag=flag
             )
     for variable, why in OWNED_VARIABLES.items():
         if environ.get(variable, "0") not in ("", "0"):
@@ -142,34 +142,34 @@ def _refuse(
     if allowed is not None and PLUGIN not in allowed.split(","):
         raise UsageError(
             "vllm.owned_flag",
-            f"{PLUGINS_ENV}={allowed} keeps vLLM from loading the plugin by which its processes"
+            f"{PLUGINS_ENV}={allowed} keeps vLLM from loading the plugin with which its processes"
             f" join the pod; add {PLUGIN} to it, or unset it",
             flag=PLUGINS_ENV,
         )
     if args.tensor_parallel_size > RANKS_MAX:
         raise UsageError(
             "vllm.owned_flag",
-            f"--tensor-parallel-size {args.tensor_parallel_size} is more than the {RANKS_MAX}"
-            " ranks that one pod's engine can have",
+            f"--tensor-parallel-size {args.tensor_parallel_size} exceeds the limit of {RANKS_MAX}"
+            " ranks per engine",
         )
 
 
 def _own(args: argparse.Namespace, unshareable: str) -> None:
-    """What the runtime sets, whatever was asked."""
+    """Set what the runtime owns."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         worker = "worker_cpu.CPUWorker"
     elif current_platform.is_cuda():
         worker = "worker.GPUWorker"
-        # Sizes nothing, since the KV cache's size is given; but vLLM refuses to start where less
-        # than this part of the device is free, and beside an engine that serves little is.
+        # It sizes nothing, since the KV cache's size is given. But vLLM refuses to start unless
+        # this part of the device is free, and beside a serving engine little is.
         args.gpu_memory_utilization = 0.01
     else:
         raise UsageError(
             "vllm.unsupported_platform",
-            f"this vLLM is built for {current_platform.device_name}, and weights can be shared on"
-            " CUDA devices and, to try it, on the CPU",
+            f"this vLLM is built for {current_platform.device_name}, but weights can be shared only"
+            " on CUDA devices and, for tests, on the CPU",
         )
     args.model_loader_extra_config = {
         "load_format": args.load_format,
@@ -188,11 +188,13 @@ def _parser() -> Any:
         def error(self, message: str) -> NoReturn:
             raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {message}")
 
-    parser = shim.make_arg_parser(Parser(prog=PROG))
-    ours = parser.add_argument_group("understudy", "What the runtime adds to vLLM's own flags.")
+    parser = versions.make_arg_parser(Parser(prog=PROG))
+    ours = parser.add_argument_group("understudy", "Flags that the runtime adds to vLLM's own.")
     ours.add_argument(
         UNSHAREABLE_FLAG, choices=(REFUSE, PRIVATE), default=REFUSE, help=OURS[UNSHAREABLE_FLAG]
     )
     ours.add_argument(BODY_FLAG, type=size_bytes, help=OURS[BODY_FLAG])
-    ours.add_argument(shim.OVERRIDE_FLAG, action="store_true", help=OURS[shim.OVERRIDE_FLAG])
+    ours.add_argument(
+        versions.OVERRIDE_FLAG, action="store_true", help=OURS[versions.OVERRIDE_FLAG]
+    )
     return parser

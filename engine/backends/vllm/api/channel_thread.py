@@ -1,7 +1,7 @@
 """The channel to the supervisor on a thread of its own.
 
-vLLM's initialisation blocks the loop of the main thread for minutes, and meanwhile the supervisor's
-end must be seen and a failure be said. Owns the thread, and the way between its loop and vLLM's.
+vLLM's initialisation blocks the main thread's loop for minutes; meanwhile the supervisor's exit
+must be noticed and failures reported. Owns the thread, and the bridge between its loop and vLLM's.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class ChannelThread:
         self._is_made.wait()
 
     def prepared(self, backend: Backend, prepared: Prepared) -> None:
-        """From now on `backend` may be asked; called on the loop on which it lives."""
+        """Report `prepared` and accept requests for `backend`; call this on the backend's loop."""
         bridge = _Bridge(backend, asyncio.get_running_loop())
         self._loop.call_soon_threadsafe(self._channel.prepared, bridge, prepared)
 
     def end(self, report: FaultReport) -> NoReturn:
-        """Say why, and end this process."""
+        """Send `report`, and end this process."""
         self._loop.call_soon_threadsafe(self._channel.end, report)
         self._thread.join()
         raise AssertionError("the process ends on that thread")
@@ -50,26 +50,26 @@ class ChannelThread:
 
 
 class _Bridge:
-    """A backend that lives on another loop. Only `health` is asked where it is called."""
+    """A backend that runs on another loop; only `health` runs on the caller's thread."""
 
     def __init__(self, backend: Backend, loop: asyncio.AbstractEventLoop) -> None:
         self._backend = backend
         self._loop = loop
 
     async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
-        return await self._there(self._backend.wake(engine, token, listening))
+        return await self._on_its_loop(self._backend.wake(engine, token, listening))
 
     async def run_canary(self) -> Canary:
-        return await self._there(self._backend.run_canary())
+        return await self._on_its_loop(self._backend.run_canary())
 
     async def serve(self) -> None:
-        await self._there(self._backend.serve())
+        await self._on_its_loop(self._backend.serve())
 
     def health(self) -> Healthy:
         return self._backend.health()
 
     async def drain(self, budget_s: float) -> None:
-        await self._there(self._backend.drain(budget_s))
+        await self._on_its_loop(self._backend.drain(budget_s))
 
-    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _on_its_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))

@@ -3,8 +3,8 @@
 Owns both sockets. Building the server takes half a second, so it is built and tried while the
 engine prepares; at the grant only a listening socket is added to it.
 
-The surprising thing: the private socket has a name for as long as the trial takes. After that
-nobody can connect to it, and nothing is left of it when this process is killed.
+Surprising: the private socket has a path only until the trial is over. After that nothing can
+connect to it, and a killed process leaves no file behind.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.backends.drain import until_done
-from engine.backends.vllm.api.gate import Desk, Gate, body_bytes_max
+from engine.backends.vllm.api.gate import Gate, Traffic, body_bytes_max
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 4096  # the lock server's own: listening again with less would cut it for everybody
+BACKLOG = 4096  # the lock server's own: listening again with less would cut the shared queue
 START_WAIT_S = 60.0
 START_POLL_S = 0.005
-TRIAL_PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)  # every vocabulary has them
+TRIAL_PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)  # in every vocabulary
 TRIAL_TOKENS = 2  # a prefill and a decode
 TRIAL_WAIT_S = 600.0  # the first inference may compile kernels
 
 
 def bind(args: argparse.Namespace, path: str) -> socket.socket:
-    """The private socket, at `path`; vLLM also checks what only its server takes, such as parsers
-    of tool calls, and fetches what `args` names of them.
+    """The private socket, at `path`; vLLM also checks the arguments that only its server uses, such
+    as tool call parsers, and loads those.
 
     Raises:
         UsageError: `vllm.arguments`.
@@ -61,7 +61,7 @@ class Front:
     """The server of one engine; made by `start`."""
 
     def __init__(self, args: argparse.Namespace, model_config: Any) -> None:
-        self.desk = Desk()
+        self.traffic = Traffic()
         self._args = args
         self._model_config = model_config
         self._app: Any = None
@@ -76,8 +76,8 @@ class Front:
         sock: socket.socket,
         body_max: int | None = None,
     ) -> Front:
-        """Build vLLM's application and serve it on the private `sock`. `body_max` in bytes: the
-        largest request that is read, if not what follows from the model.
+        """Build vLLM's application and serve it on the private `sock`. `body_max` limits a request
+        body, in bytes; by default it depends on the model.
 
         Raises:
             UsageError: `vllm.not_generative`.
@@ -87,22 +87,22 @@ class Front:
         if "generate" not in tasks:
             raise UsageError(
                 "vllm.not_generative",
-                f"{args.model} does not generate text (it can {', '.join(sorted(tasks))}), and the"
-                " canary that gates a takeover is a generation; serve it with `vllm serve`",
+                f"{args.model} does not generate text (its tasks: {', '.join(sorted(tasks))}), and"
+                " a takeover is checked by generating a token; serve it with `vllm serve`",
             )
         front, model = cls(args, engine.model_config), engine.model_config
         level = logging.getLogger().level
         front._app = build_app(args, tasks, model)
-        logging.getLogger().setLevel(level)  # a library that it loads silences all but errors
+        logging.getLogger().setLevel(level)  # one of its libraries silences all but errors
         await init_app_state(engine, front._app.state, args, tasks)
         await front._listen_privately(sock)
         config = front._app.state.server.config
         if body_max is None:
             body_max = body_bytes_max(model.max_model_len, is_multimodal=model.is_multimodal_model)
-        front.desk.is_dead = lambda: engine.errored
-        front.desk.on_dead = front.close
-        # uvicorn gives it to each connection that comes from now on.
-        config.loaded_app = Gate(config.loaded_app, front.desk, body_max)
+        front.traffic.is_dead = lambda: engine.errored
+        front.traffic.on_dead = front.close
+        # uvicorn uses it for every connection from now on.
+        config.loaded_app = Gate(config.loaded_app, front.traffic, body_max)
         return front
 
     async def _listen_privately(self, sock: socket.socket) -> None:
@@ -111,12 +111,12 @@ class Front:
         while not getattr(getattr(self._app.state, "server", None), "started", False):
             if self._task.done() or asyncio.get_running_loop().time() > end:
                 raise UnderstudyError(
-                    "vllm.front_failed", "vLLM's HTTP server did not start; its log says why"
+                    "vllm.front_failed", "vLLM's HTTP server did not start; its log has the reason"
                 )
             await asyncio.sleep(START_POLL_S)
 
     async def _serve(self, sock: socket.socket) -> None:
-        """As `vllm serve` does, with the same settings."""
+        """Serve as `vllm serve` does, with the same settings."""
         args, more = self._args, {}
         log_config = get_uvicorn_log_config(args)
         if log_config is not None:
@@ -141,8 +141,8 @@ class Front:
         )
 
     async def warm_up(self) -> None:
-        """One request through the whole of it, so that the first one after a grant is not the
-        first; then nobody reaches the private socket any more.
+        """Send one request through the whole stack, so that a client's is never the first; then
+        unlink the private socket.
 
         Raises:
             UnderstudyError: `vllm.trial_failed`.
@@ -157,8 +157,8 @@ class Front:
         }
         try:
             status, text = await self._ask_privately("/v1/completions", body)
-        except aiohttp.ClientError as error:  # such as a server that wants a client's certificate
-            logger.warning("the trial request was not answered: %s", error)
+        except aiohttp.ClientError as error:  # for example, a client certificate is required
+            logger.warning("the trial request got no answer: %s", error)
             return
         finally:
             os.unlink(self._args.uds)
@@ -166,7 +166,7 @@ class Front:
             raise UnderstudyError(
                 "vllm.trial_failed", f"the first request failed with {status}: {text[:500]}"
             )
-        if status >= 400:  # a model of another kind; the canary does without this
+        if status >= 400:  # another kind of model; the canary does not need this
             logger.warning("the trial request was refused with %d: %s", status, text[:500])
 
     async def _ask_privately(self, path: str, body: Any) -> tuple[int, str]:
@@ -177,7 +177,7 @@ class Front:
         connector = aiohttp.UnixConnector(self._args.uds)
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-            # The certificate is for the name that clients know, and this is a socket of our own.
+            # The certificate names the public host, and this is our own socket.
             session.post(f"{scheme}://trial{path}", json=body, headers=headers, ssl=False) as reply,
         ):
             return reply.status, await reply.text()
@@ -190,11 +190,11 @@ class Front:
 
     @property
     def has_ended(self) -> bool:
-        """Whether vLLM has stopped the server by itself, as it does when its engine dies."""
+        """Whether vLLM itself has stopped the server, as it does when its engine dies."""
         return self._task is not None and self._task.done()
 
     async def open(self, listening: OwnedFd) -> None:
-        """Accept from `listening`, and take it; the server is the one that runs already."""
+        """Let the running server accept from `listening`; takes it."""
         server = self._app.state.server
         config = server.config
         loop = asyncio.get_running_loop()
@@ -210,18 +210,18 @@ class Front:
         self._lent = await loop.create_server(protocol, sock=sock, ssl=config.ssl, backlog=BACKLOG)
 
     def close(self) -> None:
-        """Accept no more from the lent socket; what waits there is for the next engine."""
+        """Stop accepting; connections queued on the lent socket are for the next engine."""
         if self._lent is not None:
             self._lent.close()
 
     async def drain(self, budget_s: float) -> None:
-        """Accept no more, serve what comes on open connections, and send what is written."""
-        self.desk.is_draining = True
+        """Stop accepting, finish requests on open connections, and flush their responses."""
+        self.traffic.is_draining = True
         self.close()
         connections = self._app.state.server.server_state.connections
         await until_done(
             lambda: [connection.transport for connection in connections],
-            self.desk.idle.is_set,
+            self.traffic.idle.is_set,
             budget_s,
         )
         for connection in list(connections):

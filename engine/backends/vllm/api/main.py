@@ -2,12 +2,12 @@
 
     python -m engine.backends.vllm.api.main MODEL [vLLM's own flags]
 
-Started by `engine run --backend vllm -- …`. Owns the start: witness first, then the channel on a
-thread of its own, then vLLM, whose processes join by the plugin. It ends only by its own end, which
-the supervisor decides.
+Started by `engine run --backend vllm -- …`. Owns the start: witness first, then the channel on its
+own thread, then vLLM, whose processes join through the plugin. It runs until the supervisor kills
+it or it reports a failure.
 
-The surprising thing: this module is imported again, under another name, by every process that
-multiprocessing spawns from here. So its top imports nothing slow and does nothing.
+Surprising: every process that multiprocessing spawns from here imports this module again, under
+another name. So its top level imports nothing slow and does nothing.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 NAME = "api"
 
-# For every process of vLLM's. Spawned, because a forked engine core would keep our sockets; what
-# waits for weights may wait for another engine's load, which vLLM would give up after ten minutes;
-# and tensors of up to 32 MiB stay in glibc's heap after they are freed unless they are mapped: the
-# writer of weights would need twice the memory (mallopt(3), M_MMAP_THRESHOLD).
+# For all of vLLM's processes. Spawned, because a forked engine core would keep our sockets open. A
+# reader may wait for another engine's load, and vLLM's default timeout is ten minutes. And tensors
+# of up to 32 MiB stay in glibc's heap after they are freed unless they are mapped, so the writer of
+# weights would need twice the memory (mallopt(3), M_MMAP_THRESHOLD).
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_ENGINE_READY_TIMEOUT_S": str(2 * 3600),
@@ -85,27 +85,26 @@ def _serve(channel: ChannelThread) -> NoReturn:
     _fit_cpu(parsed.vllm.tensor_parallel_size)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(parsed.vllm, parsed.body_bytes_max, channel))
-    raise AssertionError("it serves until the process ends")
+    raise AssertionError("the backend returned while the process lives")
 
 
 async def _run(args: argparse.Namespace, body_max: int | None, channel: ChannelThread) -> None:
-    from engine.backends.vllm.api.backend import Backend
+    from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.http import Front, bind
-    from engine.backends.vllm.api.progress import Progress
 
-    progress = Progress()
+    steps = StepCounter()
     sock = bind(args, _private_path())
-    engine, warnings = _make_engine(args, progress)
+    engine, warnings = _make_engine(args, steps)
     front = await Front.start(engine, args, sock, body_max)
-    backend = Backend(engine, front, progress)
+    backend = VllmBackend(engine, front, steps)
     prepared = await backend.prepare()
     channel.prepared(backend, structs.replace(prepared, warnings=warnings))
     await backend.watch(lambda error: channel.end(process.fault_report(error)))
 
 
-def _make_engine(args: argparse.Namespace, progress: Any) -> tuple[Any, tuple[str, ...]]:
-    """Start the engine core and its workers; blocks until they have their weights. The engine, and
-    what people should be warned of.
+def _make_engine(args: argparse.Namespace, steps: Any) -> tuple[Any, tuple[str, ...]]:
+    """Start the engine core and its workers; blocks until they have their weights. Returns the
+    engine and warnings for the operator.
 
     Raises:
         UsageError: `vllm.configuration`, `vllm.no_kv_size`.
@@ -114,13 +113,13 @@ def _make_engine(args: argparse.Namespace, progress: Any) -> tuple[Any, tuple[st
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from engine.backends.vllm.api import kv_size
+    from engine.backends.vllm import kv_size
 
     usage = UsageContext.OPENAI_API_SERVER
     engine_args = AsyncEngineArgs.from_cli_args(args)
     try:
         config = engine_args.create_engine_config(usage_context=usage)
-    except ValueError as error:  # pydantic's are of this kind too
+    except ValueError as error:  # also pydantic's
         raise UsageError(
             "vllm.configuration", f"vLLM refuses its configuration: {error}"
         ) from error
@@ -132,7 +131,7 @@ def _make_engine(args: argparse.Namespace, progress: Any) -> tuple[Any, tuple[st
     engine = AsyncLLM.from_vllm_config(
         config,
         usage_context=usage,
-        stat_loggers=[progress.factory],
+        stat_loggers=[steps.factory],
         enable_log_requests=engine_args.enable_log_requests,
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
     )
@@ -140,14 +139,14 @@ def _make_engine(args: argparse.Namespace, progress: Any) -> tuple[Any, tuple[st
 
 
 def _private_path() -> str:
-    """Of an engine, not of an incarnation: what a killed one left is overwritten by the next."""
+    """Named after the engine, not the incarnation: the next one replaces a killed one's socket."""
     engine = os.environ[process.ENGINE_ID_ENV]
     return os.path.join(os.environ["UNDERSTUDY_DIR"], f"trial_{engine}.sock")
 
 
 def _fit_cpu(ranks: int) -> None:
-    """On the CPU vLLM binds each rank to a memory node of its own, and stops where there are
-    fewer; there, each rank gets its share of the cores unless the user has said otherwise."""
+    """On the CPU vLLM binds each rank to its own memory node, and fails if there are too few; then
+    each rank gets its share of the cores, unless the user has configured that."""
     from vllm.platforms import current_platform
 
     nodes = len([name for name in os.listdir("/sys/devices/system/node") if name[4:].isdigit()])

@@ -1,14 +1,14 @@
-"""A model without weights, and an epoch: the one bound to the other, completely or not at all.
+"""Binds a model without weights to the tensors of an epoch, completely or not at all.
 
-Owns which tensors are shared, which are private copies, and that none is forgotten. Knows neither
-sessions nor who wrote the epoch: writer and reader bind alike, after vLLM's own recipe for weights
-of another process (`vllm.model_executor.model_loader.weight_cache`). A tensor is shared if the
-model has a parameter of that name before anything is loaded: what vLLM adds or computes later it
-may compute again, in place, and a write to shared memory ends the process. Buffers, what is derived
-and what is small are private copies of the epoch's bytes.
+Owns which tensors are shared, which are private copies, and that none is missing. Knows neither
+sessions nor who wrote the epoch: writer and reader bind alike, following vLLM's own recipe for
+weights of another process (`vllm.model_executor.model_loader.weight_cache`). A tensor is shared if
+the model has a parameter of that name before anything is loaded: vLLM may recompute in place what
+it adds or derives later, and a write to shared memory kills the process. Buffers, derived tensors
+and small ones are private copies of the epoch's bytes.
 
-The surprising thing: a tensor that nobody bound is an error and never a warning. vLLM fills such
-tensors with whatever the allocator has, and the model speaks nonsense.
+Surprising: an unbound tensor is an error and never a warning. vLLM would fill it with whatever the
+allocator returns, and the model would generate nonsense.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from engine.backends.vllm.worker.tensors import dtype_name, tensor_at
 from gms.client import TensorRecord
 from plumbing.errors import UnderstudyError
 
-# Scales and norms: a copy costs less than a page, and vLLM writes to some of them.
+# Smaller ones are scales and norms: cheap to copy, and vLLM writes to some of them.
 SHARED_BYTES_MIN = 64 << 10
 _META = torch.device("meta")
 _AGAIN = (
-    "end every engine that maps this epoch, so that the next one loads it anew, and run the same"
+    "stop every engine that maps this epoch, so that the next one loads it again, and run the same"
     " release of understudy and of vLLM in every container"
 )
 
@@ -49,7 +49,7 @@ def skeleton(vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
 
 
 def forms_of(model: nn.Module) -> dict[str, str]:
-    """`float32 [256, 128]`, by name, of every parameter of a model that was just made."""
+    """Type and shape (`float32 [256, 128]`) of every parameter of a fresh model, by name."""
     return {
         name: f"{dtype_name(parameter.dtype)} {list(parameter.shape)}"
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -57,7 +57,7 @@ def forms_of(model: nn.Module) -> dict[str, str]:
 
 
 class Binding:
-    """One model of one epoch, on its way to being a model that can run."""
+    """Binds one model to its tensors in one epoch."""
 
     def __init__(
         self,
@@ -69,20 +69,20 @@ class Binding:
     ) -> None:
         """
         Args:
-            model: what `skeleton` made.
+            model: from `skeleton`.
             records: the model's tensors by their names in the model.
-            address_of: where a tensor's first byte is mapped, by its name in the model.
+            address_of: the address of a tensor's first byte, by its name in the model.
         """
         self._model, self._epoch, self._device = model, epoch, device
         self._records, self._address_of = records, address_of
-        # By full name, also of modules that are in the model twice.
+        # By every full name, also of modules that occur twice.
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._made: dict[Any, torch.Tensor] = {}
         self.shared: dict[str, nn.Parameter] = {}
 
     def run(self, about: About, model_config: Any) -> nn.Module:
-        """Bind everything, then let vLLM rebuild what is no tensor.
+        """Bind everything, then let vLLM rebuild what is not a tensor.
 
         Raises:
             UnderstudyError: `model.unbound`, `model.written`, naming the tensor.
@@ -102,16 +102,16 @@ class Binding:
         return self._model.eval()
 
     def _bind(self, name: str, about: About) -> None:
-        """Register tensor `name` in its module in place of what is there."""
+        """Register tensor `name` in its module, replacing the placeholder."""
         owner, _, leaf = name.rpartition(".")
         module = self._modules.get(owner)
         if module is None:
             raise self._unbound(
-                f"tensor {name} of epoch {self._epoch} belongs to no part of the model", name
+                f"tensor {name} of epoch {self._epoch} belongs to no module of the model", name
             )
         is_buffer = name in about.buffers
         tensor = self._tensor(name, is_buffer=is_buffer, is_on_host=name in about.on_host)
-        # Registered anew: the data of a tensor without memory cannot be replaced.
+        # Registered again: the data of a tensor without memory cannot be replaced.
         persistent = leaf not in module._non_persistent_buffers_set
         module._parameters.pop(leaf, None)
         module._buffers.pop(leaf, None)
@@ -145,18 +145,18 @@ class Binding:
     # ------------------------------------------------------------------ nothing is forgotten
 
     def _check_same_forms(self, created: Mapping[str, str]) -> None:
-        """Fresh model against fresh model: what processing does to a tensor is no difference."""
+        """Compare fresh models: what processing does to a tensor is no difference."""
         for name, form in forms_of(self._model).items():
             there = created.get(name, form)
             if there != form:
                 raise self._unbound(
                     f"tensor {name} is {there} in epoch {self._epoch} and {form} in this engine's"
-                    " model, so some flag that shapes weights differs between them",
+                    " model, so a flag that shapes weights differs between them",
                     name,
                 )
 
     def _drop(self, dropped: list[str]) -> None:
-        """Remove the parameters that processing removes where weights are really loaded."""
+        """Remove the parameters that processing removes after a real load."""
         for name in dropped:
             owner, _, leaf = name.rpartition(".")
             module = self._modules.get(owner)
@@ -186,8 +186,8 @@ class Binding:
 
 
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of `model` by name, also those that are plain attributes of a module, of its
-    attention backend or of its quantisation method: torch does not know these."""
+    """Every tensor of `model` by name, including plain attributes of a module, of its attention
+    backend or of its quantisation method, which torch does not list."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for owner, module in model.named_modules():
@@ -198,7 +198,7 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """`value` if it is a tensor; those in a list, tuple or dictionary."""
+    """`value` itself, or the tensors in a list, tuple or dictionary."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):

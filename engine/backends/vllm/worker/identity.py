@@ -1,12 +1,12 @@
-"""What the weights of this rank are: equal for two processes only if they may share them.
+"""The identity of this rank's weights: two processes may share weights only if it is equal.
 
 Owns the mapping that the memory service compares. Knows nothing of sessions. The settings are read
 once, before anything is loaded, because vLLM changes the model's configuration while it processes
-weights; the files are read anew each time, so that a checkpoint that is replaced while it is loaded
-is never published under the old name.
+weights. The files are read each time, so that a checkpoint that is replaced during a load is never
+published under the old identity.
 
-The surprising thing: the order of names matters. The service tells people the first field, in
-sorted order, in which two identities differ, so what they can read sorts before hashes.
+Surprising: the order of names matters. An error names the first field, in sorted order, in which
+two identities differ, so readable fields sort before hashes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from vllm.model_executor.model_loader.weight_utils import download_weights_from_
 from vllm.platforms import current_platform
 
 from engine.backends.shards import read_shard, sample_of
-from engine.backends.vllm import shim
+from engine.backends.vllm import versions
 from plumbing.errors import UsageError
 
 FORMAT = 2  # of our records in an epoch
 SAFETENSORS = "*.safetensors"
 OTHER_FILES = ("*.bin", "*.pt", "*.pth", "*.gguf")
 DUMMY = "dummy"  # vLLM's load format that reads no files
-# Variables of vLLM that choose kernels, and with them how processed weights lie in memory. Only
-# those that somebody has set are compared; the defaults belong to the version.
+# Parts of the names of vLLM's variables that choose kernels, and with them the layout of processed
+# weights. Only variables that are set are compared; defaults belong to the version.
 KERNEL_WORDS = ("MOE", "GEMM", "MARLIN", "FLASHINFER", "CUTLASS", "FP8", "FP4", "MLA", "AITER")
-# Facts of the copy of a configuration, not of the model.
+# Properties of a copy of the configuration, not of the model.
 NO_SETTINGS = ("_name_or_path", "transformers_version")
 
 Document = dict[str, Any]
@@ -46,7 +46,7 @@ class Identity:
         """`load_format` is the user's own, `load_config` names ours.
 
         Raises:
-            UsageError: `model.missing`, the checkpoint is not where it could be looked at.
+            UsageError: `model.missing`, the checkpoint cannot be read.
         """
         self._load_format, self._load_config = load_format, load_config
         self._configs = {"target": vllm_config.model_config}
@@ -64,7 +64,7 @@ class Identity:
             role: {**self._models[role], "shards": self._files(config)}
             for role, config in self._configs.items()
         }
-        # By itself too, or the difference that people are told is a whole model's settings.
+        # Also on its own: otherwise an error would name all of a model's settings.
         draft = self._models["draft"]["name"] if "draft" in self._models else "none"
         return {**self._settings, "draft": draft, "models": models}
 
@@ -75,12 +75,12 @@ class Identity:
 
 
 def same_on_every_rank(identity: Document) -> Document:
-    """The part of an identity in which the ranks of one engine must not differ."""
+    """The part of an identity that must be equal on all ranks of an engine."""
     return {name: value for name, value in identity.items() if name != "rank"}
 
 
 def files_of(path: str) -> Document:
-    """By name, header and sample of every weight file in the directory `path`, or of that file.
+    """Header and sample of every weight file in the directory `path`, or of that file, by name.
 
     Raises:
         UsageError: `model.missing`, `model.broken`.
@@ -100,21 +100,21 @@ def files_of(path: str) -> Document:
     if not others:
         raise UsageError(
             "model.missing",
-            f"{path} holds no {SAFETENSORS}, {', '.join(OTHER_FILES)}; download the checkpoint",
+            f"{path} has no {SAFETENSORS}, {', '.join(OTHER_FILES)}; download the checkpoint",
         )
     return {os.path.basename(name): {"sample": sample_of(name)} for name in others}
 
 
 def _location(config: Any, load_config: Any) -> str:
-    """The checkpoint's directory or file on this machine; downloaded if it is nowhere."""
+    """The checkpoint's directory or file on this machine; downloaded if it is missing."""
     model = str(getattr(config, "model_weights", "") or config.model)
     if os.path.exists(model):
         return model
     if "://" in model:
         raise UsageError(
             "model.missing",
-            f"{model} cannot be looked at before it is loaded, and without that nobody could tell"
-            " it from another checkpoint; copy it to a directory",
+            f"{model} cannot be read before it is loaded, so it cannot be told from another"
+            " checkpoint; copy it to a directory",
         )
     try:
         place = download_weights_from_hf(
@@ -127,8 +127,8 @@ def _location(config: Any, load_config: Any) -> str:
     except Exception as error:  # huggingface_hub raises a dozen unrelated classes
         raise UsageError(
             "model.missing",
-            f"{model} is no directory here and cannot be downloaded"
-            f" ({type(error).__name__}: {error}); name a directory that holds it",
+            f"{model} is not a directory and cannot be downloaded"
+            f" ({type(error).__name__}: {error}); name a directory that contains it",
         ) from error
     return str(place)
 
@@ -138,7 +138,7 @@ def _settings(vllm_config: Any, load_format: str) -> Document:
     return {
         "architecture": _architecture(),
         "engine": "vllm",
-        "engine_version": shim.vllm_version(),
+        "engine_version": versions.vllm_version(),
         "format": FORMAT,
         "kernels": {
             "environment": {
@@ -165,7 +165,7 @@ def _settings(vllm_config: Any, load_format: str) -> Document:
             "tensor_draft": _draft_ranks(vllm_config),
         },
         "rank": parallel.rank,
-        "torch": shim.torch_version(),
+        "torch": versions.torch_version(),
     }
 
 
@@ -195,7 +195,7 @@ def _draft_ranks(vllm_config: Any) -> int:
 
 
 def _multimodal(config: Any) -> Document:
-    """What decides which parts beside the language model there are, and how they are split."""
+    """What decides which encoders the model has, and how they are split."""
     found = config.multimodal_config
     if found is None:
         return {}
@@ -210,7 +210,7 @@ def _multimodal(config: Any) -> Document:
 
 
 def _name(model: str) -> str:
-    """A directory's own name: it may be mounted elsewhere in another container."""
+    """A directory's last part: another container may mount it elsewhere."""
     return os.path.basename(os.path.realpath(model)) if os.path.exists(model) else model
 
 

@@ -1,29 +1,29 @@
-"""The KV cache of one worker: one tensor whose addresses last, and whose memory comes and goes.
+"""The KV cache of one worker: one tensor with fixed addresses, whose memory is taken and released.
 
 Owns how vLLM comes to use our addresses, and whether there is memory behind them. vLLM allocates
 the whole KV cache of a worker by one `torch.zeros(bytes, dtype=torch.int8)`, inside a context that
-the worker supplies. That context is this object: it answers that one call with a tensor over a
-range of ours, and insists that it was one call and of the size that was expected. So a vLLM that
-allocates otherwise fails at start, and never serves from memory that a standby cannot give up.
+the worker supplies. That context is this object: it answers that one call with a tensor over our
+address range, and requires that there was exactly one call, of the expected size. So a vLLM that
+allocates differently fails at start, and never serves from memory that a standby cannot release.
 
-    scratch   anything may be touched, nothing lasts     warm-up, capture of graphs
-    parked    addresses only, touching them is fatal     standby
-    taken     zeroed memory                              from the wake on
+    scratch   any address may be touched, nothing lasts   warm-up, graph capture
+    parked    addresses only, touching them is fatal      standby
+    taken     zeroed memory                               from the wake on
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Protocol, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from engine.backends.vllm.worker.tensors import bytes_at
 from plumbing.errors import InvariantError, UsageError
 
 
-class Hold(StrEnum):
+class Backing(StrEnum):
     """What is behind the addresses."""
 
     SCRATCH = "scratch"
@@ -31,7 +31,7 @@ class Hold(StrEnum):
     TAKEN = "taken"
 
 
-class Range(Protocol):
+class AddressRange(Protocol):
     """Addresses on one kind of memory: `kv_host.HostRange`, `kv_cuda.CudaRange`."""
 
     size_bytes: int
@@ -40,32 +40,29 @@ class Range(Protocol):
     def address(self) -> int: ...
 
     def scratch(self) -> None:
-        """From parked: all of it may be touched."""
+        """From parked: make all of it usable for warm-up."""
         ...
 
     def park(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         ...
 
     def take(self, deadline_s: float) -> None:
-        """From parked: zeroed memory, or an error and parked as before."""
+        """From parked: take zeroed memory, or raise and stay parked."""
         ...
 
     def resident_bytes(self) -> int: ...
 
 
-TensorAt = Callable[[int, int], torch.Tensor]  # of int8, at an address, of so many bytes
-
-
 class KVArena(TorchFunctionMode):
-    """A context for the allocation of the KV cache, and what that allocation got."""
+    """The context in which vLLM allocates the KV cache, and the memory of that cache."""
 
-    def __init__(self, addresses: Range, tensor_at: TensorAt) -> None:
-        """Takes parked `addresses`, whose size is what vLLM is going to allocate."""
+    def __init__(self, addresses: AddressRange, device: torch.device) -> None:
+        """`addresses` of `device` are parked and have the size that vLLM will allocate."""
         super().__init__()
-        self.hold = Hold.PARKED
+        self.backing = Backing.PARKED
         self._addresses = addresses
-        self._tensor_at = tensor_at
+        self._device = device
         self._seen_bytes: list[Any] = []
 
     @property
@@ -96,12 +93,12 @@ class KVArena(TorchFunctionMode):
         self._seen_bytes.append(args[0] if len(args) == 1 else args)
         self._check(is_over=False)
         self._addresses.scratch()
-        self.hold = Hold.SCRATCH
-        return self._tensor_at(self._addresses.address, self.kv_bytes)
+        self.backing = Backing.SCRATCH
+        return bytes_at(self._addresses.address, self.kv_bytes, self._device).view(torch.int8)
 
     def check_allocated(self) -> None:
         """Raises:
-        UsageError: `vllm.kv_contract`, this vLLM did not allocate as those that we know do.
+        UsageError: `vllm.kv_contract`, this vLLM allocates its KV cache in an unknown way.
         """
         self._check(is_over=True)
 
@@ -113,29 +110,29 @@ class KVArena(TorchFunctionMode):
         raise UsageError(
             "vllm.kv_contract",
             f"this vLLM's KV cache cannot be parked: one buffer of {self.kv_bytes} bytes was"
-            f" expected, and it allocated {seen}; use a version of vLLM that is supported",
+            f" expected, but it allocated {seen}; use a supported version of vLLM",
             expected_bytes=self.kv_bytes,
             seen_bytes=[str(each) for each in self._seen_bytes],
         )
 
-    # ------------------------------------------------------------------ memory comes and goes
+    # ------------------------------------------------------------------ park and wake
 
     def release(self) -> None:
-        """Park; again is harmless."""
-        if self.hold is not Hold.PARKED:
-            # First the word, then the deed: whoever fails half-way has nothing to rely on.
-            self.hold = Hold.PARKED
+        """Park; idempotent."""
+        if self.backing is not Backing.PARKED:
+            # Set first: after a failure half-way the memory must not count as taken.
+            self.backing = Backing.PARKED
             self._addresses.park()
 
     def take(self, deadline_s: float) -> None:
-        """Zeroed memory; again is harmless.
+        """Take zeroed memory; idempotent.
 
         Raises:
-            WaitTimeoutError: `engine.kv_memory_busy`; it is parked then, and may be tried again.
+            WaitTimeoutError: `engine.kv_memory_busy`; it stays parked, and may be retried.
         """
         if not self._seen_bytes:
-            raise InvariantError("there is no KV cache to take memory for")
-        if self.hold is not Hold.TAKEN:
+            raise InvariantError("the KV cache has not been allocated")
+        if self.backing is not Backing.TAKEN:
             self.release()
             self._addresses.take(deadline_s)
-            self.hold = Hold.TAKEN
+            self.backing = Backing.TAKEN

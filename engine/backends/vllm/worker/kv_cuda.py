@@ -1,10 +1,10 @@
 """Addresses for a KV cache on a GPU, with or without memory behind them.
 
-Owns one range of the device's addresses and what is mapped there; the driver calls are `gms`'s.
-Knows no tensors. The surprising thing: CUDA graphs keep addresses, not memory. While the engine
-warms up and captures its graphs, one block of scratch memory is mapped over the whole range, again
-and again, so that no address in it is a hole; what is written there is garbage, which no capture
-reads. The graphs are good for whatever is mapped at the same addresses later.
+Owns one range of the device's addresses and what is mapped there; the driver calls are in `gms`.
+Knows no tensors. Surprising: CUDA graphs record addresses, not memory. While the engine warms up
+and captures its graphs, one block of scratch memory is mapped repeatedly over the whole range, so
+that every address is valid; what is written there is garbage, which no capture reads. The graphs
+work with whatever is mapped at the same addresses later.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from engine.backends.free_memory import Room, keep_trying
 from gms.client import Allocation, memory_for
 from plumbing.errors import UnderstudyError
 
-# Of the scratch block: 80 GiB of KV cache are 320 mappings of it, at some 10 µs each, and it is
-# what a standby needs besides its graphs until it parks.
+# The largest scratch block: 80 GiB of KV cache are 320 mappings of it, at about 10 µs each, and a
+# standby needs that much, besides its graphs, until it parks.
 SCRATCH_BYTES_MAX = 256 << 20
 
 
 class CudaRange:
-    """`size_bytes` of a device's addresses; parked, which is without memory, until told otherwise.
+    """`size_bytes` of a device's addresses; parked (without memory) at first.
 
-    What is touched while parked ends the CUDA context, and with it the process.
+    Touching it while parked destroys the CUDA context, and with it the process.
     """
 
     def __init__(self, device: str, size_bytes: int, read: Callable[[], Room]) -> None:
-        """`read` says how much the device has free, for the sentence of a wait.
+        """`read` returns how much memory the device has free, for messages while waiting.
 
         Raises:
             UsageError: this process cannot use the GPU called `device`.
-            UnderstudyError: `gms.driver_failed`, there are not so many addresses.
+            UnderstudyError: `gms.driver_failed`, there are not enough addresses.
         """
         self.size_bytes = size_bytes
         self._read = read
@@ -40,7 +40,7 @@ class CudaRange:
         step = self._memory.granularity_bytes
         self._needed_bytes = _up(size_bytes, step)
         self._scratch_bytes = min(_up(SCRATCH_BYTES_MAX, step), self._needed_bytes)
-        # Whole blocks of scratch: a mapping is of a whole allocation, and addresses cost nothing.
+        # A multiple of the scratch block: allocations are mapped whole, and addresses are free.
         self._range = self._memory.reserve(_up(size_bytes, self._scratch_bytes))
         self._resident_bytes = 0
         self._undo = contextlib.ExitStack()
@@ -50,7 +50,7 @@ class CudaRange:
         return self._range.address
 
     def scratch(self) -> None:
-        """One block of memory behind every part of the range.
+        """Map one block of memory behind every part of the range.
 
         Raises:
             UnderstudyError: `gms.device_full`.
@@ -61,24 +61,24 @@ class CudaRange:
             undo.callback(self._range.unmap)
             times = self._range.size_bytes // self._scratch_bytes
             self._range.map(0, [block] * times, writable=True)
-            self._range.clear()  # whoever warms up on another's leftovers may meet no numbers
+            self._range.clear()  # leftovers of other processes may be NaN
             self._undo = undo.pop_all()
         self._resident_bytes = self._scratch_bytes
 
     def park(self) -> None:
-        """Give all memory back and keep the addresses."""
+        """Release all memory and keep the addresses."""
         self._resident_bytes = 0
         self._undo.close()
 
     def take(self, deadline_s: float) -> None:
-        """Zeroed memory behind all of a parked range, once the device has it free.
+        """Map zeroed memory behind all of a parked range, once the device has it free.
 
-        A process that has just died may hold its memory for a moment longer, so a device that is
-        full is asked again.
+        A process that has just died may hold its memory for a moment longer, so a full device is
+        retried until the deadline.
 
         Raises:
-            WaitTimeoutError: `engine.kv_memory_busy`; the range is parked as before.
-            UnderstudyError: `gms.driver_failed`; so it is then.
+            WaitTimeoutError: `engine.kv_memory_busy`; the range stays parked.
+            UnderstudyError: `gms.driver_failed`; likewise.
         """
         parts = _parts(self._needed_bytes, self._memory.allocation_bytes_max)
         with contextlib.ExitStack() as undo:
@@ -91,7 +91,7 @@ class CudaRange:
                     except UnderstudyError as error:
                         if error.code != "gms.device_full":
                             raise
-                        # What we have of it already was free too.
+                        # What we have already taken was free too.
                         return self._read().free_bytes + sum(parts[: len(blocks)])
                     undo.callback(blocks[-1].release)
                 return None
@@ -104,11 +104,11 @@ class CudaRange:
         self._resident_bytes = self._needed_bytes
 
     def resident_bytes(self) -> int:
-        """What is mapped: on a device that is what is there."""
+        """What is mapped; on a device, mapped memory is resident."""
         return self._resident_bytes
 
     def free(self) -> None:
-        """Give the addresses back too; harmless to repeat."""
+        """Release the addresses too; idempotent."""
         self.park()
         self._range.free()
 

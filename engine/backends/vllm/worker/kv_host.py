@@ -1,12 +1,12 @@
 """Addresses for a KV cache on host memory, with or without memory behind them.
 
-Owns one range of this process's addresses. Knows no tensors and not what a KV cache is. What is
-parked may not be touched: a read or a write of it ends the process (SIGSEGV), which is the bug that
-we want to see instead of memory that a standby quietly takes.
+Owns one range of this process's addresses. Knows neither tensors nor KV caches. While parked it
+must not be touched: a read or write kills the process (SIGSEGV), which is better than a standby
+that quietly takes memory.
 
-The surprising thing: memory is taken by `mprotect`, not by a new mapping. Parking puts a fresh
-anonymous mapping over the range, so what is opened later is zero; and a kernel that refuses to open
-it leaves it as it was, where a refused MAP_FIXED may have taken the old mapping away.
+Surprising: memory is taken by `mprotect`, not by a new mapping. Parking puts a fresh anonymous
+mapping over the range, so later it is zero. And if the kernel refuses `mprotect`, the range is
+unchanged, while a refused MAP_FIXED may have removed the old mapping.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
 OPEN = mmap.PROT_READ | mmap.PROT_WRITE
 MAP_FAILED = ctypes.c_void_p(-1).value
 PAGE_BYTES = mmap.PAGESIZE
-# Where large pages may begin. As much is kept free around a range, so that the kernel merges it
-# with nobody else's mapping, and whoever runs over its end is caught.
+# The alignment of huge pages. As much is reserved on both sides of a range, so that the kernel
+# never merges it with another mapping, and an overrun is caught.
 ALIGN_BYTES = 2 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,15 +43,15 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class HostRange:
-    """`size_bytes` of addresses; parked, which is without memory, until told otherwise."""
+    """`size_bytes` of addresses; parked (without memory) at first."""
 
     def __init__(
         self, size_bytes: int, ranks: int = 1, read: Callable[[], Room] = read_room
     ) -> None:
-        """`ranks` ranges of this size are taken from this machine at the same time.
+        """`ranks` processes of this machine take a range of this size at the same time.
 
         Raises:
-            UnderstudyError: `engine.kv_addresses`, there are not so many addresses.
+            UnderstudyError: `engine.kv_addresses`, there are not enough addresses.
         """
         self.size_bytes = size_bytes
         self._room_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -62,19 +62,19 @@ class HostRange:
         self.address = -(-self._reserved_at // ALIGN_BYTES) * ALIGN_BYTES + ALIGN_BYTES
 
     def scratch(self) -> None:
-        """Let all of it be touched while the engine warms up; what is touched takes memory."""
+        """Make all of it usable while the engine warms up; touched pages take memory."""
         if not self._open():
             raise _refused("open", self._room_bytes)
 
     def park(self) -> None:
-        """Give all memory back and keep the addresses."""
+        """Release all memory and keep the addresses."""
         self._map(self.address, self._room_bytes)
 
     def take(self, deadline_s: float) -> None:
-        """Zeroed memory behind all of a parked range, once the machine has it free.
+        """Put zeroed memory behind all of a parked range, once the machine has it free.
 
         Raises:
-            WaitTimeoutError: `engine.kv_memory_busy`; the range is parked as before.
+            WaitTimeoutError: `engine.kv_memory_busy`; the range stays parked.
         """
 
         def attempt() -> int | None:
@@ -83,12 +83,12 @@ class HostRange:
             return None if has_room and self._open() else free_bytes
 
         keep_trying(attempt, self._needed_bytes, deadline_s, RESERVE_BYTES)
-        # A process with small pages takes 72 ms per GiB to die, between a death and the next grant.
+        # A process with small pages takes 72 ms per GiB to die, which delays the next grant.
         if _libc.madvise(self.address, self._room_bytes, mmap.MADV_HUGEPAGE):
-            logger.debug("no large pages here")
+            logger.debug("no huge pages for the KV cache")
 
     def resident_bytes(self) -> int:
-        """What the kernel says is really there."""
+        """Resident memory of the range, from the kernel."""
         return sum(
             rss_bytes
             for start, end, rss_bytes in _mappings()
@@ -96,13 +96,13 @@ class HostRange:
         )
 
     def free(self) -> None:
-        """Give the addresses back too; harmless to repeat."""
+        """Release the addresses too; idempotent."""
         if self.address:
             _libc.munmap(self._reserved_at, self._reserved_bytes)
             self.address = 0
 
     def _map(self, address: int | None, size_bytes: int) -> int:
-        """Fresh addresses without memory, or over those at `address`, whose memory goes."""
+        """Map fresh addresses without memory; at `address`, replace those there and free theirs."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         flags |= MAP_FIXED if address else 0
         mapped = _libc.mmap(address, size_bytes, PROT_NONE, flags, -1, 0)
@@ -111,7 +111,7 @@ class HostRange:
         return int(mapped)
 
     def _open(self) -> bool:
-        """Whether the kernel lets us have it; a kernel that does not overcommit may say no."""
+        """Make the range accessible; False if a kernel that does not overcommit refuses."""
         if not _libc.mprotect(self.address, self._room_bytes, OPEN):
             return True
         if ctypes.get_errno() != errno.ENOMEM:
@@ -124,7 +124,7 @@ def _refused(what: str, size_bytes: int) -> UnderstudyError:
     return UnderstudyError(
         "engine.kv_addresses",
         f"the kernel refused to {what} {size_bytes} bytes of addresses for the KV cache"
-        f" ({os.strerror(number)}); look at `ulimit -v` and vm.overcommit_memory",
+        f" ({os.strerror(number)}); check `ulimit -v` and vm.overcommit_memory",
         errno=errno.errorcode.get(number, str(number)),
     )
 

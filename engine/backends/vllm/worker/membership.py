@@ -1,7 +1,7 @@
-"""This process's membership in the tree of its incarnation: made once by the plugin, used by all.
+"""This process's membership in its incarnation: created once by the plugin.
 
-Needs neither vLLM nor torch. The surprising thing: vLLM makes our loader and our worker itself, so
-what they need of the process cannot be handed to them, and is found here.
+Needs neither vLLM nor torch. A global, because vLLM itself creates our loader and our worker, so
+the membership cannot be passed to them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _member: Member | None = None
 
 
 def join() -> Member | None:
-    """Enter the incarnation, if this is a process that vLLM's main process has spawned.
+    """Enter the incarnation, if vLLM's main process has spawned this process.
 
-    Armed with the parent that multiprocessing names: the environment that a spawned process
-    inherits is older than that parent.
+    The parent to die with is the one that multiprocessing names; the inherited environment is older
+    than that parent.
 
     Raises:
         UnderstudyError: this incarnation is over, or its supervisor is gone: the process must end.
@@ -49,8 +49,8 @@ def current() -> Member:
 
 
 def name_of(process_name: str) -> str:
-    """How the supervisor calls a process by the name that vLLM gives it: `VllmWorker-1` is
-    `worker-1`, rank 0 is `worker`, everything else is the engine core."""
+    """The supervisor's name for a process, from vLLM's: `VllmWorker-1` is `worker-1`, rank 0 is
+    `worker`, and everything else is the engine core."""
     found = re.fullmatch(r"VllmWorker-(\d+)", process_name)
     if found is None:
         return CORE

@@ -1,12 +1,11 @@
-"""One model of a rank on its way to shared weights, as the writer's or as a reader's.
+"""Loads one model of a rank with shared weights, as a writer or as a reader.
 
-Owns which model is built when: first the one that will run, without memory, because it says
-whether it can be shared; a writer then loads another beside it, as vLLM does, moves its tensors
-into the epoch and drops it. Knows neither supervisor nor commit.
+Owns which model is built when: first the one that will run, without memory, which shows whether it
+can be shared; a writer then loads another beside it, as vLLM does, moves its tensors into the epoch
+and drops it. Knows neither supervisor nor commit.
 
-The surprising thing: vLLM's own loader is hooked at two of its public methods, on the one object
-and for one load: between creating a model and reading weights lies the only moment at which the
-CPU build can be kept from packing them.
+Surprising: two public methods of vLLM's own loader are hooked, on that one object and for one load:
+only between creating a model and reading its weights can the CPU build be kept from packing them.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from vllm.config.load import LoadConfig
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from engine.backends.vllm.words import PRIVATE
+from engine.backends.vllm import PRIVATE
 from engine.backends.vllm.worker import binding, rehome, sharing
 from engine.backends.vllm.worker.pulse import Meter, Pulse
-from engine.backends.vllm.worker.registries import Registries
 from engine.backends.vllm.worker.rehome import About
 from gms.client import Reader, Writer
 from plumbing.errors import UnderstudyError, UsageError
 
 logger = logging.getLogger(__name__)
 
-# What `load_weights` sets on draft models, and what a model that was not loaded has to be told.
+# What `load_weights` sets on draft models, and what must be set on a model that was not loaded.
 FLAGS = ("has_own_embed_tokens", "has_own_lm_head")
 
 
@@ -45,11 +44,52 @@ def inner_loader(config: LoadConfig) -> BaseModelLoader:
     return get_model_loader(inner)
 
 
+class RegistrySnapshot(NamedTuple):
+    """What is registered at one time."""
+
+    layers: dict[str, Any]
+    expert_layers: list[str]
+    rotary: dict[Any, Any]
+
+
+class Registries:
+    """What vLLM registers per process while it builds a model, for one engine's configuration.
+
+    A writer builds each model twice, once to load it and once to run it. But vLLM lets every layer
+    register once (`static_forward_context` refuses a duplicate name), and passes rotary embeddings
+    from one model to the next. So what is registered is saved and restored.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        compilation = vllm_config.compilation_config
+        self._live = RegistrySnapshot(
+            compilation.static_forward_context,
+            compilation.static_all_moe_layers,
+            rotary_embedding._ROPE_DICT,
+        )
+
+    def snapshot(self) -> RegistrySnapshot:
+        """A copy of what is registered."""
+        return RegistrySnapshot(
+            dict(self._live.layers), list(self._live.expert_layers), dict(self._live.rotary)
+        )
+
+    def restore(self, registered: RegistrySnapshot) -> None:
+        """Register exactly `registered`, in place: other parts of vLLM hold these objects."""
+        self._live.expert_layers[:] = registered.expert_layers
+        for live, wanted in (
+            (self._live.layers, registered.layers),
+            (self._live.rotary, registered.rotary),
+        ):
+            live.clear()
+            live.update(wanted)
+
+
 class ModelLoad:
     """Model `number` of an epoch: the target is 0, a draft is 1.
 
-    Making one builds the model without memory and asks whether it can be shared. `needed_bytes` is
-    what its parameters take as they are loaded.
+    The constructor builds the model without memory and checks whether it can be shared.
+    `needed_bytes` is what its parameters take while they are loaded.
 
     Raises:
         UsageError: `model.unshareable`, where private copies were not asked for.
@@ -69,7 +109,7 @@ class ModelLoad:
         self._vllm_config, self._model_config, self._prefix = vllm_config, model_config, prefix
         self._device = _torch_device(vllm_config)
         self._registries = Registries(vllm_config)
-        self._before = self._registries.now()
+        self._before = self._registries.snapshot()
         self._model = binding.skeleton(vllm_config, model_config, prefix)
         self.needed_bytes = sum(tensor.nbytes for tensor in self._model.parameters())
         sharing.keep_in_place(self._model, self._device)
@@ -78,7 +118,7 @@ class ModelLoad:
         if why is not None:
             if config.model_loader_extra_config["unshareable"] != PRIVATE:
                 raise sharing.refusal(self.name, why)
-            logger.warning("%s is loaded privately, by every engine: %s", self.name, why)
+            logger.warning("every engine loads a private copy of %s: %s", self.name, why)
 
     def read(self) -> nn.Module:
         """The model, with the epoch's tensors.
@@ -89,7 +129,7 @@ class ModelLoad:
         assert isinstance(self._attached, Reader)
         about = rehome.read_about(self._attached, self._number)
         if about is None or about.is_shared != self._is_shared:
-            raise self._of_another_kind(about)
+            raise self._incompatible(about)
         return self._bound(about) if self._is_shared else self._loaded(inner_loader(self._config))
 
     def write(self, meter: Meter) -> nn.Module:
@@ -125,7 +165,7 @@ class ModelLoad:
         )
         return bound.run(about, self._model_config)
 
-    def _of_another_kind(self, about: About | None) -> UnderstudyError:
+    def _incompatible(self, about: About | None) -> UnderstudyError:
         there = "lacks" if about is None else "shares" if about.is_shared else "does not share"
         return UnderstudyError(
             "model.unbound",
@@ -141,16 +181,16 @@ class ModelLoad:
         inner, created = inner_loader(self._config), dict[str, str]()
         _after_creation(inner, lambda model: self._note(model, created))
         _before_reading(inner, meter)
-        meter.expect(2 * self.needed_bytes)  # to be read, and to be moved
-        running = self._registries.now()
+        meter.expect(2 * self.needed_bytes)  # read, then moved
+        running = self._registries.snapshot()
         with Pulse(meter):
             loaded = self._loaded(inner)
-        self._registries.put(running)
+        self._registries.restore(running)
         if not created:
             raise UsageError(
                 "model.unshareable",
                 f"--load-format {self._config.model_loader_extra_config['load_format']} builds"
-                " models in a way of its own that cannot be shared; choose another, such as auto",
+                " models in its own way, which cannot be shared; choose another, such as auto",
             )
         left = {name for name, _ in loaded.named_parameters(remove_duplicate=False)}
         about = About(
@@ -170,8 +210,8 @@ class ModelLoad:
         created.update(binding.forms_of(model))
 
     def _loaded(self, loader: BaseModelLoader) -> nn.Module:
-        """What `loader` makes, as if nothing had been built before."""
-        self._registries.put(self._before)
+        """What `loader` loads, as if nothing had been built before."""
+        self._registries.restore(self._before)
         model: nn.Module = loader.load_model(
             vllm_config=self._vllm_config, model_config=self._model_config, prefix=self._prefix
         )
@@ -179,7 +219,7 @@ class ModelLoad:
 
 
 def _after_creation(loader: Any, then: Any) -> None:
-    """Have `then(model)` called when this loader has created its model, before anything is read."""
+    """Call `then(model)` after this loader has created its model and before it reads anything."""
     create = loader.create_model
 
     def created(*args: Any, **kwargs: Any) -> nn.Module:
@@ -191,7 +231,7 @@ def _after_creation(loader: Any, then: Any) -> None:
 
 
 def _before_reading(loader: Any, meter: Meter) -> None:
-    """Count what this loader reads, if it is one that says."""
+    """Count what this loader reads, if it exposes that."""
     weights = getattr(loader, "get_all_weights", None)
     if weights is not None:
         loader.get_all_weights = lambda *args, **kwargs: meter.counted(weights(*args, **kwargs))

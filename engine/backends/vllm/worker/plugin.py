@@ -1,7 +1,7 @@
-"""What vLLM runs in every process of its own before anything else of ours (vllm.general_plugins).
+"""The plugin that vLLM runs in each of its processes (entry point vllm.general_plugins).
 
-Must be cheap and harmless: it also runs in a vLLM that has nothing to do with us. It comes before
-vLLM looks for a device, so that the witness is held first.
+Must be cheap and harmless: it also runs in every vLLM that is not ours. It runs before vLLM looks
+for a device, so that the witness is held first.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 
 from engine.backends.process import INCARNATION_ENV
-from engine.backends.vllm.words import LOAD_FORMAT
+from engine.backends.vllm import LOAD_FORMAT
 
 
 def register() -> None:
-    """Join the incarnation and name the loader; nothing where no supervisor has started us.
+    """Join the incarnation and register the loader; do nothing unless a supervisor started us.
 
     Raises:
-        UnderstudyError: this incarnation is over; vLLM lets it pass, and the process ends.
+        UnderstudyError: this incarnation is over; vLLM does not catch it, so the process ends.
     """
     if not os.environ.get(INCARNATION_ENV):
         return
@@ -25,6 +25,6 @@ def register() -> None:
     membership.join()
     from vllm.model_executor.model_loader import register_model_loader
 
-    from engine.backends.vllm.worker.loader import Loader
+    from engine.backends.vllm.worker.weights import Loader
 
     register_model_loader(LOAD_FORMAT)(Loader)

@@ -1,11 +1,11 @@
-"""Tells the memory service that a load goes on, while vLLM's loader has the word.
+"""Reports progress to the memory service while vLLM's loader is running.
 
-A writer that is silent for too long is given up, and a load may take minutes without a chance to
-speak: one tensor from a slow disk, or a repack. So a thread speaks, but only while there is a sign
-of life: the loading thread computes, or this process reads. A load that hangs on a dead file
-system falls silent, as it should.
+The service gives up a writer that is silent for too long, and a load may take minutes without a
+chance to report: one tensor from a slow disk, or a repack. So a thread reports, but only while
+there is a sign of life: the loading thread uses CPU, or this process reads. A load that hangs on a
+dead file system falls silent, as it should.
 
-Knows nothing of vLLM. Figures may run behind; what counts is that they are said.
+Knows nothing of vLLM. The figures may lag; what matters is that they are sent.
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
 
-# A tenth of what a service's shortest useful patience would be.
+# A tenth of the shortest useful timeout of a memory service.
 PERIOD_S = 1.0
-# Of the loading thread, between two looks: less is what waiting itself costs.
+# Of the loading thread, between two reports: waiting alone costs less than this.
 ALIVE_CPU_S = 0.001
 
 
 class Meter:
-    """How far one writer is with all that it loads: reading counts, and so does moving.
+    """How far one writer is with its load, in bytes read and bytes moved.
 
-    Only ever grows, because the service takes nothing else for progress.
+    Never decreases: the service only counts growth as progress.
     """
 
     def __init__(self, writer: Writer) -> None:
         self._writer, self._done_bytes, self._total_bytes = writer, 0, 0
 
     def expect(self, nbytes: int) -> None:
-        """So much more is to be done."""
+        """Add `nbytes` to the total."""
         self._total_bytes += nbytes
 
     def add(self, nbytes: int) -> None:
-        """So much more is done."""
+        """Add `nbytes` to what is done."""
         self._done_bytes += nbytes
 
-    def say(self) -> None:
-        """Tell the service."""
+    def report(self) -> None:
         self._writer.progress(self._done_bytes, max(self._done_bytes, self._total_bytes))
 
     def counted(self, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -57,7 +56,7 @@ class Meter:
 
 
 class Pulse:
-    """Speaks for the writer of `meter` while its `with` block runs on the loading thread."""
+    """Reports for the writer of `meter` while its `with` block runs on the loading thread."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -67,13 +66,13 @@ class Pulse:
         self._seen = self._signs()
 
     def beat(self) -> bool:
-        """Speak, if there was a sign of life since the last time; whether there was."""
+        """Report if there was a sign of life since the last beat; returns whether there was."""
         cpu_s, read_bytes = self._signs()
         is_alive = cpu_s - self._seen[0] > ALIVE_CPU_S or read_bytes != self._seen[1]
         self._seen = cpu_s, read_bytes
         if is_alive:
-            self._meter.add(1)  # in case nothing has passed that is counted
-            self._meter.say()
+            self._meter.add(1)  # in case nothing counted has passed
+            self._meter.report()
         return is_alive
 
     def __enter__(self) -> Pulse:
@@ -93,12 +92,12 @@ class Pulse:
         while not self._over.wait(PERIOD_S):
             try:
                 self.beat()
-            except UnderstudyError as error:  # the loading thread finds out when it next asks
+            except UnderstudyError as error:  # the loading thread will get this error too
                 logger.warning("the memory service is gone while weights load: %s", error.message)
                 return
 
     def _signs(self) -> tuple[float, int]:
-        """CPU seconds of the loading thread; bytes that the disk gave to this process."""
+        """CPU seconds of the loading thread; bytes that this process has read from disk."""
         with open("/proc/self/io", "rb") as file:
             fields = dict(line.split(b": ") for line in file.read().splitlines())
         return time.clock_gettime(self._clock), int(fields[b"read_bytes"])

@@ -1,15 +1,14 @@
-"""From a loaded model into the memory service: every tensor copied once, its own memory given back.
+"""Moves a loaded model into the memory service: copies every tensor once and frees its own memory.
 
-Owns the writer's memory: what is copied is freed before the next storage is, so that the peak is
-the weights and one slab. Knows nothing of who will read. Names in the epoch are `<model>/<tensor>`:
-the target is model 0, a draft is model 1. Beside them each model has one record of JSON,
-`<model>/.model`, with what a reader needs to know of it and no tensor can say.
+Owns the writer's memory: each storage is freed before the next one is copied, so that the peak is
+the weights and one slab. Knows nothing of readers. Names in the epoch are `<model>/<tensor>`: the
+target is model 0, a draft is model 1. Each model also has one JSON record, `<model>/.model`, with
+what a reader must know beside the tensors.
 
-The surprising thing: afterwards the loaded model is an empty shell. Freeing happens through the
-storage, behind whatever else still refers to it (kernels keep references of their own), so whoever
-used that model would read address 0. It is thrown away; the engine runs on a model that was bound
-to the shared memory like any reader's, which is also how the first engine finds out what would
-have stopped the second.
+Surprising: afterwards the loaded model is an empty shell. Freeing happens through the storage,
+despite other references to it (kernels keep some), so using that model would read address 0. It is
+dropped; the engine runs on a model that was bound to the shared memory like any reader's, so the
+first engine already fails on whatever would stop the second.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from engine.backends.vllm.worker.tensors import Layout, bytes_at, bytes_of, dtyp
 from gms.client import Reader, Writer
 
 ABOUT = ".model"  # no parameter's name begins with a dot
-# torch keeps freed device memory for itself; given back after each slab's worth, so that the
-# driver has it for the next slab.
-GIVE_BACK_BYTES = 64 << 20
+# torch caches freed device memory; it is released after each slab's worth, so that the driver has
+# it for the next slab.
+RELEASE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class About:
-    """What `<model>/.model` says.
+    """The record `<model>/.model`.
 
     `created`: data type and shape of each parameter before anything was loaded; processing may
-    change both. `buffers`: tensors that are no parameters. `on_host`: tensors that vLLM keeps in
-    host memory beside a device. `dropped`: parameters that processing has removed. `flags`:
-    attributes that loading has set on the model.
+    change both. `buffers`: tensors that are not parameters. `on_host`: tensors that vLLM keeps in
+    host memory. `dropped`: parameters that processing has removed. `flags`: attributes that loading
+    has set on the model.
     """
 
     architecture: str
@@ -64,13 +63,13 @@ def write_about(writer: Writer, model: int, about: About) -> None:
 
 
 def read_about(reader: Reader, model: int) -> About | None:
-    """What is known of `model`; None: the epoch has no such model."""
+    """The record of `model`; None if the epoch has no such model."""
     name = name_in_epoch(model, ABOUT)
     return About(**json.loads(reader.read(name))) if name in reader.tensors else None
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """(name, tensor, is_buffer) of everything registered, under every name that it has."""
+    """(name, tensor, is_buffer) of every registered tensor, under each of its names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name, parameter.data, False
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -87,14 +86,14 @@ def rehome(
 ) -> None:
     """Move all of `model`'s tensors into `writer`'s epoch and leave it without memory.
 
-    Extends `about` by what is found. `device` is where the weights belong.
+    Adds buffers and host tensors to `about`. `device` is where the weights belong.
     """
     names: dict[Layout, list[str]] = defaultdict(list)
     tensors: dict[Layout, torch.Tensor] = {}
     layouts: dict[int, list[Layout]] = defaultdict(list)  # by storage, in the model's order
     buffers: set[int] = set()
     for name, tensor, is_buffer in tensors_of(model):
-        if tensor.is_meta:  # never loaded: who binds will miss it by name
+        if tensor.is_meta:  # never loaded; binding will name it as missing
             continue
         layout = Layout.of(tensor)
         if layout not in tensors:
@@ -113,14 +112,14 @@ def rehome(
     for storage, views in layouts.items():
         for layout in views:
             move.copy(tensors[layout], layout, names[layout])
-        # A buffer is small and may be shared with a model that is bound already (rotary tables).
+        # A buffer is small and may be shared with a bound model (rotary tables).
         if storage not in buffers:
             move.free(tensors[views[0]])
     move.finish()
 
 
 class _Move:
-    """The copying: where tensors go, what is done, when memory is given back."""
+    """Copies tensors into the epoch and frees their memory."""
 
     def __init__(self, writer: Writer, number: int, device: torch.device, meter: Meter) -> None:
         self._writer, self._number, self._device = writer, number, device
@@ -139,19 +138,19 @@ class _Move:
             self._writer.alias(other, first)
         bytes_at(address, layout.nbytes, self._device).copy_(bytes_of(tensor))
         self._meter.add(layout.nbytes)
-        self._meter.say()
+        self._meter.report()
 
     def free(self, tensor: torch.Tensor) -> None:
         storage: Any = tensor.untyped_storage()
         self._freed_bytes += storage.nbytes()
         storage.resize_(0)
-        if self._freed_bytes >= GIVE_BACK_BYTES:
-            self._give_back()
+        if self._freed_bytes >= RELEASE_BYTES:
+            self._release_cached()
 
     def finish(self) -> None:
-        self._give_back()
+        self._release_cached()
 
-    def _give_back(self) -> None:
+    def _release_cached(self) -> None:
         self._freed_bytes = 0
         if self._device.type == "cuda":
             torch.cuda.synchronize()

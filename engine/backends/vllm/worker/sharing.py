@@ -1,14 +1,12 @@
-"""Which weights two processes can share, and what is done with those they cannot.
+"""Which weights two processes can share.
 
-Owns one question: does vLLM leave a layer's weights, once they are processed, as tensors that a
-second process can take over? vLLM's quantisation methods say so themselves
-(`supports_pre_processed_weights`); `SHAREABLE` lists those of the supported versions, for people
-and for a test that reads the installed vLLM. On the CPU it is stricter: there most kernels pack
-weights into memory of their own, which cannot be shared.
+Owns one question: after processing, are a layer's weights still tensors that a second process can
+use? vLLM's quantisation methods declare that (`supports_pre_processed_weights`); `SHAREABLE` lists
+those of the supported versions, for the documentation and a test that reads the installed vLLM. The
+CPU is stricter: most kernels there pack weights into memory of their own, which cannot be shared.
 
-The surprising thing: on the CPU an unquantised layer could not be shared either, because oneDNN
-packs it. Such layers get a method here that leaves the weight where it is, at about half of
-oneDNN's speed.
+Surprising: on the CPU not even an unquantised layer could be shared, because oneDNN packs it. Such
+layers get a method here that leaves the weight in place, at about half of oneDNN's speed.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from plumbing.errors import UsageError
 
-# By vLLM's class of the method; sentences for people. Everything else loads privately or not at
-# all: GPTQ, AWQ, compressed-tensors, Quark, INC, torchao, bitsandbytes, quantisation while loading,
-# the mixtures of experts of GPT-OSS (MXFP4) and of ModelOpt FP8, Humming and FBGEMM.
+# By vLLM's class of the method. Everything else loads privately or not at all: GPTQ, AWQ,
+# compressed-tensors, Quark, INC, torchao, bitsandbytes, quantisation while loading, the mixtures of
+# experts of GPT-OSS (MXFP4) and of ModelOpt FP8, Humming and FBGEMM.
 SHAREABLE: Mapping[str, str] = {
     "UnquantizedLinearMethod": "no quantisation",
     "UnquantizedEmbeddingMethod": "no quantisation, embeddings and output heads",
@@ -42,20 +40,20 @@ SHAREABLE: Mapping[str, str] = {
 
 
 class SharedLinearMethod(UnquantizedLinearMethod):
-    """A linear layer on the CPU whose weight stays where it is."""
+    """A linear layer on the CPU whose weight stays in place."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         layer.cpu_linear = nn.functional.linear
 
 
 class SharedEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """An embedding or output head on the CPU whose weight stays where it is."""
+    """An embedding or output head on the CPU whose weight stays in place."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         layer.cpu_linear = nn.functional.linear
 
 
-# Exact types: what derives from them may pack after all.
+# Exact types: subclasses may pack.
 _CPU_METHODS: Mapping[type, type] = {
     UnquantizedLinearMethod: SharedLinearMethod,
     UnquantizedEmbeddingMethod: SharedEmbeddingMethod,
@@ -63,7 +61,7 @@ _CPU_METHODS: Mapping[type, type] = {
 
 
 def keep_in_place(model: nn.Module, device: torch.device) -> None:
-    """Keep the CPU build from packing weights; before they are loaded. On CUDA, nothing."""
+    """Keep the CPU build from packing weights; call it before they are loaded. No-op on CUDA."""
     if device.type != "cpu":
         return
     for module in model.modules():
@@ -74,7 +72,7 @@ def keep_in_place(model: nn.Module, device: torch.device) -> None:
 
 
 def obstacle(model: nn.Module, device: torch.device) -> str | None:
-    """Why `model` (which needs no weights yet) cannot be shared, as the middle of a sentence."""
+    """Why `model` (weights not needed yet) cannot be shared, as part of a sentence; or None."""
     for name, method in _methods(model):
         if not method.supports_pre_processed_weights:
             return f"layer {name} uses {type(method).__name__}, whose weights vLLM cannot share"
@@ -89,12 +87,11 @@ def obstacle(model: nn.Module, device: torch.device) -> str | None:
 
 
 def refusal(model: str, why: str) -> UsageError:
-    """The error for a model with an obstacle, where private copies were not asked for."""
+    """The error for a model with an obstacle, without `--unshareable private`."""
     return UsageError(
         "model.unshareable",
-        f"{model} cannot be shared between engines: {why}; choose a checkpoint without it"
-        " (docs/vllm.md lists what can be shared), or let every engine of the pod hold a copy of"
-        " its own with --unshareable private",
+        f"{model} cannot be shared between engines: {why}; choose another checkpoint (docs/vllm.md"
+        " lists what can be shared), or give every engine its own copy with --unshareable private",
     )
 
 
@@ -106,13 +103,13 @@ def _methods(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """A causal convolution's weight has three dimensions, and its kernel wants it packed."""
+    """A causal convolution's weight has three dimensions, and its kernel needs it packed."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.ndim == 2
 
 
 def _recast(method: Any, ours: type) -> Any:
-    """`method` as one of ours, with all that its layer's construction has put into it."""
+    """`method` as an instance of `ours`, with all its attributes."""
     recast: Any = object.__new__(ours)
     recast.__dict__.update(method.__dict__)
     return recast

@@ -1,8 +1,8 @@
-"""Tensors over bare addresses: memory that the service lends, as torch sees it.
+"""Tensors over bare addresses, such as the memory service's.
 
-Owns the way from an address to a tensor and from a tensor to its layout. A tensor made here keeps
-nothing alive: its memory is mapped for as long as the process lives. The surprising thing: on the
-host a tensor over read-only memory looks writable to torch; a write to it ends the process.
+Converts addresses to tensors, and tensors to layouts. A tensor made here keeps nothing alive: its
+memory stays mapped while the process lives. Surprising: on the host, a tensor over read-only memory
+looks writable to torch; a write to it kills the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gms.client import TensorRecord
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in its storage: what makes two names one tensor."""
+    """Where a tensor lies in its storage; equal for two names of one tensor."""
 
     storage: int  # the address of the storage
     offset: int  # elements
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for `torch.bfloat16`: how manifests spell it."""
+    """`bfloat16` for `torch.bfloat16`, as in manifests."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -59,7 +59,7 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def tensor_at(address: int, record: TensorRecord, device: torch.device) -> torch.Tensor:
-    """The tensor that `record` describes, whose first byte is at `address` of `device`."""
+    """The tensor that `record` describes, with its first byte at `address` of `device`."""
     flat = bytes_at(address, record.nbytes, device).view(getattr(torch, record.dtype))
     if record.strides is None:
         return flat.view(record.shape)
@@ -74,7 +74,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _OnDevice:
-    """What torch makes a tensor of, without a copy (CUDA array interface, version 3)."""
+    """Lets torch make a tensor without a copy (CUDA array interface, version 3)."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

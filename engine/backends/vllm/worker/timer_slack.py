@@ -1,9 +1,9 @@
-"""Threads that may wake late: how those of a library that polls are kept from costing a core.
+"""Lets the polling threads of a library wake late, so that an idle rank costs less CPU.
 
-Gloo has a thread for each process group, and each waits for its sockets for 10 ms at a time, for
-ever: vLLM's 13 groups cost an idle rank 2.4 % of a core. A thread's timer slack is how much later
-than asked the kernel may end such a wait (prctl(2), PR_SET_TIMERSLACK); data still wakes it at
-once. It is inherited by the threads that a thread starts, which is the only way in.
+Gloo has a thread for each process group, which polls its sockets every 10 ms: vLLM's 13 groups cost
+an idle rank 2.4 % of a core. A thread's timer slack is how much later than requested the kernel may
+end such a wait (prctl(2), PR_SET_TIMERSLACK); data still wakes it at once. Threads inherit it from
+the thread that starts them, which is the only way to set it here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 _PR_SET_TIMERSLACK = 29
 _PR_GET_TIMERSLACK = 30
-# Of a thread that polls every 10 ms it leaves 5 turns a second. A group that is taken down waits
-# for one turn of its thread.
+# A thread that polls every 10 ms is left with 5 polls a second. Destroying a group waits for one
+# poll of its thread.
 LATE_NS = 200_000_000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,10 +28,10 @@ def current_ns() -> int:
 
 @contextmanager
 def new_threads_may_wake_late(late_ns: int = LATE_NS) -> Iterator[None]:
-    """Threads that this one starts in the block end their waits up to `late_ns` after their time.
+    """Threads started in this block by this thread may end their waits up to `late_ns` late.
 
     Raises:
-        OSError: the kernel refuses, which prctl(2) knows no reason for.
+        OSError: the kernel refuses; prctl(2) documents no reason for that.
     """
     before_ns = current_ns()
     _set(late_ns)

@@ -1,13 +1,13 @@
 """A rank's weights: written into the memory service by the first engine, mapped by the next.
 
-Owns the order in which a worker comes to its weights: identity, leave to load, session with its
-own device, one model after the other (`model_load`), commit, report. A draft model is loaded after
-the target and belongs to the same epoch, so that the commit comes when vLLM's worker is done with
-all of them (`settle`). Knows neither KV memory nor HTTP.
+Owns the order of a load: identity, permission to load, session with the device's memory service,
+one model after the other (`model_load`), commit, report. A draft model is loaded after the target
+and belongs to the same epoch, so the commit follows when vLLM's worker has loaded all of them
+(`settle`). Knows neither KV memory nor HTTP.
 
-The surprising thing: a writer goes the reader's way as well. It loads as vLLM does, moves every
-tensor into the epoch, throws that model away and binds a fresh one to the epoch's addresses, which
-`commit` makes read-only in place.
+Surprising: a writer binds its model as a reader does. It loads as vLLM does, moves every tensor
+into the epoch, drops that model and binds a fresh one to the epoch's addresses, which `commit`
+makes read-only in place.
 """
 
 from __future__ import annotations
@@ -15,43 +15,45 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
 from engine.backends import session
 from engine.backends.process import Member
 from engine.backends.vllm.worker import membership, rehome
 from engine.backends.vllm.worker.identity import Document, Identity, same_on_every_rank
-from engine.backends.vllm.worker.model_load import ModelLoad
+from engine.backends.vllm.worker.model_load import ModelLoad, inner_loader
 from engine.backends.vllm.worker.pulse import Meter
 from gms.client import Keeper, Reader, Writer
 from plumbing.errors import InvariantError, UnderstudyError
 
-__all__ = ["Weights", "device_of", "of_this_process", "same_on_every_rank"]
+__all__ = ["RankWeights", "device_of", "of_this_process", "same_on_every_rank"]
 
 logger = logging.getLogger(__name__)
 
-# Who distrusts its weights is about to end, and its report with it: a memory service that has just
-# died is back within a second, and nothing serves meanwhile.
+# An engine that distrusts its weights is about to end, and must report that first: a memory service
+# that has just died is back within a second.
 REPORT_WAIT_S = 2.0
 
-_of_this_process: Weights | None = None
+_of_this_process: RankWeights | None = None
 
 
-def of_this_process() -> Weights:
-    """The one of this worker process; made at first use."""
+def of_this_process() -> RankWeights:
+    """This worker process's weights; created at first use."""
     global _of_this_process
     if _of_this_process is None:
-        _of_this_process = Weights(membership.current())
+        _of_this_process = RankWeights(membership.current())
     return _of_this_process
 
 
 def device_of(rank: int) -> str:
-    """The device whose memory service has the weights of `rank`, which runs in this process."""
+    """The device that holds the weights of `rank`, which runs in this process."""
     if current_platform.is_cpu():
         return session.host_device(rank)
     ordinal = int(torch.cuda.current_device())
@@ -61,11 +63,11 @@ def device_of(rank: int) -> str:
     return str(current_platform.get_device_uuid(ordinal))
 
 
-class Weights:
-    """`identity` is that of this rank, `bytes` what the epoch takes of its device.
+class RankWeights:
+    """`identity` is this rank's, `bytes` is the size of its epoch.
 
-    `is_awake` is set by who wakes: a standby has time to read all of its weights when the service
-    asks for their digest, an engine that serves has not.
+    The worker sets `is_awake`: a standby has time to read all of its weights when the service asks
+    for their digest, a serving engine has not.
     """
 
     def __init__(self, member: Member) -> None:
@@ -119,7 +121,7 @@ class Weights:
     # ------------------------------------------------------------------ all of them
 
     def settle(self) -> None:
-        """All models are there: publish what was written, keep the session, tell the supervisor.
+        """All models are loaded: publish what was written, keep the session, tell the supervisor.
 
         Raises:
             UnderstudyError: `model.changed`, `model.unbound`; from the supervisor or the service.
@@ -146,10 +148,10 @@ class Weights:
             raise UnderstudyError(
                 "model.changed",
                 f"the files of {after['models']['target']['name']} changed while they were loaded;"
-                " nothing was published, and the next attempt reads them anew",
+                " nothing was published, and the next attempt reads them again",
             )
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # no copy may be under way when its target becomes read-only
+            torch.cuda.synchronize()  # no copy may be pending when its target becomes read-only
         with session.loading(self._device, "this model", "", 0):
             reader = writer.commit(after)
         logger.info(
@@ -161,10 +163,36 @@ class Weights:
         return reader
 
     def distrust(self, detail: str) -> None:
-        """A canary over these weights failed; once a second incarnation says so they are loaded
-        anew. Waits a little until that is said."""
+        """Report that a canary on these weights failed; when a second incarnation does, they are
+        loaded again. Waits `REPORT_WAIT_S` at most for the report to be sent."""
         if self.keeper is None:
             return
         self.keeper.report_canary_failure(detail)
         if not self.keeper.wait_until_reported(REPORT_WAIT_S):
-            logger.warning("no memory service is there to be told that a canary failed")
+            logger.warning(
+                "the failed canary was not reported: the memory service is not reachable"
+            )
+
+
+class Loader(BaseModelLoader):
+    """Loads weights through the memory service; registered as `understudy` by the plugin.
+
+    vLLM makes more than one (for a draft model, or only to ask it a question), so this holds
+    nothing and does nothing until `load_model`.
+    """
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        inner_loader(self.load_config).download_model(model_config)
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> NoReturn:
+        raise UnderstudyError(
+            "vllm.weights_are_shared",
+            "weights are shared and read-only here, so they cannot be loaded into an existing"
+            " model; start engines with the new weights instead",
+        )
+
+    def load_model(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
+    ) -> nn.Module:
+        ours = of_this_process()
+        return ours.load_model(self.load_config, vllm_config, model_config, prefix)

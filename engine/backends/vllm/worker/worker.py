@@ -1,15 +1,15 @@
-"""vLLM's workers, parked and woken: weights through gms, a KV cache that a standby does not hold.
+"""vLLM's workers, parked and woken: weights through gms, a KV cache without memory in a standby.
 
-Owns what a worker of ours does otherwise than vLLM's: three steps of its start, sleep and wake, and
-three methods that the backend calls in every worker (`understudy_…`); and the GPU's worker. Knows
-nothing of the lock. The CPU's is in a file of its own (`worker_cpu.py` says why).
+Owns what our workers do differently from vLLM's: three steps of the start, sleep and wake, and
+three methods that the backend calls in every worker (`understudy_…`); and the GPU worker. Knows
+nothing of the lock. The CPU worker has its own file (`worker_cpu.py` explains why).
 
-Methods that the backend calls never raise and answer with a dictionary: after an exception on one
-rank vLLM leaves the other ranks' answers in their queues, and every later answer is that to an
-earlier question. What goes wrong before there is anybody to ask is told to the supervisor at once.
+Methods that the backend calls never raise and return a dictionary: after an exception on one rank
+vLLM leaves the other ranks' answers in their queues, and every later call gets the answer to an
+earlier one. Errors before the backend can call are reported to the supervisor directly.
 
-Surprising: `wake_up` takes no memory. The backend has taken it on every rank before (`understudy_
-take_kv`), has looked at every answer, and only then lets vLLM believe that it is awake.
+Surprising: `wake_up` takes no memory. The backend takes it on every rank before
+(`understudy_take_kv`), checks every answer, and only then wakes vLLM.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends.free_memory import Room, check_can_ever_fit
+from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.worker import membership, weights
-from engine.backends.vllm.worker.kv_arena import Hold, KVArena, Range
-from engine.backends.vllm.worker.kv_check import check_holds_a_sequence
+from engine.backends.vllm.worker.kv_arena import AddressRange, Backing, KVArena
 from engine.backends.vllm.worker.kv_cuda import CudaRange
 from plumbing.errors import UnderstudyError, UsageError
 
 logger = logging.getLogger(__name__)
 
-MEND = "lower --kv-cache-memory-bytes"
+FIX = "lower --kv-cache-memory-bytes"
 CODE_UNEXPECTED = "vllm.worker_failed"
-MEETING_FILE = "file://"  # torch's FileStore; over TCP there is nothing to remove
+MEETING_FILE = "file://"  # torch's FileStore; over TCP there is no file to remove
 
 Answer = dict[str, Any]
 
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """Whoever cannot go on says why to the supervisor; vLLM would say that its core has failed."""
+    """Report errors to the supervisor; vLLM would only say that its core has failed."""
     try:
         yield
     except UnderstudyError as error:
@@ -51,7 +51,7 @@ def reporting() -> Iterator[None]:
 
 
 def answering(method: Callable[..., Answer]) -> Callable[..., Answer]:
-    """`method`, which never raises and says which rank answers and whether it did it."""
+    """Make `method` never raise, and add the rank and whether it succeeded to its answer."""
 
     @functools.wraps(method)
     def answer(self: Any, *args: Any) -> Answer:
@@ -69,31 +69,27 @@ def answering(method: Callable[..., Answer]) -> Callable[..., Answer]:
     return answer
 
 
-class Parking(StockGPUWorker):
-    """What both workers have in common; its `super()` is the worker of the platform, which on the
-    CPU is a kind of the GPU's."""
+class ParkingWorker(StockGPUWorker):
+    """What both workers have in common; its `super()` is the platform's worker (vLLM's CPU worker
+    is a subclass of its GPU worker)."""
 
     arena: KVArena | None = None
     _expected_bytes = 0
 
     # ------------------------------------------------------------------ what differs
 
-    # Each platform's worker has these four. vLLM's worker is no abstract class, so one that lacks
-    # some fails when they are first asked, while it starts.
+    # Each platform's worker has these three. vLLM's worker is not an abstract class, so a worker
+    # that lacks one fails while it starts.
 
     def room(self) -> Room:
-        """What memory there is for KV caches."""
+        """The memory available for KV caches."""
         raise NotImplementedError
 
     def kv_bytes_of_all(self, kv_bytes: int) -> int:
         """What all ranks that share this memory need together."""
         raise NotImplementedError
 
-    def reserve(self, kv_bytes: int) -> Range:
-        raise NotImplementedError
-
-    def tensor_at(self, address: int, size_bytes: int) -> torch.Tensor:
-        """A tensor of int8 over bare addresses; it keeps nothing alive and owns nothing."""
+    def reserve(self, kv_bytes: int) -> AddressRange:
         raise NotImplementedError
 
     # ------------------------------------------------------------------ the start
@@ -101,19 +97,19 @@ class Parking(StockGPUWorker):
     def init_device(self) -> None:
         with reporting():
             super().init_device()
-            self._tell_of_meeting_place()
+            self._report_meeting_file()
             kv_bytes = self._kv_bytes_asked()
-            check_can_ever_fit(self.kv_bytes_of_all(kv_bytes), self.room(), MEND)
+            check_can_ever_fit(self.kv_bytes_of_all(kv_bytes), self.room(), FIX)
 
-    def _tell_of_meeting_place(self) -> None:
-        """Ranks on one machine meet over a file that none keeps open, and that outlives SIGKILL."""
+    def _report_meeting_file(self) -> None:
+        """Ranks on one machine meet through a file that none keeps open; it outlives SIGKILL."""
         place = str(self.distributed_init_method)
         if self.rank == 0 and place.startswith(MEETING_FILE):
             membership.current().leftover(place.removeprefix(MEETING_FILE))
 
     def load_model(self, **kwargs: Any) -> None:
-        """As vLLM loads, which calls our loader; a draft model is loaded after the target, so that
-        only now everything is there that belongs to one epoch."""
+        """Load as vLLM does, with our loader. A draft model is loaded after the target, so only now
+        is the epoch complete."""
         with reporting():
             super().load_model(**kwargs)
             weights.of_this_process().settle()
@@ -124,22 +120,22 @@ class Parking(StockGPUWorker):
             if len(sizes) != 1:
                 raise UsageError(
                     "vllm.kv_contract",
-                    f"this model has a KV cache of {len(sizes)} buffers, and one can be parked",
+                    f"this model has a KV cache of {len(sizes)} buffers; only one can be parked",
                 )
             self._expected_bytes = sizes.pop()
             super().initialize_from_config(kv_cache_config)
             if self.arena is None:
                 raise UsageError(
                     "vllm.kv_contract",
-                    "this vLLM allocated its KV cache without asking its worker for a place; was"
-                    " it given a KV connector?",
+                    "this vLLM allocated its KV cache without asking its worker for memory; does it"
+                    " have a KV connector?",
                 )
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag != "kv_cache":
             elsewhere: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)
             return elsewhere
-        self.arena = KVArena(self.reserve(self._expected_bytes), self.tensor_at)
+        self.arena = KVArena(self.reserve(self._expected_bytes), torch.device(self.device))
         return self.arena
 
     def _kv_bytes_asked(self) -> int:
@@ -147,12 +143,12 @@ class Parking(StockGPUWorker):
         if not asked:
             raise UsageError(
                 "vllm.no_kv_size",
-                "the KV cache has no size: give --kv-cache-memory-bytes, the same to every engine",
+                "the KV cache has no size: give every engine the same --kv-cache-memory-bytes",
             )
         return int(asked)
 
     def _enough_for_a_sequence(self, kv_bytes: int) -> int:
-        """`kv_bytes`; the engine core would refuse too few of them after us, and tell nobody.
+        """`kv_bytes`, if enough; the engine core checks later, and could not report it.
 
         Raises:
             UsageError: `vllm.kv_too_small`.
@@ -160,24 +156,24 @@ class Parking(StockGPUWorker):
         check_holds_a_sequence(self.vllm_config, self.get_kv_cache_spec(), kv_bytes)
         return kv_bytes
 
-    # ------------------------------------------------------------------ vLLM's words for park, wake
+    # ------------------------------------------------------------------ park and wake
 
     def sleep(self, level: int = 1) -> None:
-        """Park, at any level: the weights are mapped read-only and cost a standby nothing."""
+        """Park, at any level: the weights are shared and cost a standby nothing."""
         weights.of_this_process().is_awake = False
         if self.arena is not None:
             self.arena.release()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Nothing, where the memory was taken; again is harmless.
+        """Only check that the memory was taken.
 
         Raises:
-            UnderstudyError: `engine.not_awake`; going on would touch what is not there.
+            UnderstudyError: `engine.not_awake`; to continue would touch memory that is not there.
         """
-        if self.arena is not None and self.arena.hold is not Hold.TAKEN:
+        if self.arena is not None and self.arena.backing is not Backing.TAKEN:
             raise UnderstudyError(
                 "engine.not_awake",
-                f"rank {self.rank} is {self.arena.hold}: its KV memory has to be taken first",
+                f"rank {self.rank} is {self.arena.backing}: its KV memory must be taken first",
             )
 
     def discard(self, tags: tuple[str, ...]) -> None:
@@ -193,16 +189,16 @@ class Parking(StockGPUWorker):
             "weights_bytes": ours.bytes,
             "kv_bytes": arena.kv_bytes if arena else 0,
             "kv_resident_bytes": arena.resident_bytes() if arena else 0,
-            "kv_hold": str(arena.hold) if arena else "",
+            "kv_hold": str(arena.backing) if arena else "",
             "epoch": ours.epoch,
             "identity": weights.same_on_every_rank(ours.identity),
         }
 
     @answering
     def understudy_take_kv(self, deadline_s: float) -> Answer:
-        """The second fence, then memory behind the addresses; `ms` is what both took."""
+        """Wait until the memory is free (the second fence) and take it; `ms` is the duration."""
         began = time.monotonic()
-        weights.of_this_process().is_awake = True  # from now on nobody may read all of them
+        weights.of_this_process().is_awake = True  # no digests from now on
         if self.arena is not None:
             self.arena.take(deadline_s)
         ms = (time.monotonic() - began) * 1000
@@ -213,7 +209,7 @@ class Parking(StockGPUWorker):
         weights.of_this_process().distrust(detail)
         return {}
 
-    # ------------------------------------------------------------------ what no worker of ours does
+    # ------------------------------------------------------------------ refused
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnderstudyError(
@@ -227,8 +223,8 @@ class Parking(StockGPUWorker):
     finish_weight_update = elastic_ep_execute = _refuse
 
 
-class GPUWorker(Parking):
-    """On a GPU of its own."""
+class GPUWorker(ParkingWorker):
+    """A worker with its own GPU."""
 
     _are_comms_suspended = False
 
@@ -239,16 +235,13 @@ class GPUWorker(Parking):
     def kv_bytes_of_all(self, kv_bytes: int) -> int:
         return kv_bytes
 
-    def reserve(self, kv_bytes: int) -> Range:
+    def reserve(self, kv_bytes: int) -> AddressRange:
         return CudaRange(self._device(), kv_bytes, self.room)
-
-    def tensor_at(self, address: int, size_bytes: int) -> torch.Tensor:
-        return torch.as_tensor(_OnDevice(address, size_bytes), device=self.device)
 
     def determine_available_memory(self) -> int:
         with reporting():
             self._enough_for_a_sequence(self._kv_bytes_asked())
-            # Again: vLLM may keep a part of what was asked for back.
+            # Again: vLLM may reserve a part of it.
             return self._enough_for_a_sequence(int(super().determine_available_memory()))
 
     def sleep(self, level: int = 1) -> None:
@@ -256,7 +249,7 @@ class GPUWorker(Parking):
 
         torch.cuda.synchronize()
         super().sleep(level)
-        torch.cuda.empty_cache()  # what torch keeps for later would be missing to whoever wakes
+        torch.cuda.empty_cache()  # the engine that wakes needs what torch has cached
         if self.model_config.enable_nccl_comm_suspend and not self._are_comms_suspended:
             suspend_device_comms()
             self._are_comms_suspended = True
@@ -271,15 +264,3 @@ class GPUWorker(Parking):
 
     def _device(self) -> str:
         return weights.device_of(self.rank)
-
-
-class _OnDevice:
-    """What torch makes a tensor of, without a copy (CUDA array interface, version 3)."""
-
-    def __init__(self, address: int, size_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size_bytes,),
-            "typestr": "|i1",
-            "data": (address, False),
-            "version": 3,
-        }

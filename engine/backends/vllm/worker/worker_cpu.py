@@ -1,7 +1,7 @@
-"""vLLM's worker on host memory, parked and woken; `worker.py` says how.
+"""vLLM's worker on host memory, parked and woken as in `worker.py`.
 
-Alone in this file because vLLM's own CPU worker puts placeholders into torch when it is imported,
-and has to be imported before everything else of vLLM's workers: a GPU's worker must never see it.
+In its own file because vLLM's CPU worker installs placeholders in torch when it is imported, and
+must be imported before anything else of vLLM's workers; a GPU worker must never import it.
 """
 
 from __future__ import annotations
@@ -10,22 +10,18 @@ from __future__ import annotations
 from vllm.v1.worker.cpu_worker import CPUWorker as StockCPUWorker
 # isort: on
 
-import ctypes
-
-import torch
-
 from engine.backends.free_memory import Room, read_room
-from engine.backends.vllm.worker.kv_arena import Range
+from engine.backends.vllm.worker.kv_arena import AddressRange
 from engine.backends.vllm.worker.kv_host import HostRange
 from engine.backends.vllm.worker.timer_slack import new_threads_may_wake_late
-from engine.backends.vllm.worker.worker import Parking, reporting
+from engine.backends.vllm.worker.worker import ParkingWorker, reporting
 
 
-class CPUWorker(Parking, StockCPUWorker):
-    """On host memory: the ranks share one machine's."""
+class CPUWorker(ParkingWorker, StockCPUWorker):
+    """A worker on host memory, which all ranks share."""
 
     def init_device(self) -> None:
-        with new_threads_may_wake_late():  # this is where Gloo's groups are made
+        with new_threads_may_wake_late():  # creates Gloo's groups
             super().init_device()
 
     def room(self) -> Room:
@@ -34,15 +30,11 @@ class CPUWorker(Parking, StockCPUWorker):
     def kv_bytes_of_all(self, kv_bytes: int) -> int:
         return kv_bytes * int(self.parallel_config.world_size)
 
-    def reserve(self, kv_bytes: int) -> Range:
+    def reserve(self, kv_bytes: int) -> AddressRange:
         return HostRange(kv_bytes, int(self.parallel_config.world_size))
 
-    def tensor_at(self, address: int, size_bytes: int) -> torch.Tensor:
-        buffer = (ctypes.c_int8 * size_bytes).from_address(address)
-        return torch.frombuffer(buffer, dtype=torch.int8)
-
     def determine_available_memory(self) -> int:
-        """vLLM's, less its demand that the memory be free now: the active engine has it."""
+        """As vLLM does, but without requiring free memory: the active engine has it."""
         with reporting():
             kv_bytes = self._enough_for_a_sequence(self._kv_bytes_asked())
             if self._should_warm_up_model():

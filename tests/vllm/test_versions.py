@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from engine.backends.vllm import shim
+from engine.backends.vllm import versions
 from plumbing.errors import UsageError
 
 # torch and vLLM say of themselves that they use what torch is about to drop.
@@ -23,24 +23,24 @@ def test_an_untried_version_is_refused_with_both_and_the_way_out(version: str):
     """A minor version outside the range, and a build that does not know its own: refused, with the
     range and the flag; taken where somebody insists."""
     with pytest.raises(UsageError) as refused:
-        shim.check_version(allow_any=False, version=version)
+        versions.check_version(allow_any=False, version=version)
     assert refused.value.code == "vllm.unsupported_version"
-    for part in (version, shim.supported_range(), shim.OVERRIDE_FLAG):
+    for part in (version, versions.supported_range(), versions.OVERRIDE_FLAG):
         assert part in refused.value.message
-    shim.check_version(allow_any=True, version=version)
+    versions.check_version(allow_any=True, version=version)
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.33.1.dev7+cpu", "0.33.9"])
 def test_any_release_of_a_tried_minor_version_is_taken(version: str):
     """Patches, development builds and local versions of the range's ends."""
-    shim.check_version(allow_any=False, version=version)
+    versions.check_version(allow_any=False, version=version)
 
 
 def test_the_installed_version_is_taken_and_its_parser_found():
     """No override: the version that these tests run with, its flags, and vLLM's own checks."""
-    shim.check_version(allow_any=False)
-    args = shim.make_arg_parser(FlexibleArgumentParser()).parse_args(["some-model"])
-    shim.validate_parsed_serve_args(args)
+    versions.check_version(allow_any=False)
+    args = versions.make_arg_parser(FlexibleArgumentParser()).parse_args(["some-model"])
+    versions.validate_parsed_serve_args(args)
     assert args.model_tag == "some-model"
 
 
@@ -54,7 +54,7 @@ def test_a_kv_cache_is_planned_in_one_step_or_two(
     if is_grouped_before:
         plans.get_global_kv_cache_groups = lambda *given: given
     monkeypatch.setitem(sys.modules, "plans", plans)  # type: ignore[arg-type]  # no real module
-    monkeypatch.setattr(shim, "_KV_PLANS", ("plans",))
-    shim.get_kv_cache_configs("config", [{}], [1])
+    monkeypatch.setattr(versions, "_KV_PLANS", ("plans",))
+    versions.get_kv_cache_configs("config", [{}], [1])
     groups = [("config", [{}])] if is_grouped_before else []
     assert asked == [("config", [{}], [1], *groups)]

@@ -1,11 +1,11 @@
-"""What differs between the versions of vLLM that are supported, and nothing else.
+"""What differs between the supported versions of vLLM, and nothing else.
 
 Owns the supported range and every import whose place or meaning changed inside it. All other files
 here import from vLLM directly: what they use is the same from 0.31 to 0.33, and `contracts.py`
-reads an installed vLLM's sources and names what is not.
+checks that against an installed vLLM's sources.
 
-Surprising: vLLM's modules are imported inside the functions, so that a version nobody has tried is
-refused with a sentence by `check_version` and not with somebody else's ImportError.
+Surprising: vLLM's modules are imported inside the functions, so that an untested version is refused
+by `check_version` with a clear message and not by an ImportError.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from plumbing.errors import UsageError
 
-# The first and the last minor version against which every contract was read and the newest that
-# could be run was run. Both ends belong to the range.
+# The first and last supported minor version, inclusive: every contract was read against both, and
+# the newest one that has a build for the CPU was run.
 SUPPORTED = ((0, 31), (0, 33))
 OVERRIDE_FLAG = "--allow-any-vllm"
 
@@ -26,7 +26,7 @@ _KV_PLANS = ("vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils")
 
 
 def vllm_version() -> str:
-    """The version of the installed vLLM as it names itself, for example `0.32.0`."""
+    """The version that the installed vLLM reports, for example `0.32.0`."""
     from vllm import __version__
 
     return str(__version__)
@@ -40,15 +40,17 @@ def torch_version() -> str:
 
 
 def supported_range() -> str:
-    """`0.31 to 0.33`, for sentences."""
+    """`0.31 to 0.33`, for messages."""
     return " to ".join(".".join(map(str, end)) for end in SUPPORTED)
 
 
 def check_version(allow_any: bool, version: str | None = None) -> None:
     """Refuse a vLLM whose minor version is outside the range, unless `allow_any`.
 
-    `version` is for tests; without it the installed one is asked. Raises UsageError
-    `vllm.unsupported_version`: trying again will not help.
+    `version` is for tests; the default is the installed one.
+
+    Raises:
+        UsageError: `vllm.unsupported_version`.
     """
     found = vllm_version() if version is None else version
     minor = _minor(found)
@@ -57,38 +59,38 @@ def check_version(allow_any: bool, version: str | None = None) -> None:
     raise UsageError(
         "vllm.unsupported_version",
         f"the installed vLLM is {found}, and this backend supports {supported_range()}: install a"
-        f" supported one, or pass {OVERRIDE_FLAG} if you have read what"
-        f" `python -m engine.backends.vllm.contracts` says about it",
+        f" supported version, or run `python -m engine.backends.vllm.contracts` to check it and"
+        f" pass {OVERRIDE_FLAG}",
         installed=found,
         supported=[".".join(map(str, end)) for end in SUPPORTED],
     )
 
 
 def make_arg_parser(parser: Any) -> Any:
-    """vLLM's own parser of `vllm serve`'s flags, put into `parser` (a FlexibleArgumentParser)."""
+    """Add the flags of `vllm serve` to `parser`, a FlexibleArgumentParser."""
     return _cli_args().make_arg_parser(parser)
 
 
 def validate_parsed_serve_args(args: Any) -> None:
-    """vLLM's own checks of what was parsed; raises ValueError or TypeError as vLLM does."""
+    """vLLM's own checks of the parsed arguments; raises ValueError or TypeError as vLLM does."""
     _cli_args().validate_parsed_serve_args(args)
 
 
 def get_kv_cache_configs(vllm_config: Any, specs: list[Any], sizes_bytes: list[int]) -> Any:
-    """The engine core's own plan of a KV cache, of each rank's layers and bytes; raises ValueError
-    where one sequence does not fit."""
-    plans = _found("plan of a KV cache", _KV_PLANS)
-    groups_of = getattr(plans, "get_global_kv_cache_groups", None)  # since 0.33 a step of its own
+    """The engine core's own plan of a KV cache from each rank's layers and bytes; raises ValueError
+    if one sequence does not fit."""
+    plans = _find("plan of a KV cache", _KV_PLANS)
+    groups_of = getattr(plans, "get_global_kv_cache_groups", None)  # a separate step since 0.33
     groups = [] if groups_of is None else [groups_of(vllm_config, specs)]
     return plans.get_kv_cache_configs(vllm_config, specs, sizes_bytes, *groups)
 
 
 def _cli_args() -> Any:
-    return _found("parser of its flags", _CLI_ARGS)
+    return _find("parser of its flags", _CLI_ARGS)
 
 
-def _found(what: str, places: tuple[str, ...]) -> Any:
-    """The first of these modules that this vLLM has."""
+def _find(what: str, places: tuple[str, ...]) -> Any:
+    """The first of these modules that the installed vLLM has."""
     import importlib
 
     for place in places:
@@ -96,16 +98,16 @@ def _found(what: str, places: tuple[str, ...]) -> Any:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
             if not place.startswith(str(error.name)):
-                raise  # the module is there, and something that it needs is not
+                raise  # the module exists, but something that it needs does not
     raise UsageError(
         "vllm.unsupported_version",
-        f"vLLM {vllm_version()} keeps the {what} in none of {', '.join(places)}:"
+        f"vLLM {vllm_version()} has its {what} in none of {', '.join(places)};"
         f" this backend supports {supported_range()}",
         installed=vllm_version(),
     )
 
 
 def _minor(version: str) -> tuple[int, int] | None:
-    """`0.33.1.dev7+cpu` is (0, 33); a build that does not know its version (`dev`) is None."""
+    """`0.33.1.dev7+cpu` is (0, 33); a build without a version number (`dev`) is None."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else None
