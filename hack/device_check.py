@@ -1,12 +1,13 @@
-"""`make device-check`: ask one GPU what the design rests on, and write the answers down.
+"""`make device-check`: check on one GPU what the design relies on, and write a report.
 
-    python hack/device_check.py [--device UUID] [--only PART,…] [--max-gib 80] [--budget-s 450]
+    python -m hack.device_check [--device UUID] [--only PART,…] [--max-gib 80] [--budget-s 450]
 
-Each part runs in a process of its own with its own limit, and what it finds is written to
+Each part runs in its own process with its own limit, and its findings go to
 bench/device/<device>-<date>.json; then the tests of the memory service run on the real driver. Only
-plain allocations are made and no setting is touched; 4 GiB of the device stay free. Without a GPU
-it says so and writes nothing. `--stand-in` runs everything on the tests' stand-in for the driver:
-a rehearsal, marked as one, which is never written to bench/device.
+plain allocations are made and no setting is changed; 4 GiB of the device stay free. Without a GPU
+it prints so and writes nothing. `--stand-in` rehearses everything on the tests' stand-in for the
+driver; the report is marked, and never written to bench/device. The stand-in belongs to the tests,
+which nothing here imports: it is a program that is run (`python -m tests.standin.build`).
 """
 
 from __future__ import annotations
@@ -25,21 +26,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 GIB = 1 << 30
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent  # hack.report imports what may be missing
 BENCH = ROOT / "bench" / "device"
 SCHEMA = 1
-GRACE_S = 5.0  # beyond a part's own limit, which it minds itself
+GRACE_S = 5.0  # beyond a part's own limit, which it keeps itself
 FIRST = "device"
 SUITE, SUITE_S, SUITE_S_MIN = "suite", 150.0, 20.0
-PART_S_MIN = 8.0  # no part says anything of use in less
-STILL_S = 0.3  # how long memory in use must stand still to count
+PART_S_MIN = 8.0  # no part finds anything in less
+STILL_S = 0.3  # how long memory in use must not change to count
 REAL = {"max_gib": 80.0, "max_slabs": 4000, "still_s": STILL_S}
-# Two cores and no GPU: the words, not the sizes; and what is free is free at once.
+# Two cores and no GPU: the same calls with small sizes; free memory is free at once.
 STAND_IN = {"max_gib": 1.0, "max_slabs": 80, "still_s": 0.02}
-
-
-if not __package__:  # run as a file: the repository is where its neighbours are
-    sys.path.insert(0, str(ROOT))
 
 
 def main() -> int:
@@ -48,7 +45,7 @@ def main() -> int:
         return _check(flags)
     except ModuleNotFoundError as error:
         print(
-            "device check: it needs this repository with its `cuda` extra, and "
+            "device check: this needs the repository with its `cuda` extra, but "
             f"{error.name} cannot be imported; pip install -e '.[cuda,dev]'"
         )
         return 1 if flags.require else 0
@@ -58,16 +55,14 @@ def _check(flags: argparse.Namespace) -> int:
     from hack.device.parts import PARTS
 
     names = [name for name in flags.only.split(",") if name] or [*PARTS, SUITE]
-    names = list(dict.fromkeys([FIRST, *names]))  # without it nobody knows which device this was
+    names = list(dict.fromkeys([FIRST, *names]))  # names the device in the report
     if unknown := set(names) - {*PARTS, SUITE}:
         print(
             f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join([*PARTS, SUITE])}"
         )
         return 2
     if flags.stand_in:
-        from tests.standin import build
-
-        os.environ.update(build.environment())
+        os.environ.update(_stand_in())
     device, reason = _device(flags.device)
     if device is None:
         print(f"device check: no GPU can be used here ({reason}); skipped {', '.join(names)}")
@@ -79,22 +74,32 @@ def _check(flags: argparse.Namespace) -> int:
 
 
 def _flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="what a GPU says to the questions of the design")
+    parser = argparse.ArgumentParser(description="check on a GPU what the design relies on")
     parser.add_argument("--device", default="", help="its UUID; default: the first one visible")
-    parser.add_argument("--only", default="", help="some parts, with commas; needs --out to write")
-    parser.add_argument("--max-gib", type=float, help="of the device, at one time (80)")
+    parser.add_argument(
+        "--only", default="", help="only these parts, with commas; writes with --out only"
+    )
+    parser.add_argument("--max-gib", type=float, help="of the device, at any time (80)")
     parser.add_argument("--max-slabs", type=int, help="in one epoch (4000)")
     parser.add_argument("--budget-s", type=float, default=450, help="for everything")
     parser.add_argument("--suite", default="tests/gms", help="tests to run on the device")
     parser.add_argument("--out", type=Path, help="instead of bench/device/<device>-<date>.json")
-    parser.add_argument("--require", action="store_true", help="no GPU is a failure")
+    parser.add_argument("--require", action="store_true", help="fail if there is no GPU")
     parser.add_argument("--stand-in", action="store_true", help="rehearse without a GPU")
     flags = parser.parse_args()
     if flags.stand_in and flags.out and flags.out.resolve().is_relative_to(BENCH):
-        parser.error("bench/device holds what real devices said")
+        parser.error("bench/device holds reports of real devices only")
     defaults = STAND_IN if flags.stand_in else REAL
     asked = {name: value for name, value in vars(flags).items() if value is not None}
     return argparse.Namespace(**{**vars(flags), **defaults, **asked})
+
+
+def _stand_in() -> dict[str, str]:
+    """The environment in which processes get the tests' stand-in for the driver."""
+    command = [sys.executable, "-m", "tests.standin.build"]
+    built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    environment: dict[str, str] = json.loads(built.stdout)
+    return environment
 
 
 def _device(wanted: str) -> tuple[str | None, str]:
@@ -106,10 +111,10 @@ def _device(wanted: str) -> tuple[str | None, str]:
 
 
 def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, Any]:
-    """Every part, one after the other; what is left of the budget is the last one's."""
+    """Every part in turn; the last one gets what is left of the budget."""
     from hack.device.parts import PARTS, question
     from hack.device.suite import run_suite
-    from hack.machine import machine
+    from hack.report import commit, machine
 
     began = time.monotonic()
     end = began + flags.budget_s
@@ -117,7 +122,7 @@ def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, 
         "schema": SCHEMA,
         "date": time.strftime("%Y-%m-%d"),
         "is_stand_in": flags.stand_in,
-        "commit": _commit(),
+        "commit": commit(),
         "machine": machine(),
         "parts": {},
     }
@@ -146,7 +151,7 @@ def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, 
 
 
 def _run_part(name: str, device: str, limit_s: float, flags: argparse.Namespace) -> dict[str, Any]:
-    """One part in its process; whatever becomes of it, what it had found by then."""
+    """One part in its process; however that ends, what it had found by then."""
     from plumbing.service import parent
 
     if limit_s < PART_S_MIN:
@@ -189,15 +194,6 @@ def _run_part(name: str, device: str, limit_s: float, flags: argparse.Namespace)
     return found
 
 
-def _commit() -> str:
-    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip()
-
-
 def _is_good(report: dict[str, Any]) -> bool:
     return all(report["claims"].values()) and not any(
         part["status"] == "failed" for part in report["parts"].values()
@@ -205,7 +201,7 @@ def _is_good(report: dict[str, Any]) -> bool:
 
 
 def _finish(report: dict[str, Any], flags: argparse.Namespace) -> None:
-    """For people on stdout; for everybody else in the file."""
+    """Print a summary, and write the report unless this was a rehearsal or only some parts."""
     for name, part in report["parts"].items():
         print(f"{name}: {part['status']}, {part['seconds']} s. {part['question']}")
         if part["reason"]:
@@ -215,13 +211,13 @@ def _finish(report: dict[str, Any], flags: argparse.Namespace) -> None:
     for claim, holds in report["claims"].items():
         print(f"{'holds        ' if holds else 'DOES NOT HOLD'}  {claim}")
     name = report["parts"][FIRST].get("figures", {}).get("name")
-    # Also where it came by the environment.
+    # Also if the stand-in came with the environment.
     report["is_stand_in"] |= name is not None and name.startswith("Stand-in")
     path = flags.out
     if path is None and not flags.only and name is not None:
         path = BENCH / f"{name.lower().replace(' ', '-')}-{report['date']}.json"
     if path is None:
-        print("nothing was written: no --out, and some parts only or no name of the device")
+        print("nothing was written: no --out, and only some parts or no name of the device")
         return
     if report["is_stand_in"] and path.resolve().is_relative_to(BENCH):
         print("nothing was written: this was the stand-in")

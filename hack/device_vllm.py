@@ -1,17 +1,17 @@
-"""vLLM with a standby on a real GPU: start it, kill it, measure it, write the figures down.
+"""vLLM with a standby on a real GPU: start it, kill it, measure it, write a report.
 
     python -m hack.device_vllm [--model DIRECTORY] [--tensor-parallel 2] [-- vLLM's flags]
 
-Stock vLLM first, for the answers and for its speed; then a pod of two engines on the same devices:
-its speed, what both engines take of each device, and a drill that kills the API process, the engine
-core and a worker in turn under load. Everything goes into bench/device/vllm-<device>-<date>.json.
-Plain allocations only, no setting is touched. Without a GPU, or without vLLM for it, it says in one
-sentence what is missing. `--rehearse` runs all of it with the CPU build on host memory: marked as a
-rehearsal, and never written to bench/device.
+First stock vLLM, for the answers and its speed; then a pod of two engines on the same devices: its
+speed, what both engines take of each device, and a drill that kills the API process, the engine
+core and a worker in turn under load. The report is bench/device/vllm-<device>-<date>.json. Only
+plain allocations, no setting is changed. Without a GPU, or without vLLM for it, one sentence names
+what is missing. `--rehearse` runs everything with the CPU build on host memory; its report is
+marked, and never written to bench/device.
 
-The surprising thing: answers in bfloat16 depend on who else is in a batch. Only prompts count whose
-two best candidates lie far apart; with `--load-format dummy` there are none, and the pod's own
-first answers are compared instead.
+Surprising: answers in bfloat16 depend on what else is in a batch. Only prompts whose two best
+candidates lie far apart are compared; `--load-format dummy` has none, so the pod's own first
+answers are compared instead.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from typing import Any
 
 from hack.device.find import find_devices
 from hack.device.part import Nvml
-from hack.device_check import _commit as commit
-from hack.machine import machine
-from hack.vllm_stock import Question, Stock, measure
+from hack.report import ROOT, commit, machine
+from hack.vllm.stock import Question, Stock, measure
 from plumbing.errors import UnderstudyError
 from plumbing.service.cli import INTERRUPTED, run_async
 from plumbing.service.signals import SignalInbox
@@ -46,16 +45,15 @@ from understudy.up.ports import free_pod_ports
 from understudy.up.random_model import VLLM_RANDOM_MODEL, make_random_model
 from understudy.up.sessions import DrillResult, run_drill
 
-ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench" / "device"
 SCHEMA = 1
 GAP_MIN = 0.25  # of log probabilities in bfloat16, whose step near 1 is 2^-8
-STILL_S = 0.5  # how long a device's memory in use must stand still to count
-# What is asked for where no model is given: heads of 256, the widest that attention kernels take.
+STILL_S = 0.5  # how long a device's memory in use must not change to count
+# The random model: heads of 256, the widest that attention kernels take.
 SHAPE = ("--hidden=1024", "--layers=16")
 REHEARSED_SHAPE = ("--hidden=128",)
 KV_BYTES, REHEARSED_KV_BYTES = 4 << 30, 64 << 20
-ALL_OF_IT = "1TiB"  # more than any device has: the memory service takes what there is
+WHOLE_DEVICE = "1TiB"  # more than any device has: the memory service takes what there is
 TARGETS = ("api", "core", "worker")
 PLATFORM = (
     "from vllm.platforms import current_platform as p; import vllm, torch, json\n"
@@ -86,13 +84,13 @@ def main() -> int:
     if is_good:
         shutil.rmtree(base, ignore_errors=True)
     else:
-        print(f"what every part wrote is kept in {base}", file=sys.stderr)
+        print(f"the logs of all parts are kept in {base}", file=sys.stderr)
     _write(report, flags)
     return 0 if is_good else 1
 
 
 def find_place(flags: argparse.Namespace) -> tuple[Place | None, str]:
-    """Where to run, or what is missing for it, in words."""
+    """Where to run, or what is missing, as part of a sentence."""
     done = subprocess.run(
         [sys.executable, "-c", PLATFORM], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -107,7 +105,7 @@ def find_place(flags: argparse.Namespace) -> tuple[Place | None, str]:
     missing = []
     devices, reason = find_devices(flags.device.split(","), str(ROOT))
     if len(devices) < flags.tensor_parallel:
-        missing.append(reason or f"{flags.tensor_parallel} GPUs are wanted and there is one")
+        missing.append(reason or f"{flags.tensor_parallel} GPUs are needed and there is one")
     if not is_cuda:
         found = f"vLLM {vllm} is not built for CUDA" if vllm else "vLLM is not installed"
         missing.append(f"{found}; pip install -e '.[vllm,cuda]'")
@@ -183,7 +181,7 @@ class Run:
 
         async def body() -> bool:
             self._note_memory("stock")
-            stock.learn_leavings()
+            stock.note_leftovers()
             try:
                 await self._learn(stock)
             except UnderstudyError as error:
@@ -195,14 +193,14 @@ class Run:
             done = await run_pod(stock.runner, body, inbox.get, _say)
         finally:
             inbox.close()
-        stock.remove_leavings()
+        stock.remove_leftovers()
         return bool(done)
 
     async def _learn(self, stock: Stock) -> None:
         gap_min = 0.0 if self.flags.rehearse else GAP_MIN
         asked = [each for each in await stock.questions() if each.gap >= gap_min]
         if not asked:
-            raise UnderstudyError("drill.no_answers", "no prompt's best two candidates lie apart")
+            raise UnderstudyError("drill.no_answers", "rounding could change every answer")
         prompts, answers = await stock.answers(asked)
         self.questions = [each for each in asked if each.prompt.key in answers]
         self.found["answers"] = f"stock vLLM's, to {len(self.questions)} prompts"
@@ -222,7 +220,7 @@ class Run:
             backend="vllm",
             backend_args=self.vllm_flags,
             memory="host" if self.flags.rehearse else "cuda",
-            device_bytes="4GiB" if self.flags.rehearse else ALL_OF_IT,
+            device_bytes="4GiB" if self.flags.rehearse else WHOLE_DEVICE,
             tensor_parallel=self.flags.tensor_parallel,
             env=self.env,
         )
@@ -244,11 +242,11 @@ class Run:
         return speed.to_dict()
 
     def _note_memory(self, when: str) -> None:
-        """Bytes of each device in use, once they stand still."""
+        """Bytes of each device in use, once they do not change."""
         self.found["memory"][f"with_{when}"] = [gpu.settled() for gpu in self.gpus]
 
     async def _note_engines(self, directory: Path) -> None:
-        """What each engine's workers have of their device, beside the weights that are shared."""
+        """What each engine's workers take of their device, beside the shared weights."""
         view = await gather(directory)
         by_pid: dict[int, int] = {}
         for gpu in self.gpus:
@@ -277,7 +275,7 @@ def _write(report: dict[str, Any], flags: argparse.Namespace) -> None:
         name = str(report["devices"][0]["name"]).lower().replace(" ", "-")
         path = BENCH / f"vllm-{name}-{report['date']}.json"
     if path is None:
-        print("nothing was written: this was a rehearsal and there is no --out")
+        print("nothing was written: this was a rehearsal without --out")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
@@ -286,7 +284,7 @@ def _write(report: dict[str, Any], flags: argparse.Namespace) -> None:
 
 def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="vLLM with a standby, on a GPU")
-    parser.add_argument("--model", default="", help="a checkpoint; a random one unless given")
+    parser.add_argument("--model", default="", help="a checkpoint; random by default")
     parser.add_argument("--device", default="", help="UUIDs, with commas; default: all visible")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--kv-bytes", type=int, default=0, help=f"per rank ({KV_BYTES})")
@@ -296,12 +294,12 @@ def _flags() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="instead of bench/device/vllm-<device>-<date>.json"
     )
-    parser.add_argument("--require", action="store_true", help="what is missing is a failure")
-    parser.add_argument("--rehearse", action="store_true", help="the CPU build, on host memory")
+    parser.add_argument("--require", action="store_true", help="fail if anything is missing")
+    parser.add_argument("--rehearse", action="store_true", help="use the CPU build, on host memory")
     parser.add_argument("vllm", nargs="*", metavar="-- vLLM's flags", help="for stock and for ours")
     flags = parser.parse_args()
     if flags.rehearse and flags.out and flags.out.resolve().is_relative_to(BENCH):
-        parser.error("bench/device holds what real devices said")
+        parser.error("bench/device holds reports of real devices only")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     return flags
 

@@ -2,8 +2,8 @@
 
     python -m hack.drill_vllm [the drill's flags] [--compare] [--json] [-- vLLM's flags]
 
-Makes a random model, asks a stock server for the answers to prompts that rounding cannot change,
-then drills a pod of two engines with those answers and looks at what the pod takes of the machine.
+Makes a random model, gets the answers to prompts that rounding cannot change from a stock server,
+then drills a pod of two engines with those answers and measures what the pod takes of the machine.
 The report is the drill's own; `--json` has the same keys and, under `vllm`, the figures.
 
 With `--compare` clients stream without pause from the stock server and, in the same run, from the
@@ -12,26 +12,22 @@ pod: tokens per second and time to first token of both.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-if not __package__:  # run as a file: the repository is where its neighbours are
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import argparse
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from engine.supervisor import leftovers
-from hack.machine import machine
-from hack.vllm_figures import Figures, look_at, private_bytes, workers_below
-from hack.vllm_pod import environment, make_pod, model_of, temporary
-from hack.vllm_stock import Question, Speed, Stock, measure
+from hack.report import machine
+from hack.vllm.figures import Figures, look_at, private_bytes, workers_below
+from hack.vllm.pod import environment, make_pod, model_of, temporary
+from hack.vllm.stock import Question, Speed, Stock, measure
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.part.format import size
 from plumbing.service.cli import INTERRUPTED, fail, run_async
@@ -66,7 +62,7 @@ OPTIONS: tuple[Option, ...] = tuple(
 
 KV_FLAG = "--kv-cache-memory-bytes"
 LEFT_SHOWN = 5
-# Headers that torch compiles once; it keeps them there wherever its cache is.
+# Headers that torch compiles once; they are there wherever its cache is.
 CACHE = "/torchinductor_"
 MEASURED_S = 10.0
 WARM_UP_S = 2.0
@@ -74,7 +70,7 @@ WARM_UP_S = 2.0
 
 @dataclass(slots=True)
 class Found:
-    """What was seen besides the drill's own report."""
+    """What was measured besides the drill's own report."""
 
     questions: Sequence[Question] = ()
     stock_private_bytes: int | None = None
@@ -94,7 +90,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One drill: what to start and how; whatever it makes is in the directory `base`."""
+    """One drill: what to start and how; all its files are in the directory `base`."""
 
     base: Path
     config: Resolved
@@ -105,12 +101,12 @@ class Run:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """vLLM's, for stock and for ours; of one given twice the last counts."""
+        """vLLM's, for stock and for ours; the last of duplicates counts."""
         return (*VLLM_RANDOM_MODEL.arguments, *self.vllm_flags)
 
     @property
     def kv_bytes(self) -> int:
-        """The KV cache of each rank: so large a mapping is looked for in the processes.
+        """The KV cache of each rank: its mapping is found in the processes by this size.
 
         Raises:
             UsageError: `drill.kv_bytes`, it is not a number of bytes.
@@ -119,7 +115,7 @@ class Run:
         parser.add_argument(KV_FLAG)
         given = parser.parse_known_args(self.flags)[0].kv_cache_memory_bytes
         if not str(given).isdigit():
-            raise UsageError("drill.kv_bytes", f"{KV_FLAG} is {given!r}: it takes bytes here")
+            raise UsageError("drill.kv_bytes", f"{KV_FLAG} is {given!r}: here it takes bytes")
         return int(given)
 
     async def everything(self) -> tuple[DrillResult, Found] | None:
@@ -136,7 +132,7 @@ class Run:
         return (result, found) if result is not None else None
 
     async def _ask_stock(self, model: Path, file: Path, found: Found) -> bool:
-        """Write the answers that the pod must give into `file`; False: interrupted."""
+        """Write the expected answers into `file`; False: interrupted."""
         ranks = self.config["tensor_parallel"]
         temporary(self.base).mkdir()
         env = environment(self.base)
@@ -150,16 +146,16 @@ class Run:
             found.stock_private_bytes = private_bytes(workers_below(stock.tree()), self.kv_bytes)
             if self.compares:
                 found.stock = await self._measure(stock.target, found.questions)
-            stock.learn_leavings()
+            stock.note_leftovers()
             return True
 
-        self.say(f"starting stock vLLM with {ranks} ranks, for the answers that it gives")
+        self.say(f"starting stock vLLM with {ranks} ranks, for its answers")
         inbox = SignalInbox()
         try:
             done = await run_pod(stock.runner, body, inbox.get, self.say)
         finally:
             inbox.close()
-        stock.remove_leavings()
+        stock.remove_leftovers()
         shutil.rmtree(temporary(self.base))
         return bool(done)
 
@@ -184,7 +180,7 @@ class Run:
         if result is not None:
             problems = result.report.problems
             problems += found.figures.problems() if found.figures else ["nothing was measured"]
-            problems += self._leavings(before)
+            problems += self._leftovers(before)
         return result
 
     async def _measure(self, target: Target, questions: Sequence[Question]) -> Speed | None:
@@ -194,8 +190,8 @@ class Run:
         await measure(target, questions, clients, WARM_UP_S)
         return await measure(target, questions, clients, MEASURED_S)
 
-    def _leavings(self, before: frozenset[leftovers.Name]) -> list[str]:
-        """What is there that was not there before the pod. Others of this machine have theirs."""
+    def _leftovers(self, before: frozenset[leftovers.Name]) -> list[str]:
+        """Files that the pod has left behind; those that other processes hold do not count."""
         new = leftovers.there_now() - before
         left = [name.path for name in new - leftovers.still_held(new)]
         left += [
@@ -231,7 +227,7 @@ def main() -> None:
         if done is not None and done[0].report.passed:
             shutil.rmtree(base, ignore_errors=True)
         else:
-            say(f"what every part wrote is kept in {base}")
+            say(f"the logs of all parts are kept in {base}")
     if done is None:
         sys.exit(INTERRUPTED)
     show(*done, as_json=flags.json)
@@ -242,7 +238,7 @@ def main() -> None:
 
 
 def show(result: DrillResult, found: Found, *, as_json: bool) -> None:
-    """The drill's own report, and what was seen besides."""
+    """Print the drill's own report, and what was measured besides."""
     backend = result.backend or "vllm"
     if as_json:
         document = {**result.report.to_dict(backend, machine()), "vllm": found.to_dict()}
@@ -283,7 +279,7 @@ def _lines(found: Found) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hack.drill_vllm",
-        description="the drill with vLLM, by stock's answers",
+        description="the drill with vLLM, compared with stock's answers",
     )
     for option in OPTIONS:
         many: dict[str, Any] = {"action": "append"} if option.many else {}
@@ -293,7 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--idle-s",
         type=float,
-        help="watch the idle standby's CPU for so long [default: 300 s for each rank]",
+        help="how long to watch the idle standby's CPU [default: 300 s for each rank]",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("vllm", nargs="*", metavar="-- vLLM's flags", help="for stock and for ours")

@@ -1,34 +1,29 @@
-"""Minutes of load that saturates two vLLM engines' cores: nobody may be killed for being busy.
+"""Minutes of load that saturates two vLLM engines' cores: no engine may be killed for being busy.
 
     python -m hack.soak_vllm [--minutes 10] [--clients 16] [--tensor-parallel 1] [--json]
 
 Long prompts and long answers from more clients than the engine serves at once, so that prefills
-make others wait and health checks come late. What must hold: the same incarnations and the same
-grant at the end, no death, every request answered in full. Answers are counted that differ from
-those before the load; with prompts that nobody chose for it, rounding in a full batch may do that,
-so it is the drill that judges tokens.
+delay others and health checks are late. What must hold: the same incarnations and the same grant
+at the end, no death, a complete answer to every request. Answers that differ from those before the
+load are counted only: rounding in a full batch may change them, and the drill judges tokens.
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-if not __package__:  # run as a file: the repository is where its neighbours are
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import argparse
 import asyncio
 import json
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from hack.machine import machine
-from hack.vllm_pod import make_pod, model_of
+from hack.report import machine
+from hack.vllm.pod import make_pod, model_of
 from plumbing.service.cli import INTERRUPTED, run_async
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target, stream_without_pause
@@ -48,7 +43,7 @@ LONG_ANSWER_TOKENS = 200
 
 @dataclass(slots=True)
 class Soaked:
-    """What came of it; `problems` are sentences, and none is what is wanted."""
+    """The result; it passed if there are no `problems`, which are sentences."""
 
     seconds: float = 0.0
     exchanges: list[Exchange] = field(default_factory=list)
@@ -73,7 +68,7 @@ class Soaked:
 
 
 def heavy(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Every prompt as it is, with a long answer, and after a long text."""
+    """Every prompt unchanged, with a long answer, and after a long text."""
     found = list(prompts)
     for prompt in prompts:
         answer = {**prompt.body, "max_tokens": LONG_ANSWER_TOKENS}

@@ -154,6 +154,23 @@ def test_no_file_breaks_the_rule(rule):
     assert [str(found) for found in all_imports() if rule(found)] == []
 
 
+@pytest.mark.parametrize(
+    ("folder", "forbidden", "excepted"),
+    [("hack", "tests", ()), ("tests", "hack", ("tests/hack/",))],
+)
+def test_programs_in_hack_and_tests_do_not_import_each_other(folder, forbidden, excepted):
+    """Goal: each can change without the other; only tests/hack, which tests those programs, imports
+    them. Method: every import of every file of the folder."""
+    found = [
+        each
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for each in imports_of(path.relative_to(ROOT).as_posix(), path.read_text())
+    ]
+    assert found
+    broken = [each for each in found if is_in(each.module, (forbidden,))]
+    assert [str(each) for each in broken if not each.path.startswith(excepted)] == []
+
+
 def test_pynvml_is_in_one_file_at_most():
     """Goal: one place talks to NVML; method: collect the files that import it."""
     files = {found.path for found in all_imports() if is_in(found.module, ("pynvml",))}

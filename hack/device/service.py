@@ -10,8 +10,7 @@ from typing import Any
 
 from hack.device.part import GIB, MIB, NOISE_BYTES, Part, Skipped, mib
 from hack.device.remote import Peer
-from tests.gms.bench import GmsProcess
-from tests.helpers import until
+from hack.processes import MemoryServer, until
 
 SERVER_BYTES_MAX = 16 * MIB  # what the design allows a server without a context
 SLAB_BYTES = 64 * MIB
@@ -20,18 +19,19 @@ ATTACHED = ((64, 2), (250, 2), (64, 256), (1000, 2), (4000, 2))  # slabs, MiB of
 
 
 @contextlib.contextmanager
-def running(part: Part, name: str) -> Iterator[GmsProcess]:
-    """A server of the device, in a directory of its own, that may use all of it."""
+def running(part: Part, name: str) -> Iterator[MemoryServer]:
+    """A server of the device, in its own directory, that may use all of the device."""
     directory = str(Path(part.directory) / name)
-    service = GmsProcess(directory, device_bytes=part.nvml.free(), device=part.device)
+    service = MemoryServer(directory, part.device, part.nvml.free())
     try:
-        yield service.start()
+        service.start()
+        yield service
     finally:
-        service.stop()
+        service.close()
 
 
 def server(part: Part) -> None:
-    """What does the memory server itself take of the device, idle and holding an epoch?"""
+    """How much of the device does the memory server itself take, idle and with an epoch?"""
     nvml, size = part.nvml, min(4 * GIB, part.bytes_max)
     if not part.fits(size):
         raise Skipped(f"there are not {size // MIB} MiB to spare")
@@ -59,7 +59,7 @@ def server(part: Part) -> None:
 
 
 def crash(part: Part) -> None:
-    """Does an epoch survive its server, handed back by its readers, without a second copy?"""
+    """Does an epoch survive its server, restored by its readers, without a second copy?"""
     nvml, size = part.nvml, min(4 * GIB, part.bytes_max // 2)
     if not part.fits(2 * size):
         raise Skipped(f"there are not {2 * size // MIB} MiB to spare")
@@ -81,7 +81,7 @@ def crash(part: Part) -> None:
             began = time.monotonic()
             service.kill()
             service.start()
-            until(is_back, "both readers to be back")
+            until(is_back, "return of both readers")
             back_ms.append(round((time.monotonic() - began) * 1e3, 1))
             seen += [service.status()["epoch"] == epoch, *(e("look") == [7] for e in engines)]
         newcomer = part.peer()
@@ -101,7 +101,7 @@ def crash(part: Part) -> None:
 
 
 def attach(part: Part) -> None:
-    """How long does a fresh process take from connect to the last mapping, by count of slabs?"""
+    """How long does a fresh process take from connect to the last mapping, by number of slabs?"""
     for count, slab_mib in ATTACHED:
         name, slab = f"{count}x{slab_mib}_mib", slab_mib * MIB
         if count > part.slabs_max or not part.fits(count * slab):
@@ -120,11 +120,11 @@ def attach(part: Part) -> None:
         part.note(**{name: {"load_ms": load_ms, **rounds[ROUNDS // 2]}})
 
 
-def _load(writer: Peer, service: GmsProcess, slabs: int, slab_bytes: int) -> None:
+def _load(writer: Peer, service: MemoryServer, slabs: int, slab_bytes: int) -> None:
     writer("load", directory=service.directory, slabs=slabs, slab_bytes=slab_bytes)
 
 
-def _attach_once(part: Part, service: GmsProcess) -> dict[str, Any]:
+def _attach_once(part: Part, service: MemoryServer) -> dict[str, Any]:
     reader = part.peer(context=True)
     found = reader("attach", directory=service.directory)
     calls = {name: took["sum_ms"] for name, took in reader.calls.items()}

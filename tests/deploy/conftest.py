@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hack import container_image
+from tests.deploy.image import build
 
 
 @pytest.fixture(scope="session")
 def image() -> str:
     """The id of the CPU image, made from this working tree."""
-    return container_image.build()
+    return build()

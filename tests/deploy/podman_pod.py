@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hack.container_image import PODMAN
+from tests.deploy.image import PODMAN
 from tests.deploy.manifests import Document, containers, environment, pod_spec, words
 from tests.e2e.processes import pod_ports
 from understudy.kubelet.http_get import get

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from hack import container_image
 from plumbing.service.procfs import rss_bytes
+from tests.deploy.image import WHEELS, why_not
 from tests.deploy.manifests import OVERLAYS, containers
 from tests.deploy.podman_pod import LIMITS, PodmanPod, pid_namespace, podman
 from tests.e2e.pods import CLIENTS, grants_in, load_on, make_model
@@ -36,9 +36,7 @@ BYSTANDER = f"import time; held = bytearray(b'x') * {DIRTY_BYTES}; time.sleep(36
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.skipif(
-        container_image.why_not() is not None, reason=str(container_image.why_not())
-    ),
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 
 
@@ -102,7 +100,7 @@ def test_image_says_what_the_manifests_rely_on(image: str):
     assert config["User"] == "10001:10001"
     assert not config.get("Entrypoint")
     assert not [each for each in config["Env"] if each.startswith("PIP_")]
-    assert container_image.WHEELS not in json.dumps(found["History"])
+    assert WHEELS not in json.dumps(found["History"])
 
 
 def test_every_command_of_the_manifests_is_on_the_path(image: str):

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from hack.container_image import PODMAN
 from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd
+from tests.deploy.image import PODMAN
 from tests.deploy.podman_pod import LIMITS, pid_namespace
 from tests.helpers import auntil, until
 from tests.lockserver.engines import Engine, is_readable

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hack import container_image
+from tests.deploy.image import why_not
 from tests.deploy.manifests import DEPLOY
 from tests.deploy.podman_pod import LIMITS, podman
 from tests.e2e.pods import make_model
@@ -35,9 +35,7 @@ BACKEND_ARGS=--model=/srv/model
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.skipif(
-        container_image.why_not() is not None, reason=str(container_image.why_not())
-    ),
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 
 

@@ -40,4 +40,4 @@ def test_a_rehearsal_is_never_written_where_devices_reports_are():
     """`--rehearse --out bench/device/…`: refused before anything is started."""
     done = run("--rehearse", "--out", str(device_vllm.BENCH / "x.json"))
     assert done.returncode == 2
-    assert "holds what real devices said" in done.stderr
+    assert "reports of real devices only" in done.stderr

@@ -16,8 +16,8 @@ import pytest
 
 from hack.drill_vllm import OPTIONS, Run
 from hack.soak_vllm import heavy
-from hack.vllm_figures import Figures, cpu_percent, kv_resident, mappings, private_bytes
-from hack.vllm_stock import smallest_gap
+from hack.vllm.figures import Figures, cpu_percent, kv_resident, mappings, private_bytes
+from hack.vllm.stock import smallest_gap
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.config import resolve
 from understudy.drill.prompts import all_prompts

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import os
 import subprocess
 import tempfile
@@ -91,3 +92,7 @@ def use(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment(**settings).items():
         monkeypatch.setenv(name, value)
+
+
+if __name__ == "__main__":
+    print(json.dumps(environment()))  # for `device_check --stand-in`, which imports no tests

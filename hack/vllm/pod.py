@@ -1,6 +1,6 @@
-"""A pod of two vLLM engines in a directory of its own, for what is measured of it.
+"""A pod of two vLLM engines in its own directory, to be measured.
 
-Owns where its files are. TMPDIR is in that directory, so that whatever is left there is the pod's.
+Owns where its files are. TMPDIR is in that directory, so that leftovers there are the pod's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from understudy.up.local_pod import LocalPod
 from understudy.up.ports import free_pod_ports
 from understudy.up.random_model import VLLM_RANDOM_MODEL, make_random_model
 
-# Weights of 74 MiB in float32: enough that a copy of them would be seen among a worker's other
-# memory, and little enough that two cores stream some hundred tokens a second.
+# Weights of 74 MiB in float32: large enough that a copy of them would show in a worker's memory,
+# and small enough that two cores stream some hundred tokens a second.
 MODEL_SHAPE = ("--hidden=1024", "--layers=5")
 
 
@@ -23,10 +23,9 @@ def temporary(base: Path) -> Path:
 
 
 def environment(base: Path) -> dict[str, str]:
-    """What all parts of a pod in `base` get; users' own settings win.
+    """The environment of all parts of a pod in `base`; the user's own settings win.
 
-    What torch compiles is a cache, which all engines use and nobody leaves behind by mistake: it
-    would be in TMPDIR otherwise.
+    What torch compiles is a cache that all engines share; in TMPDIR it would count as a leftover.
     """
     wanted = {**VLLM_RANDOM_MODEL.env, "TORCHINDUCTOR_CACHE_DIR": str(base / "compiled")}
     chosen = {name: os.environ.get(name, it) for name, it in wanted.items()}
@@ -43,7 +42,7 @@ async def model_of(base: Path, given: str | None) -> Path:
 def make_pod(
     base: Path, model: Path, ranks: int, flags: Sequence[str], device_bytes: str | None = None
 ) -> LocalPod:
-    """The pod; its directory and its empty TMPDIR are made."""
+    """The pod; creates its directory and its empty TMPDIR."""
     directory = base / "pod"
     directory.mkdir(mode=0o700)
     temporary(base).mkdir(exist_ok=True)

@@ -1,11 +1,11 @@
-"""Stock vLLM beside the pod: the same build, the same flags, one server, nothing of ours in it.
+"""Stock vLLM beside the pod: the same build, the same flags, one server without our code.
 
-Owns what a drill is measured by: answers that another program gave, and its speed in the same run.
-A prompt is fit for comparison if at every step of its answer the two best candidates lie apart:
-where they do not, rounding decides, which depends on who else is served in the same batch.
+Owns what a drill is compared with: another program's answers, and its speed in the same run. A
+prompt can be compared if the two best candidates lie far apart at every step of its answer:
+otherwise rounding decides, which depends on what else is in the same batch.
 
-The surprising thing: `vllm serve` of the CPU build looks for a package called vllm, which is not
-what that build is called, and ends; the module behind it is started instead.
+Surprising: `vllm serve` of the CPU build looks for a package called vllm, which that build is not
+called, and ends; the module behind it is started instead.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from understudy.kubelet.probes import quick_startup
 from understudy.kubelet.runner import Runner
 from understudy.up.ports import free_ports
 
-STARTUP_S = 600.0  # seconds on an idle machine; a real model is read from a real disk
-ANSWER_S = 120.0  # vLLM compiles what computes log probabilities at the first request for them
+STARTUP_S = 600.0  # a real model is read from a real disk
+ANSWER_S = 120.0  # vLLM compiles code for log probabilities at the first request for them
 # Log probabilities differ by 1e-5 between one rank and two, in float32; a thousand times that.
 GAP_MIN = 0.01
 PROMPTS_MIN = 3
@@ -43,7 +43,7 @@ SERVER = "vllm.entrypoints.openai.api_server"
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What clients that stream without pause got: tokens of answers that came in full."""
+    """What clients that stream without pause got: tokens of complete answers."""
 
     tokens_per_s: float
     first_token_ms: Spread
@@ -59,7 +59,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt that is fit for comparison, and how many tokens its answer has."""
+    """A prompt that can be compared, and how many tokens its answer has."""
 
     prompt: Prompt
     tokens: int
@@ -91,7 +91,7 @@ class Stock:
         ]
 
     async def questions(self) -> list[Question]:
-        """The prompts of the drill's bank that are fit for comparison.
+        """The prompts of the drill's bank that can be compared.
 
         Raises:
             UnderstudyError: `drill.no_answers`, too few of them.
@@ -104,26 +104,26 @@ class Stock:
         if len(found) < PROMPTS_MIN:
             raise UnderstudyError(
                 "drill.no_answers",
-                f"of {self.model} only {len(found)} prompts have answers that rounding cannot"
-                f" change: their best two candidates lie {GAP_MIN:g} apart at each step; try"
-                " another model",
+                f"only {len(found)} prompts have answers by {self.model} that rounding cannot"
+                f" change (the two best candidates {GAP_MIN:g} apart at each step); try another"
+                " model",
             )
         return found
 
     async def answers(
         self, questions: Sequence[Question]
     ) -> tuple[list[Prompt], dict[str, Exchange]]:
-        """The streamed answers to those questions that a drill can use."""
+        """The streamed answers to the questions that a drill can use."""
         return await learn_answers(
             self.target, [question.prompt for question in questions], needs_token=False
         )
 
-    def learn_leavings(self) -> None:
-        """Note what the server has in shared memory: it leaves some of it behind, always."""
+    def note_leftovers(self) -> None:
+        """Note what the server has in shared memory: it always leaves some of it behind."""
         self._left = leftovers.held_by(self.tree())
 
-    def remove_leavings(self) -> None:
-        """Once it is stopped."""
+    def remove_leftovers(self) -> None:
+        """Remove that, once the server is stopped."""
         for name in self._left - leftovers.still_held(self._left):
             leftovers.remove(name)
 
@@ -147,7 +147,7 @@ class Stock:
 
 
 def smallest_gap(choice: Mapping[str, Any]) -> float:
-    """How far the two best candidates lie apart where they are closest; 0 if that is not said."""
+    """The smallest distance of the two best candidates at any step; 0 if it is not reported."""
     said = choice.get("logprobs") or {}
     if "content" in said:  # a chat
         steps = [[each["logprob"] for each in step["top_logprobs"]] for step in said["content"]]

@@ -1,21 +1,16 @@
-"""What `bench_gms` has done by processes of their own; each verb prints JSON.
+"""The child processes of `bench_gms`: `python -m hack.bench_gms.child VERB …` prints JSON.
 
-serve DIR BYTES             a device's server that knows both protocols; prints nothing
-attach DIR                  attach, look at every tensor's record, detach, attach again
-attach-per-allocation DIR   attach with two requests for each allocation
-ask DIR                     `gms status` over and over, until stdin ends
+serve DIR BYTES           a device's server that knows both protocols; prints nothing
+attach DIR                attach, read every tensor's record, detach, attach again
+attach-two-requests DIR   attach with two requests for each allocation
+ask DIR                   `gms status` repeatedly, until stdin ends
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-if not __package__:  # run as a file: the repository is where its neighbours are
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import json
 import select
+import sys
 import time
 from collections.abc import Callable
 
@@ -23,7 +18,7 @@ from gms import messages as msg
 from gms import names
 from gms.client import Reader, open_session
 from gms.vmm.host import HostMemory
-from hack import per_allocation
+from hack.bench_gms import two_requests
 from plumbing.service.cli import run_async
 from plumbing.service.fd_limit import make_fd_room
 from plumbing.service.parent import arm_from_environment
@@ -36,9 +31,7 @@ ASK_EVERY_S = 0.002
 
 def serve(directory: str, capacity_bytes: str) -> None:
     async def run() -> None:
-        server = per_allocation.PerAllocationServer(
-            directory, DEVICE, HostMemory(), int(capacity_bytes)
-        )
+        server = two_requests.TwoRequestServer(directory, DEVICE, HostMemory(), int(capacity_bytes))
         await server.start()
         try:
             await wait_signals()
@@ -69,10 +62,10 @@ def attach(directory: str) -> None:
     print(json.dumps(report))
 
 
-def attach_per_allocation(directory: str) -> None:
+def attach_two_requests(directory: str) -> None:
     make_fd_room(4096)
     began = time.perf_counter()
-    whole, allocations = per_allocation.attach(directory, DEVICE)
+    whole, allocations = two_requests.attach(directory, DEVICE)
     report = {"attach": _since(began), "slabs": len(allocations)}
     whole.free()
     for allocation in allocations:
@@ -81,7 +74,7 @@ def attach_per_allocation(directory: str) -> None:
 
 
 def ask(directory: str) -> None:
-    """Pairs of when (this machine's monotonic clock, seconds) and how long it took (ms)."""
+    """Prints pairs of the time (monotonic clock, s) and how long the answer took (ms)."""
     poll = select.poll()
     poll.register(sys.stdin, select.POLLIN)
     asked: list[tuple[float, float]] = []
@@ -100,7 +93,7 @@ def _since(began: float) -> float:
 VERBS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "attach": attach,
-    "attach-per-allocation": attach_per_allocation,
+    "attach-two-requests": attach_two_requests,
     "ask": ask,
 }
 

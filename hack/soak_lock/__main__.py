@@ -2,21 +2,15 @@
 
     python -m hack.soak_lock [--kills 1000] [--seed 1] [--json]
 
-After each kill the new holder looks, at the moment at which it hears its grant, at the old tree:
-every process of it must be dead and its witness free (`soak_lock_party`). Trees differ: one to
-four processes, none to 50 MB of dirty memory in each, orphans that outlive their supervisor for a
-while. So do the kills: the supervisor, one backend process, all at once, all together with the
-lock server. From outside it is also checked that one party is told per kill, and that the token
-grows each time. Exit code 1 if anything was violated.
+After each kill the new holder checks the old tree at the moment it receives its grant: every
+process of it must be dead and its witness free (`supervisor.py`). Trees differ: one to four
+processes, none to 50 MB of dirty memory in each, orphans that outlive their supervisor for a while.
+So do the kills: the supervisor, one backend process, all at once, all together with the lock
+server. It is also checked that one supervisor is granted per kill, and that the token grows each
+time. Exit code 1 if anything was violated.
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-if not __package__:  # run as a file: the repository is where its neighbours are
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import argparse
 import contextlib
@@ -25,16 +19,17 @@ import os
 import random
 import select
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hack.bench_lock_servers import MEMORY
-from hack.machine import machine
-from hack.soak_lock_party import Plan, live
-from hack.soak_lock_verdict import Soaked
-from tests.lockserver.processes import ServerProcess
+from hack.bench_lock.servers import MEMORY
+from hack.processes import LockServer
+from hack.report import machine
+from hack.soak_lock.supervisor import Plan, live
+from hack.soak_lock.verdict import Soaked
 
 KILLS = 1000
 WAITERS = 2
@@ -48,12 +43,12 @@ ALONE = ("supervisor", "supervisor", "supervisor", "server")  # a tree of one pr
 
 
 class Child:
-    """A party's process, and what it has said so far."""
+    """A supervisor's process, and what it has reported so far."""
 
     def __init__(self, directory: str, plan: Plan) -> None:
         self.plan = plan
-        self.is_in_line = self.is_watching = False
-        self.pidfds: dict[int, int] = {}  # of its whole tree, once it has said: pid → pidfd
+        self.is_queued = self.is_watching = False
+        self.pidfds: dict[int, int] = {}  # of its whole tree, once reported: pid → pidfd
         commands_out, self._commands = os.pipe()
         self._reports, reports_in = os.pipe()
         parent = os.getpid()
@@ -72,15 +67,15 @@ class Child:
         return self._reports
 
     def lines(self) -> list[dict[str, Any]]:
-        """What has arrived; blocks until something has."""
+        """What has arrived; blocks until then."""
         data = os.read(self._reports, 65536)
         if not data:
-            raise RuntimeError(f"{self.plan} ended unasked")
+            raise RuntimeError(f"{self.plan} ended by itself")
         *whole, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in whole]
 
     def watch(self, pids: Sequence[int], witness: str) -> None:
-        """Whom to look at when it is granted; it says when it is ready to."""
+        """Tell it what to check when it is granted; it reports when it is ready."""
         self.is_watching = False
         os.write(self._commands, json.dumps({"pids": pids, "witness": witness}).encode() + b"\n")
 
@@ -110,7 +105,7 @@ class Soak:
         self._holder: Child | None = None
         self._waiters: list[Child] = []
         self._grants: list[tuple[Child, dict[str, Any]]] = []
-        self._server = ServerProcess(directory)
+        self._server = LockServer(directory)
 
     def run(self, kills: int) -> Soaked:
         self._server.start()
@@ -120,8 +115,8 @@ class Soak:
             while self.soaked.kills < kills:
                 while len(self._waiters) < WAITERS:
                     self._launch()
-                self._listen(lambda: all(w.is_in_line for w in self._waiters), "waiters in line")
-                held = self._kill_and_look(held)
+                self._listen(lambda: all(w.is_queued for w in self._waiters), "queued waiters")
+                held = self._kill_and_check(held)
             return self.soaked
         finally:
             for child in [*self._waiters, *filter(None, [self._holder])]:
@@ -138,17 +133,17 @@ class Soak:
 
     # ------------------------------------------------------------------ one kill
 
-    def _kill_and_look(self, held: dict[str, Any]) -> dict[str, Any]:
-        """One kill of whoever holds; what its heir saw and holds now."""
+    def _kill_and_check(self, held: dict[str, Any]) -> dict[str, Any]:
+        """Kill the holder; what the next holder saw and holds."""
         holder, (supervisor, *backends) = self._holder, held["pids"]
         assert holder is not None
         kind = self._random.choice(KINDS if backends else ALONE)
-        # Its backends are always of the evidence; a supervisor only if it cannot speak any more:
-        # one that sees a backend die reaps the others and gives up, which frees the lock at once.
+        # Its backends are always evidence; its supervisor only if it can no longer report: one that
+        # sees a backend die reaps the others and releases, which frees the lock at once.
         proven = held["pids"] if kind == "supervisor" or not backends else backends
         for waiter in self._waiters:
             waiter.watch(proven, held["witness"])
-        self._listen(lambda: all(w.is_watching for w in self._waiters), "waiters to watch")
+        self._listen(lambda: all(w.is_watching for w in self._waiters), "waiters ready to check")
         began_ms = time.monotonic() * 1000
         self._kill(kind, holder, supervisor, backends)
         found = self._next_grant(f"a grant after a kill: {kind}")
@@ -183,21 +178,21 @@ class Soak:
         self._waiters.remove(self._holder)
         return found
 
-    # ------------------------------------------------------------------ what they say
+    # ------------------------------------------------------------------ reports
 
-    def _listen(self, is_so: Callable[[], bool], what: str) -> None:
-        """Hear the waiters until it is so."""
+    def _listen(self, is_done: Callable[[], bool], what: str) -> None:
+        """Read the waiters' reports until `is_done`."""
         end = time.monotonic() + WAIT_S
-        while not is_so():
+        while not is_done():
             ready, _, _ = select.select(self._waiters, [], [], max(0.0, end - time.monotonic()))
             if not ready:
-                state = json.dumps(self._server.lock())
-                raise RuntimeError(f"waited {WAIT_S:g} s in vain for {what}; the lock: {state}")
+                state = json.dumps(self._server.status()["locks"]["active"])
+                raise RuntimeError(f"no {what} within {WAIT_S:g} s; the lock: {state}")
             for child in ready:
                 for line in child.lines():
                     if not child.pidfds and "pids" in line:
                         child.pidfds = {pid: os.pidfd_open(pid) for pid in line["pids"]}
-                    child.is_in_line = child.is_in_line or "in_line" in line
+                    child.is_queued = child.is_queued or "queued" in line
                     child.is_watching = child.is_watching or "watching" in line
                     if "token" in line:
                         self._grants.append((child, line))

@@ -1,9 +1,9 @@
-"""The protocol that `bench_gms` is measured against: two requests for each allocation.
+"""The protocol that `bench_gms` compares with: two requests for each allocation.
 
-It is how other memory services attach (ask what an allocation is, then for its descriptor), spoken
-here by the very server that also answers `attach`. The service itself knows nothing of it, and it
-is given every advantage: no session, no flock on the epoch's file, no thread between request and
-descriptor, one range of addresses for all.
+Other memory services attach like this: ask what an allocation is, then for its descriptor. Here the
+server that answers `attach` answers these requests too. The service itself knows nothing of them,
+and they have every advantage: no session, no flock on the epoch's file, no thread between request
+and descriptor, one address range for all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plumbing.wire.server import Server
 
 
 class Describe(Message, frozen=True, tag="describe"):
-    """What is allocation `slab` of the epoch?"""
+    """Asks what allocation `slab` of the epoch is."""
 
     epoch: str
     slab: int
@@ -34,7 +34,7 @@ class Described(Message, frozen=True, tag="described"):
 
 
 class Export(Message, frozen=True, tag="export"):
-    """Its descriptor, please."""
+    """Asks for its descriptor."""
 
     epoch: str
     slab: int
@@ -48,7 +48,7 @@ ADDED = (Describe, Described, Export, Exported)
 CLIENT_CATALOGUE = Catalogue(msg.StatusMsg, msg.StatusReplyMsg, *ADDED)
 
 
-class PerAllocationServer(DeviceServer):
+class TwoRequestServer(DeviceServer):
     """A device's server that also answers `describe` and `export`."""
 
     def __init__(
@@ -80,7 +80,7 @@ class PerAllocationServer(DeviceServer):
 
 
 def attach(directory: str, device: str) -> tuple[Reservation, list[Allocation]]:
-    """Map what is committed, one allocation after the other."""
+    """Map the committed epoch, one allocation after the other."""
     memory = HostMemory()
     allocations: list[Allocation] = []
     with BlockingClient(names.socket_path(directory, device), CLIENT_CATALOGUE) as client:

@@ -1,25 +1,20 @@
-"""What the memory service costs: attach, detach, commit, many readers, waste, a server's weight.
+"""What the memory service costs: attach, detach, commit, many readers, waste, a server's memory.
 
     python -m hack.bench_gms [--json] [--sessions N]
 
-Attaching is measured by fresh processes, from connect to the last mapping, in turns with a client
-that makes two requests for each allocation of the same server (`per_allocation.py`). Memory is the
+Attaching is measured in fresh processes, from connect to the last mapping, in turns with a client
+that sends two requests for each allocation to the same server (`two_requests.py`). Memory is the
 host's; slabs have the size of CUDA's granularity and are not written to, because attaching does
 not touch what it maps.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-if not __package__:  # run as a file: the repository is where its neighbours are
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import argparse
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -28,42 +23,34 @@ from typing import Any
 
 from gms.client import Reader, Writer
 from gms.core.suballocator import ALIGNMENT_BYTES
-from hack.bench_lock_trees import spread
-from hack.bench_shapes import waste
-from hack.machine import machine
-from plumbing.service import procfs
-from tests.gms.bench import IDENTITY, MIB, GmsProcess
-from tests.helpers import until
+from hack.bench_gms.child import DEVICE
+from hack.bench_gms.models import waste
+from hack.processes import IDENTITY, MemoryServer, until
+from hack.report import machine, spread
+from plumbing.service.parent import environment
 
 COUNTS = (10, 100, 1000, 3435)  # the last: allocations of a 120-layer mixture of experts
-SLAB_BYTES = 2 * MIB
+SLAB_BYTES = 2 << 20
 SLABS, TENSORS = 64, 12_000  # the same model as this service keeps it
 READERS = (1, 2, 4, 8, 16, 32, 64)
 STARTS = 5
 SESSIONS = 15
 STATUS_ROUNDS, STATUS_ATTACHES = 3, 8
 DEVICE_BYTES = 64 << 30
-CHILD = (sys.executable, str(Path(__file__).with_name("bench_gms_child.py")))
+CHILD = (sys.executable, "-m", "hack.bench_gms.child")
 
 
-class BenchServer(GmsProcess):
+class BenchServer(MemoryServer):
     """A server that knows both protocols."""
 
     def __init__(self, directory: str) -> None:
-        super().__init__(directory, DEVICE_BYTES)
-
-    def start(self) -> BenchServer:
-        self.process = subprocess.Popen(
-            [*CHILD, "serve", self.directory, str(self.device_bytes)],
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "UNDERSTUDY_PARENT_PID": str(os.getpid())},
-        )
-        until(self.is_up, "the server's hello")
-        return self
+        super().__init__(directory, DEVICE, DEVICE_BYTES)
+        self.command = [*CHILD, "serve", directory, str(DEVICE_BYTES)]
 
     def stage(self, slabs: int, tensors: int) -> Writer:
-        """Place `tensors` in as many slabs as are wanted, to replace what is committed."""
-        writer = self.writer(mode="rw", replace=True)
+        """Place `tensors` in that many slabs, to replace what is committed."""
+        writer = self.open("rw", replace=True)
+        assert isinstance(writer, Writer)
         per_slab = -(-tensors // slabs)
         nbytes = SLAB_BYTES // per_slab // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         writer.plan(slabs * SLAB_BYTES, nbytes, SLAB_BYTES)
@@ -72,7 +59,7 @@ class BenchServer(GmsProcess):
         return writer
 
     def commit(self, slabs: int, tensors: int) -> tuple[Reader, dict[str, float]]:
-        """Load and commit; the reader that wrote it, and what each step took (ms)."""
+        """Load and commit; the writer as a reader, and how long each step took (ms)."""
         began = time.perf_counter()
         writer = self.stage(slabs, tensors)
         loaded = time.perf_counter()
@@ -82,60 +69,59 @@ class BenchServer(GmsProcess):
         took_ms = {"load": (loaded - began) * 1000, "commit": (committed - loaded) * 1000}
         return reader, {name: round(value, 2) for name, value in took_ms.items()}
 
-    def weight(self) -> dict[str, Any]:
-        return {
-            "rss_mib": round((procfs.rss_bytes(self.pid) or 0) / 2**20, 1),
-            "open_fds": self.status()["open_fds"],
-        }
+    def usage(self) -> dict[str, Any]:
+        return {"rss_mib": self.rss_mib, "open_fds": self.status()["open_fds"]}
 
 
 def measure(sessions: int) -> dict[str, Any]:
-    """The whole report, but for the machine."""
+    """The whole report, except the machine."""
     with tempfile.TemporaryDirectory(prefix="gms-") as directory:
         starts_ms = [_start_once(directory) for _ in range(STARTS)]
-        server = BenchServer(directory).start()
+        server = BenchServer(directory)
+        server.start()
         try:
-            report = {"server_start_ms": spread(starts_ms), "server": {"empty": server.weight()}}
+            report = {"server_start_ms": spread(starts_ms), "server": {"empty": server.usage()}}
             _attachments(server, sessions, report)
             _slabs(server, sessions, report)
             report["status_ms"] = _status_under_load(server)
         finally:
-            server.stop()
+            server.close()
     report["waste"] = waste()
     return report
 
 
 def _start_once(directory: str) -> float:
     began = time.perf_counter()
-    server = BenchServer(directory).start()
+    server = BenchServer(directory)
+    server.start()
     took_ms = (time.perf_counter() - began) * 1000
-    server.stop()
+    server.close()
     return took_ms
 
 
 def _attachments(server: BenchServer, sessions: int, report: dict[str, Any]) -> None:
-    """Each count of allocations, in both protocols, in turns."""
+    """Each number of allocations, with both protocols in turns."""
     found: dict[str, dict[int, Any]] = defaultdict(dict)
     for count in COUNTS:
         held, found["commit_ms"][count] = server.commit(count, count)
         ours: list[dict[str, float]] = []
-        theirs: list[float] = []
+        two_requests: list[float] = []
         for _ in range(sessions):
             ours.append(_child("attach", server.directory))
-            theirs.append(_child("attach-per-allocation", server.directory)["attach"])
+            two_requests.append(_child("attach-two-requests", server.directory)["attach"])
             assert ours[-1]["slabs"] == count
         for step in ("attach", "detach", "reattach"):
             found[f"{step}_ms"][count] = spread([each[step] for each in ours])
-        found["attach_ms_per_allocation_protocol"][count] = spread(theirs)
-        ratio = spread(theirs)["p50"] / found["attach_ms"][count]["p50"]
+        found["attach_ms_per_allocation_protocol"][count] = spread(two_requests)
+        ratio = spread(two_requests)["p50"] / found["attach_ms"][count]["p50"]
         found["attach_times_faster"][count] = round(ratio, 1)
-        report["server"][f"{count} allocations"] = server.weight()
+        report["server"][f"{count} allocations"] = server.usage()
         held.close()
     report.update(found)
 
 
 def _slabs(server: BenchServer, sessions: int, report: dict[str, Any]) -> None:
-    """Few slabs with many tensors; then more and more readers of them at the same time."""
+    """Few slabs with many tensors; then more and more concurrent readers of them."""
     held, report["commit_slabs_ms"] = server.commit(SLABS, TENSORS)
     fresh = [_child("attach", server.directory) for _ in range(sessions)]
     assert all((each["slabs"], each["tensors"]) == (SLABS, TENSORS) for each in fresh)
@@ -144,22 +130,22 @@ def _slabs(server: BenchServer, sessions: int, report: dict[str, Any]) -> None:
     readers, took_ms = [held], []
     while len(readers) < max(READERS):
         began = time.perf_counter()
-        readers.append(server.reader())
+        readers.append(_reader(server))
         took_ms.append((time.perf_counter() - began) * 1000)
-    # The first of all is its writer, so the n-th reader is the n-th in the list.
+    # The first is its writer, so the n-th reader is the n-th in the list.
     report["attach_nth_reader_ms"] = {n: round(took_ms[max(0, n - 2)], 2) for n in READERS}
-    report["server"][f"{TENSORS} tensors, {max(READERS)} readers"] = server.weight()
+    report["server"][f"{TENSORS} tensors, {max(READERS)} readers"] = server.usage()
     for reader in readers:
         reader.close()
 
 
 def _status_under_load(server: BenchServer) -> dict[str, Any]:
-    """How long `gms status` takes while the largest epoch is loaded, committed, read, released."""
+    """How long `gms status` takes while the largest epoch is loaded, committed, read and freed."""
     asker = subprocess.Popen(
         [*CHILD, "ask", server.directory],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "UNDERSTUDY_PARENT_PID": str(os.getpid())},
+        env={**os.environ, **environment()},
     )
     phases: list[tuple[str, float, float]] = []
     for _ in range(STATUS_ROUNDS):
@@ -176,7 +162,7 @@ def _status_under_load(server: BenchServer) -> dict[str, Any]:
 
 
 def _keep_busy(server: BenchServer) -> list[tuple[str, float, float]]:
-    """The life of an epoch of 3,435 allocations: each phase, from when to when (s, monotonic)."""
+    """The life of an epoch of 3,435 allocations: begin and end of each phase (s, monotonic)."""
     count = max(COUNTS)
     times = [time.monotonic()]
     writer = server.stage(count, count)
@@ -184,11 +170,11 @@ def _keep_busy(server: BenchServer) -> list[tuple[str, float, float]]:
     held = writer.commit(IDENTITY)
     times.append(time.monotonic())
     for _ in range(STATUS_ATTACHES):
-        server.reader().close()
+        _reader(server).close()
     times.append(time.monotonic())
     held.close()
     server.commit(1, 1)[0].close()
-    until(lambda: _is_released(server), "the old epoch to be free")
+    until(lambda: _is_released(server), "end of the old epoch")
     times.append(time.monotonic())
     names = ("loading", "committing", "attaching", "releasing")
     return [(name, *span) for name, span in zip(names, pairwise(times), strict=True)]
@@ -199,15 +185,20 @@ def _is_released(server: BenchServer) -> bool:
     return bool(status["superseded_bytes"] == status["releasing_bytes"] == 0)
 
 
+def _reader(server: BenchServer) -> Reader:
+    reader = server.open("ro")
+    assert isinstance(reader, Reader)
+    return reader
+
+
 def _child(verb: str, directory: str) -> dict[str, float]:
-    env = {**os.environ, "UNDERSTUDY_PARENT_PID": str(os.getpid())}
+    env = {**os.environ, **environment()}
     done = subprocess.run([*CHILD, verb, directory], stdout=subprocess.PIPE, check=True, env=env)
     answer: dict[str, float] = json.loads(done.stdout)
     return answer
 
 
 def main() -> None:
-
     parser = argparse.ArgumentParser(description="what the memory service costs")
     parser.add_argument("--json", action="store_true", help="one line")
     parser.add_argument("--sessions", type=int, default=SESSIONS, help="attaches of each kind")

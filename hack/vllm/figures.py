@@ -1,7 +1,7 @@
-"""What a pod of two vLLM engines takes of the machine: memory, an idle standby's CPU, leavings.
+"""What a pod of two vLLM engines takes of the machine: memory, and an idle standby's CPU.
 
-Owns the reading of /proc for it. Nothing is asked of the engines but which processes they have:
-what an engine says of its own memory is what is to be checked.
+Owns the reading of /proc for it. The engines only name their processes: their own figures of memory
+are what is checked here.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from understudy.drill.part_killer import committed_devices, roots_of
 from understudy.host import MEMFD, physical_bytes
 from understudy.status.gather import gather, pids_of
 
-# A parked engine is asked once in so long, for each rank, whether it could be woken, and vLLM's
-# workers spin for a second after that: so long is watched, no more and no less.
+# A parked engine is checked once in this time for each rank, and vLLM's workers spin for a second
+# after that: the CPU is measured over exactly one period.
 IDLE_S_PER_RANK = 300.0
 IDLE_CPU_PERCENT_MAX = 2.0
-COUNTED_TWICE = 1.05  # of what is committed; more is more than the rounding of pages
-KV_ROOM_BYTES = 8 << 20  # what the kernel may show as one mapping with the addresses of a KV cache
-KV_LEAST = 0.9  # of what was asked for: vLLM takes whole blocks for all layers
+COUNTED_TWICE = 1.05  # of the committed bytes; more cannot be the rounding of pages
+KV_ROOM_BYTES = 8 << 20  # what the kernel may merge with the mapping of a KV cache
+KV_LEAST = 0.9  # of the requested size: vLLM takes whole blocks for all layers
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One line of /proc/PID/smaps: what is mapped, with how much memory (man 5 proc)."""
+    """One entry of /proc/PID/smaps (man 5 proc)."""
 
     path: str  # "" where it is anonymous
     size_bytes: int
@@ -44,7 +44,7 @@ class Range:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """A pod that is whole and idle. `*_worker_private_bytes`: of all workers of one engine, without
-    the KV cache; stock's is None where no stock server was looked at."""
+    the KV cache; stock's is None if no stock server was measured."""
 
     weights_committed_bytes: int
     weights_physical_bytes: int
@@ -64,7 +64,7 @@ class Figures:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def problems(self) -> list[str]:
-        """What is otherwise than promised."""
+        """Promises that these figures break."""
         found = []
         limit = COUNTED_TWICE * self.weights_committed_bytes
         for what, size in (
@@ -78,20 +78,20 @@ class Figures:
                 )
         stock = self.stock_worker_private_bytes
         spared = stock - self.standby_worker_private_bytes if stock is not None else 0
-        # Stock workers have the weights in memory of their own, and ours must not: that difference
-        # drowns in everything else where a model is as small as a test's.
+        # Stock workers have private weights, and ours must not. With a model as small as a test's,
+        # that difference is lost in the rest.
         is_visible = self.weights_committed_bytes >= 64 * MIB
         if stock is not None and is_visible and spared < self.weights_committed_bytes // 2:
             found.append(
-                f"the standby's workers have {self.standby_worker_private_bytes} bytes of their"
-                f" own, and stock ones {stock}: the weights are not shared"
+                f"the standby's workers have {self.standby_worker_private_bytes} private bytes,"
+                f" and stock ones {stock}: the weights are not shared"
             )
         if self.standby_kv_resident_bytes:
             found.append(f"the standby has {self.standby_kv_resident_bytes} bytes of KV cache")
         if self.standby_cpu_percent > IDLE_CPU_PERCENT_MAX:
             found.append(
-                f"the idle standby takes {self.standby_cpu_percent:.1f} % of a core, and"
-                f" {IDLE_CPU_PERCENT_MAX:g} % are its share: {self.standby_cpu_percent_by_process}"
+                f"the idle standby takes {self.standby_cpu_percent:.1f} % of a core, more than"
+                f" {IDLE_CPU_PERCENT_MAX:g} %: {self.standby_cpu_percent_by_process}"
             )
         return found
 
@@ -102,11 +102,11 @@ async def look_at(
     stock_worker_private_bytes: int | None,
     idle_s: float | None = None,
 ) -> Figures:
-    """The figures of the pod in `directory`, which is whole, and idle for the time that it takes:
-    `idle_s`, unless given one period of what a parked engine does.
+    """The figures of the pod in `directory`, which must be whole and idle for `idle_s` (by default
+    one period of a parked engine's check).
 
     Raises:
-        UnderstudyError: `drill.no_figures`, what is to be measured cannot be found.
+        UnderstudyError: `drill.no_figures`, a KV cache cannot be found.
     """
     view = await gather(directory)
     engines = {part["engine"]["id"]: part for part in view["engines"]}
@@ -144,7 +144,7 @@ def workers_of(engine: Mapping[str, Any]) -> list[int]:
 
 
 def workers_below(pids: Iterable[int]) -> list[int]:
-    """Those of `pids` that call themselves vLLM's workers: in a stock server nobody lists them."""
+    """Those of `pids` that are vLLM's workers by their title: a stock server does not list them."""
     found = []
     for pid in pids:
         try:
@@ -168,14 +168,14 @@ def pss(engine: Mapping[str, Any]) -> int:
 
 
 def private_bytes(pids: Iterable[int], kv_bytes: int) -> int:
-    """What nobody shares with `pids`, without their KV cache."""
+    """Private memory of `pids`, without their KV cache."""
     return sum(
         each.private_bytes for pid in pids for each in mappings(pid) if not is_kv(each, kv_bytes)
     )
 
 
 def kv_resident(pids: Iterable[int], kv_bytes: int) -> int:
-    """How much of the KV caches of `pids` is really there; each has one of `kv_bytes`.
+    """Resident memory of the KV caches of `pids`; each has one of `kv_bytes`.
 
     Raises:
         UnderstudyError: `drill.no_figures`, a process has no mapping of that size.
@@ -214,7 +214,7 @@ async def cpu_percent(pids: Iterable[int], seconds: float) -> dict[str, float]:
 
 
 def mappings(pid: int) -> Iterator[Range]:
-    """Every mapping of `pid`; none where it has ended."""
+    """Every mapping of `pid`; none if it has ended."""
     path, amounts = "", dict[str, int]()
     try:
         with open(f"/proc/{pid}/smaps", encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""What came of a soak: counts, times, and every way in which the order was violated."""
+"""The result of a soak: counts, times, and every violation of the fence's order."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from hack.bench_lock_trees import spread
-from hack.soak_lock_party import Plan
+from hack.report import spread
+from hack.soak_lock.supervisor import Plan
 
-SHOWN_MAX = 20  # violations that are told in full
+SHOWN_MAX = 20  # violations that are reported in full
 
 
 @dataclass
 class Soaked:
-    """No violations is what is wanted."""
+    """Passed if there are no violations."""
 
     kills: int = 0
     violations: list[dict[str, Any]] = field(default_factory=list)
@@ -26,25 +26,25 @@ class Soaked:
     took_ms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def granted(self, grants: list[dict[str, Any]]) -> None:
-        """All that was said of one grant: it must be one, and its token new."""
+        """All reports of one grant: there must be one, with a new token."""
         if len(grants) > 1:
-            self.violate("two were told that they hold it", grants)
+            self.violate("two supervisors were granted", grants)
         for grant in grants:
             if grant["token"] <= self.token:
                 self.violate(f"the token did not grow beyond {self.token}", grant)
         self.token = max(grant["token"] for grant in grants)
 
     def killed(self, kind: str, plan: Plan, found: dict[str, Any], began_ms: float) -> None:
-        """What the new holder saw of the old tree when it heard its grant."""
+        """What the new holder saw of the old tree when it was granted."""
         self.kills += 1
         self.by_kind[kind] += 1
         self.by_processes[1 + plan.backends] += 1
         self.took_ms[kind].append(found["mono_ms"] - began_ms)
         self.spent_early += len(found["spent_early"])
         if found["watched"] == 0:
-            self.violate("nobody was watched", found)
+            self.violate("no process was watched", found)
         if found["alive"]:
-            self.violate(f"{kind}: processes {found['alive']} of {plan} lived", found)
+            self.violate(f"{kind}: processes {found['alive']} of {plan} were alive", found)
         if found["witness_held"]:
             self.violate(f"{kind}: the witness of {plan} was held", found)
 

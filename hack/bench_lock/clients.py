@@ -1,7 +1,7 @@
-"""The smallest clients that can hold a lock: of this server, of Redis, of etcd.
+"""The smallest clients that can hold a lock: of our server, Redis and etcd.
 
-For measuring only: no reconnects, no clusters. Each object is used by one thread. They import
-little, because the memory of a process is most of the time that it takes to die.
+For measuring only: no reconnects, no clusters, one thread for each object. They import little,
+because a process takes longer to die the more memory it has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import struct
 
 import msgpack
 
-TYPE_CHECKING = False  # typing's own costs 1 MiB
+TYPE_CHECKING = False  # importing typing costs 1 MiB
 if TYPE_CHECKING:
     from typing import Any
 
@@ -31,7 +31,7 @@ TIMEOUT_S = 120.0  # longer than any wait that is measured
 
 
 class LockServerClient:
-    """This server's wire over its Unix socket, as a supervisor that is its own backend."""
+    """Our own protocol over its Unix socket, as a supervisor that is its own backend."""
 
     def __init__(self, directory: str, engine: str) -> None:
         self.directory, self.engine = directory, engine
@@ -43,7 +43,7 @@ class LockServerClient:
         self.incarnation = self.witness = ""
 
     def launch(self) -> int:
-        """A new incarnation, its witness held by the descriptor that is returned."""
+        """Start a new incarnation; the returned descriptor holds its witness."""
         random = os.urandom(8).hex()
         self.incarnation, self.witness = (
             f"{self.engine}-{random}",
@@ -55,7 +55,7 @@ class LockServerClient:
         return fd
 
     def want(self, *locks: str, **tokens: int) -> None:
-        """All that this supervisor is and wants; no incarnation: what was launched is reaped."""
+        """Send this supervisor's whole state; without an incarnation, its processes are reaped."""
         self._send(
             type="want",
             supervisor=self._supervisor,
@@ -66,8 +66,8 @@ class LockServerClient:
             tokens=tokens,
         )
 
-    def hear(self) -> dict[str, Any]:
-        """The next message; beats while there is none.
+    def receive(self) -> dict[str, Any]:
+        """The next message; sends heartbeats while there is none.
 
         Raises:
             OSError: the connection has ended, or the server refuses.
@@ -131,6 +131,9 @@ class Redis:
             return None if rest == b"-1" else self._replies.read(int(rest) + 2)[:-2].decode()
         raise OSError(f"redis: {line!r}")
 
+    def ping(self) -> None:
+        self("PING")
+
     def try_acquire(self, key: str, owner: str) -> bool:
         return self("SET", key, owner, "NX", "PX", REDIS_PX_MS) is not None
 
@@ -146,7 +149,7 @@ class Redis:
 
 
 class Etcd:
-    """etcd's JSON gateway on one connection that is kept open."""
+    """etcd's JSON gateway over one persistent connection."""
 
     def __init__(self, port: int) -> None:
         import http.client  # 5 MiB that only this one needs
@@ -164,6 +167,9 @@ class Etcd:
         answer: dict[str, Any] = self._json.loads(text)
         return answer
 
+    def ping(self) -> None:
+        self("maintenance/status")
+
     def lease(self) -> str:
         return str(self("lease/grant", TTL=ETCD_TTL_S)["ID"])
 
@@ -171,7 +177,7 @@ class Etcd:
         self("lease/keepalive", ID=lease)
 
     def acquire(self, name: str, lease: str) -> str:
-        """etcd's own lock service: the oldest key wins, the others watch. Blocks; the key."""
+        """Acquire with etcd's own lock service (the oldest key wins, the others watch); its key."""
         return str(self("lock/lock", name=_b64(name), lease=lease)["key"])
 
     def release(self, key: str) -> None:

@@ -1,9 +1,9 @@
-"""What the suballocator wastes on the tensor lists of real models: `hack/shapes/*.json`.
+"""What the suballocator wastes on the tensor lists of real models: `shapes/*.json`.
 
-A list is derived from the numbers of the model's published config, which stand beside it: rows of
-[pattern, ranges, shape, dtype], where each range fills one `{}` of the pattern. They list whole
-checkpoints, every expert by itself, which is the hardest case: engines fuse experts, and a rank of
-a tensor-parallel engine has a part of each tensor.
+A list is derived from the model's published config, which is in the same file: rows of [pattern,
+ranges, shape, dtype], where each range fills one `{}` of the pattern. The lists are whole
+checkpoints with separate experts, which is the hardest case: engines fuse experts, and a rank of a
+tensor-parallel engine has a part of each tensor.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gms.core.suballocator import NeedSlab, Suballocator
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shapes")
 GRANULARITY_BYTES = 2 << 20  # of CUDA on every GPU of the last years
-DEVICE_BYTES = 1 << 40  # larger than any of them, so that what is measured is not its end
-CAP_BYTES = 2 << 30  # of a handle, where the driver dislikes large ones
+DEVICE_BYTES = 1 << 40  # larger than any model
+CAP_BYTES = 2 << 30  # of a handle, for drivers that are slow with large ones
 
 Tensor = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 
@@ -41,7 +41,7 @@ def document(model: str) -> dict[str, Any]:
 
 
 def tensors(model: str) -> list[Tensor]:
-    """Every tensor of `model`, layer by layer as a checkpoint has them."""
+    """Every tensor of `model`, layer by layer as in a checkpoint."""
     rows = document(model)["tensors"]
     found: list[tuple[tuple[int, ...], Tensor]] = []
     for pattern, ranges, shape, dtype in rows:
@@ -58,7 +58,7 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def waste() -> dict[str, Any]:
-    """For each model: slabs, and how much of them is no tensor, in percent of the tensors."""
+    """For each model: slabs, and their unused part in percent of the tensors."""
     return {model: _waste_of([nbytes(t) for t in tensors(model)]) for model in models()}
 
 
@@ -90,7 +90,7 @@ def _waste_of(sizes: list[int]) -> dict[str, Any]:
 
 
 def place_all(places: Suballocator, sizes: Iterable[int]) -> None:
-    """Place a tensor of each size, opening every slab that is asked for."""
+    """Place a tensor of each size, opening every slab that is needed."""
     for size in sizes:
         while isinstance(asked := places.place(size), NeedSlab):
             places.slab_opened(asked.size_bytes)

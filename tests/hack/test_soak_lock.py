@@ -1,4 +1,4 @@
-"""A hundred kills: whoever is granted finds the old tree dead and its witness free.
+"""A hundred kills: the new holder always finds the old tree dead and its witness free.
 
 The full soak is `make soak-lock`, 1,000 kills. It runs as a command of its own, because it forks.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hack.soak_lock_party import Plan
-from hack.soak_lock_verdict import Soaked
+from hack.soak_lock.supervisor import Plan
+from hack.soak_lock.verdict import Soaked
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = Plan("engine-1", backends=2, dirty_mib=0, orphans=False)
@@ -27,7 +27,7 @@ def seen(**changes):
 @pytest.mark.slow
 def test_the_order_of_the_fence_holds_over_a_hundred_kills():
     """Goal: no grant before the old tree is dead. Method: trees of one to four processes, with up
-    to 50 MB each, killed in every way, the server with them; the new holder itself looks."""
+    to 50 MB each, killed in every way, the server with them; the new holder itself checks."""
     command = [sys.executable, "-m", "hack.soak_lock", "--kills", "100", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +38,7 @@ def test_the_order_of_the_fence_holds_over_a_hundred_kills():
     assert set(report["kills_by_processes"]) == {"1", "2", "3", "4"}
 
 
-def test_the_soak_tells_every_violation():
+def test_the_soak_reports_every_violation():
     """Goal: the verdict can fail. Method: what a new holder saw, each with one thing wrong."""
     for found in (seen(alive=[17]), seen(witness_held=True), seen(watched=0)):
         soaked = Soaked()
@@ -48,8 +48,8 @@ def test_the_soak_tells_every_violation():
         assert len(soaked.violations) == 1, found
 
 
-def test_the_soak_tells_of_two_holders_and_of_a_token_that_does_not_grow():
-    """Goal: what is said of one grant is judged too. Method: two at once; the same token again."""
+def test_the_soak_reports_two_holders_and_a_token_that_does_not_grow():
+    """Goal: reports of one grant are judged too. Method: two at once; the same token again."""
     soaked = Soaked()
     soaked.granted([seen(token=7)])
     assert not soaked.violations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hack.explore_lock import Explorer
+from tests.sim.lock_explorer import Explorer
 from tests.sim.lock_planted import PLANTED, Rule
 
 

@@ -1,8 +1,9 @@
-"""A supervisor with a tree, forked by the soak: it waits, holds, and looks when it is granted.
+"""A supervisor with a tree, forked by the soak: it waits, checks the old tree when it is granted,
+and holds.
 
-Before each kill every waiter is told whom to watch: the processes of the holder's tree, by pidfd,
-and its witness. Whoever hears its own grant looks at once, in the same callback, and reports what
-of the old tree still lives. That is the order of the fence as the one sees it who depends on it.
+Before each kill every waiter is told what to check: the processes of the holder's tree, by pidfd,
+and its witness. The one that is granted checks at once, in the same callback, and reports what of
+the old tree still lives. So the fence is checked where it matters: by the new holder.
 """
 
 from __future__ import annotations
@@ -24,16 +25,15 @@ from lockserver import witness
 from lockserver.client import LockCallbacks, LockClient
 from plumbing.service import procfs
 from plumbing.service.parent import die_with_parent
-from tests.helpers import free_witness
 
 MIB = 1 << 20
-TRIES, TRY_S = 50, 0.001  # the server may lose its core in the middle
+TRIES, TRY_S = 50, 0.001  # the server may be preempted while it holds the witness
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One tree: `backends` processes beside the supervisor (0: it is its own), each of which has
-    written `dirty_mib`; `orphans`: they do not die with the supervisor."""
+    """One tree: `backends` processes beside the supervisor (0: it is its own backend), each with
+    `dirty_mib` of written memory; `orphans`: they do not die with the supervisor."""
 
     engine: str
     backends: int
@@ -41,21 +41,22 @@ class Plan:
     orphans: bool
 
 
-class Party:
-    """The supervisor. `commands` and `reports` are pipes of JSON lines."""
+class Supervisor:
+    """`commands` and `reports` are pipes of JSON lines."""
 
     def __init__(self, directory: str, plan: Plan, commands: int, reports: int) -> None:
         self.plan, self._commands, self._reports = plan, commands, reports
         self.incarnation = witness.new_incarnation(plan.engine)
-        self.witness = free_witness(directory, self.incarnation)
+        self.witness, fd = witness.create(directory, self.incarnation)
+        os.close(fd)  # its processes join it
         self.pids = [self._fork() for _ in range(plan.backends)]
         if not self.pids:
             self._join()
         path = os.path.join(directory, "lockserver.sock")
-        self.client = LockClient(path, LockCallbacks(on_granted=self._heard), engine=plan.engine)
+        self.client = LockClient(path, LockCallbacks(on_granted=self._granted), engine=plan.engine)
         self._watched: dict[int, int] = {}  # pid → pidfd
         self._watched_witness: int | None = None
-        self._is_in_line = self._is_holder = False
+        self._is_queued = self._is_holder = False
 
     # ------------------------------------------------------------------ its tree
 
@@ -65,7 +66,7 @@ class Party:
 
     def _fork(self) -> int:
         """A backend: it holds the witness before this returns."""
-        ready, said = os.pipe()
+        ready, report = os.pipe()
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -73,13 +74,13 @@ class Party:
                 if not self.plan.orphans:
                     die_with_parent(parent)
                 self._join()
-                os.write(said, b"x")
+                os.write(report, b"x")
                 os.closerange(3, 256)
                 while True:
                     signal.pause()
             finally:
                 os._exit(1)
-        os.close(said)
+        os.close(report)
         os.read(ready, 1)
         os.close(ready)
         return pid
@@ -93,7 +94,7 @@ class Party:
         await self.client.run()
 
     def _reap(self, died: int) -> None:
-        """One of the tree has died: so must the rest, and then the lock is given up."""
+        """A process of the tree has died: kill the rest, then release the lock."""
         asyncio.get_running_loop().remove_reader(died)
         pids, self.pids = self.pids, []
         for pid in pids:
@@ -102,21 +103,21 @@ class Party:
             os.waitpid(pid, 0)
         self.client.set_want(None, None)
 
-    # ------------------------------------------------------------------ what it hears
+    # ------------------------------------------------------------------ grants and commands
 
-    def _heard(self, lock: str, incarnation: str, token: int) -> None:
+    def _granted(self, lock: str, incarnation: str, token: int) -> None:
         if lock != "active":
             return
         if incarnation != self.incarnation:
-            if not self._is_in_line:
-                self._is_in_line = True
-                self._say(in_line=True, pids=[os.getpid(), *self.pids])
+            if not self._is_queued:
+                self._is_queued = True
+                self._report(queued=True, pids=[os.getpid(), *self.pids])
             return
-        alive, spent = self._look()
+        alive, spent = self._check()
         held = self._watched_witness is not None and not _is_free(self._watched_witness)
         if not self._is_holder:
             self._is_holder = True
-            self._say(
+            self._report(
                 token=token,
                 mono_ms=time.monotonic() * 1000,
                 watched=len(self._watched),
@@ -128,8 +129,8 @@ class Party:
             )
         self.client.set_want(incarnation, self.witness, ("active",), {lock: token})
 
-    def _look(self) -> tuple[list[int], list[int]]:
-        """Who of the old tree lives, and who of the others has only not been reported ended."""
+    def _check(self) -> tuple[list[int], list[int]]:
+        """Processes of the old tree that live, and those dead ones whose pidfd does not show it."""
         not_ended = [pid for pid, pidfd in self._watched.items() if not _is_readable(pidfd)]
         alive = [pid for pid in not_ended if not procfs.is_spent(pid)]
         return alive, [pid for pid in not_ended if pid not in alive]
@@ -146,9 +147,9 @@ class Party:
             os.close(self._watched_witness)
         self._watched = {pid: os.pidfd_open(pid) for pid in pids}
         self._watched_witness = os.open(witness, os.O_RDWR | os.O_CLOEXEC)
-        self._say(watching=True)
+        self._report(watching=True)
 
-    def _say(self, **line: Any) -> None:
+    def _report(self, **line: Any) -> None:
         os.write(self._reports, json.dumps(line).encode() + b"\n")
 
 
@@ -159,8 +160,8 @@ def _is_readable(pidfd: int) -> bool:
 
 
 def _is_free(fd: int) -> bool:
-    """Whether no process holds it; a few tries, because the server itself holds it for as long as
-    removing it takes. Who really holds it does so until it dies."""
+    """Whether no process holds it. A few tries, because the server holds it while it removes it; a
+    process of the old tree would hold it until it dies."""
     for _ in range(TRIES):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,9 +174,9 @@ def _is_free(fd: int) -> bool:
 
 
 def live(directory: str, plan: Plan, commands: int, reports: int, parent: int) -> None:
-    """Be a party until killed, or until the soak closes the pipe; never returns."""
+    """Be a supervisor until killed, or until the soak closes the pipe; never returns."""
     try:
         die_with_parent(parent)
-        uvloop.run(Party(directory, plan, commands, reports).run())
+        uvloop.run(Supervisor(directory, plan, commands, reports).run())
     finally:
         os._exit(1)

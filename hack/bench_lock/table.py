@@ -1,4 +1,4 @@
-"""A report of `bench_lock` for people: Markdown for the documentation, text for a terminal."""
+"""A report of `bench_lock` as Markdown for the documentation and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROWS = {
     "unix_python": "Unix socket, the holder is Python (11 MiB)",
     "unix_supervisor": "Unix socket, the product's own client",
     "unix_tree": "Unix socket, supervisor with two processes",
-    "unix_handback": "Unix socket, backend killed, supervisor gives up",
-    "tcp_handback": "TCP, backend killed, supervisor gives up",
+    "unix_handback": "Unix socket, backend killed, supervisor releases",
+    "tcp_handback": "TCP, backend killed, supervisor releases",
     "flock_python": "`flock`, blocking, the holder is Python",
     "unix_loader": "this server, plain lock `loader`",
 }
@@ -45,7 +45,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def put_into(path: str, tables: str) -> None:
-    """Replace what is between the marks of the page at `path`.
+    """Replace the text between the marks of the page at `path`.
 
     Raises:
         ValueError: it has no such marks.
@@ -72,11 +72,12 @@ def text(report: dict[str, Any]) -> str:
 
 
 def tables(report: dict[str, Any]) -> list[tuple[str, list[Row]]]:
-    """Each table as its title and its rows, the first of which is the head."""
+    """Each table as its title and its rows; the first row is the head."""
     found = [("SIGKILL of the holder → the next waiter runs (ms)", _race(report))]
     if "free_lock" in report:
         found.append(("A lock that nobody else wants", _free(report["free_lock"])))
-        found.append(("Very many waiters", _crowd(report["crowd"])))
+        if report["crowd"] is not None:
+            found.append(("Very many waiters", _crowd(report["crowd"])))
         found.append(("Servers", _servers(report["start"])))
     return found
 
@@ -109,7 +110,7 @@ def _crowd(found: dict[str, Any]) -> list[Row]:
     spread = " / ".join(_cells(found["kill_to_grant_ms"]))
     return [
         ["", "figure"],
-        ["waiters in line", queued],
+        ["queued waiters", queued],
         ["time to queue them (s)", f"{found['time_to_queue_s']:g}"],
         ["kill → granted before them, p50 / p99 / max (ms)", spread],
         ["the server's memory, alone → with them (MiB)",

@@ -8,28 +8,28 @@ import pytest
 
 from gms.core.manifest import TENSORS_MAX
 from gms.core.suballocator import Suballocator
-from hack import bench_shapes
+from hack.bench_gms import models
 
 SLABS_IN_A_FRAME = 250
 
 
-@pytest.mark.parametrize("model", bench_shapes.models())
+@pytest.mark.parametrize("model", models.models())
 def test_list_has_as_many_parameters_as_the_model(model: str):
     """The rows add up to the published number; scales of quantised blocks are no parameters."""
-    tensors = bench_shapes.tensors(model)
+    tensors = models.tensors(model)
     assert len({name for name, _, _ in tensors}) == len(tensors) <= TENSORS_MAX
     parameters = sum(prod(shape) for name, shape, _ in tensors if "scale_inv" not in name)
-    assert parameters == bench_shapes.document(model)["parameters"]
+    assert parameters == models.document(model)["parameters"]
 
 
 @pytest.mark.parametrize("is_planned", [True, False])
-@pytest.mark.parametrize("model", bench_shapes.models())
+@pytest.mark.parametrize("model", models.models())
 def test_real_models_fit_one_frame_of_slabs_and_waste_little(model: str, is_planned: bool):
     """At most 250 slabs; planned, less than half a percent of the weights is lost."""
-    sizes = [bench_shapes.nbytes(tensor) for tensor in bench_shapes.tensors(model)]
-    places = Suballocator(bench_shapes.GRANULARITY_BYTES, bench_shapes.DEVICE_BYTES)
+    sizes = [models.nbytes(tensor) for tensor in models.tensors(model)]
+    places = Suballocator(models.GRANULARITY_BYTES, models.DEVICE_BYTES)
     if is_planned:
         places.plan(sum(sizes), max(sizes))
-    bench_shapes.place_all(places, sizes)
+    models.place_all(places, sizes)
     assert len(places.slab_sizes) <= SLABS_IN_A_FRAME
     assert sum(places.slab_sizes) < sum(sizes) * (1.005 if is_planned else 1.1)

@@ -1,0 +1,161 @@
+"""The servers that benches and soaks start, and waiting for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from gms import messages as gms_messages
+from gms import names
+from gms.client import Reader, Writer, open_session
+from lockserver import messages as lock_messages
+from plumbing.errors import UnderstudyError
+from plumbing.service import procfs
+from plumbing.service.parent import environment
+from plumbing.wire.blocking import BlockingClient
+from understudy.up.ports import free_ports
+
+T = TypeVar("T")
+
+POLL_S = 0.002
+START_S = 30.0
+IDENTITY = {"model": "bench", "shards": {"a": "1"}}
+
+
+class ProcessError(RuntimeError):
+    """A program did not do in time what was waited for, or ended."""
+
+
+def until(predicate: Callable[[], T], what: str, deadline_s: float = START_S) -> T:
+    """Poll until `predicate()` is truthy and return its value.
+
+    Raises:
+        ProcessError: the deadline passed; it names `what`.
+    """
+    end = time.monotonic() + deadline_s
+    while True:
+        value = predicate()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise ProcessError(f"no {what} within {deadline_s:g} s")
+        time.sleep(POLL_S)
+
+
+class ServerProcess:
+    """A server's process, which dies with this one; `answers` tells whether it is up."""
+
+    def __init__(self, command: Sequence[str], answers: Callable[[], bool]) -> None:
+        self.command, self._answers = list(command), answers
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def rss_mib(self) -> float:
+        return round((procfs.rss_bytes(self.pid) or 0) / 2**20, 1)
+
+    def spawn(self) -> int:
+        """Start it without waiting for it; its pid."""
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **self.environment()},
+        )
+        return self.pid
+
+    def environment(self) -> dict[str, str]:
+        return environment()
+
+    def start(self) -> None:
+        """Raises:
+        ProcessError: it ended, or did not answer in time.
+        """
+        self.spawn()
+        until(self.is_up, f"answer from {self.command[0]}")
+
+    def is_up(self) -> bool:
+        assert self.process is not None
+        code = self.process.poll()
+        if code is not None:
+            raise ProcessError(f"{' '.join(self.command[:4])} … ended with code {code}")
+        return self._answers()
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def close(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: int) -> None:
+        if self.process is not None:
+            self.process.send_signal(number)
+            self.process.wait()
+
+
+class LockServer(ServerProcess):
+    """`lockserver serve` on `directory`; `start` again after a kill is a restart."""
+
+    def __init__(self, directory: str, *flags: str) -> None:
+        self.directory = directory
+        (self.http_port,) = free_ports(1)
+        command = [sys.executable, "-m", "lockserver.cli", "serve", "--dir", directory]
+        command += ["--http-port", str(self.http_port), *flags]
+        super().__init__(command, self._is_ready)
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(UnderstudyError, OSError):
+            socket.create_connection(("127.0.0.1", self.http_port)).close()  # opened last
+            return bool(self.status())
+        return False
+
+    def status(self) -> dict[str, Any]:
+        path = os.path.join(self.directory, "lockserver.sock")
+        with BlockingClient(path, lock_messages.CATALOGUE) as client:
+            reply: Any = client.request(lock_messages.StatusMsg()).message
+        document: dict[str, Any] = reply.document
+        return document
+
+
+class MemoryServer(ServerProcess):
+    """The memory server of one device: `HOST-…` on host memory, else the GPU of that UUID."""
+
+    def __init__(self, directory: str, device: str, device_bytes: int) -> None:
+        self.directory, self.device = directory, device
+        kind = "host" if device.startswith("HOST-") else "cuda"
+        command = [sys.executable, "-m", "gms.cli", "serve-device", "--dir", directory]
+        command += ["--device", device, "--memory", kind, "--device-bytes", str(device_bytes)]
+        super().__init__(command, self._is_ready)
+
+    def environment(self) -> dict[str, str]:
+        visible = {} if self.device.startswith("HOST-") else {"CUDA_VISIBLE_DEVICES": self.device}
+        return {**environment(), **visible}
+
+    def _is_ready(self) -> bool:
+        try:
+            return bool(self.status()["pid"] == self.pid)
+        except UnderstudyError:
+            return False
+
+    def status(self) -> dict[str, Any]:
+        path = names.socket_path(self.directory, self.device)
+        with BlockingClient(path, gms_messages.CATALOGUE) as client:
+            reply: Any = client.request(gms_messages.StatusMsg()).message
+        document: dict[str, Any] = reply.document
+        return document
+
+    def open(self, mode: str, **more: Any) -> Reader | Writer:
+        wanted = {"identity": IDENTITY, "wait_s": 20, "engine": "engine-0", "incarnation": "i-0"}
+        return open_session(self.directory, self.device, mode=mode, **{**wanted, **more})
