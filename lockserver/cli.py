@@ -231,10 +231,10 @@ def _switch_over(directory: str, lock: str, to: str | None, timeout_s: float) ->
         WaitTimeoutError: not done within `timeout_s`.
         UnreachableError: no server, or it exited meanwhile.
     """
-    from lockserver.messages import CATALOGUE, SwitchedOver, SwitchOver
+    from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
     from plumbing.wire.blocking import BlockingClient
 
-    question = SwitchOver(lock, to, round(timeout_s * 1000))
+    question = SwitchOverMsg(lock, to, round(timeout_s * 1000))
     with BlockingClient(lockserver_socket(directory), CATALOGUE) as client:
         try:
             wait_s = timeout_s + ANSWER_TIMEOUT_S  # the server reports its timeout first
@@ -249,7 +249,7 @@ def _switch_over(directory: str, lock: str, to: str | None, timeout_s: float) ->
                 "the lock server exited during the switchover, and a new one knows nothing of it;"
                 " the active engine may still hand over: check `lockserver status`, then try again",
             ) from error
-    assert isinstance(answer, SwitchedOver)
+    assert isinstance(answer, SwitchedOverMsg)
     return {
         "schema": 1,
         "result": SWITCHED if answer.engine != answer.source else ALREADY_ACTIVE,

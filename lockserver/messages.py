@@ -1,9 +1,9 @@
-"""The messages of the lock protocol: what a supervisor says, what the server answers.
+"""The messages of the lock protocol between supervisors, operators and the server.
 
-`want` is the whole truth about one supervisor: it is sent first on every connection and again at
-every change, and what it no longer names is over. `granted` is the server's answer, sent to the
-holder and to every other supervisor, which is how one hears that it has lost. There is no release
-and no acknowledgement: both follow from these two.
+`want` is the complete state of one supervisor: it is sent first on every connection and again at
+every change, and whatever it no longer names is over. `granted` is the server's answer, sent to the
+holder and to every other supervisor, which is how a supervisor learns that it has lost a lock.
+There is no release and no acknowledgement: both follow from these two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
 from plumbing.part.observe import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message
 
-TOKEN_CLAIMED_MAX = 2**62  # leaves room above any claim, so that a wild one cannot exhaust tokens
+TOKEN_CLAIMED_MAX = 2**62  # leaves room above any claim, so that a bogus one cannot exhaust tokens
 SERVICES_MAX = 8  # listening sockets in one hand-back; the standard pod has one
 LOCKS_MAX = 8  # locks named in one `want`
 MEMBERS_MAX = 16  # nodes that one engine may span; all are filed in one slot of the state file
@@ -31,12 +31,12 @@ EngineId = Annotated[str, Meta(min_length=1, max_length=63)]
 IncarnationId = Annotated[str, Meta(min_length=18, max_length=80)]  # "<engine>-<16 hex>"
 
 
-class Want(Message, frozen=True, tag="want"):
-    """Supervisor → server: all that this supervisor is and wants.
+class WantMsg(Message, frozen=True, tag="want"):
+    """Supervisor → server: what this supervisor is and wants, in full.
 
     `incarnation` and `witness` are None between two launches; what was named before has then been
-    reaped. `tokens` is what it believes it holds. `services` names the locks whose listening
-    socket comes back with this message, one fd each, in that order.
+    reaped. `tokens`: what it believes it holds. `services` names the locks whose listening
+    sockets are handed back with this message, one fd each, in that order.
     """
 
     FDS = (0, SERVICES_MAX)
@@ -47,17 +47,17 @@ class Want(Message, frozen=True, tag="want"):
     locks: Annotated[tuple[str, ...], Meta(max_length=LOCKS_MAX)]
     tokens: dict[str, Annotated[int, Meta(ge=1, le=TOKEN_CLAIMED_MAX)]]
     services: Annotated[tuple[str, ...], Meta(max_length=SERVICES_MAX)] = ()
-    # Over TCP only: which of the engine's nodes this is, and the count that it shares with `beat`:
-    # larger in each message, so that an answer tells when what it answers was sent.
+    # Over TCP only: which of the engine's nodes this is, and a counter shared with `beat` that
+    # grows with each message, so that the sender knows when the message that is answered was sent.
     member: Annotated[int, Meta(ge=0, le=MEMBERS_MAX - 1)] = 0
     members: Annotated[int, Meta(ge=1, le=MEMBERS_MAX)] = 1
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
 
-class Granted(Message, frozen=True, tag="granted"):
+class GrantedMsg(Message, frozen=True, tag="granted"):
     """Server → every supervisor and observer: `incarnation` of `engine` holds `lock`.
 
-    Said at a grant, and again with the same token when a restarted server has found its holder.
+    Sent at a grant, and again with the same token when a restarted server has found its holder.
     """
 
     lock: LockName
@@ -66,13 +66,13 @@ class Granted(Message, frozen=True, tag="granted"):
     token: Token
 
 
-class Beat(Message, frozen=True, tag="beat"):
+class BeatMsg(Message, frozen=True, tag="beat"):
     """Supervisor → server, every heartbeat: a counter that grows while the supervisor works."""
 
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Service(Message, frozen=True, tag="service"):
+class ServiceMsg(Message, frozen=True, tag="service"):
     """Server → supervisor, with one fd: the listening socket of a lock, lent."""
 
     FDS = (1, 1)
@@ -80,20 +80,20 @@ class Service(Message, frozen=True, tag="service"):
     address: str
 
 
-class Renewed(Message, frozen=True, tag="renewed"):
-    """Server → member, over TCP, for every `want` and `beat`: its lease runs anew from when the
+class RenewedMsg(Message, frozen=True, tag="renewed"):
+    """Server → member, over TCP, for every `want` and `beat`: its lease restarts from when the
     message that carried `progress` was **sent**, which the member knows by its own clock.
 
-    `lease_ms` is what the server waits, with a margin, before it believes in the member's end.
+    `lease_ms`: how long, plus a margin, the server waits before it takes the member for dead.
     """
 
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     lease_ms: Annotated[int, Meta(ge=1, le=3_600_000)]
 
 
-class MemberLost(Message, frozen=True, tag="member_lost"):
+class MemberLostMsg(Message, frozen=True, tag="member_lost"):
     """Server → the other members, over TCP: one of the engine's nodes is gone, so `incarnation`
-    (the receiver's own) can serve no more: kill its tree, reap it, come back with a new one."""
+    (the receiver's own) can no longer serve: kill its tree, reap it, reconnect with a new one."""
 
     engine: EngineId
     incarnation: IncarnationId
@@ -101,16 +101,16 @@ class MemberLost(Message, frozen=True, tag="member_lost"):
     reason: Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 
 
-class SwitchOver(Message, frozen=True, tag="switch_over"):
-    """Operator → server: have the holder of `lock` hand it to `to` (None: to who waits first)."""
+class SwitchOverMsg(Message, frozen=True, tag="switch_over"):
+    """Operator → server: have the holder of `lock` hand it over to `to` (None: any standby)."""
 
     lock: LockName
     to: EngineId | None
     timeout_ms: Annotated[int, Meta(ge=1, le=SWITCHOVER_MS_MAX)]
 
 
-class SwitchedOver(Message, frozen=True, tag="switched_over"):
-    """Server → operator: `engine` holds the lock now; what refuses it is an error instead."""
+class SwitchedOverMsg(Message, frozen=True, tag="switched_over"):
+    """Server → operator: `engine` holds the lock now; a refusal is an error instead."""
 
     lock: LockName
     source: EngineId
@@ -119,8 +119,8 @@ class SwitchedOver(Message, frozen=True, tag="switched_over"):
     took_ms: Annotated[int, Meta(ge=0, le=SWITCHOVER_MS_MAX)]
 
 
-class HandOver(Message, frozen=True, tag="hand_over"):
-    """Server → holder: finish what is in flight, reap, give `lock` up, come back as a standby."""
+class HandOverMsg(Message, frozen=True, tag="hand_over"):
+    """Server → holder: finish your requests, reap, release `lock`, come back as a standby."""
 
     lock: LockName
     incarnation: IncarnationId
@@ -128,15 +128,15 @@ class HandOver(Message, frozen=True, tag="hand_over"):
 
 
 CATALOGUE = Catalogue(
-    Want,
-    Granted,
-    Beat,
-    Service,
-    Renewed,
-    MemberLost,
-    HandOver,
-    SwitchOver,
-    SwitchedOver,
+    WantMsg,
+    GrantedMsg,
+    BeatMsg,
+    ServiceMsg,
+    RenewedMsg,
+    MemberLostMsg,
+    HandOverMsg,
+    SwitchOverMsg,
+    SwitchedOverMsg,
     StatusMsg,
     StatusReplyMsg,
     WatchMsg,

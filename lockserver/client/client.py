@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 from lockserver.client.lease import Ender, LeaseWatch
 from lockserver.messages import (
     CATALOGUE,
-    Beat,
-    Granted,
-    HandOver,
-    MemberLost,
-    Renewed,
-    Service,
-    Want,
+    BeatMsg,
+    GrantedMsg,
+    HandOverMsg,
+    MemberLostMsg,
+    RenewedMsg,
+    ServiceMsg,
+    WantMsg,
 )
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.client import connect
@@ -224,7 +224,7 @@ class LockClient:
             elif self._must_repeat:
                 self._conn.send(self._message())
             else:
-                self._conn.send(Beat(self._next_progress()))
+                self._conn.send(BeatMsg(self._next_progress()))
 
     def _next_progress(self) -> int:
         """The number of the message that is about to be sent; a lease counts from here."""
@@ -233,9 +233,9 @@ class LockClient:
             self._lease.sent(self._progress)
         return self._progress
 
-    def _message(self, services: tuple[str, ...] = ()) -> Want:
+    def _message(self, services: tuple[str, ...] = ()) -> WantMsg:
         want, self._must_repeat = self._want, False
-        return Want(
+        return WantMsg(
             supervisor=self.supervisor,
             engine=self.engine,
             incarnation=want.incarnation,
@@ -263,19 +263,19 @@ class LockClient:
     ) -> None:
         if self._lease is not None:
             self._lease.heard()
-        if isinstance(message, Granted):
+        if isinstance(message, GrantedMsg):
             self._granted(message)
-        elif isinstance(message, Renewed) and self._lease is not None:
+        elif isinstance(message, RenewedMsg) and self._lease is not None:
             self._lease.renewed(message)
-        elif isinstance(message, MemberLost):
+        elif isinstance(message, MemberLostMsg):
             if message.incarnation == self._want.incarnation:
                 is_own = message.member == self._member
                 who = "this supervisor" if is_own else f"member {message.member} of this engine"
                 reason = f"the lock server has lost {who}: {message.reason}"
                 self._callbacks.on_member_lost(reason)
-        elif isinstance(message, Service):
+        elif isinstance(message, ServiceMsg):
             self._borrow(message, fds[0])
-        elif isinstance(message, HandOver):
+        elif isinstance(message, HandOverMsg):
             self._callbacks.on_hand_over(message.lock, message.incarnation, message.to)
         elif isinstance(message, FaultMsg):
             self._callbacks.on_refused(
@@ -290,7 +290,7 @@ class LockClient:
             self._callbacks.on_lost(reason)
         self._ended.set()
 
-    def _granted(self, message: Granted) -> None:
+    def _granted(self, message: GrantedMsg) -> None:
         """Report any grant; act on our own only under a valid lease."""
         if self._lease is not None and message.incarnation == self._want.incarnation:
             if not self._lease.may_act():
@@ -300,7 +300,7 @@ class LockClient:
                 self._lease.hold()
         self._callbacks.on_granted(message.lock, message.incarnation, message.token)
 
-    def _borrow(self, message: Service, fd: OwnedFd) -> None:
+    def _borrow(self, message: ServiceMsg, fd: OwnedFd) -> None:
         """Keep a copy to hand back after a restart of the server; pass another to the engine."""
         known = self._services.pop(message.lock, None)
         if known is not None:

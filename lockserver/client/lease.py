@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockserver.client import dead_man
-from lockserver.messages import Renewed
+from lockserver.messages import RenewedMsg
 
 STOP_FRACTION = 0.6  # from here to 80 % the engine kills and reaps its tree by itself
 KILL_FRACTION = 0.8  # the last fifth is for the processes that die with the supervisor
@@ -175,7 +175,7 @@ class LeaseWatch:
     def cut(self) -> None:
         self.keeper.cut()
 
-    def renewed(self, message: Renewed) -> None:
+    def renewed(self, message: RenewedMsg) -> None:
         if self.keeper.renewed(message.progress, message.lease_ms, self._clock()):
             self._arm()
         self._look()

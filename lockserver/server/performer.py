@@ -16,7 +16,7 @@ from lockserver import witness
 from lockserver.core import events as ev
 from lockserver.core.machine import LockMachine
 from lockserver.members.members import is_virtual
-from lockserver.messages import Granted, HandOver
+from lockserver.messages import GrantedMsg, HandOverMsg
 from lockserver.server.event_outbox import EventOutbox
 from lockserver.server.metrics import LockMetrics
 from lockserver.server.prober import ProcessWatch
@@ -118,7 +118,7 @@ class LockPerformer:
     def _send_hand_over(self, effect: ev.SendHandOver) -> None:
         conn = self.conns.get(effect.conn)
         if conn is not None:
-            conn.send(HandOver(effect.lock, effect.incarnation, effect.to))
+            conn.send(HandOverMsg(effect.lock, effect.incarnation, effect.to))
 
     @_do.register
     def _report_switchover(self, effect: ev.ReportSwitchOver) -> None:
@@ -140,8 +140,8 @@ class LockPerformer:
                 self.desk.lend(name, conn)
 
 
-def granted(lock: str, holder: ev.Holder) -> Granted:
-    return Granted(lock, holder.engine, holder.incarnation, holder.token)
+def granted(lock: str, holder: ev.Holder) -> GrantedMsg:
+    return GrantedMsg(lock, holder.engine, holder.incarnation, holder.token)
 
 
 # A singledispatchmethod makes a function anew at each call; a grant has a dozen effects.

@@ -20,12 +20,12 @@ from lockserver.members.members import Members
 from lockserver.messages import (
     CATALOGUE,
     REASON_CHARS_MAX,
-    Beat,
-    Granted,
-    HandOver,
-    MemberLost,
-    Renewed,
-    Want,
+    BeatMsg,
+    GrantedMsg,
+    HandOverMsg,
+    MemberLostMsg,
+    RenewedMsg,
+    WantMsg,
 )
 from lockserver.server.event_outbox import EventOutbox
 from lockserver.server.settings import LockSettings
@@ -104,9 +104,9 @@ class Remote:
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        if isinstance(message, Want) and not message.services:
+        if isinstance(message, WantMsg) and not message.services:
             self._hear(_wanted(conn, message))
-        elif isinstance(message, Beat):
+        elif isinstance(message, BeatMsg):
             self._hear(me.MemberBeaten(conn.id, message.progress))
         else:
             close_all(fds)
@@ -135,7 +135,7 @@ class Remote:
         for output in self.members.fan_out(effect):
             self._do(output)
 
-    def announce(self, message: Granted) -> None:
+    def announce(self, message: GrantedMsg) -> None:
         for conn in self.members.audience(message.engine):
             self._send(conn, message)
 
@@ -154,22 +154,22 @@ class Remote:
 
     @_do.register
     def _renewed(self, output: me.SendRenewed) -> None:
-        self._send(output.conn, Renewed(output.progress, output.lease_ms))
+        self._send(output.conn, RenewedMsg(output.progress, output.lease_ms))
 
     @_do.register
     def _member_lost(self, output: me.SendMemberLost) -> None:
         reason = output.reason[:REASON_CHARS_MAX]
-        lost = MemberLost(output.engine, output.incarnation, output.member, reason)
+        lost = MemberLostMsg(output.engine, output.incarnation, output.member, reason)
         self._send(output.conn, lost)
 
     @_do.register
     def _granted(self, output: me.SendGranted) -> None:
-        granted = Granted(output.lock, output.engine, output.incarnation, output.token)
+        granted = GrantedMsg(output.lock, output.engine, output.incarnation, output.token)
         self._send(output.conn, granted)
 
     @_do.register
     def _hand_over(self, output: ev.SendHandOver) -> None:
-        self._send(output.conn, HandOver(output.lock, output.incarnation, output.to))
+        self._send(output.conn, HandOverMsg(output.lock, output.incarnation, output.to))
 
     @_do.register
     def _refuse(self, output: ev.RefuseConnection) -> None:
@@ -188,7 +188,7 @@ class Remote:
         self._teller.happened(output)
 
 
-def _wanted(conn: Connection, want: Want) -> me.MemberWanted:
+def _wanted(conn: Connection, want: WantMsg) -> me.MemberWanted:
     return me.MemberWanted(
         conn=conn.id,
         supervisor=want.supervisor,

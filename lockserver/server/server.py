@@ -20,11 +20,11 @@ from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SUPERVISORS_MAX
 from lockserver.messages import (
     CATALOGUE,
-    Beat,
+    BeatMsg,
     StatusMsg,
     StatusReplyMsg,
-    SwitchOver,
-    Want,
+    SwitchOverMsg,
+    WantMsg,
     WatchMsg,
 )
 from lockserver.server.directory import LockDirectory
@@ -176,11 +176,11 @@ class LockServer:
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        if isinstance(message, Want):
+        if isinstance(message, WantMsg):
             self._want(conn, message, fds)
-        elif isinstance(message, Beat):
+        elif isinstance(message, BeatMsg):
             self.feed(ev.Beaten(conn.id, message.progress))
-        elif isinstance(message, SwitchOver):
+        elif isinstance(message, SwitchOverMsg):
             self.feed(self._switchovers.asked(conn, message, request_id))
         elif isinstance(message, StatusMsg):
             conn.send(StatusReplyMsg(self.document()), request_id)
@@ -201,7 +201,7 @@ class LockServer:
             self._processes.look(conn.state)
         self.feed(ev.ConnectionClosed(conn.id))
 
-    def _want(self, conn: Connection, want: Want, fds: list[OwnedFd]) -> None:
+    def _want(self, conn: Connection, want: WantMsg, fds: list[OwnedFd]) -> None:
         for name in self._desk.take(conn.id, want.services, fds):
             message = f"{want.engine} handed the service socket of {name} back"
             self._teller.happened(ev.Happened("lock.service_back", message, data={"lock": name}))
@@ -255,7 +255,7 @@ class LockServer:
         return self._report.document()
 
 
-def wanted(directory: str, conn: Connection, want: Want) -> Wanted:
+def wanted(directory: str, conn: Connection, want: WantMsg) -> Wanted:
     """The event for the machine: its witness is looked at, its process is the peer's."""
     file, state = None, WitnessState.UNPROVEN
     if want.witness is not None and want.incarnation is not None and "/" not in want.witness:

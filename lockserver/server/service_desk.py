@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from lockserver.core.lock import Lock
-from lockserver.messages import Service
+from lockserver.messages import ServiceMsg
 from lockserver.server.service_socket import AWAY, ServiceSocket
 from plumbing.errors import ProtocolError
 from plumbing.wire.connection import Connection
@@ -73,7 +73,7 @@ class ServiceDesk:
     def lend(self, name: str, conn: Connection) -> None:
         copy = self.sockets[name].copy()
         if copy is not None:
-            conn.send(Service(name, self.sockets[name].address), fds=[copy])
+            conn.send(ServiceMsg(name, self.sockets[name].address), fds=[copy])
 
     def prepare(self, lock: str) -> None:
         """A grant of `lock` is about to be sent."""

@@ -17,7 +17,7 @@ from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SupervisorRecord
 from lockserver.members.leases import Leases
-from lockserver.messages import SWITCHOVER_MS_MAX, SwitchedOver, SwitchOver
+from lockserver.messages import SWITCHOVER_MS_MAX, SwitchedOverMsg, SwitchOverMsg
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
 
@@ -32,7 +32,7 @@ class SwitchoverDesk:
         self._asks: dict[int, tuple[Connection, int]] = {}  # who waits: connection and request
         self._numbers = itertools.count(1)
 
-    def asked(self, conn: Connection, message: SwitchOver, request_id: int) -> SwitchOverAsked:
+    def asked(self, conn: Connection, message: SwitchOverMsg, request_id: int) -> SwitchOverAsked:
         """What is to be fed to the machine, now."""
         ask = next(self._numbers)
         self._asks[ask] = conn, request_id
@@ -61,7 +61,9 @@ class SwitchoverDesk:
         conn, request_id = self._asks.pop(effect.ask, (None, 0))
         if conn is not None:
             holder, took_ms = effect.holder, min(round(effect.took_ms), SWITCHOVER_MS_MAX)
-            answer = SwitchedOver(effect.lock, effect.source, holder.engine, holder.token, took_ms)
+            answer = SwitchedOverMsg(
+                effect.lock, effect.source, holder.engine, holder.token, took_ms
+            )
             conn.send(answer, request_id)
 
     def refuse(self, effect: RefuseSwitchOver) -> None:

@@ -251,7 +251,7 @@ class Grants:
     def heard(self, message: Message) -> None:
         if isinstance(message, lock_messages.StatusReplyMsg) and self._newest is None:
             self._newest = message.document["token"]
-        elif isinstance(message, lock_messages.Granted) and message.lock == "active":
+        elif isinstance(message, lock_messages.GrantedMsg) and message.lock == "active":
             assert self._newest is not None  # an observer hears the state before any news
             if message.token > self._newest:
                 self._newest = message.token

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, field
 
-from lockserver.messages import CATALOGUE, Beat, Granted, Service, Want
+from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, ServiceMsg, WantMsg
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
@@ -19,7 +19,7 @@ class StubLock:
     path: str
     auto: tuple[str, ...] = ("loader",)
     token: int = 0
-    wants: list[Want] = field(default_factory=list)
+    wants: list[WantMsg] = field(default_factory=list)
     handed_back: int = 0
 
     def __post_init__(self) -> None:
@@ -33,7 +33,7 @@ class StubLock:
         return host, port
 
     @property
-    def want(self) -> Want | None:
+    def want(self) -> WantMsg | None:
         return self.wants[-1] if self.wants else None
 
     async def start(self) -> None:
@@ -52,7 +52,7 @@ class StubLock:
             self.granted[lock, incarnation] = self.token
         token = self.granted[lock, incarnation]
         for conn in self.server.connections:
-            conn.send(Granted(lock, engine, incarnation, token))
+            conn.send(GrantedMsg(lock, engine, incarnation, token))
         return token
 
     def opened(self, conn: Connection) -> None:
@@ -66,14 +66,14 @@ class StubLock:
     ) -> None:
         self.handed_back += len(fds)
         close_all(fds)
-        if isinstance(message, Beat):
+        if isinstance(message, BeatMsg):
             return
-        assert isinstance(message, Want)
+        assert isinstance(message, WantMsg)
         self.wants.append(message)
         if not conn.state:
             conn.state = True
             copy = OwnedFd(self.listener.dup().detach())
-            conn.send(Service("active", "127.0.0.1:0"), fds=[copy])
+            conn.send(ServiceMsg("active", "127.0.0.1:0"), fds=[copy])
         for lock in message.locks:
             if lock in self.auto and message.incarnation is not None:
                 self.grant(lock, message.engine, message.incarnation)

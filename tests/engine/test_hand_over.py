@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine import messages as m
-from lockserver.messages import HandOver
+from lockserver.messages import HandOverMsg
 from tests.engine.pod import Engine, LoopThread, stub_lock
 from tests.engine.stub_lock import StubLock
 from tests.helpers import until
@@ -28,7 +28,7 @@ def hand_over(stub: StubLock) -> None:
     incarnation = stub.want.incarnation
     assert incarnation is not None
     for conn in stub.server.connections:
-        conn.send(HandOver("active", incarnation, "e-1"))
+        conn.send(HandOverMsg("active", incarnation, "e-1"))
 
 
 def states(engine: Engine) -> list[str]:

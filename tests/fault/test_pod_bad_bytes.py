@@ -161,13 +161,13 @@ def test_wrong_words_cost_their_sender_only(home: PodHome):
             "services": (),
         }
         stranger = {**claim, "engine": "engine-9", "incarnation": "engine-9-" + "0" * 16}
-        want, gms = lock_messages.Want, gms_messages
+        want, gms = lock_messages.WantMsg, gms_messages
         control = engine_messages
         cases = [
             (lock, want(**claim), "lock.engine_id_taken"),
             (lock, want(**{**stranger, "witness": "../x"}), "lock.bad_witness_name"),
             (lock, want(**stranger), "lock.bad_witness_name"),
-            (lock, lock_messages.Beat(1), "lock.want_first"),
+            (lock, lock_messages.BeatMsg(1), "lock.want_first"),
             (
                 memory,
                 gms.AttachMsg("e", "i", "rw", identity={}, wait_ms=0),

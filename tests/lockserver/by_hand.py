@@ -12,7 +12,7 @@ import subprocess
 from typing import Any
 
 from lockserver import witness
-from lockserver.messages import CATALOGUE, Beat, Granted, Want
+from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, WantMsg
 from plumbing.wire.blocking import BlockingClient
 from tests.helpers import free_witness
 from tests.lockserver.engines import spawn_backend
@@ -40,7 +40,7 @@ class Hand:
     def connect(self) -> BlockingClient:
         return BlockingClient(os.path.join(self.directory, "lockserver.sock"), CATALOGUE)
 
-    def want(self, *locks: str, **fields: Any) -> Want:
+    def want(self, *locks: str, **fields: Any) -> WantMsg:
         """Its whole truth: `active`, unless told otherwise."""
         truth: dict[str, Any] = {
             "supervisor": self.supervisor,
@@ -50,17 +50,17 @@ class Hand:
             "locks": locks or ("active",),
             "tokens": {},
         }
-        return Want(**{**truth, **fields})
+        return WantMsg(**{**truth, **fields})
 
     def granted(self, client: BlockingClient) -> int:
         """The token of its own next grant; others' are skipped."""
         while True:
             message = client.receive(ANSWER_S).message
-            if isinstance(message, Granted) and message.incarnation == self.incarnation:
+            if isinstance(message, GrantedMsg) and message.incarnation == self.incarnation:
                 return message.token
 
     def beat(self, client: BlockingClient, progress: int) -> None:
-        client.notify(Beat(progress))
+        client.notify(BeatMsg(progress))
 
     def end(self) -> None:
         """Kill and reap the backend; again is harmless."""

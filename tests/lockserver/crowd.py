@@ -12,7 +12,7 @@ import os
 import sys
 
 from lockserver import witness
-from lockserver.messages import CATALOGUE, Granted, Want
+from lockserver.messages import CATALOGUE, GrantedMsg, WantMsg
 from plumbing.errors import RemoteError
 from plumbing.service.fd_limit import raise_fd_limit
 from plumbing.wire.blocking import BlockingClient
@@ -29,18 +29,18 @@ class OneOfMany:
         path, self._fd = witness.create(directory, self.incarnation)
         self.client = BlockingClient(os.path.join(directory, "lockserver.sock"), CATALOGUE)
         name, supervisor = os.path.basename(path), f"{os.getpid():x}-{number}".rjust(16, "0")
-        want = Want(supervisor, self.engine, self.incarnation, name, ("active",), {})
+        want = WantMsg(supervisor, self.engine, self.incarnation, name, ("active",), {})
         with contextlib.suppress(Exception):  # refused before it could speak: `answer` says why
             self.client.notify(want)
 
-    def answer(self) -> Granted:
+    def answer(self) -> GrantedMsg:
         """The next word about who holds it.
 
         Raises:
             RemoteError: it was refused.
         """
         message = self.client.receive(ANSWER_S).message
-        assert isinstance(message, Granted)
+        assert isinstance(message, GrantedMsg)
         return message
 
     def leave(self) -> None:

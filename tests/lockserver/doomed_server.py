@@ -13,7 +13,7 @@ import sys
 from typing import Any, NoReturn
 
 from lockserver import cli
-from lockserver.messages import Granted
+from lockserver.messages import GrantedMsg
 from lockserver.state_file import LockStateFile
 from plumbing.wire.connection import Connection
 
@@ -45,7 +45,7 @@ def doom(moment: str, token: int) -> None:
         write(self, record)
 
     def doomed_send(self: Connection, message: Any, *args: Any, **options: Any) -> None:
-        is_it = isinstance(message, Granted) and message.token >= token
+        is_it = isinstance(message, GrantedMsg) and message.token >= token
         if is_it and moment == "before_send":
             _die()
         send(self, message, *args, **options)

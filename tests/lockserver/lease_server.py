@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockserver.messages import CATALOGUE, Beat, Granted, MemberLost, Renewed, Want
+from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, MemberLostMsg, RenewedMsg, WantMsg
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
@@ -22,7 +22,7 @@ class LeaseServer:
     renews: bool = True
     is_deaf: bool = False
     token: int = 0
-    wants: list[Want] = field(default_factory=list)
+    wants: list[WantMsg] = field(default_factory=list)
     beats: int = 0
     conns: list[Connection] = field(default_factory=list)
     granted: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class LeaseServer:
         return f"tcp://127.0.0.1:{self.server.port}"
 
     @property
-    def want(self) -> Want | None:
+    def want(self) -> WantMsg | None:
         return self.wants[-1] if self.wants else None
 
     def opened(self, conn: Connection) -> None:
@@ -54,10 +54,10 @@ class LeaseServer:
     ) -> None:
         if self.is_deaf:
             return
-        assert isinstance(message, Want | Beat)
+        assert isinstance(message, WantMsg | BeatMsg)
         if self.renews:
-            conn.send(Renewed(message.progress, self.lease_ms))
-        if isinstance(message, Beat):
+            conn.send(RenewedMsg(message.progress, self.lease_ms))
+        if isinstance(message, BeatMsg):
             self.beats += 1
             return
         self.wants.append(message)
@@ -72,7 +72,7 @@ class LeaseServer:
             self.granted[lock, incarnation] = self.token
         token = self.granted[lock, incarnation]
         for conn in self.conns:
-            conn.send(Granted(lock, engine, incarnation, token))
+            conn.send(GrantedMsg(lock, engine, incarnation, token))
         return token
 
     def hang_up(self) -> None:
@@ -82,4 +82,4 @@ class LeaseServer:
 
     def lose(self, engine: str, incarnation: str, member: int) -> None:
         for conn in self.conns:
-            conn.send(MemberLost(engine, incarnation, member, "its lease ran out"))
+            conn.send(MemberLostMsg(engine, incarnation, member, "its lease ran out"))

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from typing import Any
 
-from lockserver.messages import CATALOGUE, Beat, Granted, MemberLost, Renewed, Want
+from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, MemberLostMsg, RenewedMsg, WantMsg
 from lockserver.witness import name_of, new_incarnation
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
@@ -80,7 +80,7 @@ class Member:
         self.progress += 1
         witness = name_of(self.incarnation) if self.incarnation else None
         self.conn.send(
-            Want(
+            WantMsg(
                 supervisor=self.supervisor,
                 engine=self.engine,
                 incarnation=self.incarnation,
@@ -98,7 +98,7 @@ class Member:
             await asyncio.sleep(BEAT_S)
             if self.beats and self.conn is not None and not self.conn.is_closed:
                 self.progress += 1
-                self.conn.send(Beat(self.progress))
+                self.conn.send(BeatMsg(self.progress))
 
     async def close(self) -> None:
         if self._beating is not None:
@@ -115,7 +115,7 @@ class Member:
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        if isinstance(message, Granted) and message.incarnation == self.incarnation:
+        if isinstance(message, GrantedMsg) and message.incarnation == self.incarnation:
             self.tokens = {message.lock: message.token}
         self.heard.append(message)
 
@@ -128,15 +128,15 @@ class Member:
 
     def token(self) -> int:
         """Of the last grant of `active` to this incarnation; 0 without one."""
-        own = [m.token for m in self.of(Granted) if m.incarnation == self.incarnation]
+        own = [m.token for m in self.of(GrantedMsg) if m.incarnation == self.incarnation]
         return own[-1] if own else 0
 
     async def granted(self) -> int:
         return await auntil(self.token, f"member {self.member} of {self.engine} to be granted")
 
-    async def lost(self) -> MemberLost:
-        def found() -> MemberLost | None:
-            own = [m for m in self.of(MemberLost) if m.incarnation == self.incarnation]
+    async def lost(self) -> MemberLostMsg:
+        def found() -> MemberLostMsg | None:
+            own = [m for m in self.of(MemberLostMsg) if m.incarnation == self.incarnation]
             return own[-1] if own else None
 
         return await auntil(found, f"member {self.member} of {self.engine} to hear of a loss")
@@ -145,8 +145,8 @@ class Member:
         fault = await auntil(lambda: self.of(FaultMsg), f"{self.engine} to be refused")
         return str(fault[-1].code)
 
-    async def renewed(self) -> Renewed:
-        found = await auntil(lambda: self.of(Renewed), "an answer")
+    async def renewed(self) -> RenewedMsg:
+        found = await auntil(lambda: self.of(RenewedMsg), "an answer")
         return found[-1]
 
 
@@ -211,9 +211,9 @@ class _Telling(Member):
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         super().received(conn, message, request_id, fds)
-        if isinstance(message, Granted):
+        if isinstance(message, GrantedMsg):
             tell("granted", incarnation=message.incarnation, token=message.token)
-        elif isinstance(message, MemberLost):
+        elif isinstance(message, MemberLostMsg):
             tell("member_lost", incarnation=message.incarnation, member=message.member)
         elif isinstance(message, FaultMsg):
             tell("refused", code=message.code)

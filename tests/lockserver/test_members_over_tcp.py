@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lockserver.messages import Granted, StatusMsg
+from lockserver.messages import GrantedMsg, StatusMsg
 from plumbing.errors import UnreachableError
 from tests.helpers import auntil, until
 from tests.lockserver.engines import Engine
@@ -186,7 +186,7 @@ def test_engine_without_all_its_members_waits_and_status_says_for_whom(server, a
         await auntil(lambda: server.lock()["state"] == "free", "the first start to be over")
         waits = {wait["reason"]: wait for wait in server.lock()["waits"]}
         assert "member 1 of 2 is not connected" in waits["members_missing"]["message"]
-        assert not first.of(Granted)
+        assert not first.of(GrantedMsg)
 
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 2)))
 
@@ -224,7 +224,7 @@ def test_engines_on_this_host_and_members_of_others_share_one_lock(server, pod_d
         async with Engine(pod_dir, "engine-1") as engine:
             assert await engine.hold() == 1
             await member.join("active")
-            await auntil(lambda: member.of(Granted), "the news of who holds")
+            await auntil(lambda: member.of(GrantedMsg), "the news of who holds")
             engine.reap()
             engine.relent()
             assert await member.granted() == 2

@@ -15,7 +15,7 @@ import urllib.request
 
 import pytest
 
-from lockserver.messages import CATALOGUE, Beat, EventMsg, Granted, Want, WatchMsg
+from lockserver.messages import CATALOGUE, BeatMsg, EventMsg, GrantedMsg, WantMsg, WatchMsg
 from plumbing.errors import RemoteError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd
@@ -44,7 +44,7 @@ def want(**fields):
         "locks": (),
         "tokens": {},
     }
-    return Want(**{**defaults, **fields})
+    return WantMsg(**{**defaults, **fields})
 
 
 def code_of(server: ServerProcess, message, fds=()) -> str:
@@ -89,8 +89,8 @@ def misbehave(server: ServerProcess, frame: bytes) -> None:
     incarnation = "engine-9-0011223344556677"
     name = "witness_engine-9_0011223344556677"
     claims = {"incarnation": incarnation, "witness": name, "locks": ("active",)}
-    assert code_of(server, Beat(1)) == "lock.want_first"
-    assert code_of(server, Granted("active", "e", incarnation, 1)) == "lock.unexpected_message"
+    assert code_of(server, BeatMsg(1)) == "lock.want_first"
+    assert code_of(server, GrantedMsg("active", "e", incarnation, 1)) == "lock.unexpected_message"
     assert code_of(server, want(**claims)) == "lock.witness_unproven"
     assert code_of(server, want(**claims, tokens={"active": 4})) == "lock.stale_claim"
     for stranger in ("../../etc/passwd", "a\0b", "..", "\n", "lockserver.json"):
@@ -100,7 +100,7 @@ def misbehave(server: ServerProcess, frame: bytes) -> None:
     pipes = [OwnedFd(fd) for fd in os.pipe()]
     assert code_of(server, want(services=("active",)), pipes) == "lock.bad_service"
     pipes = [OwnedFd(fd) for fd in os.pipe()]
-    assert code_of(server, Beat(1), pipes) == "wire.fd_count"
+    assert code_of(server, BeatMsg(1), pipes) == "wire.fd_count"
     generator = random.Random(5)
     for _ in range(20):
         with raw(server) as sock, contextlib.suppress(ConnectionError):

@@ -10,7 +10,7 @@ import urllib.request
 from dataclasses import replace
 from typing import Any
 
-from lockserver.messages import CATALOGUE, SwitchedOver, SwitchOver
+from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
 from plumbing.wire.client import connect
 from tests.helpers import auntil
 from tests.lockserver.engines import Engine
@@ -77,7 +77,7 @@ def test_switchover_is_asked_shown_counted_and_answered(start_server: Any):
             await auntil(lambda: server.lock()["waiters"], "the standby")
             asker = Asker()
             conn = await connect(path, CATALOGUE, asker, 5)
-            conn.send(SwitchOver("active", None, 60_000), request_id=7)
+            conn.send(SwitchOverMsg("active", None, 60_000), request_id=7)
             await auntil(lambda: heard, "the word to the holder")
             assert heard == [("active", old.incarnation, "e-1")]
             under_way = server.lock()["switchover"]
@@ -94,7 +94,7 @@ def test_switchover_is_asked_shown_counted_and_answered(start_server: Any):
             await auntil(lambda: asker.told, "the answer")
             ((number, answer),) = asker.told
             assert number == 7
-            assert isinstance(answer, SwitchedOver)
+            assert isinstance(answer, SwitchedOverMsg)
             assert (answer.source, answer.engine, answer.token) == ("engine-0", "e-1", new.token())
             done = 'understudy_lock_switchovers_total{lock="active",result="done"}'
             assert metric(server, done) == 1

@@ -27,7 +27,7 @@ class Answering:
     def received(self, conn, message, request_id, fds):
         if isinstance(message, wire.StatusMsg | wire.WatchMsg):
             conn.send(wire.StatusReplyMsg({"token": 5}), request_id)
-        elif isinstance(message, wire.Beat):
+        elif isinstance(message, wire.BeatMsg):
             raise UnderstudyError("test.refused", "no beats here")
 
     def closed(self, conn, reason):
@@ -54,8 +54,8 @@ def test_ask_gets_an_answer_an_error_or_a_reason(path):
         assert answered.message == wire.StatusReplyMsg({"token": 5})
         assert answered.pid > 0
         with pytest.raises(RemoteError, match="no beats here"):
-            await ask(path, wire.CATALOGUE, wire.Beat(1))
-        silent = wire.Granted("active", "engine-0", "engine-0-0123456789abcdef", 1)
+            await ask(path, wire.CATALOGUE, wire.BeatMsg(1))
+        silent = wire.GrantedMsg("active", "engine-0", "engine-0-0123456789abcdef", 1)
         with pytest.raises(WaitTimeoutError, match="did not answer"):
             await ask(path, wire.CATALOGUE, silent, timeout_s=0.1)
         await server.close()

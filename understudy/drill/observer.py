@@ -173,7 +173,7 @@ class Observer:
     # ------------------------------------------------------------------ what is heard
 
     def _heard_lockserver(self, message: Message) -> None:
-        if isinstance(message, lock_messages.Granted) and message.lock == "active":
+        if isinstance(message, lock_messages.GrantedMsg) and message.lock == "active":
             self._granted(message.engine, message.token)
         elif isinstance(message, lock_messages.EventMsg):
             record, data = message.record, message.record.get("data") or {}

@@ -84,7 +84,7 @@ class Upgrader:
         upgrade.source, upgrade.old_token = before.engine, before.token
         # Nobody is killed, but at the grant nobody of the old backend may live, either.
         self._observer.expect(Kill(SWITCHOVER, before.engine, before.token, clock.now_ms()), tree)
-        question = lock_messages.SwitchOver("active", to, round(SWITCHOVER_TIMEOUT_S * 1000))
+        question = lock_messages.SwitchOverMsg("active", to, round(SWITCHOVER_TIMEOUT_S * 1000))
         answered = await ask(
             str(self._directory / LOCKSERVER_SOCKET),
             lock_messages.CATALOGUE,
@@ -92,7 +92,7 @@ class Upgrader:
             timeout_s=SWITCHOVER_TIMEOUT_S + 5,
         )
         done = answered.message
-        if not isinstance(done, lock_messages.SwitchedOver):
+        if not isinstance(done, lock_messages.SwitchedOverMsg):
             raise UnderstudyError("drill.no_switchover", f"the lock server answered {done.TYPE}")
         upgrade.target, upgrade.new_token = done.engine, done.token
         upgrade.switchover_ms = float(done.took_ms)

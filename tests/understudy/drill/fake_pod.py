@@ -135,7 +135,7 @@ class FakePod:
         self.token += 1
         incarnation = f"{engine}-{self.token:016x}"
         for conn in self._watchers["lockserver"]:
-            conn.send(lock_messages.Granted("active", engine, incarnation, self.token))
+            conn.send(lock_messages.GrantedMsg("active", engine, incarnation, self.token))
 
     def _event(self, source: str, kind: str, data: dict[str, Any]) -> None:
         about = {"id": next(self._event_ids), "type": kind, "source": source}
