@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from engine.backends import asks_for_help, command_line
-from engine.messages import CONTROL, Leave, Ok
+from engine.backends.registry import asks_for_help, command_line
+from engine.messages import CONTROL, LeaveMsg, OkMsg
 from engine.supervisor.settings import OPTIONS, EngineSettings, settle
 from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.part.cli import ANSWER_TIMEOUT_S, Look, ask_status, json_flag, show_status, watch_flag
@@ -107,8 +107,8 @@ def drain(config: Resolved, as_json: bool) -> None:
     """
     begun = time.monotonic()
     with BlockingClient(engine_socket(config["dir"], config["engine_id"]), CONTROL) as client:
-        reply = client.request(Leave(), timeout_s=ANSWER_TIMEOUT_S).message
-        assert isinstance(reply, Ok)
+        reply = client.request(LeaveMsg(), timeout_s=ANSWER_TIMEOUT_S).message
+        assert isinstance(reply, OkMsg)
         _wait_for_exit(client, begun + config["timeout_s"])
     took_ms = round((time.monotonic() - begun) * 1000)
     changed = {"status": "ended", "transition": reply.detail, "duration_ms": took_ms}

@@ -32,7 +32,7 @@ Pid = Annotated[int, Meta(ge=1, le=PID_MAX)]
 # ---------------------------------------------------------------- supervisor → backend, and answers
 
 
-class Wake(Message, frozen=True, tag="wake"):
+class WakeMsg(Message, frozen=True, tag="wake"):
     """Take memory for the KV cache; the descriptor is the listening socket, not to be accepted
     from before `serve`."""
 
@@ -41,32 +41,32 @@ class Wake(Message, frozen=True, tag="wake"):
     engine: Id
 
 
-class Woken(Message, frozen=True, tag="woken"):
+class WokenMsg(Message, frozen=True, tag="woken"):
     kv_bytes: Count
 
 
-class RunCanary(Message, frozen=True, tag="run_canary"):
+class RunCanaryMsg(Message, frozen=True, tag="run_canary"):
     """Do one real inference and judge its outcome."""
 
 
-class Canary(Message, frozen=True, tag="canary"):
+class CanaryMsg(Message, frozen=True, tag="canary"):
     ok: bool
     detail: Sentence = ""
 
 
-class Serve(Message, frozen=True, tag="serve"):
+class ServeMsg(Message, frozen=True, tag="serve"):
     """Begin to accept from the listening socket."""
 
 
-class Serving(Message, frozen=True, tag="serving"):
+class ServingMsg(Message, frozen=True, tag="serving"):
     """The answer to `serve`."""
 
 
-class Health(Message, frozen=True, tag="health"):
+class HealthMsg(Message, frozen=True, tag="health"):
     """Ask whether the backend works; answered by `healthy`."""
 
 
-class Healthy(Message, frozen=True, tag="healthy"):
+class HealthyMsg(Message, frozen=True, tag="healthy"):
     """`progress` only grows: tokens made plus steps of prefill, over all requests."""
 
     in_flight: Count
@@ -75,20 +75,20 @@ class Healthy(Message, frozen=True, tag="healthy"):
     rejected: Count = 0
 
 
-class Drain(Message, frozen=True, tag="drain"):
+class DrainMsg(Message, frozen=True, tag="drain"):
     """Refuse new work, finish what runs within `budget_ms`, then answer."""
 
     budget_ms: Count
 
 
-class Drained(Message, frozen=True, tag="drained"):
+class DrainedMsg(Message, frozen=True, tag="drained"):
     """The answer to `drain`: nothing is in flight."""
 
 
 # ---------------------------------------------------------------- backend → supervisor, unasked
 
 
-class Prepared(Message, frozen=True, tag="prepared"):
+class PreparedMsg(Message, frozen=True, tag="prepared"):
     """Weights in place and everything ready but the KV cache, whose size is `kv_bytes`.
 
     `warnings` are for people: what works, and will cost them something they may not expect.
@@ -101,7 +101,7 @@ class Prepared(Message, frozen=True, tag="prepared"):
     warnings: tuple[Sentence, ...] = ()
 
 
-class FaultReport(Message, frozen=True, tag="fault_report"):
+class FaultReportMsg(Message, frozen=True, tag="fault_report"):
     """Why the backend is about to end, in one sentence for people.
 
     `permanent` means that a relaunch cannot help (a checkpoint that is missing or broken): the
@@ -115,28 +115,28 @@ class FaultReport(Message, frozen=True, tag="fault_report"):
 
 
 CHANNEL = Catalogue(
-    Wake,
-    Woken,
-    RunCanary,
-    Canary,
-    Serve,
-    Serving,
-    Health,
-    Healthy,
-    Drain,
-    Drained,
-    Prepared,
-    FaultReport,
+    WakeMsg,
+    WokenMsg,
+    RunCanaryMsg,
+    CanaryMsg,
+    ServeMsg,
+    ServingMsg,
+    HealthMsg,
+    HealthyMsg,
+    DrainMsg,
+    DrainedMsg,
+    PreparedMsg,
+    FaultReportMsg,
 )
 
 # ---------------------------------------------------------------- the control socket
 
 
-class Ok(Message, frozen=True, tag="ok"):
+class OkMsg(Message, frozen=True, tag="ok"):
     detail: Sentence = ""
 
 
-class Register(Message, frozen=True, tag="register"):
+class RegisterMsg(Message, frozen=True, tag="register"):
     """A process of the backend, after it holds the witness; the descriptor is its lifeline, where
     it has one."""
 
@@ -146,11 +146,11 @@ class Register(Message, frozen=True, tag="register"):
     pid: Pid
 
 
-class Registered(Message, frozen=True, tag="registered"):
+class RegisteredMsg(Message, frozen=True, tag="registered"):
     """The answer to `register`."""
 
 
-class MayLoad(Message, frozen=True, tag="may_load"):
+class MayLoadMsg(Message, frozen=True, tag="may_load"):
     """A rank has come to the weights. Answered by `load` once it may go on, which can take hours
     where another engine is loading: poll the connection's end, not a clock."""
 
@@ -159,7 +159,7 @@ class MayLoad(Message, frozen=True, tag="may_load"):
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
 
 
-class Load(Message, frozen=True, tag="load"):
+class LoadMsg(Message, frozen=True, tag="load"):
     """`rw_or_ro`: write if nothing is committed (the loader lock is held, under `token`).
     `ro`: only ever import."""
 
@@ -167,7 +167,7 @@ class Load(Message, frozen=True, tag="load"):
     token: Count
 
 
-class Attached(Message, frozen=True, tag="attached"):
+class AttachedMsg(Message, frozen=True, tag="attached"):
     """A rank has its weights mapped. `identity` is the part that does not depend on the rank."""
 
     incarnation: Id
@@ -176,7 +176,7 @@ class Attached(Message, frozen=True, tag="attached"):
     identity: dict[str, Any]
 
 
-class Broken(Message, frozen=True, tag="broken"):
+class BrokenMsg(Message, frozen=True, tag="broken"):
     """Why a process of the backend is about to end; the other fields are those of `FaultReport`.
 
     For a process that has no other way to say it: what its parent says of it comes late, and is
@@ -190,7 +190,7 @@ class Broken(Message, frozen=True, tag="broken"):
     exit_code: Annotated[int, Meta(ge=1, le=2)] = 1
 
 
-class Leftover(Message, frozen=True, tag="leftover"):
+class LeftoverMsg(Message, frozen=True, tag="leftover"):
     """A file that a process of the backend uses and does not keep open, so that nothing in /proc
     shows whose it is; to be removed after the incarnation."""
 
@@ -198,11 +198,11 @@ class Leftover(Message, frozen=True, tag="leftover"):
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
-class Leave(Message, frozen=True, tag="drain"):
+class LeaveMsg(Message, frozen=True, tag="drain"):
     """What SIGTERM says: leave the queue, or drain, then end. Answered by `ok` at once."""
 
 
-class Kill(Message, frozen=True, tag="kill"):
+class KillMsg(Message, frozen=True, tag="kill"):
     """Rehearse a death: `supervisor`, or `backend-<name>` of a registered process. `is_stop`: with
     SIGSTOP, so that it hangs and has to be found out."""
 
@@ -210,7 +210,7 @@ class Kill(Message, frozen=True, tag="kill"):
     is_stop: bool = False
 
 
-class Killing(Message, frozen=True, tag="killing"):
+class KillingMsg(Message, frozen=True, tag="killing"):
     """`mono_ms` is CLOCK_MONOTONIC at the signal (for `supervisor`, just before it)."""
 
     pid: Pid
@@ -218,19 +218,19 @@ class Killing(Message, frozen=True, tag="killing"):
 
 
 CONTROL = Catalogue(
-    Ok,
-    Register,
-    Registered,
-    MayLoad,
-    Load,
-    Attached,
-    Broken,
-    Leftover,
+    OkMsg,
+    RegisterMsg,
+    RegisteredMsg,
+    MayLoadMsg,
+    LoadMsg,
+    AttachedMsg,
+    BrokenMsg,
+    LeftoverMsg,
     StatusMsg,
     StatusReplyMsg,
     WatchMsg,
     EventMsg,
-    Leave,
-    Kill,
-    Killing,
+    LeaveMsg,
+    KillMsg,
+    KillingMsg,
 )

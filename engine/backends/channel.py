@@ -1,7 +1,7 @@
 """A backend's end of the channel to its supervisor: frames in, answers out.
 
 Owns nothing but the translation, and the end: without a supervisor, or without a model, this
-process must not serve one more token. What is behind `Backend` is each backend's own affair.
+process must not serve one more token. What is behind `BackendHandler` is each backend's own affair.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NoReturn, Protocol
 
 from engine.messages import (
     CHANNEL,
-    Canary,
-    Drain,
-    Drained,
-    FaultReport,
-    Health,
-    Healthy,
-    Prepared,
-    RunCanary,
-    Serve,
-    Serving,
-    Wake,
-    Woken,
+    CanaryMsg,
+    DrainedMsg,
+    DrainMsg,
+    FaultReportMsg,
+    HealthMsg,
+    HealthyMsg,
+    PreparedMsg,
+    RunCanaryMsg,
+    ServeMsg,
+    ServingMsg,
+    WakeMsg,
+    WokenMsg,
 )
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.wire.client import from_socket
@@ -36,18 +36,18 @@ from plumbing.wire.messages import Message
 logger = logging.getLogger(__name__)
 
 
-class Backend(Protocol):
+class BackendHandler(Protocol):
     """What a supervisor may ask of a backend that is prepared. Each may raise UnderstudyError."""
 
     async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
         """Take KV memory, in bytes; keep a copy of the listening socket for `serve`."""
         ...
 
-    async def run_canary(self) -> Canary: ...
+    async def run_canary(self) -> CanaryMsg: ...
 
     async def serve(self) -> None: ...
 
-    def health(self) -> Healthy:
+    def health(self) -> HealthyMsg:
         """At once, whatever else is under way."""
         ...
 
@@ -58,16 +58,16 @@ class Channel:
     """A connection to the supervisor; made on the loop."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.backend: Backend | None = None
+        self.backend: BackendHandler | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._conn = from_socket(sock, CHANNEL, self)
 
-    def prepared(self, backend: Backend, prepared: Prepared) -> None:
+    def prepared(self, backend: BackendHandler, prepared: PreparedMsg) -> None:
         """From now on `backend` may be asked."""
         self.backend = backend
         self._conn.send(prepared)
 
-    def end(self, report: FaultReport) -> NoReturn:
+    def end(self, report: FaultReportMsg) -> NoReturn:
         """Say why, and end at once: what is under way has no model, or nobody who owns it."""
         logger.error("%s [%s]", report.message, report.code)
         self._conn.send(report)
@@ -84,7 +84,7 @@ class Channel:
         if self.backend is None:
             close_all(fds)
             raise ProtocolError("engine.backend_phase", f"{message.TYPE} came before `prepared`")
-        if isinstance(message, Health):  # at once, whatever else is under way
+        if isinstance(message, HealthMsg):  # at once, whatever else is under way
             conn.send(self.backend.health(), request_id)
             return
         task = asyncio.get_running_loop().create_task(
@@ -100,7 +100,7 @@ class Channel:
     async def _answer(
         self,
         conn: Connection,
-        backend: Backend,
+        backend: BackendHandler,
         message: Message,
         request_id: int,
         fds: list[OwnedFd],
@@ -113,16 +113,16 @@ class Channel:
             close_all(fds)
 
 
-async def _handle(backend: Backend, message: Message, fds: list[OwnedFd]) -> Message:
+async def _handle(backend: BackendHandler, message: Message, fds: list[OwnedFd]) -> Message:
     match message:
-        case Wake():
-            return Woken(await backend.wake(message.engine, message.token, fds[0]))
-        case RunCanary():
+        case WakeMsg():
+            return WokenMsg(await backend.wake(message.engine, message.token, fds[0]))
+        case RunCanaryMsg():
             return await backend.run_canary()
-        case Serve():
+        case ServeMsg():
             await backend.serve()
-            return Serving()
-        case Drain():
+            return ServingMsg()
+        case DrainMsg():
             await backend.drain(message.budget_ms / 1000)
-            return Drained()
+            return DrainedMsg()
     raise ProtocolError("engine.backend_phase", f"{message.TYPE} is not for a backend")

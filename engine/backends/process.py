@@ -21,13 +21,13 @@ from engine import lifeline
 from engine.messages import (
     CHANNEL,
     CONTROL,
-    Attached,
-    Broken,
-    FaultReport,
-    Leftover,
-    Load,
-    MayLoad,
-    Register,
+    AttachedMsg,
+    BrokenMsg,
+    FaultReportMsg,
+    LeftoverMsg,
+    LoadMsg,
+    MayLoadMsg,
+    RegisterMsg,
 )
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError, UsageError
@@ -45,7 +45,7 @@ ANSWER_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Member:
+class BackendProcess:
     """A process of the tree of `incarnation`, known to its supervisor as `name`."""
 
     name: str
@@ -53,7 +53,7 @@ class Member:
     incarnation: str
     control: BlockingClient
 
-    def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> Load:
+    def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> LoadMsg:
         """Wait for leave to go to the weights; the answer says in which mode.
 
         Raises:
@@ -61,22 +61,22 @@ class Member:
             UnreachableError: the supervisor is gone.
         """
         reply = self.control.request(
-            MayLoad(self.incarnation, rank=rank, ranks=ranks), timeout_s=timeout_s
+            MayLoadMsg(self.incarnation, rank=rank, ranks=ranks), timeout_s=timeout_s
         )
-        assert isinstance(reply.message, Load)
+        assert isinstance(reply.message, LoadMsg)
         return reply.message
 
     def attached(self, epoch: str, identity: dict[str, Any], rank: int = 0) -> None:
         """Say that this rank has its weights mapped, so that the next engine may load."""
         self.control.request(
-            Attached(self.incarnation, rank=rank, epoch=epoch, identity=identity),
+            AttachedMsg(self.incarnation, rank=rank, epoch=epoch, identity=identity),
             timeout_s=ANSWER_TIMEOUT_S,
         )
 
     def leftover(self, path: str) -> None:
         """Say that this process uses the file `path` and does not keep it open: whoever ends the
         tree removes it."""
-        self.control.request(Leftover(self.incarnation, path), timeout_s=ANSWER_TIMEOUT_S)
+        self.control.request(LeftoverMsg(self.incarnation, path), timeout_s=ANSWER_TIMEOUT_S)
 
     def report(self, error: UnderstudyError) -> None:
         """Say why this process is about to end, for people: its own parent often cannot say.
@@ -84,12 +84,14 @@ class Member:
         Raises:
             UnreachableError: the supervisor is gone.
         """
-        said = fault_report(error)
-        message = Broken(self.incarnation, said.code, said.message, said.permanent, said.exit_code)
+        fault = fault_report(error)
+        message = BrokenMsg(
+            self.incarnation, fault.code, fault.message, fault.permanent, fault.exit_code
+        )
         self.control.request(message, timeout_s=ANSWER_TIMEOUT_S)
 
 
-def enter(name: str, environ: Mapping[str, str] = os.environ) -> Member:
+def enter(name: str, environ: Mapping[str, str] = os.environ) -> BackendProcess:
     """Become a process of the incarnation that the environment names.
 
     Raises:
@@ -105,11 +107,11 @@ def enter(name: str, environ: Mapping[str, str] = os.environ) -> Member:
     control = BlockingClient(_required(environ, ENGINE_SOCKET_ENV), CONTROL)
     held = lifeline.hold()
     control.request(
-        Register(incarnation, name, os.getpid()),
+        RegisterMsg(incarnation, name, os.getpid()),
         [held] if held is not None else [],
         timeout_s=ANSWER_TIMEOUT_S,
     )
-    return Member(name, engine, incarnation, control)
+    return BackendProcess(name, engine, incarnation, control)
 
 
 def take_channel() -> socket.socket:
@@ -134,10 +136,10 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, **parent.environment()}
 
 
-def fault_report(error: UnderstudyError) -> FaultReport:
+def fault_report(error: UnderstudyError) -> FaultReportMsg:
     """For the supervisor: a wrong argument is permanent, and ends the container with 2."""
     is_permanent = isinstance(error, UsageError)
-    return FaultReport(error.code, error.message[:4096], is_permanent, 2 if is_permanent else 1)
+    return FaultReportMsg(error.code, error.message[:4096], is_permanent, 2 if is_permanent else 1)
 
 
 def _required(environ: Mapping[str, str], variable: str) -> str:

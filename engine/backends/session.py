@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.process import Member
+from engine.backends.process import BackendProcess
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.format import size
 
@@ -40,7 +40,7 @@ def host_device(rank: int) -> str:
 
 
 def attach(
-    member: Member, device: str, mode: str, identity: Mapping[str, Any], rank: int
+    member: BackendProcess, device: str, mode: str, identity: Mapping[str, Any], rank: int
 ) -> Reader | Writer:
     """Open the session; a service that cannot be reached is waited for, for a while.
 

@@ -14,17 +14,17 @@ from typing import Any
 from engine.core.events import Terminate
 from engine.messages import (
     CONTROL,
-    Attached,
-    Broken,
-    FaultReport,
-    Kill,
-    Killing,
-    Leave,
-    Leftover,
-    MayLoad,
-    Ok,
-    Register,
-    Registered,
+    AttachedMsg,
+    BrokenMsg,
+    FaultReportMsg,
+    KillingMsg,
+    KillMsg,
+    LeaveMsg,
+    LeftoverMsg,
+    MayLoadMsg,
+    OkMsg,
+    RegisteredMsg,
+    RegisterMsg,
     StatusMsg,
     StatusReplyMsg,
     WatchMsg,
@@ -71,36 +71,36 @@ class Control:
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         match message:
-            case Register():
+            case RegisterMsg():
                 self._register(conn, message, fds[0].fileno() if fds else None)
-                conn.send(Registered(), request_id)
-            case MayLoad():
+                conn.send(RegisteredMsg(), request_id)
+            case MayLoadMsg():
                 self._may_load(conn, message, request_id)
-            case Attached():
+            case AttachedMsg():
                 self._named(message.incarnation).attached(message.rank, message.identity)
-                conn.send(Ok(), request_id)
-            case Broken():
-                fault = FaultReport(
+                conn.send(OkMsg(), request_id)
+            case BrokenMsg():
+                fault = FaultReportMsg(
                     message.code, message.message, message.permanent, message.exit_code
                 )
                 self._named(message.incarnation).broken(fault)
-                conn.send(Ok(), request_id)
-            case Leftover():
+                conn.send(OkMsg(), request_id)
+            case LeftoverMsg():
                 self._named(message.incarnation)
                 self._engine.leftovers.reported(message.path)
-                conn.send(Ok(), request_id)
+                conn.send(OkMsg(), request_id)
             case StatusMsg():
                 conn.send(StatusReplyMsg(self._status()), request_id)
             case WatchMsg():
                 self._observers.join(conn, message.since, request_id)
-            case Leave():
+            case LeaveMsg():
                 before = self._engine.lifecycle.state
                 self._engine.post(Terminate("drain"))
                 now = self._engine.lifecycle.state
-                conn.send(Ok(f"{before.value} → {now.value}"), request_id)
-            case Kill(target="supervisor"):
+                conn.send(OkMsg(f"{before.value} → {now.value}"), request_id)
+            case KillMsg(target="supervisor"):
                 self._end(conn, message, request_id)
-            case Kill():
+            case KillMsg():
                 conn.send(self._rehearse(message), request_id)
             case _:
                 raise ProtocolError(
@@ -118,7 +118,7 @@ class Control:
             )
         return running
 
-    def _register(self, conn: Connection, message: Register, lifeline: int | None) -> None:
+    def _register(self, conn: Connection, message: RegisterMsg, lifeline: int | None) -> None:
         # The kernel reports 0 for a peer in another PID namespace.
         if conn.peer.pid not in (0, message.pid):
             raise ProtocolError(
@@ -126,7 +126,7 @@ class Control:
             )
         self._named(message.incarnation).tree.register(message.name, message.pid, lifeline)
 
-    def _may_load(self, conn: Connection, message: MayLoad, request_id: int) -> None:
+    def _may_load(self, conn: Connection, message: MayLoadMsg, request_id: int) -> None:
         incarnation = self._named(message.incarnation)
         objection = incarnation.loading.objection(message.rank, message.ranks)
         if objection is not None:
@@ -135,7 +135,7 @@ class Control:
 
     # ------------------------------------------------------------------ rehearsals
 
-    def _rehearse(self, message: Kill) -> Killing:
+    def _rehearse(self, message: KillMsg) -> KillingMsg:
         """Kill or stop the process that is named."""
         target, engine, running = message.target, self._engine, self._engine.incarnation
         name = target.removeprefix(BACKEND_PREFIX) if target != "backend" else MAIN
@@ -152,9 +152,9 @@ class Control:
         did = "stopped" if message.is_stop else "killed"
         data = {"target": target, "child_pid": pid, "is_stop": message.is_stop}
         engine.log.record("engine.rehearsal", f"{did} {target} (pid {pid})", data=data)
-        return Killing(pid, running.rehearsed_ms)
+        return KillingMsg(pid, running.rehearsed_ms)
 
-    def _end(self, conn: Connection, message: Kill, request_id: int) -> None:
+    def _end(self, conn: Connection, message: KillMsg, request_id: int) -> None:
         """End this supervisor as a SIGKILL from outside would. PID 1 of a namespace is not killed
         by its own signal: it exits."""
         if message.is_stop:
@@ -163,6 +163,6 @@ class Control:
                 "a stopped supervisor is detected by its liveness probe: send it SIGSTOP yourself",
             )
         self._engine.log.record("engine.rehearsal", "ending this supervisor, as requested")
-        conn.send(Killing(os.getpid(), self._engine.clock.now_ms()), request_id)
+        conn.send(KillingMsg(os.getpid(), self._engine.clock.now_ms()), request_id)
         os.kill(os.getpid(), signal.SIGKILL)
         os._exit(KILLED)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from engine.core import events
 from engine.core.events import Event, Failed, State, WakingStep
 from engine.core.lifecycle import IllegalEvent, Lifecycle
-from engine.messages import FaultReport, Healthy
+from engine.messages import FaultReportMsg, HealthyMsg
 from engine.supervisor import over_tcp, state_file
 from engine.supervisor.health_watch import HealthWatch
 from engine.supervisor.history import History
@@ -67,7 +67,7 @@ class Engine:
         self.lifecycle = Lifecycle(saved.number)
         self.incarnation: Incarnation | None = None
         self.predecessor: str | None = None  # an earlier tree that holds up the first launch
-        self.last_fault: FaultReport | None = None
+        self.last_fault: FaultReportMsg | None = None
         self.exit: asyncio.Future[events.Exit] = asyncio.get_running_loop().create_future()
         self.on_change: Callable[[], object] = lambda: None
         self.leftovers = Leftovers(leftovers_path(settings.directory, settings.engine), self.log)
@@ -272,6 +272,6 @@ class Engine:
         if self.incarnation is not None and self.incarnation.id == incarnation:
             self.incarnation.loader_granted(token)
 
-    def _answered(self, healthy: Healthy) -> None:
+    def _answered(self, healthy: HealthyMsg) -> None:
         self.history.in_flight = healthy.in_flight
         self.metrics.healthy(healthy.in_flight, healthy.rejected)

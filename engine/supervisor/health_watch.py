@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.core.health import Action, GenerationHealth, Unhealthy
-from engine.messages import Healthy
+from engine.messages import HealthyMsg
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.settings import EngineSettings
 from engine.supervisor.timers import Timers
@@ -24,7 +24,7 @@ class HealthWatch:
         timers: Timers,
         clock: Clock,
         *,
-        on_answer: Callable[[Healthy], None],
+        on_answer: Callable[[HealthyMsg], None],
         on_unhealthy: Callable[[str], None],
     ) -> None:
         config = settings.config
@@ -59,7 +59,7 @@ class HealthWatch:
                 self._incarnation.run_canary(self._canary_done, is_idle=True)
         self._timers.after(TIMER, self._health.next_ms() - self._clock.now_ms(), self._tick)
 
-    def _answered(self, healthy: Healthy) -> None:
+    def _answered(self, healthy: HealthyMsg) -> None:
         if self._is_over:
             return
         self._on_answer(healthy)

@@ -41,7 +41,7 @@ from plumbing.service.events import EventLog
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 
-LoadReply = Callable[[messages.Load], None]
+LoadReply = Callable[[messages.LoadMsg], None]
 
 # How soon to read a record again that another supervisor is writing, which takes it 0.1 ms.
 LAYOUT_RETRY_S = 0.05
@@ -83,8 +83,8 @@ class Incarnation:
         self.id = incarnation_id
         self.witness_path: str | None = None
         self.loading = Loading(settings.role)
-        self.prepared: messages.Prepared | None = None
-        self.fault: messages.FaultReport | None = None
+        self.prepared: messages.PreparedMsg | None = None
+        self.fault: messages.FaultReportMsg | None = None
         self.rehearsed_ms: float | None = None
         self.last_canary: dict[str, Any] | None = None
         self.exit: str | None = None
@@ -189,22 +189,22 @@ class Incarnation:
 
     def _received(self, message: Message) -> None:
         match message:
-            case messages.Prepared():
+            case messages.PreparedMsg():
                 self.prepared = message
                 self._judge()
-            case messages.FaultReport():
+            case messages.FaultReportMsg():
                 self.broken(message)
             case _:
                 text = f"the backend sent {message.TYPE} without a request"
                 self._post(Failed("backend_fault", text))
 
-    def broken(self, fault: messages.FaultReport) -> None:
+    def broken(self, fault: messages.FaultReportMsg) -> None:
         """A process of the backend reports why it ends. The first report counts: those that follow,
         from its parents, are about losing it."""
         if self.fault is None:
             self._post(self._failed("backend_fault", fault))
 
-    def _failed(self, cause: str, fault: messages.FaultReport) -> Failed:
+    def _failed(self, cause: str, fault: messages.FaultReportMsg) -> Failed:
         self.fault = fault
         data = {"error_code": fault.code, "permanent": fault.permanent}
         self._log.record("engine.fault", fault.message, "error", data)
@@ -252,15 +252,15 @@ class Incarnation:
     def wake(self, token: int, listener: OwnedFd) -> None:
         """Takes `listener`, the socket that the backend will accept from."""
         self.is_wake_asked = True
-        wake = messages.Wake(token, self._settings.engine)
-        self.channel.ask(wake, messages.Woken, lambda reply: self._post(Woken()), [listener])
+        wake = messages.WakeMsg(token, self._settings.engine)
+        self.channel.ask(wake, messages.WokenMsg, lambda reply: self._post(Woken()), [listener])
 
     def ask(self, step: WakingStep) -> None:
         if step is WakingStep.CANARY:
             self.run_canary(self._gate, is_idle=False)
         elif step is WakingStep.SERVE:
-            serve = messages.Serve()
-            self.channel.ask(serve, messages.Serving, lambda reply: self._post(Serving()))
+            serve = messages.ServeMsg()
+            self.channel.ask(serve, messages.ServingMsg, lambda reply: self._post(Serving()))
 
     def _gate(self, ok: bool, detail: str) -> None:
         if ok:
@@ -269,7 +269,7 @@ class Incarnation:
             self._post(Failed("canary_failed", f"the canary failed: {detail or 'wrong tokens'}"))
 
     def run_canary(self, on_done: Callable[[bool, str], None], *, is_idle: bool) -> None:
-        def done(reply: messages.Canary) -> None:
+        def done(reply: messages.CanaryMsg) -> None:
             verdict = "passed" if reply.ok else "failed"
             event = self._log.record(
                 "engine.canary",
@@ -280,14 +280,14 @@ class Incarnation:
             self.last_canary = {"ok": reply.ok, "at": rfc3339(event.ts)}
             on_done(reply.ok, reply.detail)
 
-        self.channel.ask(messages.RunCanary(), messages.Canary, done)
+        self.channel.ask(messages.RunCanaryMsg(), messages.CanaryMsg, done)
 
-    def ask_health(self, on_reply: Callable[[messages.Healthy], None]) -> None:
-        self.channel.ask(messages.Health(), messages.Healthy, on_reply)
+    def ask_health(self, on_reply: Callable[[messages.HealthyMsg], None]) -> None:
+        self.channel.ask(messages.HealthMsg(), messages.HealthyMsg, on_reply)
 
     def drain(self, budget_ms: int) -> None:
-        drain = messages.Drain(budget_ms)
-        self.channel.ask(drain, messages.Drained, lambda reply: self._post(Drained()))
+        drain = messages.DrainMsg(budget_ms)
+        self.channel.ask(drain, messages.DrainedMsg, lambda reply: self._post(Drained()))
 
     # ------------------------------------------------------------------ access to the weights
 
@@ -311,4 +311,4 @@ class Incarnation:
 
     def _permit(self, permits: list[LoadPermit]) -> None:
         for permit in permits:
-            self._loads.pop(permit.rank)(messages.Load(permit.mode, permit.token))
+            self._loads.pop(permit.rank)(messages.LoadMsg(permit.mode, permit.token))

@@ -29,14 +29,14 @@ RECORD_BYTES_MAX = 4096  # an engine's id is short; more than this is not ours
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class KvRecord:
     """`engine` prepared a KV cache of `kv_bytes`, over all its `ranks`."""
 
     kv_bytes: int
     ranks: int
     engine: str
 
-    def agrees_with(self, other: Record) -> bool:
+    def agrees_with(self, other: KvRecord) -> bool:
         return (self.kv_bytes, self.ranks) == (other.kv_bytes, other.ranks)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class KvLayout:
         self._engine = engine
         self._may_change = may_change
         self._fd: OwnedFd | None = None
-        self._mine: Record | None = None
+        self._mine: KvRecord | None = None
         self.note: str | None = None  # what people should know of it: status and the log show it
 
     def agree(self, kv_bytes: int, ranks: int) -> bool:
@@ -61,7 +61,7 @@ class KvLayout:
         Raises:
             UsageError: `engine.kv_differs`; this engine holds to nothing then.
         """
-        mine = Record(kv_bytes, ranks, self._engine)
+        mine = KvRecord(kv_bytes, ranks, self._engine)
         if self._mine is not None and mine.agrees_with(self._mine):
             return True
         try:
@@ -84,7 +84,7 @@ class KvLayout:
             self._fd.close()
         self._fd = self._mine = None
 
-    def _hold(self, mine: Record) -> bool:
+    def _hold(self, mine: KvRecord) -> bool:
         """Whether we hold the shared lock; if nobody else holds it, with our record written."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._fd = fd = self._fd or OwnedFd(os.open(self._path, flags, 0o600))
@@ -92,7 +92,7 @@ class KvLayout:
             _write(fd, mine)
         return _lock(fd, fcntl.LOCK_SH)
 
-    def _compare(self, mine: Record) -> None:
+    def _compare(self, mine: KvRecord) -> None:
         assert self._fd is not None
         theirs = _read(self._fd)
         self.note = None
@@ -108,7 +108,7 @@ class KvLayout:
             _write(self._fd, mine)
 
 
-def _differs(mine: Record, theirs: Record) -> UsageError:
+def _differs(mine: KvRecord, theirs: KvRecord) -> UsageError:
     return UsageError(
         "engine.kv_differs",
         f"{mine.engine} has a KV cache of {mine}, and {theirs.engine} set {theirs} for the engines"
@@ -128,16 +128,16 @@ def _lock(fd: OwnedFd, kind: int) -> bool:
     return True
 
 
-def _read(fd: OwnedFd) -> Record | None:
+def _read(fd: OwnedFd) -> KvRecord | None:
     """The record, None where it is none of ours."""
     try:
         found = json.loads(os.pread(fd.fileno(), RECORD_BYTES_MAX, 0))
-        return Record(int(found["kv_bytes"]), int(found["ranks"]), str(found["engine"]))
+        return KvRecord(int(found["kv_bytes"]), int(found["ranks"]), str(found["engine"]))
     except (ValueError, TypeError, KeyError):
         return None
 
 
-def _write(fd: OwnedFd, record: Record) -> None:
+def _write(fd: OwnedFd, record: KvRecord) -> None:
     """In place, since the locks are on this very file. A write that fails leaves an empty file,
     which binds nobody, rather than a record of somebody else's."""
     os.ftruncate(fd.fileno(), 0)

@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.core import probes
 from engine.core.events import Exit, Terminate, TerminateNow
-from engine.messages import FaultReport
+from engine.messages import FaultReportMsg
 from engine.supervisor.control import Control
 from engine.supervisor.engine import Engine
 from engine.supervisor.settings import (
@@ -112,7 +112,7 @@ class EngineSupervisor:
 
 
 def _depart(
-    settings: EngineSettings, ending: Exit, fault: FaultReport | None, *, is_loop: bool
+    settings: EngineSettings, ending: Exit, fault: FaultReportMsg | None, *, is_loop: bool
 ) -> None:
     """Return for a requested exit; otherwise raise its reason.
 

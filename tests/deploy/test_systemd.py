@@ -17,7 +17,7 @@ import pytest
 import engine.cli
 import gms.cli
 import lockserver.cli
-from engine.backends import REGISTRY
+from engine.backends.registry import REGISTRY
 from engine.core.relaunch import BACKOFF_FIRST_MS, BACKOFF_MAX_MS
 from engine.supervisor import settings as engine_settings
 from plumbing.service.fd_limit import FDS_ADVISED

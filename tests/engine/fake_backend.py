@@ -90,25 +90,25 @@ class Backend:
     def reply_to(self, asked: Reply) -> m.Message:
         switches = self.switches
         match asked.message:
-            case m.Wake(token=token):
+            case m.WakeMsg(token=token):
                 self.listener = socket.socket(fileno=asked.fds[0].detach())
                 self.token = token
-                return m.Woken(kv_bytes=switches.kv_bytes)
-            case m.RunCanary():
+                return m.WokenMsg(kv_bytes=switches.kv_bytes)
+            case m.RunCanaryMsg():
                 if switches.serve_early:
-                    return m.Serving()
+                    return m.ServingMsg()
                 bad = switches.fail_canary or os.path.exists(switches.fail_canary_if)
-                return m.Canary(ok=not bad, detail="token 7 is 8" if bad else "")
-            case m.Serve():
+                return m.CanaryMsg(ok=not bad, detail="token 7 is 8" if bad else "")
+            case m.ServeMsg():
                 self.serving = True
-                return m.Serving()
-            case m.Health():
+                return m.ServingMsg()
+            case m.HealthMsg():
                 hung = os.path.exists(switches.hang_generation_if)
                 progress = self.served if hung else time.monotonic_ns()
-                return m.Healthy(in_flight=int(hung), progress=progress, accepting=self.serving)
-            case m.Drain():
+                return m.HealthyMsg(in_flight=int(hung), progress=progress, accepting=self.serving)
+            case m.DrainMsg():
                 self.serving = False
-                return m.Drained()
+                return m.DrainedMsg()
         raise AssertionError(asked.message)
 
     def accept(self) -> None:
@@ -145,14 +145,14 @@ def spawn(kind: str) -> None:
         CHILDREN.append(bare)
 
 
-def load(member: process.Member, switches: argparse.Namespace) -> None:
+def load(member: process.BackendProcess, switches: argparse.Namespace) -> None:
     leave = member.may_load(timeout_s=60)
     if switches.load_until:
         until(lambda: os.path.exists(switches.load_until))
     member.attached(epoch="e1", identity={"model": "fake", "mode": leave.mode})
 
 
-def load_ranks(member: process.Member, models: list[str]) -> None:
+def load_ranks(member: process.BackendProcess, models: list[str]) -> None:
     """Every rank comes to its weights; one whose model is `none` stays away from then on."""
     for rank, model in enumerate(models):
         leave = member.may_load(60, rank, len(models))
@@ -160,7 +160,7 @@ def load_ranks(member: process.Member, models: list[str]) -> None:
             member.attached(f"e{rank}", {"model": model, "mode": leave.mode}, rank)
 
 
-def leave_behind(member: process.Member, prefix: str) -> list[object]:
+def leave_behind(member: process.BackendProcess, prefix: str) -> list[object]:
     """One of everything that stays after a SIGKILL; what keeps it in use until then."""
     semaphore = _multiprocessing.SemLock(1, 1, 1, f"/{prefix}-semaphore", False)
     maps: list[object] = []
@@ -190,7 +190,9 @@ def main() -> None:
     channel = process.blocking_channel()
     dirty = bytearray(os.urandom(4096)) * (256 * switches.dirty_mib)
     if switches.fault:
-        channel.notify(m.FaultReport("fake.fault", switches.fault, switches.permanent, exit_code=2))
+        channel.notify(
+            m.FaultReportMsg("fake.fault", switches.fault, switches.permanent, exit_code=2)
+        )
         os._exit(1)
     if switches.grandchild:
         spawn(switches.grandchild)
@@ -204,7 +206,7 @@ def main() -> None:
         load_ranks(member, switches.ranks)
     kept = leave_behind(member, switches.leave_behind) if switches.leave_behind else []
     channel.notify(
-        m.Prepared(
+        m.PreparedMsg(
             weights_bytes=len(dirty),
             kv_bytes=switches.kv_bytes,
             epoch="e1",
@@ -217,7 +219,7 @@ def main() -> None:
     del kept
 
 
-def wait_for_model(member: process.Member) -> None:
+def wait_for_model(member: process.BackendProcess) -> None:
     def is_there() -> bool:
         reply = member.control.request(m.StatusMsg()).message
         assert isinstance(reply, m.StatusReplyMsg)

@@ -111,10 +111,10 @@ class Engine:
         pids: dict[str, int] = document["backend"]["pids"]
         return pids
 
-    def kill(self, target: str) -> m.Killing:
+    def kill(self, target: str) -> m.KillingMsg:
         with self.client() as client:
-            reply = client.request(m.Kill(target)).message
-        assert isinstance(reply, m.Killing)
+            reply = client.request(m.KillMsg(target)).message
+        assert isinstance(reply, m.KillingMsg)
         return reply
 
     def get(self, path: str) -> tuple[int, Any]:

@@ -137,7 +137,7 @@ def test_status_command_also_offline(pod, lock):
     engine.terminate()
     engine.wait()
     offline = ask("e-0")
-    assert offline.returncode == 0
+    assert offline.returncode == 3
     assert "dead since" in offline.stdout
     assert "offline view" in offline.stdout
     assert ask("nobody").returncode == 3
@@ -235,12 +235,12 @@ def test_control_socket_refuses_strangers(pod, lock):
             client.request(message)
         return caught.value.code
 
-    assert code_of(m.Register(incarnation, "x", os.getpid())) == "engine.not_of_this_tree"
-    assert code_of(m.Register(incarnation, "x", 1)) == "engine.false_pid"
-    assert code_of(m.Register("e-0-gone", "x", os.getpid())) == "engine.stale_incarnation"
-    assert code_of(m.MayLoad(incarnation, rank=3, ranks=2)) == "engine.bad_rank"
-    assert code_of(m.Kill("backend-nobody")) == "engine.unknown_target"
-    assert code_of(m.Ok()) == "engine.not_a_request"
+    assert code_of(m.RegisterMsg(incarnation, "x", os.getpid())) == "engine.not_of_this_tree"
+    assert code_of(m.RegisterMsg(incarnation, "x", 1)) == "engine.false_pid"
+    assert code_of(m.RegisterMsg("e-0-gone", "x", os.getpid())) == "engine.stale_incarnation"
+    assert code_of(m.MayLoadMsg(incarnation, rank=3, ranks=2)) == "engine.bad_rank"
+    assert code_of(m.KillMsg("backend-nobody")) == "engine.unknown_target"
+    assert code_of(m.OkMsg()) == "engine.not_a_request"
     assert engine.state == "active"
 
 
@@ -249,11 +249,11 @@ def test_rehearsed_hang_is_found_out_and_counts_for_nothing(pod, lock):
     engine = pod.engine("e-0", flags=(*QUICK, "--answer-ms", "200"))
     pid = engine.until("active")["backend"]["pids"]["http"]
     with engine.client() as client:
-        reply = client.request(m.Kill("backend-http", is_stop=True)).message
-        assert isinstance(reply, m.Killing)
+        reply = client.request(m.KillMsg("backend-http", is_stop=True)).message
+        assert isinstance(reply, m.KillingMsg)
         assert reply.pid == pid
         with pytest.raises(RemoteError) as caught:
-            client.request(m.Kill("supervisor", is_stop=True))
+            client.request(m.KillMsg("supervisor", is_stop=True))
     assert caught.value.code == "engine.no_such_rehearsal"
     death = until(lambda: engine.status()["deaths"], "the death")[-1]
     assert (death["cause"], death["is_rehearsed"]) == ("unhealthy", True)

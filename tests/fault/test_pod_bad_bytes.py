@@ -175,7 +175,7 @@ def test_wrong_words_cost_their_sender_only(home: PodHome):
             ),
             (memory, gms.AttachMsg("e", "i", "ro", identity={"a": 1}), "gms.identity_mismatch"),
             (memory, gms.AllocateMsg(4096), "gms.not_attached"),
-            *((path, control.Kill("init"), "engine.unknown_target") for path in engines),
+            *((path, control.KillMsg("init"), "engine.unknown_target") for path in engines),
         ]
         async with pod.load() as load:
             for path, message, code in cases:

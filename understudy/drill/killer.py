@@ -113,7 +113,7 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
                 "drill.kill_failed", f"{whole.engine} did not kill {target}: {error.message}"
             ) from error
     else:
-        if isinstance(answered.message, engine_messages.Killing):
+        if isinstance(answered.message, engine_messages.KillingMsg):
             kill.killed_ms = answered.message.mono_ms
     return kill
 

@@ -75,12 +75,12 @@ def targets_of(backend: str | None, processes: Iterable[str]) -> tuple[str, ...]
     return (*base, *(f"{prefix}{name}" for _, name in ranks), last)
 
 
-def asked_of_engine(target: str) -> engine_messages.Kill:
+def asked_of_engine(target: str) -> engine_messages.KillMsg:
     """What an engine is asked for `target`."""
     process = target.removeprefix(STOP)
     if process != SUPERVISOR:
         process = BACKEND + process.removeprefix(BACKEND)
-    return engine_messages.Kill(process, is_stop=target.startswith(STOP))
+    return engine_messages.KillMsg(process, is_stop=target.startswith(STOP))
 
 
 class End(StrEnum):

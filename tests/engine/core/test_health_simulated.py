@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.health import ANSWER_MS, HANG_MS, IDLE_CANARY_MS, INTERVAL_MS
-from engine.messages import Healthy
+from engine.messages import HealthyMsg
 from engine.supervisor.health_watch import HealthWatch
 
 LAG_MS = 60  # the longest way of an answer; also how late a timer is
@@ -225,9 +225,9 @@ class Simulation:
     def cancel(self, name: str) -> None:
         self._timer += 1
 
-    def ask_health(self, answered: Callable[[Healthy], None]) -> None:
+    def ask_health(self, answered: Callable[[HealthyMsg], None]) -> None:
         def look() -> None:
-            healthy = Healthy(self.engine.in_flight, self.engine.progress, True, 0)
+            healthy = HealthyMsg(self.engine.in_flight, self.engine.progress, True, 0)
             if self.seen_ms is None and healthy.in_flight and self.world.now >= self.hangs_ms:
                 self.seen_ms = self.world.now
             back_ms = self.world.now + self.rng.uniform(0, LAG_MS / 2)

@@ -13,15 +13,15 @@ from typing import Any
 import aiohttp
 
 from engine.messages import (
-    Canary,
-    Health,
-    Healthy,
-    Prepared,
-    RunCanary,
-    Serve,
-    Serving,
-    Wake,
-    Woken,
+    CanaryMsg,
+    HealthMsg,
+    HealthyMsg,
+    PreparedMsg,
+    RunCanaryMsg,
+    ServeMsg,
+    ServingMsg,
+    WakeMsg,
+    WokenMsg,
 )
 from tests.engine.reference_process.rig import (
     DEADLINE_S,
@@ -36,14 +36,14 @@ GREEDY = {"prompt": "hello", "temperature": 0, "max_tokens": 12}
 LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
 
 
-async def activate(stub: Supervisor, sock: socket.socket, token: int) -> Prepared:
+async def activate(stub: Supervisor, sock: socket.socket, token: int) -> PreparedMsg:
     """From prepared to serving on `sock`, one step after the other."""
     prepared = await stub.prepared()
-    assert await stub.ask(Wake(token, stub.engine), lend(sock)) == Woken(prepared.kv_bytes)
-    canary = await stub.ask(RunCanary())
-    assert isinstance(canary, Canary)
+    assert await stub.ask(WakeMsg(token, stub.engine), lend(sock)) == WokenMsg(prepared.kv_bytes)
+    canary = await stub.ask(RunCanaryMsg())
+    assert isinstance(canary, CanaryMsg)
     assert canary.ok, canary.detail
-    assert isinstance(await stub.ask(Serve()), Serving)
+    assert isinstance(await stub.ask(ServeMsg()), ServingMsg)
     return prepared
 
 
@@ -86,9 +86,9 @@ def serving(directory: Path, model: Path, *more: str) -> Iterator[str]:
         loop.close()
 
 
-async def health(stub: Supervisor) -> Healthy:
-    answer = await stub.ask(Health())
-    assert isinstance(answer, Healthy)
+async def health(stub: Supervisor) -> HealthyMsg:
+    answer = await stub.ask(HealthMsg())
+    assert isinstance(answer, HealthyMsg)
     return answer
 
 

@@ -17,14 +17,14 @@ from engine.backends import process
 from engine.messages import (
     CHANNEL,
     CONTROL,
-    Attached,
-    FaultReport,
-    Load,
-    MayLoad,
-    Ok,
-    Prepared,
-    Register,
-    Registered,
+    AttachedMsg,
+    FaultReportMsg,
+    LoadMsg,
+    MayLoadMsg,
+    OkMsg,
+    PreparedMsg,
+    RegisteredMsg,
+    RegisterMsg,
 )
 from gms.server.server import DeviceServer
 from gms.vmm.host import HostMemory
@@ -48,7 +48,7 @@ class Supervisor:
         self.engine = engine
         self.registered: dict[str, int] = {}
         self.pidfds: dict[str, OwnedFd] = {}
-        self.attached: list[Attached] = []
+        self.attached: list[AttachedMsg] = []
         self.words: list[Message] = []
         self.is_channel_closed = False
         self.incarnation = witness.new_incarnation(engine)
@@ -98,16 +98,16 @@ class Supervisor:
     def word(self, kind: type[Any]) -> Any:
         return next((word for word in self.words if isinstance(word, kind)), None)
 
-    async def prepared(self) -> Prepared:
+    async def prepared(self) -> PreparedMsg:
         await auntil(lambda: self.words, "prepared", DEADLINE_S)
-        found = self.word(Prepared)
-        assert isinstance(found, Prepared), self.words
+        found = self.word(PreparedMsg)
+        assert isinstance(found, PreparedMsg), self.words
         return found
 
-    async def fault_report(self) -> FaultReport:
-        await auntil(lambda: self.word(FaultReport), "a fault report", DEADLINE_S)
-        report = self.word(FaultReport)
-        assert isinstance(report, FaultReport)
+    async def fault_report(self) -> FaultReportMsg:
+        await auntil(lambda: self.word(FaultReportMsg), "a fault report", DEADLINE_S)
+        report = self.word(FaultReportMsg)
+        assert isinstance(report, FaultReportMsg)
         return report
 
     async def ended(self) -> int:
@@ -137,15 +137,15 @@ class Supervisor:
     ) -> None:
         close_all(fds)
         match message:
-            case Register():
+            case RegisterMsg():
                 self.registered[message.name] = message.pid
                 self.pidfds[message.name] = OwnedFd(os.pidfd_open(message.pid))
-                conn.send(Registered(), request_id)
-            case MayLoad():
-                conn.send(Load(self._load_mode, 1), request_id)
-            case Attached():
+                conn.send(RegisteredMsg(), request_id)
+            case MayLoadMsg():
+                conn.send(LoadMsg(self._load_mode, 1), request_id)
+            case AttachedMsg():
                 self.attached.append(message)
-                conn.send(Ok(), request_id)
+                conn.send(OkMsg(), request_id)
             case _ if request_id:
                 self._answers.pop(request_id).set_result(message)
             case _:

@@ -13,11 +13,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.messages import Drain, Drained
+from engine.messages import DrainedMsg, DrainMsg
 from tests.engine.reference_process.active import GREEDY, LONG, active_engine, complete, health
 
 PATH = "/v1/completions"
-LONG_BUDGET = Drain(60_000)
+LONG_BUDGET = DrainMsg(60_000)
 
 
 class Raw:
@@ -102,7 +102,7 @@ def test_drain_serves_what_it_has_accepted_and_nothing_else(tmp_path: Path, mode
                 assert answer["choices"] == expected["choices"]
                 assert await each.ended()
                 each.close()
-            assert isinstance(await draining, Drained)
+            assert isinstance(await draining, DrainedMsg)
             assert await is_cut  # an end without an answer: it had not asked
             assert (await health(stub)).rejected == 0
             with accept_now(sock) as waiting:
@@ -128,7 +128,7 @@ def test_drain_waits_for_a_connection_that_has_just_spoken(tmp_path: Path, model
             status, headers, _ = await client.answer()
             assert (status, headers["connection"]) == (200, "close")
             assert await client.ended()
-            assert isinstance(await draining, Drained)
+            assert isinstance(await draining, DrainedMsg)
             client.close()
 
     asyncio.run(main())
@@ -159,7 +159,7 @@ def test_drain_waits_for_a_client_that_reads_slowly(tmp_path: Path, model: Path)
                     answer += await loop.sock_recv(client, 65536)
                 assert b"data: [DONE]" in answer
                 assert draining is not None
-                assert isinstance(await draining, Drained)
+                assert isinstance(await draining, DrainedMsg)
 
     asyncio.run(main())
 
@@ -171,7 +171,7 @@ def test_drain_of_an_engine_that_nobody_asks_ends_at_once(tmp_path: Path, model:
         async with active_engine(tmp_path, model) as (stub, _, url):
             async with aiohttp.ClientSession() as client:
                 await complete(client, url)
-            assert isinstance(await stub.ask(LONG_BUDGET), Drained)
+            assert isinstance(await stub.ask(LONG_BUDGET), DrainedMsg)
 
     asyncio.run(main())
 
@@ -189,7 +189,7 @@ def test_drain_beyond_its_budget_cuts(tmp_path: Path, model: Path):
             async with post as response:
                 await response.content.readline()
                 os.kill(stub.registered["model"], signal.SIGSTOP)
-                assert isinstance(await stub.ask(Drain(0)), Drained)
+                assert isinstance(await stub.ask(DrainMsg(0)), DrainedMsg)
                 with pytest.raises(aiohttp.ClientPayloadError):
                     await response.read()
             assert (await health(stub)).in_flight == 0

@@ -13,14 +13,14 @@ import aiohttp
 import pytest
 
 from engine.messages import (
-    Canary,
-    Drain,
-    Drained,
-    RunCanary,
-    Serve,
-    Serving,
-    Wake,
-    Woken,
+    CanaryMsg,
+    DrainedMsg,
+    DrainMsg,
+    RunCanaryMsg,
+    ServeMsg,
+    ServingMsg,
+    WakeMsg,
+    WokenMsg,
 )
 from gms.messages import AllocateMsg
 from plumbing.service import procfs
@@ -78,17 +78,17 @@ def test_whole_life_from_prepared_to_drained(tmp_path: Path, model: Path):
                 assert not (await health(stub)).accepting
                 early = asyncio.ensure_future(complete(client, url))
 
-                assert is_fault(await stub.ask(Serve()), "engine.backend_phase")
-                woken = await stub.ask(Wake(7, "engine-0"), lend(sock))
-                assert woken == Woken(prepared.kv_bytes)
+                assert is_fault(await stub.ask(ServeMsg()), "engine.backend_phase")
+                woken = await stub.ask(WakeMsg(7, "engine-0"), lend(sock))
+                assert woken == WokenMsg(prepared.kv_bytes)
                 assert is_fault(
-                    await stub.ask(Wake(8, "engine-0"), lend(sock)), "engine.backend_phase"
+                    await stub.ask(WakeMsg(8, "engine-0"), lend(sock)), "engine.backend_phase"
                 )
-                canary = await stub.ask(RunCanary())
-                assert isinstance(canary, Canary)
+                canary = await stub.ask(RunCanaryMsg())
+                assert isinstance(canary, CanaryMsg)
                 assert canary.ok
                 assert not early.done()
-                assert isinstance(await stub.ask(Serve()), Serving)
+                assert isinstance(await stub.ask(ServeMsg()), ServingMsg)
                 headers, answer = await early
                 assert headers["X-Understudy-Engine"] == "engine-0"
                 assert headers["X-Understudy-Token"] == "7"
@@ -97,7 +97,7 @@ def test_whole_life_from_prepared_to_drained(tmp_path: Path, model: Path):
                 assert report.accepting
                 assert report.in_flight == 0
                 assert report.progress >= 12
-                assert isinstance(await stub.ask(Drain(5000)), Drained)
+                assert isinstance(await stub.ask(DrainMsg(5000)), DrainedMsg)
                 assert not (await health(stub)).accepting
                 with socket.create_connection(sock.getsockname()):
                     pass  # the owner's copy still listens
@@ -120,7 +120,7 @@ def test_kv_memory_is_taken_on_wake_and_not_before(tmp_path: Path, model: Path):
                 assert prepared.kv_bytes == slots * 2 * 2 * 2 * context * 16 * 4
                 pid = stub.registered["model"]
                 before = anonymous_bytes(pid, prepared.kv_bytes)
-                await stub.ask(Wake(1, "engine-0"), lend(sock))
+                await stub.ask(WakeMsg(1, "engine-0"), lend(sock))
                 assert len(anonymous_bytes(pid, prepared.kv_bytes)) == len(before) + 1
 
     asyncio.run(main())

@@ -196,7 +196,7 @@ class _Handler:
         wire = lock_messages if self._name == "lockserver" else engine_messages
         if message.TYPE == "kill":
             pid, killed_ms = self._pod.kill(message.target)
-            conn.send(engine_messages.Killing(pid, killed_ms), request_id)
+            conn.send(engine_messages.KillingMsg(pid, killed_ms), request_id)
             return
         if message.TYPE == "watch":
             self._pod._watchers[self._name].add(conn)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.messages import Kill
+from engine.messages import KillMsg
 from gms.client import messages as gms_messages
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.wire.server import Server
@@ -167,13 +167,15 @@ def test_targets_of_vllm_go_by_their_plain_names():
     assert targets_of("vllm", processes) == (*base, *ranks, supervisor)
     for each in (*base, *ranks):
         assert check_target(each) == check_target(f"backend-{each}") == each
-        assert asked_of_engine(each) == Kill(f"backend-{each}")
-    assert asked_of_engine(supervisor) == Kill(supervisor)
+        assert asked_of_engine(each) == KillMsg(f"backend-{each}")
+    assert asked_of_engine(supervisor) == KillMsg(supervisor)
 
 
 def test_process_of_an_engine_can_be_stopped_instead():
     """Goal: `stop:` and what takes it. Method: both backends' names, and what is no engine's."""
-    assert asked_of_engine(check_target("stop:worker-1")) == Kill("backend-worker-1", is_stop=True)
+    assert asked_of_engine(check_target("stop:worker-1")) == KillMsg(
+        "backend-worker-1", is_stop=True
+    )
     assert check_target("stop:backend-api") == "stop:api"
     assert check_target("stop:backend-model-1") == "stop:backend-model-1"
     assert check_target("stop:supervisor") == "stop:supervisor"

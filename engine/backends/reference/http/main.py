@@ -19,10 +19,11 @@ import socket
 import sys
 from typing import NoReturn
 
-from engine.backends import HELP, process
+from engine.backends import process
 from engine.backends.reference.config import read_config
 from engine.backends.reference.http.spawn import spawn
 from engine.backends.reference.link import PROMPT_TOKENS_MAX, ConfigureMsg
+from engine.backends.registry import HELP
 from engine.messages import CHANNEL, RANKS_MAX
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.config import size_bytes

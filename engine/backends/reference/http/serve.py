@@ -24,7 +24,7 @@ from engine.backends.reference.http.routes import ServedModel, make_app
 from engine.backends.reference.http.spawn import ModelProcess
 from engine.backends.reference.http.text import Tokenizer
 from engine.backends.reference.link import FailedMsg, ReadyMsg
-from engine.messages import Canary, FaultReport, Healthy, Prepared
+from engine.messages import CanaryMsg, FaultReportMsg, HealthyMsg, PreparedMsg
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
@@ -54,14 +54,14 @@ async def _serve(
     except UnderstudyError as error:
         channel.end(process.fault_report(error))
     channel.prepared(
-        backend, Prepared(ready.weights_bytes, ready.kv_bytes, ready.epoch, ready.identity)
+        backend, PreparedMsg(ready.weights_bytes, ready.kv_bytes, ready.epoch, ready.identity)
     )
     await asyncio.Event().wait()
 
 
-def _report_of(failed: FailedMsg) -> FaultReport:
+def _report_of(failed: FailedMsg) -> FaultReportMsg:
     exit_code = 2 if failed.exit_code == 2 else 1
-    return FaultReport(failed.code, failed.message, failed.permanent, exit_code)
+    return FaultReportMsg(failed.code, failed.message, failed.permanent, exit_code)
 
 
 class ReferenceBackend:
@@ -98,18 +98,18 @@ class ReferenceBackend:
             self._served.on_request = self._listener.request_received
         return (await self._served.link.take_memory()).kv_bytes
 
-    async def run_canary(self) -> Canary:
+    async def run_canary(self) -> CanaryMsg:
         self._phases.step("run_canary")
         checked = await self._served.link.check()
-        return Canary(checked.ok, checked.detail)
+        return CanaryMsg(checked.ok, checked.detail)
 
     async def serve(self) -> None:
         self._phases.step("serve")
         assert self._listener is not None
         self._listener.start()
 
-    def health(self) -> Healthy:
-        return Healthy(
+    def health(self) -> HealthyMsg:
+        return HealthyMsg(
             in_flight=self._served.link.in_flight,
             progress=self._served.link.progress,
             accepting=self._listener is not None and self._listener.is_accepting,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from engine.backends.process import Member
+from engine.backends.process import BackendProcess
 from engine.backends.reference.model.checkpoint import (
     DTYPE,
     Checkpoint,
@@ -28,7 +28,7 @@ from plumbing.errors import UnderstudyError
 logger = logging.getLogger(__name__)
 
 
-def map_weights(checkpoint: Checkpoint, member: Member) -> tuple[Reader, dict[str, Any]]:
+def map_weights(checkpoint: Checkpoint, member: BackendProcess) -> tuple[Reader, dict[str, Any]]:
     """Map the weights through the memory service, after loading them if this engine is first.
 
     Returns the session, whose `view(name)` is one tensor's bytes, and the identity of the weights.

@@ -23,7 +23,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine.backends.phases import Phases
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
-from engine.messages import Canary, Healthy, Prepared
+from engine.messages import CanaryMsg, HealthyMsg, PreparedMsg
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
@@ -79,7 +79,7 @@ class VllmBackend:
         self._canaries = 0
         self._turned_s = time.monotonic()
 
-    async def prepare(self) -> Prepared:
+    async def prepare(self) -> PreparedMsg:
         """Try the engine once, then release its KV memory and stop its scheduler.
 
         Raises:
@@ -95,7 +95,7 @@ class VllmBackend:
         statuses = await self._ask_ranks("understudy_status", STATUS_WAIT_S)
         self.phases.step("ready")
         first = statuses[0]
-        return Prepared(
+        return PreparedMsg(
             weights_bytes=sum(status["weights_bytes"] for status in statuses),
             kv_bytes=sum(status["kv_bytes"] for status in statuses),
             epoch=first["epoch"],
@@ -112,16 +112,16 @@ class VllmBackend:
         await self._engine.wake_up()
         return sum(rank["kv_bytes"] for rank in taken)
 
-    async def run_canary(self) -> Canary:
+    async def run_canary(self) -> CanaryMsg:
         """One real inference, judged by its numbers: damaged weights or memory yield NaN or a token
         outside the vocabulary."""
         self.phases.step("run_canary")
         self._canaries += 1
         found = await self._generate(f"understudy-canary-{self._canaries}")
         if found is None:
-            return Canary(True)
+            return CanaryMsg(True)
         await self._distrust(found)
-        return Canary(False, found)
+        return CanaryMsg(False, found)
 
     async def serve(self) -> None:
         self.phases.step("serve")
@@ -129,12 +129,12 @@ class VllmBackend:
         listening, self._listening = self._listening, None
         await self._front.open(listening)
 
-    def health(self) -> Healthy:
+    def health(self) -> HealthyMsg:
         """Called from the channel's thread, so it only reads. A loop that does not turn counts as
         a request without progress."""
         in_flight = self._engine.output_processor.get_num_unfinished_requests()
         is_late = time.monotonic() - self._turned_s > LATE_S
-        return Healthy(
+        return HealthyMsg(
             in_flight=max(in_flight, int(is_late)),
             progress=self._steps.count,
             accepting=self._front.is_open,

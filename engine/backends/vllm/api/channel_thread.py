@@ -12,8 +12,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, NoReturn, TypeVar
 
-from engine.backends.channel import Backend, Channel
-from engine.messages import Canary, FaultReport, Healthy, Prepared
+from engine.backends.channel import BackendHandler, Channel
+from engine.messages import CanaryMsg, FaultReportMsg, HealthyMsg, PreparedMsg
 from plumbing.wire.fds import OwnedFd
 
 T = TypeVar("T")
@@ -29,12 +29,12 @@ class ChannelThread:
         self._thread.start()
         self._is_made.wait()
 
-    def prepared(self, backend: Backend, prepared: Prepared) -> None:
+    def prepared(self, backend: BackendHandler, prepared: PreparedMsg) -> None:
         """Report `prepared` and accept requests for `backend`; call this on the backend's loop."""
         bridge = _Bridge(backend, asyncio.get_running_loop())
         self._loop.call_soon_threadsafe(self._channel.prepared, bridge, prepared)
 
-    def end(self, report: FaultReport) -> NoReturn:
+    def end(self, report: FaultReportMsg) -> NoReturn:
         """Send `report`, and end this process."""
         self._loop.call_soon_threadsafe(self._channel.end, report)
         self._thread.join()
@@ -52,20 +52,20 @@ class ChannelThread:
 class _Bridge:
     """A backend that runs on another loop; only `health` runs on the caller's thread."""
 
-    def __init__(self, backend: Backend, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, backend: BackendHandler, loop: asyncio.AbstractEventLoop) -> None:
         self._backend = backend
         self._loop = loop
 
     async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
         return await self._on_its_loop(self._backend.wake(engine, token, listening))
 
-    async def run_canary(self) -> Canary:
+    async def run_canary(self) -> CanaryMsg:
         return await self._on_its_loop(self._backend.run_canary())
 
     async def serve(self) -> None:
         await self._on_its_loop(self._backend.serve())
 
-    def health(self) -> Healthy:
+    def health(self) -> HealthyMsg:
         return self._backend.health()
 
     async def drain(self, budget_s: float) -> None:

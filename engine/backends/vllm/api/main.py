@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec import structs
 
-from engine.backends import asks_for_help, process
-from engine.messages import FaultReport
+from engine.backends import process
+from engine.backends.registry import asks_for_help
+from engine.messages import FaultReportMsg
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.fd_limit import raise_fd_limit
 from plumbing.service.log import configure
@@ -73,7 +74,7 @@ def main() -> int:
     except Exception as error:
         logger.exception("vLLM failed")
         text = f"vLLM failed: {type(error).__name__}: {error}"
-        channel.end(FaultReport("vllm.failed", text[:4096], permanent=False))
+        channel.end(FaultReportMsg("vllm.failed", text[:4096], permanent=False))
 
 
 def _serve(channel: ChannelThread) -> NoReturn:

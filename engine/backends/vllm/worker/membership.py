@@ -10,17 +10,17 @@ import multiprocessing
 import re
 
 from engine.backends import process
-from engine.backends.process import Member
+from engine.backends.process import BackendProcess
 from plumbing.errors import InvariantError
 from plumbing.service import parent
 
 CORE = "core"
 WORKER = "worker"
 
-_member: Member | None = None
+_member: BackendProcess | None = None
 
 
-def join() -> Member | None:
+def join() -> BackendProcess | None:
     """Enter the incarnation, if vLLM's main process has spawned this process.
 
     The parent to die with is the one that multiprocessing names; the inherited environment is older
@@ -37,7 +37,7 @@ def join() -> Member | None:
     return _member
 
 
-def current() -> Member:
+def current() -> BackendProcess:
     """The membership of this process.
 
     Raises:

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
 from engine.backends import session
-from engine.backends.process import Member
+from engine.backends.process import BackendProcess
 from engine.backends.vllm.worker import membership, rehome
 from engine.backends.vllm.worker.identity import Document, Identity, same_on_every_rank
 from engine.backends.vllm.worker.model_load import ModelLoad, inner_loader
@@ -70,7 +70,7 @@ class RankWeights:
     for their digest, a serving engine has not.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: BackendProcess) -> None:
         self.epoch = ""
         self.identity: Document = {}
         self.bytes = 0

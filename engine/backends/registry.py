@@ -1,0 +1,64 @@
+"""Backends by name: each is a command line, so that no supervisor imports what a backend needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from plumbing.errors import UsageError
+
+Launcher = Callable[[Sequence[str]], list[str]]
+
+
+def _reference(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "engine.backends.reference.http.main", *arguments]
+
+
+def _vllm(arguments: Sequence[str]) -> list[str]:
+    if importlib.util.find_spec("vllm") is None:  # looks for it without importing it
+        raise UsageError(
+            "engine.no_vllm",
+            f"--backend vllm needs vLLM beside {sys.executable}: install `understudy[vllm]`, or see"
+            " docs/vllm.md for a machine without a GPU",
+        )
+    return [sys.executable, "-m", "engine.backends.vllm.api.main", *arguments]
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    """Any program that speaks the channel: `engine run --backend command -- PROGRAM ARGS…`."""
+    if not arguments:
+        raise UsageError(
+            "engine.no_command", "--backend command needs a program: give it after `--`"
+        )
+    return list(arguments)
+
+
+HELP = frozenset({"-h", "--help"})
+REGISTRY: Mapping[str, Launcher] = {
+    "reference": _reference,
+    "vllm": _vllm,
+    "command": _command,
+}
+
+
+def asks_for_help(backend: str, arguments: Sequence[str]) -> bool:
+    """Whether the user wants to read what a backend takes. A program of their own is theirs."""
+    wants = any(each in HELP or each.startswith("--help=") for each in arguments)
+    return backend != "command" and wants
+
+
+def command_line(backend: str, arguments: Sequence[str]) -> list[str]:
+    """What to execute for `backend` with the user's `arguments`.
+
+    Raises:
+        UsageError: `engine.unknown_backend`.
+    """
+    launcher = REGISTRY.get(backend)
+    if launcher is None:
+        raise UsageError(
+            "engine.unknown_backend",
+            f"there is no backend {backend!r}; known are {', '.join(sorted(REGISTRY))}",
+            backend=backend,
+        )
+    return launcher(arguments)
