@@ -29,7 +29,7 @@ from plumbing.service.procfs import children, rss_bytes
 from understudy.drill.clients import Target
 from understudy.drill.records import PHASES
 from understudy.drill.run import Drill, DrillPlan
-from understudy.kubelet.runner import Runner
+from understudy.kubelet.runner import PodRunner
 from understudy.up.local_pod import LocalPod
 from understudy.up.ports import free_pod_ports
 from understudy.up.random_model import make_random_model
@@ -98,7 +98,7 @@ async def failover(kills: int) -> dict[str, Any] | None:
         model = await make_random_model(Path(base, "model"))
         pod = LocalPod(directory, model, free_pod_ports())
         plan = DrillPlan(kills)
-        runner = Runner(pod.containers(), directory / "log")
+        runner = PodRunner(pod.containers(), directory / "log")
 
         async def look(target: Target) -> None:
             pids = runner.pids()

@@ -38,7 +38,7 @@ from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
 from understudy.drill.prompts import write_expected
 from understudy.drill.run import Drill, DrillPlan
-from understudy.kubelet.runner import Runner, run_pod
+from understudy.kubelet.runner import PodRunner, run_pod
 from understudy.status.gather import gather
 from understudy.up.local_pod import LocalPod
 from understudy.up.ports import free_pod_ports
@@ -231,7 +231,7 @@ class Run:
             if self.questions:
                 self.found["speed"]["understudy"] = await self._speed(target)
 
-        runner = Runner(pod.containers(), directory / "log")
+        runner = PodRunner(pod.containers(), directory / "log")
         return await run_drill(Drill(directory, plan, _say), runner, plan, _say, look)
 
     # ------------------------------------------------------------------ figures

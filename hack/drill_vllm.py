@@ -38,7 +38,7 @@ from understudy.drill.page_file import check_destination
 from understudy.drill.prompts import write_expected
 from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan
-from understudy.kubelet.runner import Runner, run_pod
+from understudy.kubelet.runner import PodRunner, run_pod
 from understudy.settings import DRILL_OPTIONS
 from understudy.up.random_model import VLLM_RANDOM_MODEL
 from understudy.up.sessions import DrillResult, Say, run_drill
@@ -174,7 +174,7 @@ class Run:
             )
 
         self.say(f"starting a pod of two vLLM engines in {directory}")
-        runner = Runner(pod.containers(), directory / "log")
+        runner = PodRunner(pod.containers(), directory / "log")
         drill = Drill(directory, plan, self.say)
         result = await run_drill(drill, runner, plan, self.say, look)
         if result is not None:

@@ -32,7 +32,7 @@ from understudy.drill.prompts import learn_answers
 from understudy.drill.records import Exchange, Outcome, Prompt
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import classify, spread
-from understudy.kubelet.runner import Runner, run_pod
+from understudy.kubelet.runner import PodRunner, run_pod
 from understudy.status.gather import gather
 from understudy.up.random_model import VLLM_RANDOM_MODEL
 
@@ -95,7 +95,7 @@ async def soak(base: Path, flags: argparse.Namespace) -> Soaked | None:
             answers |= (await learn_answers(target, [prompt]))[1]
         return await load(pod.directory, target, prompts, answers, flags)
 
-    runner = Runner(pod.containers(), pod.directory / "log")
+    runner = PodRunner(pod.containers(), pod.directory / "log")
     inbox = SignalInbox()
     try:
         return await run_pod(runner, body, inbox.get, say)

@@ -29,7 +29,7 @@ from understudy.drill.records import End, Exchange, Prompt
 from understudy.drill.verdict import Spread, spread
 from understudy.kubelet.containers import Container, Restart
 from understudy.kubelet.probes import quick_startup
-from understudy.kubelet.runner import Runner
+from understudy.kubelet.runner import PodRunner
 from understudy.up.ports import free_ports
 
 STARTUP_S = 600.0  # a real model is read from a real disk
@@ -79,7 +79,7 @@ class Stock:
         )
         startup = quick_startup(f"http://127.0.0.1:{port}/health", STARTUP_S)
         container = Container("stock", command, env, startup, restart=Restart.NEVER)
-        self.runner = Runner([container], base / "log")
+        self.runner = PodRunner([container], base / "log")
         self.target = Target("127.0.0.1", port)
         self.model = str(model)
         self._left: set[leftovers.Name] = set()

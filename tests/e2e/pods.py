@@ -26,7 +26,7 @@ from understudy.drill.killer import Whole, backend_processes, wait_whole
 from understudy.drill.records import End, Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import classify, served_out_of_order
-from understudy.kubelet.runner import Runner
+from understudy.kubelet.runner import PodRunner
 from understudy.status.gather import gather
 from understudy.up.local_pod import LocalPod
 from understudy.up.random_model import ONE_THREAD, make_random_model
@@ -48,7 +48,7 @@ class Pod:
         self.directory = local.directory
         # Nobody looks whether it lives: tests stop processes, to see what the pod makes of it.
         containers = [replace(each, grace_s=GRACE_S, liveness=None) for each in local.containers()]
-        self.runner = Runner(containers, self.directory / "log")
+        self.runner = PodRunner(containers, self.directory / "log")
         self._drill = Drill(self.directory, DrillPlan(), lambda line: None)
         self._target: Target | None = None
 

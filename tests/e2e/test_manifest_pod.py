@@ -116,5 +116,5 @@ def test_pod_that_stays_up_is_drilled_from_inside_a_container_and_ends_in_order(
             assert up.wait(60) == 0
             until(lambda: not everybody.alive(), "every process to end with `up`")
     said = output.read_text()
-    assert said.count("not honoured on one machine: ") == 1
+    assert said.count("ignored on one machine: ") == 1
     assert "(runner) still there" not in said

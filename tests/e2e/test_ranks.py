@@ -24,7 +24,7 @@ from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
 from tests.helpers import POLL_S
 from understudy.drill.killer import wait_whole
 from understudy.drill.records import TARGETS
-from understudy.kubelet.runner import Runner
+from understudy.kubelet.runner import PodRunner
 from understudy.status.gather import engine_status, status_of
 from understudy.up.local_pod import LocalPod
 
@@ -77,7 +77,7 @@ async def running(pod: LocalPod, names: str) -> AsyncIterator[None]:
         else replace(each, grace_s=GRACE_S)
         for each in named
     ]
-    runner = Runner(chosen, pod.directory / "log")
+    runner = PodRunner(chosen, pod.directory / "log")
     try:
         await runner.start()
         yield

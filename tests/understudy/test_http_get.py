@@ -10,8 +10,8 @@ from understudy.kubelet.http_get import get
 
 
 @pytest.mark.parametrize("url", ["http://[::/live", "http://127.0.0.1:70000/", "http://a b:1/"])
-def test_address_that_is_none_is_an_answer(url: str):
+def test_invalid_address_is_an_answer(url: str):
     """Goal: a probe of a manifest ends no task of the pod. Method: addresses that nothing has."""
     answer = asyncio.run(get(url))
     assert answer.status == 0
-    assert answer.why()
+    assert answer.summary()

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from understudy.status.view import pod_view
-from understudy.top.view import HELP, KEYS, Page, Shown, log_line, page
+from understudy.top.view import HELP, KEYS, Shown, TopPage, log_line, page
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 HOURS_AGO = "2030-01-01T09:00:00.000Z"
@@ -99,13 +99,13 @@ def shown(height: int = ROWS, **changes: Any) -> Shown:
     return Shown(now=NOW, height=height, **found)
 
 
-def texts(which: Page, what: Shown) -> list[str]:
+def texts(which: TopPage, what: Shown) -> list[str]:
     return [text for text, _ in page(which, what)]
 
 
 def test_page_of_the_pod_has_what_people_look_for():
     """Goal: one screen. Method: a pod that has failed over twice, to the letter where it counts."""
-    lines = texts(Page.POD, shown())
+    lines = texts(TopPage.POD, shown())
     assert "healthy   failover ready (1 standby)" in lines[0]
     assert any(line.startswith("engine-0  auto  active   1m00s  3") for line in lines), lines
     spent = lines[lines.index("time in states") + 2 :][:2]
@@ -129,12 +129,12 @@ def test_page_of_the_pod_has_what_people_look_for():
 def test_pages_of_events_and_logs_end_with_the_newest_in_any_height():
     """Goal: what happened last is always on the screen. Method: more than fits."""
     many = [{**EVENTS[-1], "message": f"message {number}"} for number in range(100)]
-    lines = texts(Page.EVENTS, shown(height=10, events=many))
+    lines = texts(TopPage.EVENTS, shown(height=10, events=many))
     assert len(lines) == 10
     assert [line.split()[-1] for line in lines[1:-2]] == [str(n) for n in range(93, 100)]
-    lines = texts(Page.LOGS, shown(height=10, logs=[f"gms | {n}" for n in range(100)]))
+    lines = texts(TopPage.LOGS, shown(height=10, logs=[f"gms | {n}" for n in range(100)]))
     assert lines[1:-2] == [f"gms | {n}" for n in range(93, 100)]
-    assert texts(Page.HELP, shown())[1:-2] == list(HELP)
+    assert texts(TopPage.HELP, shown())[1:-2] == list(HELP)
     assert max(map(len, HELP)) <= 80  # the usual terminal; what is longer is cut off
 
 
@@ -155,8 +155,8 @@ def test_log_lines_of_json_are_read_to_people(line: str, told: str):
 
 
 @pytest.mark.parametrize("height", [0, 1, 3, 5, 200])
-@pytest.mark.parametrize("which", list(Page))
-def test_pages_of_any_height_fit_it(which: Page, height: int):
+@pytest.mark.parametrize("which", list(TopPage))
+def test_pages_of_any_height_fit_it(which: TopPage, height: int):
     """Goal: no terminal is too small to start in. Method: every page, from nothing to plenty."""
     assert len(page(which, shown(height))) <= max(3, height)
 
@@ -165,21 +165,21 @@ def test_nothing_is_drawn_of_what_does_not_answer():
     """Goal: a hole is a hole. Method: no part answers, and documents that are half there."""
     gone = [{"name": "engine-0", "error": "gone"}]
     view = pod_view("/d", {"name": "lockserver", "error": "gone"}, [], gone)
-    lines = texts(Page.POD, shown(view=view, events=[]))
+    lines = texts(TopPage.POD, shown(view=view, events=[]))
     assert "down" in lines[0]
     assert not {"memory", "failovers", "time in states"} & set(lines)
     view = pod_view("/d", LOCK, [{"device_uuid": "HOST-0"}], [{"engine": {"id": "e"}}])
-    assert texts(Page.POD, shown(view=view, events=[{"type": "engine.state", "source": "e"}]))
+    assert texts(TopPage.POD, shown(view=view, events=[{"type": "engine.state", "source": "e"}]))
 
 
 def test_trouble_is_red_and_severities_have_their_colours():
     """Goal: one sees it from afar, and reads it without colours. Method: styles by name."""
-    assert page(Page.POD, shown())[0][1] == "bold green"
+    assert page(TopPage.POD, shown())[0][1] == "bold green"
     view = pod_view("/d", LOCK, [DEVICE], ENGINES[:1])
-    lines = page(Page.POD, shown(view=view))
+    lines = page(TopPage.POD, shown(view=view))
     assert lines[0][1] == "bold yellow"
     assert [style for text, style in lines if text.startswith("! ")] == ["red"]
-    assert [style for _, style in page(Page.EVENTS, shown())[1:-2]] == ["", "", "", "yellow"]
+    assert [style for _, style in page(TopPage.EVENTS, shown())[1:-2]] == ["", "", "", "yellow"]
 
 
 class Terminal:

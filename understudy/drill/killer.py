@@ -22,7 +22,7 @@ from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import descendants
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.part_killer import hold
-from understudy.drill.records import STOP, SUPERVISOR, Kill, asked_of_engine
+from understudy.drill.records import STOP, SUPERVISOR, EngineKill, asked_of_engine
 from understudy.status.gather import gather
 from understudy.status.view import PARKED
 
@@ -87,7 +87,7 @@ async def wait_whole(
         await asyncio.sleep(WHOLE_POLL_S)
 
 
-async def kill_active(directory: Path, target: str, whole: Whole, observer: Observer) -> Kill:
+async def kill_active(directory: Path, target: str, whole: Whole, observer: Observer) -> EngineKill:
     """Kill `target` of the active engine; returns as soon as the kill was made.
 
     Raises:
@@ -96,7 +96,7 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
     """
     path = engine_sockets(directory)[whole.engine]
     status = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())
-    kill = Kill(target, whole.engine, whole.token, killed_ms=clock.now_ms())
+    kill = EngineKill(target, whole.engine, whole.token, killed_ms=clock.now_ms())
     observer.expect(kill, _old_tree(directory, target, status))
     if target == STOP + SUPERVISOR:
         # It cannot be asked to: it would answer, and a process that hangs answers nobody.

@@ -31,7 +31,7 @@ from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import is_spent
 from plumbing.service.procfs import name as process_name
 from plumbing.wire.messages import Message
-from understudy.drill.records import GONE, LOCK, Kill, Moment, Records
+from understudy.drill.records import GONE, LOCK, EngineKill, Moment, Records
 
 clock = SystemClock()
 
@@ -111,7 +111,7 @@ class Observer:
 
     def __init__(self, directory: Path, engines: Mapping[str, str], records: Records) -> None:
         self._records = records
-        self._kill: Kill | None = None
+        self._kill: EngineKill | None = None
         self._tree = OldTree()
         self._states: dict[str, tuple[str, str]] = {}  # of each part: state and note, told last
         self._watches = [
@@ -140,7 +140,7 @@ class Observer:
         state, _ = self._states.get(LOCK, (GONE, ""))
         return state != GONE
 
-    def expect(self, kill: Kill, tree: OldTree) -> None:
+    def expect(self, kill: EngineKill, tree: OldTree) -> None:
         """What is heard from now on belongs to `kill`; takes `tree`."""
         self._forget_tree()
         self._kill, self._tree = kill, tree
@@ -248,14 +248,14 @@ def _is_held(file: int) -> bool:
     return False
 
 
-def _after(kill: Kill, mono_ms: Any) -> float | None:
+def _after(kill: EngineKill, mono_ms: Any) -> float | None:
     """`mono_ms` if it is a time after the kill: an event of an earlier failover is not one."""
     if isinstance(mono_ms, (int, float)) and mono_ms >= kill.killed_ms:
         return float(mono_ms)
     return None
 
 
-def _earliest_detection(kill: Kill, mono_ms: Any) -> None:
+def _earliest_detection(kill: EngineKill, mono_ms: Any) -> None:
     seen_ms = _after(kill, mono_ms)
     if seen_ms is not None and (kill.detected_ms is None or seen_ms < kill.detected_ms):
         kill.detected_ms = seen_ms

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from understudy.drill.records import LOCK, PHASES, Exchange, Kill, Moment, Outcome, Records
-from understudy.drill.verdict import Report, classify, first_answers, phases_of, spread
+from understudy.drill.records import LOCK, PHASES, EngineKill, Exchange, Moment, Outcome, Records
+from understudy.drill.verdict import DrillReport, classify, first_answers, phases_of, spread
 from understudy.host import ResourceUsage
 
 SCHEMA = 1
@@ -35,7 +35,7 @@ Outcomes = Mapping[int, Outcome]  # of each exchange, by its id()
 class SeenKill:
     """A kill, the first request that was answered after it, and when the next kill was made."""
 
-    kill: Kill
+    kill: EngineKill
     first: Exchange | None
     until_ms: float
 
@@ -56,7 +56,7 @@ class SeenKill:
 
 def page_data(
     records: Records,
-    report: Report,
+    report: DrillReport,
     backend: str,
     machine: Mapping[str, Any],
     usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]],
@@ -93,7 +93,7 @@ def page_data(
 
 
 def lanes(
-    moments: Sequence[Moment], kill: Kill, from_ms: float, to_ms: float
+    moments: Sequence[Moment], kill: EngineKill, from_ms: float, to_ms: float
 ) -> dict[str, list[list[Any]]]:
     """What each part was from when to when, relative to the kill: `[from, to, state, note]`.
 
@@ -236,7 +236,7 @@ def _began_ms(records: Records, ordered: Sequence[Exchange]) -> float:
     return min([*starts_ms, *(each.sent_ms for each in ordered[:1])], default=0.0)
 
 
-def _since(kill: Kill, at_ms: float | None) -> float | None:
+def _since(kill: EngineKill, at_ms: float | None) -> float | None:
     return _round(at_ms - kill.killed_ms) if at_ms is not None else None
 
 

@@ -140,7 +140,7 @@ class Exchange:
 
 
 @dataclass(slots=True)
-class Kill:
+class EngineKill:
     """One kill and the moments after it that were observed; None: nobody reported it.
 
     `deaths_ms`: when each process of the old engine was seen to have ended; None: it was not.
@@ -225,7 +225,7 @@ class Records:
     """
 
     exchanges: list[Exchange] = field(default_factory=list)
-    kills: list[Kill] = field(default_factory=list)
+    kills: list[EngineKill] = field(default_factory=list)
     moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=MOMENTS_MAX))
     expected: dict[str, Exchange] = field(default_factory=dict)
     overlaps: list[str] = field(default_factory=list)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from plumbing.part.format import size
 from understudy.drill.records import PHASES, Upgrade
-from understudy.drill.verdict import Report, Spread
+from understudy.drill.verdict import DrillReport, Spread
 from understudy.host import ResourceUsage, machine
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_report(
-    report: Report,
+    report: DrillReport,
     console: Console,
     backend: str,
     usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]],
@@ -74,7 +74,9 @@ def _print_upgrade(upgrade: Upgrade, pause_ms: float | None, console: Console) -
         console.print(f"switchover       {took}{pause}")
 
 
-def _print_times(report: Report, table: Table, console: Console, *, has_failovers: bool) -> None:
+def _print_times(
+    report: DrillReport, table: Table, console: Console, *, has_failovers: bool
+) -> None:
     """Failovers by phase, and recoveries of the memory service."""
     table.add_column("milliseconds")
     for column in ("p50", "p99", "max"):
@@ -89,7 +91,7 @@ def _print_times(report: Report, table: Table, console: Console, *, has_failover
     console.print(table)
 
 
-def _measured(report: Report, backend: str, *, has_failovers: bool) -> str:
+def _measured(report: DrillReport, backend: str, *, has_failovers: bool) -> str:
     """What the table's times are of."""
     if report.upgrade is not None:
         return f"upgrade of two engines with the {backend} backend under load"

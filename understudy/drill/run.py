@@ -35,7 +35,7 @@ from understudy.drill.prompts import all_prompts, learn_answers, read_expected
 from understudy.drill.records import (
     GMS,
     PARTS,
-    Kill,
+    EngineKill,
     MemoryUse,
     Prompt,
     Records,
@@ -45,7 +45,7 @@ from understudy.drill.records import (
 )
 from understudy.drill.upgrade import SETTING, VALUE, Upgrader
 from understudy.kubelet.http_get import get
-from understudy.kubelet.runner import Runner
+from understudy.kubelet.runner import PodRunner
 from understudy.status.gather import engine_status, gather, pids_of, start_hint
 from understudy.status.view import is_reachable
 
@@ -87,7 +87,7 @@ class Drill:
         directory: Path,
         plan: DrillPlan,
         say: Callable[[str], None],
-        runner: Runner | None = None,
+        runner: PodRunner | None = None,
     ) -> None:
         """`runner` is who runs the pod, if it is ours. It names the containers whose probes have
         not passed yet: one that hangs before that is found hours later, so that nothing is killed
@@ -278,7 +278,7 @@ class Drill:
                 )
             await asyncio.sleep(ANSWERS_POLL_S)
 
-    async def _probe(self, kill: Kill, target: Target) -> float:
+    async def _probe(self, kill: EngineKill, target: Target) -> float:
         """Ask afresh, at once, until a newer grant answers; milliseconds since the kill."""
         prompts = itertools.cycle(self.prompts)
         end_ms = kill.killed_ms + TAKEOVER_DEADLINE_S * 1000

@@ -23,8 +23,8 @@ from plumbing.part.peers import ask
 from plumbing.service.clock import SystemClock
 from understudy.drill.killer import Whole, backend_processes, wait_whole
 from understudy.drill.observer import Observer, OldTree
-from understudy.drill.records import Kill, Upgrade
-from understudy.kubelet.runner import Runner
+from understudy.drill.records import EngineKill, Upgrade
+from understudy.kubelet.runner import PodRunner
 
 # A real setting, of every engine whatever its backend, that no answer depends on.
 SETTING, VALUE = "UNDERSTUDY_DRAIN_MS", "31000"  # the default is 30000
@@ -41,7 +41,7 @@ class Upgrader:
     def __init__(
         self,
         directory: Path,
-        runner: Runner,
+        runner: PodRunner,
         observer: Observer,
         say: Callable[[str], None],
         answers: Callable[[], Awaitable[None]],
@@ -83,7 +83,9 @@ class Upgrader:
         tree = OldTree.of(backend_processes(self._runner.pids()[before.engine]))
         upgrade.source, upgrade.old_token = before.engine, before.token
         # Nobody is killed, but at the grant nobody of the old backend may live, either.
-        self._observer.expect(Kill(SWITCHOVER, before.engine, before.token, clock.now_ms()), tree)
+        self._observer.expect(
+            EngineKill(SWITCHOVER, before.engine, before.token, clock.now_ms()), tree
+        )
         question = lock_messages.SwitchOverMsg("active", to, round(SWITCHOVER_TIMEOUT_S * 1000))
         answered = await ask(
             str(self._directory / LOCKSERVER_SOCKET),

@@ -21,8 +21,8 @@ from understudy.drill.records import (
     PARTS,
     PHASES,
     End,
+    EngineKill,
     Exchange,
-    Kill,
     MemoryUse,
     Outcome,
     Records,
@@ -46,7 +46,7 @@ class Spread:
 
 
 @dataclass(slots=True)
-class Report:
+class DrillReport:
     """What a drill found. `problems` are sentences that say why it cannot be called passed."""
 
     kills: int
@@ -105,7 +105,7 @@ class Report:
         return document
 
 
-def judge(records: Records, kills_wanted: int) -> Report:
+def judge(records: Records, kills_wanted: int) -> DrillReport:
     """The report of a whole drill."""
     outcomes = [(exchange, classify(exchange, records.expected)) for exchange in records.exchanges]
     counts = dict.fromkeys(Outcome, 0)
@@ -123,7 +123,7 @@ def judge(records: Records, kills_wanted: int) -> Report:
         for kill in records.memory_kills
         if kill.recovered_ms is not None
     ]
-    return Report(
+    return DrillReport(
         kills=len(records.kills) + len(records.memory_kills) + len(records.part_kills),
         killed=_killed(records),
         refused=counts[Outcome.REFUSED],
@@ -179,7 +179,7 @@ def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
     return Outcome.OK if same else Outcome.WRONG
 
 
-def first_answer(kill: Kill, exchanges: Iterable[Exchange]) -> Exchange | None:
+def first_answer(kill: EngineKill, exchanges: Iterable[Exchange]) -> Exchange | None:
     """The request sent after the kill whose first token, by a newer grant, came first."""
     served = [
         exchange
@@ -192,7 +192,9 @@ def first_answer(kill: Kill, exchanges: Iterable[Exchange]) -> Exchange | None:
     return min(served, key=lambda exchange: exchange.first_token_ms or math.inf, default=None)
 
 
-def first_answers(kills: Sequence[Kill], exchanges: Iterable[Exchange]) -> list[Exchange | None]:
+def first_answers(
+    kills: Sequence[EngineKill], exchanges: Iterable[Exchange]
+) -> list[Exchange | None]:
     """`first_answer` of every kill, each looked for only until the next kill."""
     ordered = sorted(exchanges, key=lambda exchange: exchange.sent_ms)
     starts = [bisect_left(ordered, kill.killed_ms, key=lambda e: e.sent_ms) for kill in kills]
@@ -203,7 +205,7 @@ def first_answers(kills: Sequence[Kill], exchanges: Iterable[Exchange]) -> list[
     ]
 
 
-def phases_of(kill: Kill, first: Exchange | None) -> dict[str, float]:
+def phases_of(kill: EngineKill, first: Exchange | None) -> dict[str, float]:
     """Milliseconds of each phase of one failover, for those whose both ends were observed.
 
     Clamped at zero: two processes may see one instant in either order.
@@ -338,7 +340,7 @@ def _problems(
     return problems
 
 
-def _explains(kill: Kill, exchange: Exchange) -> bool:
+def _explains(kill: EngineKill, exchange: Exchange) -> bool:
     """Whether this kill can have cost this request: it ran on the engine that died."""
     if exchange.token is not None:
         return exchange.token == kill.old_token and exchange.ended_ms >= kill.killed_ms

@@ -1,11 +1,11 @@
-"""The process between the runner and a container that has a PID namespace of its own.
+"""The process between the runner and a container with a PID namespace of its own.
 
     python -I -S enter_namespace.py RUNNER_PID COMMAND…
 
-Makes the namespace, starts the command in there as pid 1, waits, and ends as it ended. When the
-runner dies this dies, and the command with it, also where that happens before the kernel was asked.
-`unshare` of util-linux knows neither the first half of that nor, in version 2.38, how to tell of a
-death by a signal. It lives as long as the container, so it imports nothing of ours and little else.
+Creates the namespace, starts the command in it as pid 1, waits, and exits as the command did. If
+the runner dies, this process and the command die too, even before PDEATHSIG is set. `unshare` of
+util-linux does not check for that, and 2.38 does not report a death by signal. It lives as long as
+the container, so it imports nothing of ours and little else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(runner: int, command: list[str]) -> NoReturn:
     """Run `command` for the runner with the pid `runner`."""
     _die_with_parent()
     if os.getppid() != runner:
-        os._exit(NOT_POSSIBLE)  # it died before the kernel was asked
+        os._exit(NOT_POSSIBLE)  # the runner died before PDEATHSIG was set
     _call("unshare", libc.unshare(CLONE_NEWNS | CLONE_NEWPID))
     alive, held = os.pipe()
     pid = os.fork()
@@ -44,8 +44,8 @@ def main(runner: int, command: list[str]) -> NoReturn:
 
 
 def _become_first(alive: int, command: list[str]) -> NoReturn:
-    """In the namespace: turn into the command. `alive` ends when our parent does, whose pid means
-    nothing in here."""
+    """Inside the namespace: become the command. `alive` reaches its end when our parent dies, whose
+    pid means nothing here."""
     _die_with_parent()
     os.set_blocking(alive, False)
     try:
@@ -53,11 +53,11 @@ def _become_first(alive: int, command: list[str]) -> NoReturn:
         os._exit(NOT_POSSIBLE)
     except BlockingIOError:
         pass
-    # Mounts are this container's own from here on, or the machine would lose its /proc.
+    # Private mounts first, or the machine would lose its /proc.
     _call("mount /", libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     _call("mount /proc", libc.mount(b"proc", b"/proc", b"proc", flags, None))
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec would keep so
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python; exec keeps that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
@@ -67,10 +67,10 @@ def _become_first(alive: int, command: list[str]) -> NoReturn:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End with the code, or by the signal, that another process ended with."""
+    """Exit with the code, or die by the signal, of another process."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its own core was dumped, if any
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has dumped its own core
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -1,8 +1,7 @@
-"""One small HTTP GET, for probes and status pages on this machine.
+"""A small HTTP GET for probes and status pages on this machine.
 
-Owns nothing but the exchange. aiohttp would do it too, at 20 MiB and half a second of imports for
-a command that prints ten lines. HTTP/1.0 on purpose: the answer ends where the connection does, so
-there is no chunked encoding to take apart.
+aiohttp would cost 20 MiB and half a second of imports for a command that prints ten lines. HTTP/1.0
+on purpose: the reply ends with the connection, so there is no chunked encoding to decode.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ BODY_MAX_BYTES = 4 * 1024 * 1024  # a status page is a few KiB; /metrics some do
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """`status` is 0 when nobody answered; `reason` then says why."""
+class HttpReply:
+    """`status` is 0 if there was no reply; `reason` then says why."""
 
     status: int
     body: bytes = b""
@@ -32,32 +31,35 @@ class Answer:
             return {}
         return document if isinstance(document, dict) else {}
 
-    def why(self) -> str:
-        """One phrase for people: what the probe said, or why there is no answer."""
+    def summary(self) -> str:
+        """A phrase for users: the reported reason, or why there is no reply."""
         if self.status == 0:
             return self.reason
-        said = self.json().get("reason")
-        return f"{self.status}: {said}" if said else f"answered {self.status}"
+        reason = self.json().get("reason")
+        return f"{self.status}: {reason}" if reason else f"HTTP {self.status}"
 
 
-async def get(url: str, timeout_s: float = 2.0) -> Answer:
-    """GET `url` (http only); never raises: an unreachable server is an `Answer` with status 0."""
+async def get(url: str, timeout_s: float = 2.0) -> HttpReply:
+    """GET `url` (http only); never raises: an unreachable server is an `HttpReply` with status "
+    "0."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "127.0.0.1", parts.port or 80
     except ValueError as error:
-        return Answer(0, reason=f"{url} is no address ({error})")
+        return HttpReply(0, reason=f"{url} is not a valid URL ({error})")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
         async with asyncio.timeout(timeout_s):
             return await _exchange(host, port, path)
     except TimeoutError:
-        return Answer(0, reason=f"no answer from {host}:{port} within {timeout_s:g} s")
-    except (OSError, ValueError, IndexError) as error:
-        return Answer(0, reason=f"nothing answers at {host}:{port} ({error})")
+        return HttpReply(0, reason=f"{host}:{port} did not reply within {timeout_s:g} s")
+    except OSError as error:
+        return HttpReply(0, reason=f"cannot reach {host}:{port} ({error})")
+    except (ValueError, IndexError) as error:
+        return HttpReply(0, reason=f"invalid reply from {host}:{port} ({error})")
 
 
-async def _exchange(host: str, port: int, path: str) -> Answer:
+async def _exchange(host: str, port: int, path: str) -> HttpReply:
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
@@ -65,8 +67,8 @@ async def _exchange(host: str, port: int, path: str) -> Answer:
         while piece := await reader.read(65536):
             received += piece
             if len(received) > BODY_MAX_BYTES:
-                raise ValueError(f"an answer of more than {BODY_MAX_BYTES} bytes")
+                raise ValueError(f"the reply exceeds {BODY_MAX_BYTES} bytes")
     finally:
         writer.close()
     head, _, body = bytes(received).partition(b"\r\n\r\n")
-    return Answer(int(head.split(maxsplit=2)[1]), body)
+    return HttpReply(int(head.split(maxsplit=2)[1]), body)

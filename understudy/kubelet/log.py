@@ -1,9 +1,8 @@
-"""What a container writes: prefixed with its name for people, kept in `<dir>/log/<name>.log`.
+"""A container's output: printed with its name as prefix, and kept in `<dir>/log/<name>.log`.
 
-Owns the pipe's reading end and the log file. It must never stop reading: a process whose pipe is
-full stops in the middle of a write. So a full disk or a closed terminal costs the copy that
-cannot be written, never the reading. The pipe is our own instead of asyncio's because a grandchild
-that inherited it would otherwise hide its parent's exit.
+Owns the read end of the pipe and the log file. It must never stop reading, or the container blocks
+in a write: when the disk is full or the terminal closed, that copy is lost and reading goes on. The
+pipe is ours instead of asyncio's because a grandchild that inherited it would hide the exit.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOG_MAX_BYTES = 16 * 1024 * 1024  # with one rotation: at most twice this per container on disk
-LINE_MAX_BYTES = 64 * 1024  # a longer line is cut into pieces rather than collected in memory
+LINE_MAX_BYTES = 64 * 1024  # longer lines are split, to bound memory
 READ_BYTES = 64 * 1024  # the size of a pipe
-TAIL_LINES = 20  # enough to find the sentence that a failed start ended with
+TAIL_LINES = 20  # enough to find the error of a failed start
 
 
 class ContainerLog:
-    """Copies the lines of one container to a file and to `say` (both may fail, reading may not)."""
+    """Copies the lines of one container to a file and to `say`."""
 
     def __init__(self, name: str, path: Path, say: Callable[[str], None], max_bytes: int) -> None:
         self.path = path
@@ -31,10 +30,10 @@ class ContainerLog:
         self._say = say
         self._max_bytes = max_bytes
         self._file_bytes = path.stat().st_size if path.exists() else 0
-        self._readers: dict[int, bytearray] = {}  # one pipe per process that may still write
+        self._readers: dict[int, bytearray] = {}  # a pipe per process that may still write
 
     def open_pipe(self) -> int:
-        """A new pipe; its writing end is the caller's, to be closed once the child has it."""
+        """A new pipe; the caller closes the returned write end once the child has it."""
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         self._readers[reading] = bytearray()
@@ -42,21 +41,21 @@ class ContainerLog:
         return writing
 
     def close(self) -> None:
-        """Take what is still in the pipes and stop reading."""
+        """Drain the pipes and stop reading."""
         for reading in list(self._readers):
             self._readable(reading)
             if reading in self._readers:
                 self._end(reading)
 
     def note(self, text: str) -> None:
-        """A line of the runner's own about this container, kept in order with its output."""
+        """Add a line of the runner's, in order with the container's output."""
         self._write([text])
 
     def last_error(self) -> str:
-        """The container's last word: the sentence of its last `error: …` line, else that line."""
+        """The message of the last `error: …` line, or else the last line."""
         own = [line for line in self.tail if not line.startswith("(runner) ")]
         errors = [line for line in own if line.startswith("error: ")]
-        return (errors or own or ["it wrote nothing"])[-1].removeprefix("error: ")
+        return (errors or own or ["no output"])[-1].removeprefix("error: ")
 
     def _readable(self, reading: int) -> None:
         try:
@@ -86,10 +85,10 @@ class ContainerLog:
         if not lines:
             return
         self.tail.extend(lines)
-        with contextlib.suppress(OSError):  # a full disk: see the file's head
+        with contextlib.suppress(OSError):  # a full disk: see the module docstring
             self._keep("".join(f"{line}\n" for line in lines).encode())
         for line in lines:
-            with contextlib.suppress(OSError):  # a terminal that is gone
+            with contextlib.suppress(OSError):  # a closed terminal
                 self._say(f"{self._prefix} | {line}")
 
     def _keep(self, block: bytes) -> None:

@@ -1,10 +1,8 @@
-"""A PID namespace for each container, where this machine lets us make one.
+"""A PID namespace for each container, where this machine allows it.
 
-Owns the command that makes one and how to reach what runs in it. What the runner starts then is
-`enter_namespace.py`, which waits outside; the container's own process is its only child, pid 1 in
-there. Signals go to that child, by pidfd: it is not ours to reap, and its number may be somebody
-else's by the time the signal is sent. And it owns what being pid 1 asks of ourselves, where the
-runner is that: reaping orphans.
+The runner then starts `enter_namespace.py`, which waits outside; its only child is the container's
+process, pid 1 inside. Signals go to that child by pidfd: it is not ours to reap, so its pid could
+be recycled. Where the runner itself is pid 1, this module also reaps orphans.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from plumbing.errors import UsageError
 from plumbing.service.procfs import children, is_alive, parent
 from understudy.kubelet import enter_namespace
 
-# Isolated and without site-packages: it needs neither, and starts in half the time.
+# Isolated and without site-packages: it starts in half the time.
 MAKE = (sys.executable, "-I", "-S", str(Path(enter_namespace.__file__)))
 
 TRY_DEADLINE_S = 10.0  # it takes milliseconds
@@ -34,10 +32,10 @@ def inside(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def wanted(choice: str) -> bool:
-    """Whether containers get namespaces, by `yes`, `no` or `auto`: where it is possible.
+    """Whether containers get namespaces: `yes`, `no`, or `auto` where possible.
 
     Raises:
-        UsageError: `pod.no_pid_namespaces`, they were asked for and cannot be had.
+        UsageError: `pod.no_pid_namespaces`, they are required and not possible.
     """
     if choice == "no":
         return False
@@ -45,20 +43,20 @@ async def wanted(choice: str) -> bool:
     if problem and choice == "yes":
         raise UsageError(
             "pod.no_pid_namespaces",
-            f"this machine lets us make no PID namespace: {problem}; run as root, or leave out "
+            f"cannot create a PID namespace: {problem}; run as root, or leave out "
             "--pid-namespaces yes",
         )
     return problem is None
 
 
 def first_process(waiting: int) -> int | None:
-    """The container's process, a child of the one that waits outside; None: there is none."""
+    """The container's process, a child of the process `waiting` outside, if it exists."""
     return next(iter(children(waiting)), None)
 
 
 def signal_first(waiting: int, number: int) -> None:
-    """Send a signal to the container's process under the one that waits outside, which is the
-    caller's and not reaped. Where there is none yet, or any more, that one ends."""
+    """Signal the container's process under `waiting`, an unreaped child of the caller. If there is
+    no such process, not yet or no longer, kill `waiting`."""
     pid = first_process(waiting)
     if pid is None:
         os.kill(waiting, signal.SIGKILL)
@@ -66,15 +64,15 @@ def signal_first(waiting: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         try:
-            if parent(pid) == waiting:  # else it ended, and the number is somebody else's
+            if parent(pid) == waiting:  # else it exited and its pid was recycled
                 signal.pidfd_send_signal(pidfd, number)
         finally:
             os.close(pidfd)
 
 
-def is_heeded(pid: int, number: int) -> bool:
-    """Whether a signal to the first process of a namespace would reach it: the kernel drops what it
-    has neither a handler for nor blocked. One that is gone is to be told nothing more."""
+def accepts_signal(pid: int, number: int) -> bool:
+    """Whether a signal to the first process of a namespace would reach it: the kernel drops signals
+    that it neither handles nor blocks. True if it is gone."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             masks = dict(line.split(":", 1) for line in file)
@@ -84,7 +82,7 @@ def is_heeded(pid: int, number: int) -> bool:
 
 
 def reap_zombies(exclude: Collection[int | None]) -> None:
-    """Reap the children of this process that have ended, but for those somebody waits for."""
+    """Reap the exited children of this process, except those in `exclude`."""
     for pid in children(os.getpid()):
         if pid not in exclude and not is_alive(pid):
             with contextlib.suppress(ChildProcessError):
@@ -92,7 +90,7 @@ def reap_zombies(exclude: Collection[int | None]) -> None:
 
 
 async def _problem() -> str | None:
-    """Why no namespace can be made here; None if one was."""
+    """Why no namespace can be created here; None if one can."""
     try:
         process = await asyncio.create_subprocess_exec(
             *inside(("true",)), stdin=DEVNULL, stdout=DEVNULL, stderr=asyncio.subprocess.PIPE
@@ -101,12 +99,12 @@ async def _problem() -> str | None:
         return f"{MAKE[0]}: {error.strerror}"
     try:
         async with asyncio.timeout(TRY_DEADLINE_S):
-            _, said = await process.communicate()
+            _, output = await process.communicate()
     except TimeoutError:
         process.kill()
         await process.wait()
-        return f"trying did not end within {TRY_DEADLINE_S:g} s"
+        return f"the attempt timed out after {TRY_DEADLINE_S:g} s"
     if process.returncode == 0:
         return None
-    why = said.decode(errors="replace").strip().removeprefix("error: ")
-    return why or f"trying ended with {process.returncode}"
+    why = output.decode(errors="replace").strip().removeprefix("error: ")
+    return why or f"the attempt exited with code {process.returncode}"

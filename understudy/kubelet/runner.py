@@ -1,8 +1,7 @@
 """Runs a list of containers as processes of this machine: the pod without Kubernetes.
 
-Starts them in order, each after the one before is up; stops in reverse order, SIGTERM first,
-SIGKILL after the grace period. It knows containers, not what runs in them. What happens to one of
-them in between is in `kept.py`.
+Starts them in order, each after the previous one is up; stops them in reverse, with SIGTERM and,
+after the grace period, SIGKILL. `running_container.py` handles each one in between.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from typing import Any, TypeVar
 
 from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
 from understudy.kubelet.containers import Container, stages
-from understudy.kubelet.kept import Kept
 from understudy.kubelet.log import LOG_MAX_BYTES, ContainerLog
 from understudy.kubelet.namespaces import reap_zombies
+from understudy.kubelet.running_container import RunningContainer
 
-LOOK_S = 0.05  # how often a start looks whether it has something to say
-WAIT_SHOWN_AFTER_S = 1.0  # shorter waits are not worth a line
+LOOK_S = 0.05  # how often a start checks for news
+WAIT_SHOWN_AFTER_S = 1.0  # shorter waits are not reported
 
 T = TypeVar("T")
 Say = Callable[[str], None]
 
 
-class Runner:
+class PodRunner:
     """The containers of one pod and the tasks that keep them running."""
 
     def __init__(
@@ -43,22 +42,22 @@ class Runner:
             raise ValueError(f"two containers share a name: {names}")
         log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._say = say
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, RunningContainer] = {}
         for name, container in zip(names, containers, strict=True):
             log = ContainerLog(name, log_dir / f"{name}.log", say, log_max_bytes)
-            self._kept[name] = Kept(container, log, self._reap_orphans)
+            self._kept[name] = RunningContainer(container, log, self._reap_orphans)
         self._stages = [[container.name for container in stage] for stage in stages(containers)]
 
     def pids(self) -> Mapping[str, int]:
-        """The processes that run at this moment, by container."""
+        """The processes that are running, by container."""
         return {name: kept.pid for name, kept in self._kept.items() if kept.pid is not None}
 
     def restarts(self) -> Mapping[str, int]:
-        """How often each container was started again."""
+        """How often each container was restarted."""
         return {name: kept.restarts for name, kept in self._kept.items()}
 
     def not_up(self) -> list[str]:
-        """The containers that should run and are not up yet, or not again."""
+        """The containers that should be up and are not, or not again."""
         return [
             name for name, kept in self._kept.items() if not kept.is_given_up and not kept.is_up
         ]
@@ -67,7 +66,7 @@ class Runner:
         """Start every container in order; returns when the last one passed its startup probe.
 
         Raises:
-            UnderstudyError: `pod.start_failed`, one ended before its probe passed.
+            UnderstudyError: `pod.start_failed`, one exited before its probe passed.
             WaitTimeoutError: `pod.start_deadline`, one did not pass its probe in time.
         """
         for stage in self._stages:
@@ -82,12 +81,12 @@ class Runner:
                 await asyncio.gather(*starts, return_exceptions=True)
 
     def container(self, name: str) -> Container:
-        """What runs, or is to run, under that name."""
+        """The container of that name."""
         return self._kept[name].container
 
     async def replace(self, container: Container) -> None:
-        """End the container of that name in good order, and start this one in its place; returns
-        when it has passed its startup probe.
+        """Stop the container of the same name and start this one in its place; returns when it has
+        passed its startup probe.
 
         Raises:
             UnderstudyError, WaitTimeoutError: as `start`.
@@ -95,7 +94,7 @@ class Runner:
         old = self._kept[container.name]
         await old.stop()
         old.log.note("(runner) replaced by a container with another configuration")
-        new = self._kept[container.name] = Kept(container, old.log, self._reap_orphans)
+        new = self._kept[container.name] = RunningContainer(container, old.log, self._reap_orphans)
         new.start()
         await self._wait_up(new)
 
@@ -110,32 +109,29 @@ class Runner:
             kept.log.close()
 
     def kill(self) -> None:
-        """SIGKILL to everything at once; `stop` then has little left to wait for."""
+        """SIGKILL all at once; call `stop` afterwards."""
         for kept in self._kept.values():
             kept.kill()
 
     def _reap_orphans(self) -> None:
-        """As pid 1 of a container we inherit what the dead leave behind, and nobody else reaps it.
-        What dies a moment later is reaped at the next death."""
+        """As pid 1 of a container we inherit orphans, and no one else reaps them. Those that exit
+        later are reaped with the next one."""
         kept = self._kept.values()
         if os.getpid() == 1 and not any(each.is_starting for each in kept):
             reap_zombies(exclude={each.child for each in kept})
 
-    async def _wait_up(self, kept: Kept) -> None:
-        """Until `kept` is up; says what it waits for.
-
-        The wait is told at once of a start that failed, and looks at the clock meanwhile.
-        """
+    async def _wait_up(self, kept: RunningContainer) -> None:
+        """Wait until `kept` is up; reports what it waits for."""
         container, startup = kept.container, kept.container.startup
         loop = asyncio.get_running_loop()
         began, shown = loop.time(), ""
         while not kept.settled.is_set():
-            waited_s, why = loop.time() - began, kept.last_answer.why()
+            waited_s, why = loop.time() - began, kept.last_reply.summary()
             if startup is not None and waited_s > startup.patience_s:
                 raise WaitTimeoutError(
                     "pod.start_deadline",
-                    f"{container.name} was not up within {startup.patience_s:g} s: "
-                    f"{why}; its log is {kept.log.path}",
+                    f"{container.name} did not start within {startup.patience_s:g} s: "
+                    f"{why}; see its log, {kept.log.path}",
                     container=container.name,
                 )
             if startup is not None and waited_s > WAIT_SHOWN_AFTER_S and why != shown:
@@ -144,26 +140,26 @@ class Runner:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(kept.settled.wait(), LOOK_S)
         if not kept.was_up:
-            # A usage error of a part is one of whoever started it: same exit code.
+            # A usage error of a part is ours, too: same exit code.
             error = UsageError if kept.exit_code == UsageError.exit_code else UnderstudyError
             raise error(
                 "pod.start_failed",
                 f"{container.name} {kept.ended} while starting: {kept.log.last_error()} "
-                f"(its log is {kept.log.path})",
+                f"(see {kept.log.path})",
                 container=container.name,
             )
 
 
 async def run_pod(
-    runner: Runner,
+    runner: PodRunner,
     body: Callable[[], Awaitable[T]],
     next_signal: Callable[[], Awaitable[int]],
     say: Say = lambda line: None,
 ) -> T | None:
     """Start the pod, run `body`, stop the pod; None if a signal ended it first.
 
-    The first SIGTERM or SIGINT cancels whatever runs and stops the pod in order; the second one
-    kills at once. The pod is stopped whatever `body` raises.
+    The first SIGTERM or SIGINT cancels `body` and stops the pod in order; the second one kills it.
+    The pod is stopped whatever `body` raises.
     """
 
     async def start_and_run() -> T:
@@ -177,7 +173,9 @@ async def run_pod(
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
-        say(f"{signal.Signals(interrupt.result()).name}: stopping; once more kills at once")
+        say(
+            f"{signal.Signals(interrupt.result()).name}: stopping the pod; send it again to kill it"
+        )
         return None
     finally:
         work.cancel()
@@ -187,7 +185,7 @@ async def run_pod(
 
 
 async def _stop_or_kill(
-    runner: Runner, work: asyncio.Future[T], interrupt: asyncio.Future[int]
+    runner: PodRunner, work: asyncio.Future[T], interrupt: asyncio.Future[int]
 ) -> None:
     async def stop() -> None:
         await asyncio.gather(work, return_exceptions=True)

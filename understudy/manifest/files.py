@@ -1,8 +1,8 @@
-"""The files of a manifest's pod: the manifest itself, and its volumes.
+"""The files of a manifest's pod: the manifest itself, and the pod's volumes.
 
-Owns reading: a file that is rendered already, or a directory of Kustomize, for which it asks
-`kubectl`, or takes what was rendered from one of ours. And owns making volumes: a new pod has empty
-ones, as in Kubernetes.
+A manifest is a rendered file, or a Kustomize directory that `kubectl` renders; for our own overlays
+deploy/rendered replaces kubectl. YAML is read as Kubernetes reads it: duplicate keys are refused. A
+new pod starts with empty volumes, as in Kubernetes.
 """
 
 from __future__ import annotations
@@ -11,43 +11,43 @@ import asyncio
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from plumbing.errors import UsageError
 from understudy.manifest.read import Document, read_manifest
-from understudy.manifest.spec import Manifest
+from understudy.manifest.spec import PodManifest
 from understudy.manifest.values import Choices
 
 KUSTOMIZATIONS = ("kustomization.yaml", "kustomization.yml", "Kustomization")
-RENDER_DEADLINE_S = 60.0  # it takes a tenth of a second, and longer where a base is fetched
-MANIFEST_MAX_BYTES = 4 * 2**20  # what etcd takes of one object is 1.5 MiB; ours have 20 KiB
+RENDER_DEADLINE_S = 60.0  # usually 0.1 s; longer if a base is downloaded
+MANIFEST_MAX_BYTES = 4 * 2**20  # etcd allows 1.5 MiB per object; ours have 20 KiB
 
 
-async def load_manifest(path: Path) -> Manifest:
+async def load_manifest(path: Path) -> PodManifest:
     """The pod that `path` describes.
 
     Raises:
-        UsageError: it cannot be read, rendered or understood.
+        UsageError: it cannot be read or rendered, or is not valid.
     """
     if not path.is_dir():
         return read_manifest_file(path)
     return read_manifest(_documents(path, await _render(path)))
 
 
-def read_manifest_file(path: Path) -> Manifest:
+def read_manifest_file(path: Path) -> PodManifest:
     """The pod that the rendered file `path` describes.
 
     Raises:
-        UsageError: it cannot be read or understood.
+        UsageError: it cannot be read, or is not valid.
     """
     return read_manifest(_documents(path, _read(path)))
 
 
-def make_volumes(manifest: Manifest, volumes: Mapping[str, Path], choices: Choices) -> None:
-    """Make the pod's own volumes anew, and check that the others are there.
+def make_volumes(manifest: PodManifest, volumes: Mapping[str, Path], choices: Choices) -> None:
+    """Recreate the pod's own volumes, and check that the others exist.
 
     Raises:
-        UsageError: `manifest.no_volume`, a directory that was named does not exist, or one of the
-            pod's cannot be made.
+        UsageError: `manifest.no_volume`, a directory does not exist or cannot be created.
     """
     for name, path in volumes.items():
         volume = manifest.volumes[name]
@@ -55,7 +55,7 @@ def make_volumes(manifest: Manifest, volumes: Mapping[str, Path], choices: Choic
             if not path.exists():
                 raise UsageError(
                     "manifest.no_volume",
-                    f"volume {name} is {path}, which does not exist; name another with "
+                    f"volume {name} is {path}, which does not exist; choose another directory with "
                     f"--set volume.{name}=PATH",
                 )
             continue
@@ -69,8 +69,8 @@ def make_volumes(manifest: Manifest, volumes: Mapping[str, Path], choices: Choic
         except OSError as error:
             raise UsageError(
                 "manifest.no_volume",
-                f"volume {name} cannot be made anew at {path}: {error.strerror}; remove what is "
-                "there, or name another directory with --dir",
+                f"cannot recreate volume {name} at {path}: {error.strerror}; remove it, or choose "
+                "another directory with --dir",
             ) from error
 
 
@@ -79,11 +79,11 @@ def _read(path: Path) -> str:
         if path.stat().st_size > MANIFEST_MAX_BYTES:
             raise UsageError(
                 "manifest.too_long",
-                f"{path} has more than {MANIFEST_MAX_BYTES} bytes; name a pod's manifest",
+                f"{path} is larger than {MANIFEST_MAX_BYTES} bytes and is not a pod's manifest",
             )
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(
             "manifest.unreadable", f"cannot read the manifest {path}: {reason}", path=str(path)
         ) from error
@@ -93,7 +93,8 @@ async def _render(directory: Path) -> str:
     if not any((directory / name).exists() for name in KUSTOMIZATIONS):
         raise UsageError(
             "manifest.no_kustomization",
-            f"{directory} has no {KUSTOMIZATIONS[0]}; name such a directory, or a rendered file",
+            f"{directory} has no {KUSTOMIZATIONS[0]}; pass a Kustomize directory or a rendered "
+            "file",
         )
     kubectl = shutil.which("kubectl")
     rendered = directory.absolute().parent.parent / "rendered" / f"{directory.absolute().name}.yaml"
@@ -103,8 +104,9 @@ async def _render(directory: Path) -> str:
         return _read(rendered)
     raise UsageError(
         "manifest.no_kubectl",
-        f"{directory} is to be rendered, and there is no kubectl; install it, or name a file that "
-        "`kubectl kustomize` has written",
+        f"rendering {directory} requires kubectl, which is not installed; install it, or pass a "
+        "file "
+        "rendered by `kubectl kustomize`",
     )
 
 
@@ -118,29 +120,48 @@ async def _ask_kubectl(kubectl: str, directory: Path) -> str:
     )
     try:
         async with asyncio.timeout(RENDER_DEADLINE_S):
-            text, said = await process.communicate()
+            text, errors = await process.communicate()
     except TimeoutError as error:
         process.kill()
         await process.wait()
         raise UsageError(
             "manifest.not_rendered",
-            f"`kubectl kustomize {directory}` did not end within {RENDER_DEADLINE_S:g} s; name a "
-            "rendered file",
+            f"`kubectl kustomize {directory}` timed out after {RENDER_DEADLINE_S:g} s; pass a "
+            "rendered "
+            "file",
         ) from error
     if process.returncode:
-        why = (said.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        raise UsageError("manifest.not_rendered", f"`kubectl kustomize {directory}`: {why}")
+        why = (errors.decode(errors="replace").strip().splitlines() or ["no error message"])[-1]
+        raise UsageError("manifest.not_rendered", f"`kubectl kustomize {directory}` failed: {why}")
     return text.decode()
 
 
 def _documents(path: Path, text: str) -> list[Document]:
-    # A pod that is started from flags need not carry the parser.
-    from understudy.manifest.strict_yaml import NotYamlError, load_all
+    import yaml  # most commands do not need it
+
+    class StrictLoader(yaml.SafeLoader):
+        """Refuses a duplicate key, of which PyYAML would take the last one."""
+
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            node = super().compose_mapping_node(anchor)
+            seen = set()
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                    continue
+                if key.value in seen:
+                    line = key.start_mark.line + 1
+                    raise yaml.YAMLError(f"duplicate key {key.value!r} at line {line}")
+                seen.add(key.value)
+            return node
 
     try:
-        found = [each for each in load_all(text) if each is not None]
-    except NotYamlError as error:
-        raise UsageError("manifest.broken", f"{path} is not YAML: {error}") from error
+        found = [each for each in yaml.load_all(text, StrictLoader) if each is not None]
+    except RecursionError as error:
+        raise UsageError("manifest.broken", f"{path} is nested too deeply") from error
+    # The others come from invalid dates, booleans and numbers.
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError) as error:
+        why = " ".join(str(error).split())
+        raise UsageError("manifest.broken", f"{path} is not valid YAML: {why}") from error
     if not all(isinstance(each, dict) for each in found):
-        raise UsageError("manifest.broken", f"{path} has a document that is no mapping")
+        raise UsageError("manifest.broken", f"{path} has a document that is not a mapping")
     return found

@@ -1,7 +1,7 @@
 """Reads a pod's manifest by Kubernetes' rules: documents in, one `Manifest` out.
 
-Pure. Owns which objects and fields mean something here, and Kubernetes' defaults for those that are
-absent; everything else ends in `unhonoured`.
+Pure. Owns which objects and fields have a meaning on one machine, and their defaults in Kubernetes;
+all others end up in `ignored`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ from typing import Any
 from plumbing.errors import UsageError
 from understudy.kubelet.containers import Kind, Restart
 from understudy.manifest.fields import Fields, Reading, broken
-from understudy.manifest.spec import Check, Manifest, Mount, Source, Spec, Variable, Volume
+from understudy.manifest.spec import (
+    ConfigMapEnv,
+    ContainerSpec,
+    Mount,
+    PodManifest,
+    ProbeSpec,
+    Variable,
+    Volume,
+)
 
 GRACE_S = 30  # Kubernetes' terminationGracePeriodSeconds
 PORT_MAX = 65535
-KEY = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]+")  # of a ConfigMap: a file's name where it is a volume
+KEY = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]+")  # of a ConfigMap: a file name in a volume
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job")
 RESTARTS = {
     "Always": Restart.ALWAYS,
@@ -29,7 +37,7 @@ RESTARTS = {
 Document = Mapping[str, Any]
 
 
-def read_manifest(documents: Sequence[Document]) -> Manifest:
+def read_manifest(documents: Sequence[Document]) -> PodManifest:
     """The one pod that `documents` describe, with the ConfigMaps beside it.
 
     Raises:
@@ -42,16 +50,16 @@ def read_manifest(documents: Sequence[Document]) -> Manifest:
         found = ", ".join(_title(each) for each in pods) or "none"
         raise UsageError(
             "manifest.no_pod",
-            f"a manifest is to describe one pod, alone or in a {', '.join(WORKLOADS)}; this one "
+            f"a manifest must describe one pod, as a Pod or a {', '.join(WORKLOADS)}; this one "
             f"has {found}"
-            + ("; name a file with one: engines that span pods need a cluster" if pods else ""),
+            + ("; use a file with one: engines that span pods need a cluster" if pods else ""),
         )
     config_maps = {
         str(_metadata(each).get("name")): _settings(reading.fields(each, _title(each)))
         for kind, each in kinds
         if kind == "ConfigMap"
     }
-    reading = Reading()  # from here on, what nobody reads is worth a word
+    reading = Reading()  # from here on, unread fields are reported
     metadata, spec = _pod(reading, pods[0])
     grace_s = spec.number("terminationGracePeriodSeconds", GRACE_S)
     shares_processes = spec.flag("shareProcessNamespace")
@@ -61,14 +69,14 @@ def read_manifest(documents: Sequence[Document]) -> Manifest:
         *(_container(each, Kind.MAIN, restart) for each in spec.list("containers", "")),
     ]
     if not any(each.kind is Kind.MAIN for each in specs):
-        raise broken(f"{spec.path}.containers", "is to have a container")
+        raise broken(f"{spec.path}.containers", "must have at least one container")
     volumes = [_volume(each) for each in spec.list("volumes")]
-    _refuse_twins(f"{spec.path}.containers", (each.name for each in specs))
-    _refuse_twins(f"{spec.path}.volumes", (each.name for each in volumes))
-    # Kubernetes takes the same name in two containers, but --set knows ports by their names.
+    _refuse_duplicates(f"{spec.path}.containers", (each.name for each in specs))
+    _refuse_duplicates(f"{spec.path}.volumes", (each.name for each in volumes))
+    # Kubernetes allows one name in two containers, but --set finds ports by name.
     names = (name for each in specs for name in each.ports if not name.isdecimal())
-    _refuse_twins("the containers' ports", names)
-    return Manifest(
+    _refuse_duplicates("the list of all ports", names)
+    return PodManifest(
         name=str(_metadata(pods[0]).get("name") or "pod"),
         namespace=str(_metadata(pods[0]).get("namespace") or "default"),
         labels=metadata.mapping("labels"),
@@ -78,7 +86,7 @@ def read_manifest(documents: Sequence[Document]) -> Manifest:
         config_maps=config_maps,
         grace_s=grace_s,
         shares_processes=shares_processes,
-        unhonoured=reading.unread(),
+        ignored=reading.unread(),
         left_out=tuple(
             _title(each) for kind, each in kinds if each is not pods[0] and kind != "ConfigMap"
         ),
@@ -86,7 +94,7 @@ def read_manifest(documents: Sequence[Document]) -> Manifest:
 
 
 def _one_by_one(documents: Iterable[Document]) -> Iterator[Document]:
-    """The objects of `documents`, and of the lists among them: `kubectl get` writes such."""
+    """The objects of `documents`, and of Lists among them, as `kubectl get` writes them."""
     for document in documents:
         items = document.get("items")
         if str(document.get("kind")).endswith("List") and isinstance(items, list):
@@ -96,8 +104,8 @@ def _one_by_one(documents: Iterable[Document]) -> Iterator[Document]:
 
 
 def _pod(reading: Reading, document: Document) -> tuple[Fields, Fields]:
-    """The pod's metadata and its spec, of a pod or of what makes pods."""
-    aside = Reading()  # what else a workload or metadata say is nothing to honour
+    """The metadata and spec of the pod, or of a workload's pod template."""
+    aside = Reading()  # other fields of workloads and metadata are not reported
     whole, path = aside.fields(document, "the pod"), ""
     if document.get("kind") != "Pod":
         workload, path = aside.fields(document.get("spec"), "spec"), "spec.template."
@@ -110,39 +118,39 @@ def _settings(config_map: Fields) -> dict[str, str]:
     found = config_map.mapping("data")
     for key in found:
         if not KEY.fullmatch(key):
-            raise broken(f"{config_map.path}.data", f"is to have no key like {key!r}")
+            raise broken(f"{config_map.path}.data", f"must not have the key {key!r}")
     return found
 
 
-def _refuse_twins(path: str, names: Iterable[str]) -> None:
+def _refuse_duplicates(path: str, names: Iterable[str]) -> None:
     for name, count in Counter(names).items():
         if count > 1:
-            raise broken(path, f"are to have names of their own, and {count} are named {name}")
+            raise broken(path, f"has the duplicate name {name}")
 
 
 def _restart(spec: Fields) -> Restart:
-    policy = spec.text("restartPolicy", "Always")
+    policy = spec.string("restartPolicy", "Always")
     if policy not in RESTARTS:
-        raise broken(f"{spec.path}.restartPolicy", f"is to be one of {', '.join(RESTARTS)}")
+        raise broken(f"{spec.path}.restartPolicy", f"must be one of {', '.join(RESTARTS)}")
     return RESTARTS[policy]
 
 
-def _container(fields: Fields, kind: Kind, restart: Restart) -> Spec:
+def _container(fields: Fields, kind: Kind, restart: Restart) -> ContainerSpec:
     name = fields.name()
     if kind is Kind.INIT:
-        is_sidecar = fields.text("restartPolicy") == "Always"
+        is_sidecar = fields.string("restartPolicy") == "Always"
         kind = Kind.SIDECAR if is_sidecar else Kind.INIT
-        # One that has ended well is not run again, whatever the pod's policy.
+        # An init container that succeeded is not run again, whatever the pod's policy.
         again = Restart.NEVER if restart is Restart.NEVER else Restart.ON_FAILURE
         restart = Restart.ALWAYS if is_sidecar else again
-    ports = [(each.text("name"), _port_number(each)) for each in fields.list("ports")]
-    _refuse_twins(f"{fields.path}.ports", (port_name for port_name, _ in ports if port_name))
-    command, args = fields.texts("command"), fields.texts("args")
-    return Spec(
+    ports = [(each.string("name"), _port_number(each)) for each in fields.list("ports")]
+    _refuse_duplicates(f"{fields.path}.ports", (port_name for port_name, _ in ports if port_name))
+    command, args = fields.strings("command"), fields.strings("args")
+    return ContainerSpec(
         name,
         kind,
         restart,
-        (*command, *args) if command else (),  # the args alone are for what the image has
+        (*command, *args) if command else (),  # args alone are for the image's entry point
         tuple(_variable(each) for each in fields.list("env")),
         tuple(_source(each) for each in fields.list("envFrom") if each.has("configMapRef")),
         {port_name or str(number): number for port_name, number in ports},
@@ -156,32 +164,32 @@ def _container(fields: Fields, kind: Kind, restart: Restart) -> Spec:
 def _port_number(fields: Fields) -> int:
     number = fields.number("containerPort", 0, 1, PORT_MAX)
     if not number:
-        raise broken(f"{fields.path}.containerPort", "is missing")
+        raise broken(f"{fields.path}.containerPort", "is required")
     return number
 
 
 def _mount(fields: Fields) -> Mount:
-    sub_path = fields.text("subPath")
+    sub_path = fields.string("subPath")
     if sub_path.startswith("/") or ".." in sub_path.split("/"):
-        raise broken(f"{fields.path}.subPath", "is to be a path that stays in its volume")
+        raise broken(f"{fields.path}.subPath", "must be a path inside the volume")
     return Mount(fields.required("name"), fields.required("mountPath"), sub_path)
 
 
-def _check(fields: Fields | None) -> Check | None:
-    """A probe; None for one of a kind that is not honoured, whose fields then stay unread."""
+def _check(fields: Fields | None) -> ProbeSpec | None:
+    """An HTTP probe; None for other kinds, whose fields stay unread."""
     if fields is None or not fields.has("httpGet"):
         return None
-    asked = fields.fields("httpGet")
-    assert asked is not None
-    port = asked.take("port")
+    http_get = fields.fields("httpGet")
+    assert http_get is not None
+    port = http_get.take("port")
     is_number = type(port) is int and 1 <= port <= PORT_MAX
     if not is_number and not (isinstance(port, str) and port):
-        raise broken(f"{asked.path}.port", "is to be a number or the name of a port")
+        raise broken(f"{http_get.path}.port", "must be a port number or name")
     grace = fields.number("terminationGracePeriodSeconds", -1)
-    return Check(
-        asked.text("path", "/"),
+    return ProbeSpec(
+        http_get.string("path", "/"),
         port,
-        asked.text("host"),
+        http_get.string("host"),
         fields.number("periodSeconds", 10, 1),
         fields.number("timeoutSeconds", 1, 1),
         fields.number("failureThreshold", 3, 1),
@@ -194,9 +202,9 @@ def _check(fields: Fields | None) -> Check | None:
 def _variable(fields: Fields) -> Variable:
     name, origin = fields.required("name"), fields.fields("valueFrom")
     if "=" in name:
-        raise broken(f"{fields.path}.name", "is to have no = in it")
+        raise broken(f"{fields.path}.name", "must not contain =")
     if origin is None:
-        return Variable(name, fields.text("value"))
+        return Variable(name, fields.string("value"))
     chosen = origin.fields("configMapKeyRef")
     if chosen is not None:
         key, is_optional = chosen.required("key"), chosen.flag("optional")
@@ -205,13 +213,13 @@ def _variable(fields: Fields) -> Variable:
     if chosen is not None:
         chosen.take("apiVersion")
         return Variable(name, field_path=chosen.required("fieldPath"))
-    return Variable(name, is_optional=True)  # of a secret, of a resource: named as unhonoured
+    return Variable(name, is_optional=True)  # from a secret or a resource: reported as ignored
 
 
-def _source(fields: Fields) -> Source:
+def _source(fields: Fields) -> ConfigMapEnv:
     chosen = fields.fields("configMapRef")
     assert chosen is not None
-    return Source(chosen.required("name"), fields.text("prefix"), chosen.flag("optional"))
+    return ConfigMapEnv(chosen.required("name"), fields.string("prefix"), chosen.flag("optional"))
 
 
 def _volume(fields: Fields) -> Volume:
@@ -225,8 +233,8 @@ def _volume(fields: Fields) -> Volume:
     config_map = fields.fields("configMap")
     if config_map is not None:
         return Volume(name, "configMap", config_map.required("name"))
-    kind = next(iter(fields.unread()), "volume of no kind").rpartition(".")[2]
-    fields.take(kind)  # a directory is named for it
+    kind = next(iter(fields.unread()), "volume of unknown kind").rpartition(".")[2]
+    fields.take(kind)  # the user names a directory for it
     return Volume(name, kind)
 
 

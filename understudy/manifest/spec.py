@@ -1,7 +1,6 @@
-"""A pod's manifest as typed data: of what Kubernetes would be told, what means something here.
+"""A pod's manifest as typed data: the part of it that means something on one machine.
 
-Owns the words. `manifest/read.py` fills them in, `manifest/place.py` puts the pod somewhere. Knows
-neither this machine nor the parts of Understudy.
+Filled in by `read.py`, turned into containers by `placement.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from understudy.kubelet.containers import Kind, Restart
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """A probe as the manifest has it. `port`: a number, or the name of one of the container's."""
+class ProbeSpec:
+    """A probe. `port`: a number, or the name of one of the container's ports."""
 
     path: str
     port: str | int
@@ -29,18 +28,18 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One variable of the environment: a text, or where the text comes from."""
+    """One environment variable: a value, or where the value comes from."""
 
     name: str
     value: str | None = None
-    config_map: str = ""  # `key` of this
+    config_map: str = ""  # from `key` of this ConfigMap
     key: str = ""
-    field_path: str = ""  # or a field of the pod
+    field_path: str = ""  # or from a field of the pod
     is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConfigMapEnv:
     """A whole ConfigMap as environment."""
 
     config_map: str
@@ -50,7 +49,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """Where a volume is seen in a container."""
+    """Where a volume is mounted in a container."""
 
     volume: str
     path: str
@@ -59,8 +58,8 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """A volume: an emptyDir, a hostPath with its `source`, or a configMap named `source`.
-    Any other kind is something that only a cluster has."""
+    """A volume: an emptyDir, a hostPath at `source`, or a configMap named `source`. Any other kind
+    exists only in a cluster."""
 
     name: str
     kind: str
@@ -68,49 +67,50 @@ class Volume:
 
     @property
     def is_of_pod(self) -> bool:
-        """Whether it comes and goes with the pod."""
+        """Whether it is created with the pod."""
         return self.kind in ("emptyDir", "configMap")
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """One container as the manifest has it."""
+class ContainerSpec:
+    """One container."""
 
     name: str
     kind: Kind
     restart: Restart
     command: tuple[str, ...]
     env: tuple[Variable, ...] = ()
-    env_from: tuple[Source, ...] = ()
+    env_from: tuple[ConfigMapEnv, ...] = ()
     ports: Mapping[str, int] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
-    startup: Check | None = None
-    liveness: Check | None = None
-    readiness: Check | None = None
+    startup: ProbeSpec | None = None
+    liveness: ProbeSpec | None = None
+    readiness: ProbeSpec | None = None
 
     @property
-    def checks(self) -> tuple[Check, ...]:
+    def checks(self) -> tuple[ProbeSpec, ...]:
         found = (self.startup, self.liveness, self.readiness)
         return tuple(check for check in found if check is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """One pod. `unhonoured` fields and `left_out` objects mean nothing on one machine."""
+class PodManifest:
+    """One pod. `ignored` fields and `left_out` objects have no effect on one machine."""
 
     name: str
     namespace: str
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
-    specs: tuple[Spec, ...]
+    specs: tuple[ContainerSpec, ...]
     volumes: Mapping[str, Volume]
     config_maps: Mapping[str, Mapping[str, str]]
     grace_s: int
-    shares_processes: bool  # one PID namespace for all
-    unhonoured: tuple[str, ...]
+    shares_processes: bool  # one PID namespace for all containers
+    ignored: tuple[str, ...]
     left_out: tuple[str, ...]
 
     def ports(self) -> dict[str, int]:
-        """Every named port of the pod, by number: neighbours stay neighbours where they move."""
+        """Every port of the pod by name, sorted by number: adjacent ports stay adjacent when "
+        "moved."""
         found = {name: number for spec in self.specs for name, number in spec.ports.items()}
         return dict(sorted(found.items(), key=lambda pair: pair[1]))

@@ -1,7 +1,7 @@
-"""What a container's variables and words are in the end, and what `--set` changes of them.
+"""The final variables and arguments of a container, and what `--set` changes of them.
 
-Pure. Owns the kubelet's `$(NAME)`, where a variable's value may come from, and the five things that
-differ from one machine to the next. Values of `--set` are read as if they stood in the manifest.
+Pure. Owns the kubelet's `$(NAME)`, the sources of a variable's value, and the five kinds of values
+that differ between machines. Values of `--set` are treated as if they were in the manifest.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plumbing.errors import UsageError
-from understudy.manifest.spec import Manifest, Spec, Variable
+from understudy.manifest.spec import ContainerSpec, PodManifest, Variable
 
 PORT_MAX = 65535
-LOCAL_IP = "127.0.0.1"  # of the pod and of its node: they are this machine
+LOCAL_IP = "127.0.0.1"  # of the pod and its node, which are this machine
 REFERENCE = re.compile(r"\$(?:\$|\(([^)]*)\))")
 FIELD_WITH_KEY = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 KINDS = ("volume", "env", "config", "port", "flag")
@@ -33,23 +33,23 @@ class Choice:
 
 
 def read_choice(text: str) -> Choice:
-    """`text` as a choice.
+    """Parse the value of `--set`.
 
     Raises:
-        ValueError: with what it may be.
+        ValueError: with the valid forms.
     """
     what, equals, value = text.partition("=")
     kind, dot, name = what.partition(".")
     if not (equals and dot and name) or kind not in KINDS:
-        raise ValueError(f"it takes {', '.join(f'{each}.NAME=VALUE' for each in KINDS)}")
+        raise ValueError(f"must be one of {', '.join(f'{each}.NAME=VALUE' for each in KINDS)}")
     if kind == "port" and not (value.isdecimal() and 1 <= int(value) <= PORT_MAX):
-        raise ValueError(f"a port is a number from 1 to {PORT_MAX}")
+        raise ValueError(f"a port must be a number from 1 to {PORT_MAX}")
     return Choice(kind, name, value)
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Everything that was set, by kind and name; the last one counts."""
+    """All values that were set, by kind and name; the last one wins."""
 
     volume: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
@@ -65,8 +65,8 @@ class Choices:
         ports = {name: int(value) for name, value in by_kind.pop("port").items()}
         return cls(**by_kind, port=ports)
 
-    def check(self, manifest: Manifest) -> None:
-        """Raise if one names what the manifest does not have: it would change nothing.
+    def check(self, manifest: PodManifest) -> None:
+        """Raise if one of them would have no effect.
 
         Raises:
             UsageError: `manifest.needless_set`.
@@ -83,13 +83,13 @@ class Choices:
                 if name not in names:
                     raise UsageError(
                         "manifest.needless_set",
-                        f"the manifest has no {kind} {name!r} that --set could change; it has "
+                        f"--set {kind}.{name}: the manifest has no such {kind}; it has "
                         f"{', '.join(sorted(names)) or 'none'}",
                     )
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
-    """`text` with every `$(NAME)` that is in `values`; `$$` is a `$`, and the rest stays."""
+    """`text` with each `$(NAME)` of `values` replaced and `$$` as `$`; the rest stays."""
 
     def replaced(match: re.Match[str]) -> str:
         if match[1] is None:
@@ -100,13 +100,13 @@ def expand(text: str, values: Mapping[str, str]) -> str:
 
 
 def variables(
-    spec: Spec, manifest: Manifest, choices: Choices, fields: Mapping[str, str]
+    spec: ContainerSpec, manifest: PodManifest, choices: Choices, fields: Mapping[str, str]
 ) -> dict[str, str]:
-    """The container's environment, in the kubelet's order: ConfigMaps, then one by one, each with
-    what those before it are. `fields`: the pod's, by path.
+    """The container's environment, in the kubelet's order: ConfigMaps first, then each variable,
+    which may refer to those before it. `fields`: the pod's, by path.
 
     Raises:
-        UsageError: `manifest.no_value`, one that must have a value has none here.
+        UsageError: `manifest.no_value`, a required value is not available here.
     """
     config_maps = {
         name: {key: choices.config.get(key, value) for key, value in data.items()}
@@ -127,8 +127,8 @@ def variables(
     return {**found, **choices.env}
 
 
-def words(spec: Spec, values: Mapping[str, str], choices: Choices) -> tuple[str, ...]:
-    """The command line with its variables and the flags that were set, without the empty ones."""
+def arguments(spec: ContainerSpec, values: Mapping[str, str], choices: Choices) -> tuple[str, ...]:
+    """The command line, expanded, with the flags that were set; a flag set to "" is left out."""
     found = []
     for word in spec.command:
         name, equals, _ = word.removeprefix("--").partition("=")
@@ -141,8 +141,8 @@ def words(spec: Spec, values: Mapping[str, str], choices: Choices) -> tuple[str,
 
 
 def replace_paths(text: str, places: Mapping[str, str]) -> str:
-    """`text` with the paths that begin it, or follow a `=`, moved: each key of `places` is where
-    containers see what lies at its value."""
+    """`text` with the mount paths at its beginning, or after a `=`, replaced by directories.
+    `places`: directories by mount path."""
     if not places:
         return text
     longest_first = sorted(places, key=len, reverse=True)
@@ -151,7 +151,7 @@ def replace_paths(text: str, places: Mapping[str, str]) -> str:
 
 
 def replace_ports(command: Sequence[str], moved: Mapping[int, int]) -> tuple[str, ...]:
-    """`command` with other ports, where a word ends in `:PORT` or is `--…port=PORT`."""
+    """`command` with other ports, where an argument ends in `:PORT` or is `--…port=PORT`."""
 
     def replaced(match: re.Match[str]) -> str:
         number = int(match[2])
@@ -160,8 +160,8 @@ def replace_ports(command: Sequence[str], moved: Mapping[int, int]) -> tuple[str
     return tuple(re.sub(r"^(.*:|--[\w-]*port=)(\d{1,5})$", replaced, word) for word in command)
 
 
-def pod_fields(manifest: Manifest, uid: str, node: str) -> dict[str, str]:
-    """What `fieldRef` can ask for, by path."""
+def pod_fields(manifest: PodManifest, uid: str, node: str) -> dict[str, str]:
+    """The values for `fieldRef`, by path."""
     found = {
         "metadata.name": f"{manifest.name}-0",
         "metadata.namespace": manifest.namespace,
@@ -179,20 +179,20 @@ def pod_fields(manifest: Manifest, uid: str, node: str) -> dict[str, str]:
 
 
 def _value(
-    spec: Spec,
+    spec: ContainerSpec,
     variable: Variable,
     config_maps: Mapping[str, Mapping[str, str]],
     fields: Mapping[str, str],
     before: Mapping[str, str],
 ) -> str | None:
-    """The variable's value, None where it has none and need not have one."""
+    """The variable's value; None if it is optional and not available."""
     if variable.value is not None:
         return expand(variable.value, before)
     if variable.field_path:
         if variable.field_path in fields:
             return fields[variable.field_path]
         if FIELD_WITH_KEY.fullmatch(variable.field_path):
-            return ""  # as the kubelet: a label that is not there
+            return ""  # like the kubelet, for a missing label
         raise _no_value(spec, variable.name, f"field {variable.field_path}")
     value = config_maps.get(variable.config_map, {}).get(variable.key)
     if value is None and not variable.is_optional:
@@ -200,9 +200,9 @@ def _value(
     return value
 
 
-def _no_value(spec: Spec, what: str, source: str) -> UsageError:
+def _no_value(spec: ContainerSpec, what: str, source: str) -> UsageError:
     return UsageError(
         "manifest.no_value",
-        f"container {spec.name} takes {what} from {source}, which is not here; have it in the "
-        "same file, or give the variable a value with --set env.NAME=VALUE",
+        f"container {spec.name} takes {what} from {source}, which is not available; add it to the "
+        "manifest, or set the variable with --set env.NAME=VALUE",
     )

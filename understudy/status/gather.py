@@ -31,7 +31,7 @@ from understudy.status.view import pod_view
 
 def start_hint(directory: Path) -> str:
     """What to do when no part of a pod answers in `directory`."""
-    from understudy.manifest.place import VOLUMES  # loads parsers that nothing else here needs
+    from understudy.manifest.placement import VOLUMES  # loads parsers that nothing else here needs
 
     # The parts of a manifest share a volume of its pod, or a directory in one.
     sockets = [f"{VOLUMES}/{between}{LOCKSERVER_SOCKET}" for between in ("*/", "*/*/")]

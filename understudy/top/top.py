@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from plumbing.errors import UnreachableError
 from understudy.status.events import Record, follow_events, past_events
 from understudy.status.gather import gather
-from understudy.top.view import Line, Page, Shown, log_line, page
+from understudy.top.view import Line, Shown, TopPage, log_line, page
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,7 +41,7 @@ class Top:
     """What is known of the pod, refreshed by `look`, and which page of it is asked for."""
 
     def __init__(self, directory: Path, log_dir: Path) -> None:
-        self.which = Page.POD
+        self.which = TopPage.POD
         self._directory, self._log_dir = directory, log_dir
         self._events: deque[Record] = deque(maxlen=EVENTS_MAX)
         self._view: dict[str, Any] | None = None
@@ -60,7 +60,7 @@ class Top:
     def lines(self, height: int) -> list[Line]:
         if self._view is None:
             return [("looking …", "dim")]
-        logs = _logs(self._log_dir) if self.which is Page.LOGS else []
+        logs = _logs(self._log_dir) if self.which is TopPage.LOGS else []
         shown = Shown(self._view, list(self._events), logs, datetime.now(UTC), height)
         return page(self.which, shown)
 
@@ -104,8 +104,8 @@ async def _live(top: Top) -> None:
         try:
             key = ""
             while key != QUIT:
-                if key in list(Page):
-                    top.which = Page(key)
+                if key in list(TopPage):
+                    top.which = TopPage(key)
                 live.update(_renderable(top.lines(console.height)), refresh=True)
                 key = await pressed.get()
                 if looking.done():

@@ -40,7 +40,7 @@ HELP = (
 )
 
 
-class Page(StrEnum):
+class TopPage(StrEnum):
     """What is shown; the value is the key that asks for it."""
 
     POD = "p"
@@ -60,7 +60,7 @@ class Shown:
     height: int
 
 
-def page(which: Page, shown: Shown) -> list[Line]:
+def page(which: TopPage, shown: Shown) -> list[Line]:
     """The whole screen, in as many lines as there is room for."""
     state = str(shown.view["state"])
     title = pod.lines(shown.view, shown.now)[0]
@@ -69,15 +69,15 @@ def page(which: Page, shown: Shown) -> list[Line]:
     return [*head, *_body(which, shown, room)[:room], ("", ""), (KEYS, "dim")]
 
 
-def _body(which: Page, shown: Shown, room: int) -> list[Line]:
+def _body(which: TopPage, shown: Shown, room: int) -> list[Line]:
     match which:
-        case Page.POD:
+        case TopPage.POD:
             return _pod(shown)
-        case Page.EVENTS:
+        case TopPage.EVENTS:
             return _tail(map(_event, shown.events), room)
-        case Page.LOGS:
+        case TopPage.LOGS:
             return _tail(((line, "") for line in shown.logs), room)
-        case Page.HELP:
+        case TopPage.HELP:
             return [(line, "") for line in HELP]
 
 

@@ -18,8 +18,8 @@ from plumbing.errors import UsageError
 from understudy.kubelet.containers import QUICK, Container, Kind, Pace
 from understudy.kubelet.probes import quick_startup
 from understudy.manifest.files import read_manifest_file
-from understudy.manifest.place import Place, place_containers
-from understudy.manifest.spec import Check, Manifest, Spec
+from understudy.manifest.placement import Placement, place_containers
+from understudy.manifest.spec import ContainerSpec, PodManifest, ProbeSpec
 from understudy.manifest.values import Choices
 from understudy.up.ports import Ports
 
@@ -55,7 +55,7 @@ class LocalPod:
         """The pod, in the order in which it starts."""
         manifest = packaged_manifest()
         local = replace(manifest, specs=tuple(map(self._local, manifest.specs)))
-        place = Place({}, self.ports.by_name(), {}, self._choices(), pace=self.pace)
+        place = Placement({}, self.ports.by_name(), {}, self._choices(), pace=self.pace)
         return [self._quick(each) for each in place_containers(local, place, program)]
 
     def _choices(self) -> Choices:
@@ -79,7 +79,7 @@ class LocalPod:
             },
         )
 
-    def _local(self, spec: Spec) -> Spec:
+    def _local(self, spec: ContainerSpec) -> ContainerSpec:
         """`spec` without volumes and a home of its own, asked where its probes listen here. What an
         engine's backend is told comes from `model_arguments`: it depends on the backend."""
         command = spec.command
@@ -95,7 +95,7 @@ class LocalPod:
             readiness=None,  # nothing follows from it here
         )
 
-    def _reachable(self, check: Check | None) -> Check | None:
+    def _reachable(self, check: ProbeSpec | None) -> ProbeSpec | None:
         return check and replace(check, host=reachable(self.http_host))
 
     def _quick(self, container: Container) -> Container:
@@ -115,7 +115,7 @@ class LocalPod:
 
 
 @cache
-def packaged_manifest() -> Manifest:
+def packaged_manifest() -> PodManifest:
     """The pod as it is packaged."""
     return read_manifest_file(POD_MANIFEST)
 

@@ -19,19 +19,19 @@ from understudy.drill.records import GMS, GMS_SUPERVISOR, LOCKSERVER
 from understudy.drill.run import Drill, DrillPlan
 from understudy.kubelet import namespaces
 from understudy.kubelet.containers import KUBELET, Container
-from understudy.kubelet.runner import Runner
+from understudy.kubelet.runner import PodRunner
 from understudy.manifest.files import load_manifest, make_volumes
-from understudy.manifest.place import (
+from understudy.manifest.placement import (
     MODEL,
-    Place,
+    Placement,
+    ignored_parts,
     needs_model,
     place_containers,
     place_ports,
     place_volumes,
     runtime_directory,
-    unhonoured,
 )
-from understudy.manifest.spec import Manifest
+from understudy.manifest.spec import PodManifest
 from understudy.manifest.values import Choices, pod_fields
 from understudy.up.local_pod import program
 from understudy.up.ports import ANYWHERE, check_port, free_ports
@@ -84,7 +84,7 @@ async def drill(asked: Asked, plan: DrillPlan, say: Say) -> DrillResult | None:
                 f"no container of {asked.file} has UNDERSTUDY_DIR, so that there is nothing to "
                 "drill; name the manifest of a pod of Understudy",
             )
-        runner = Runner(ready.containers, directory / "log")
+        runner = PodRunner(ready.containers, directory / "log")
         is_worth_keeping = True
         say(f"starting the pod of {asked.file} in {directory}")
         result = await run_drill(Drill(ready.runtime, plan, say, runner), runner, plan, say)
@@ -115,7 +115,7 @@ async def _prepare(
         env |= {name: os.environ.get(name, value) for name, value in ONE_THREAD.items()}
     first = free_ports(max(1, len(manifest.ports())))[0] if has_own_ports else None
     has_pid_namespaces = await namespaces.wanted(asked.pid_namespaces)
-    place = Place(
+    place = Placement(
         place_volumes(manifest, directory, choices),
         place_ports(manifest, choices, first),
         pod_fields(manifest, str(uuid.uuid4()), socket.gethostname()),
@@ -133,12 +133,12 @@ async def _prepare(
     if model is not None:
         await make_random_model(model)
     make_volumes(manifest, place.volumes, choices)
-    for line in unhonoured(manifest):
+    for line in ignored_parts(manifest):
         say(line)
     return Ready(containers, runtime, has_pid_namespaces)
 
 
-def _refuse_other_backends(manifest: Manifest, choices: Choices) -> None:
+def _refuse_other_backends(manifest: PodManifest, choices: Choices) -> None:
     """A random model is one that the reference backend serves as it is."""
     words = [word for spec in manifest.specs for word in spec.command]
     for word in words:

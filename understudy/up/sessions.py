@@ -26,11 +26,11 @@ from understudy.drill.page_data import page_data
 from understudy.drill.page_file import write_page
 from understudy.drill.records import LOCKSERVER, Records
 from understudy.drill.run import Drill, DrillPlan
-from understudy.drill.verdict import Report, judge
+from understudy.drill.verdict import DrillReport, judge
 from understudy.host import ResourceUsage, machine
 from understudy.kubelet.containers import Container
 from understudy.kubelet.http_get import get
-from understudy.kubelet.runner import Runner, run_pod
+from understudy.kubelet.runner import PodRunner, run_pod
 from understudy.status.gather import gather, pids_of
 from understudy.status.view import is_reachable
 from understudy.up.local_pod import LocalPod, program, reachable
@@ -52,7 +52,7 @@ class DrillResult:
     `backend`: what the engines say they run; None if they do not say.
     """
 
-    report: Report
+    report: DrillReport
     usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = field(default_factory=dict)
     backend: str | None = None
     records: Records = field(default_factory=Records)
@@ -92,7 +92,7 @@ async def keep_up(
             say(line)
         await asyncio.Event().wait()
 
-    runner = Runner(containers, log_dir, say)
+    runner = PodRunner(containers, log_dir, say)
     inbox = SignalInbox()
     try:
         await run_pod(runner, body, inbox.get, say)
@@ -143,7 +143,7 @@ async def drill_own_pod(
         )
         if model is None:
             pod = await with_random_model(pod, base / "model")
-        runner = Runner(pod.containers(), directory / "log")
+        runner = PodRunner(pod.containers(), directory / "log")
         say(f"starting a pod in {directory}")
         drill = Drill(directory, plan, say, runner)
         result = await run_drill(drill, runner, plan, say)
@@ -158,12 +158,12 @@ async def drill_own_pod(
 
 async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillResult | None:
     """Drill the pod in `directory`, which somebody else started and goes on running."""
-    return await run_drill(Drill(directory, plan, say), Runner([], directory / "log"), plan, say)
+    return await run_drill(Drill(directory, plan, say), PodRunner([], directory / "log"), plan, say)
 
 
 async def run_drill(
     drill: Drill,
-    runner: Runner,
+    runner: PodRunner,
     plan: DrillPlan,
     say: Say,
     look: Callable[[Target], Awaitable[None]] | None = None,
@@ -200,11 +200,11 @@ async def run_drill(
     return DrillResult(report, usages, drill.backend, records)
 
 
-def _usages(runner: Runner) -> dict[str, ResourceUsage]:
+def _usages(runner: PodRunner) -> dict[str, ResourceUsage]:
     return {name: ResourceUsage.of(pid) for name, pid in runner.pids().items() if name in WATCHED}
 
 
-async def _settled(runner: Runner, before: dict[str, ResourceUsage]) -> dict[str, ResourceUsage]:
+async def _settled(runner: PodRunner, before: dict[str, ResourceUsage]) -> dict[str, ResourceUsage]:
     """The usage once our own last connections are closed at the other end, too."""
     end = asyncio.get_running_loop().time() + SETTLE_DEADLINE_S
     while True:

@@ -13,7 +13,7 @@ from tests.understudy.drill.fake_pod import FakePod
 from understudy.drill.clients import Target
 from understudy.drill.prompts import all_prompts, learn_answers, read_expected, write_expected
 from understudy.drill.run import DrillPlan
-from understudy.drill.verdict import Report
+from understudy.drill.verdict import DrillReport
 from understudy.status.gather import gather
 from understudy.up import sessions
 
@@ -25,10 +25,10 @@ def directory(tmp_path: Path) -> Path:
     return made
 
 
-def drill_by_the_file(directory: Path, file: Path, *, is_changed: bool) -> Report:
+def drill_by_the_file(directory: Path, file: Path, *, is_changed: bool) -> DrillReport:
     """One kill, compared with what the pod itself said before, or with other words."""
 
-    async def main() -> Report:
+    async def main() -> DrillReport:
         async with FakePod(directory):
             await write_answers(directory, file, is_changed=is_changed)
             plan = DrillPlan(kills=1, targets=("backend-http",), clients=2, expected=file)

@@ -22,8 +22,8 @@ from understudy.drill.records import (
     GONE,
     LOCK,
     End,
+    EngineKill,
     Exchange,
-    Kill,
     MemoryKill,
     MemoryUse,
     Moment,
@@ -50,8 +50,8 @@ def answer(sent_ms: float, *, token: int = 2, end: End = End.DONE, engine: str =
     )
 
 
-def failover(killed_ms: float = KILLED_MS, old_token: int = 1) -> Kill:
-    kill = Kill("backend-http", "engine-0", old_token, killed_ms)
+def failover(killed_ms: float = KILLED_MS, old_token: int = 1) -> EngineKill:
+    kill = EngineKill("backend-http", "engine-0", old_token, killed_ms)
     kill.detected_ms, kill.fenced_ms = killed_ms + 5, killed_ms + 10
     kill.granted_ms, kill.active_ms = killed_ms + 12, killed_ms + 19
     kill.new_token, kill.new_engine = old_token + 1, "engine-1"
@@ -134,7 +134,7 @@ def test_a_timeline_ends_where_the_next_kill_is_made():
 
 def test_a_kill_that_nothing_followed_still_has_a_timeline():
     """Goal: the page of a failed drill is the one that is needed. Method: nothing was observed."""
-    found = page_of(Records(kills=[Kill("supervisor", "engine-0", 1, 50.0)]))
+    found = page_of(Records(kills=[EngineKill("supervisor", "engine-0", 1, 50.0)]))
     (kill,) = found["kills"]
     assert not found["passed"]
     assert found["problems"]

@@ -7,11 +7,11 @@ import io
 import pytest
 from rich.console import Console
 
-from understudy.drill.records import Kill, MemoryKill, MemoryUse, Records, Upgrade
+from understudy.drill.records import EngineKill, MemoryKill, MemoryUse, Records, Upgrade
 from understudy.drill.report import print_report
 from understudy.drill.verdict import judge
 
-FAILOVER = Kill("backend-http", "engine-0", 1, 0.0)
+FAILOVER = EngineKill("backend-http", "engine-0", 1, 0.0)
 OF_MEMORY = MemoryKill("HOST-0", "weights", 7, "e", frozenset(), 0.0, recovered_ms=500.0)
 
 

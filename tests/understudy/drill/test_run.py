@@ -19,7 +19,7 @@ from understudy.drill import run as drill_run
 from understudy.drill.killer import wait_whole
 from understudy.drill.observer import OldTree
 from understudy.drill.run import Drill, DrillPlan
-from understudy.drill.verdict import Report, judge
+from understudy.drill.verdict import DrillReport, judge
 from understudy.status.events import follow_events
 from understudy.status.gather import gather
 from understudy.up import sessions
@@ -34,7 +34,7 @@ def directory(tmp_path):
     return made
 
 
-def drill(directory, mood: str = "", kills: int = 4) -> Report:
+def drill(directory, mood: str = "", kills: int = 4) -> DrillReport:
     async def main():
         async with FakePod(directory, mood):
             plan = DrillPlan(kills=kills, targets=BACKENDS, clients=3)
@@ -207,7 +207,7 @@ def test_status_of_no_pod_is_unreachable(directory):
         (["up", "--service-port", "x"], "whole number"),
         (["up", "--set", "port.http=8001"], "name one with -f"),
         (["up", "-f", "x.yaml", "--set", "port.http=0"], "from 1 to 65535"),
-        (["up", "-f", "x.yaml", "--set", "http=8001"], "it takes volume.NAME=VALUE"),
+        (["up", "-f", "x.yaml", "--set", "http=8001"], "must be one of volume.NAME=VALUE"),
         (["drill", "-f", "x.yaml", "--model", "/tmp"], "--model cannot be used with -f"),
         (["drill", "-f", "x.yaml", "--attach"], "--attach cannot be used with -f"),
         (["drill", "--dir", "/tmp/pod", "--kills", "1"], "or add --attach"),

@@ -10,8 +10,8 @@ import pytest
 from understudy.drill.records import (
     TARGETS,
     End,
+    EngineKill,
     Exchange,
-    Kill,
     MemoryKill,
     MemoryUse,
     Outcome,
@@ -31,7 +31,7 @@ ANSWER = Exchange(
     "p", 0, End.DONE, 5, 200, "engine-0", 1, 1, 4, text="hello", finish_reason="length", chunks=5
 )
 EXPECTED = {"p": ANSWER}
-KILL = Kill(
+KILL = EngineKill(
     "backend-http",
     "engine-0",
     old_token=1,

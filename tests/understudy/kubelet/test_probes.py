@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from understudy.kubelet.probes import Health, Probe, Question, Tally, is_yes, quick_startup
+from understudy.kubelet.probes import (
+    ContainerHealth,
+    HttpProbe,
+    Question,
+    Tally,
+    is_yes,
+    quick_startup,
+)
 
 URL = "http://127.0.0.1:1/live"
 
@@ -24,7 +31,7 @@ def test_mind_changes_after_enough_equal_answers(
     answers: str, failures: int, successes: int, minds: str
 ):
     """Goal: failureThreshold and successThreshold. Method: answers in, the mind after each."""
-    tally = Tally(Probe(URL, failure_threshold=failures, success_threshold=successes))
+    tally = Tally(HttpProbe(URL, failure_threshold=failures, success_threshold=successes))
     letters = {None: "-", True: "y", False: "n"}
     assert "".join(letters[tally.count(each == "y")] for each in answers) == minds
 
@@ -42,16 +49,16 @@ def test_mind_changes_after_enough_equal_answers(
 )
 def test_looks_keep_to_their_grid(period_s: float, now_s: float, due_s: float):
     """Goal: the kubelet's ticker. Method: a look that was due at 100 and was over at `now_s`."""
-    assert Probe(URL, period_s).next_due_s(100, now_s) == pytest.approx(due_s)
+    assert HttpProbe(URL, period_s).next_due_s(100, now_s) == pytest.approx(due_s)
 
 
-def health(**probes: Probe) -> Health:
-    return Health({Question(name): probe for name, probe in probes.items()})
+def health(**probes: HttpProbe) -> ContainerHealth:
+    return ContainerHealth({Question(name): probe for name, probe in probes.items()})
 
 
 def test_nothing_is_asked_but_startup_until_it_has_passed():
     """Goal: a slow start is not a hang. Method: what is asked before and after the first yes."""
-    found = health(startup=Probe(URL), liveness=Probe(URL), readiness=Probe(URL))
+    found = health(startup=HttpProbe(URL), liveness=HttpProbe(URL), readiness=HttpProbe(URL))
     assert found.asked_now() == (Question.STARTUP,)
     assert (found.is_started, found.is_ready) == (False, False)
     assert not found.answered(Question.STARTUP, is_ok=False)
@@ -62,7 +69,7 @@ def test_nothing_is_asked_but_startup_until_it_has_passed():
 
 def test_failed_startup_and_failed_liveness_end_a_container_and_readiness_does_not():
     """Goal: what follows from each probe. Method: two noes to each, of which two are enough."""
-    twice = Probe(URL, failure_threshold=2)
+    twice = HttpProbe(URL, failure_threshold=2)
     for question in Question:
         found = health(**{question.value: twice})
         assert not found.answered(question, is_ok=False)
@@ -73,7 +80,7 @@ def test_failed_startup_and_failed_liveness_end_a_container_and_readiness_does_n
 
 def test_readiness_comes_and_goes():
     """Goal: `is_ready` as the kubelet has it. Method: a yes, enough noes, a yes."""
-    found = health(readiness=Probe(URL, failure_threshold=2))
+    found = health(readiness=HttpProbe(URL, failure_threshold=2))
     seen = []
     for is_ok in (True, False, False, True):
         found.answered(Question.READINESS, is_ok=is_ok)
@@ -84,8 +91,8 @@ def test_readiness_comes_and_goes():
 def test_without_probes_a_container_is_started_and_ready():
     """Goal: Kubernetes' default. Method: none; and one of liveness alone."""
     assert (health().is_started, health().is_ready) == (True, True)
-    assert health(liveness=Probe(URL)).asked_now() == (Question.LIVENESS,)
-    assert health(startup=Probe(URL)).is_started is False
+    assert health(liveness=HttpProbe(URL)).asked_now() == (Question.LIVENESS,)
+    assert health(startup=HttpProbe(URL)).is_started is False
 
 
 @pytest.mark.parametrize(
@@ -98,12 +105,12 @@ def test_yes_is_what_the_kubelet_takes_for_one(status: int, yes: bool):
 
 def test_patience_is_all_looks_together():
     """Goal: how long a first start may take. Method: the manifests' numbers, and a short one."""
-    assert Probe(URL, 5, failure_threshold=1440).patience_s == 7200
-    assert Probe(URL, 1, failure_threshold=60, initial_delay_s=3).patience_s == 63
+    assert HttpProbe(URL, 5, failure_threshold=1440).patience_s == 7200
+    assert HttpProbe(URL, 1, failure_threshold=60, initial_delay_s=3).patience_s == 63
     assert quick_startup(URL, 9).patience_s == pytest.approx(9)
 
 
-def hang_found_s(probe: Probe, hangs_at_s: float) -> float:
+def hang_found_s(probe: HttpProbe, hangs_at_s: float) -> float:
     """When a container that hangs at `hangs_at_s` is sent SIGKILL: every look takes its timeout."""
     found, due_s = health(liveness=probe), 0.0
     while True:
@@ -116,6 +123,6 @@ def hang_found_s(probe: Probe, hangs_at_s: float) -> float:
 def test_hung_supervisor_is_ended_within_five_seconds_whenever_it_hangs():
     """Goal: the manifests' liveness probe of an engine. Method: virtual time, hangs at any moment
     between two looks."""
-    probe = Probe(URL, 1, 1, failure_threshold=2, grace_s=1)
+    probe = HttpProbe(URL, 1, 1, failure_threshold=2, grace_s=1)
     for tenth in range(100):
         assert hang_found_s(probe, 10 + tenth / 10) <= 4.01

@@ -17,7 +17,7 @@ from tests.helpers import auntil, open_fds, until
 from understudy.kubelet.containers import Container, Restart
 from understudy.kubelet.log import LINE_MAX_BYTES, ContainerLog
 from understudy.kubelet.probes import quick_startup
-from understudy.kubelet.runner import Runner, run_pod
+from understudy.kubelet.runner import PodRunner, run_pod
 
 # Answers 503 to the first probes and 200 to the later ones, and writes its order of events down.
 WEB = """
@@ -77,7 +77,7 @@ def test_start_waits_for_each_probe_before_the_next_container(tmp_path):
     journal = tmp_path / "journal"
 
     async def main():
-        runner = Runner([web("one", journal, refusals=3), web("two", journal)], tmp_path / "log")
+        runner = PodRunner([web("one", journal, refusals=3), web("two", journal)], tmp_path / "log")
         await runner.start()
         await runner.stop()
 
@@ -95,9 +95,9 @@ def test_start_past_its_deadline_names_container_and_reason(tmp_path):
 
     async def main():
         slow = web("slow", tmp_path / "journal", refusals=10_000, deadline_s=1.5)
-        runner = Runner([slow], tmp_path / "log")
+        runner = PodRunner([slow], tmp_path / "log")
         try:
-            with pytest.raises(WaitTimeoutError, match=r"slow was not up.*503: loading weights"):
+            with pytest.raises(WaitTimeoutError, match=r"slow did not start.*503: loading weights"):
                 await runner.start()
         finally:
             await runner.stop()
@@ -114,7 +114,7 @@ def test_start_of_a_container_that_exits_fails_with_its_own_sentence(tmp_path):
             "print('error: no model at /nowhere'); print('bye'); raise SystemExit(2)",
             startup=quick_startup(f"http://127.0.0.1:{free_port()}/", 60),
         )
-        runner = Runner([bad], tmp_path / "log")
+        runner = PodRunner([bad], tmp_path / "log")
         with pytest.raises(UnderstudyError, match=r"code 2.*: no model at /nowhere") as caught:
             await runner.start()
         assert (caught.value.code, caught.value.exit_code) == ("pod.start_failed", 2)
@@ -129,8 +129,10 @@ def test_start_of_a_container_that_says_nothing_says_so(tmp_path):
 
     async def main():
         startup = quick_startup(f"http://127.0.0.1:{free_port()}/", 60)
-        runner = Runner([python("bad", "raise SystemExit(3)", startup=startup)], tmp_path / "log")
-        with pytest.raises(UnderstudyError, match="code 3 while starting: it wrote nothing"):
+        runner = PodRunner(
+            [python("bad", "raise SystemExit(3)", startup=startup)], tmp_path / "log"
+        )
+        with pytest.raises(UnderstudyError, match="code 3 while starting: no output"):
             await runner.start()
         await runner.stop()
 
@@ -144,7 +146,7 @@ def test_start_of_a_command_that_does_not_exist_fails_with_a_sentence(tmp_path):
         ghost = Container(
             "ghost", ("/no/such/program",), startup=quick_startup("http://127.0.0.1:1/", 9)
         )
-        runner = Runner([ghost], tmp_path / "log")
+        runner = PodRunner([ghost], tmp_path / "log")
         with pytest.raises(UnderstudyError, match="/no/such/program cannot be started"):
             await runner.start()
         await runner.stop()
@@ -156,7 +158,7 @@ def test_killed_container_is_started_again_at_once(tmp_path):
     """Goal: what dies comes back. Method: SIGKILL to a real process, then look for a new pid."""
 
     async def main():
-        runner = Runner([python("worker", "import signal; signal.pause()")], tmp_path / "log")
+        runner = PodRunner([python("worker", "import signal; signal.pause()")], tmp_path / "log")
         await runner.start()
         await auntil(runner.pids, "the worker")
         first = runner.pids()["worker"]
@@ -167,7 +169,7 @@ def test_killed_container_is_started_again_at_once(tmp_path):
         assert not runner.pids()
 
     run(main())
-    assert "died of signal 9; started again now" in (tmp_path / "log/worker.log").read_text()
+    assert "died of signal 9; restarting now" in (tmp_path / "log/worker.log").read_text()
 
 
 def test_replaced_container_ends_in_good_order_before_the_next_one_begins(tmp_path):
@@ -192,7 +194,7 @@ def test_replaced_container_ends_in_good_order_before_the_next_one_begins(tmp_pa
         return journal.exists() and len(journal.read_text().splitlines()) == count
 
     async def main():
-        runner = Runner([python("worker", code, str(journal), "old")], tmp_path / "log")
+        runner = PodRunner([python("worker", code, str(journal), "old")], tmp_path / "log")
         await runner.start()
         await auntil(lambda: noted(1), "the old one")
         assert runner.container("worker").command[-1] == "old"
@@ -212,10 +214,10 @@ def test_container_that_ended_well_stays_ended_with_on_failure(tmp_path):
 
     async def main():
         done = python("done", "print('ok')", restart=Restart.ON_FAILURE)
-        runner = Runner([done], tmp_path / "log")
+        runner = PodRunner([done], tmp_path / "log")
         await runner.start()
         log = tmp_path / "log/done.log"
-        await auntil(lambda: log.exists() and "not started again" in log.read_text(), "the note")
+        await auntil(lambda: log.exists() and "not restarted" in log.read_text(), "the note")
         assert runner.restarts() == {"done": 0}
         await runner.stop()
 
@@ -240,7 +242,7 @@ def test_stop_goes_in_reverse_order(tmp_path):
         lines = []
         names = ["lock", "memory", "engine"]
         containers = [python(name, code, name, str(journal)) for name in names]
-        runner = Runner(containers, tmp_path / "log", lines.append)
+        runner = PodRunner(containers, tmp_path / "log", lines.append)
         await runner.start()
         await auntil(lambda: sum("armed" in line for line in lines) == 3, "three processes")
         await runner.stop()
@@ -261,7 +263,7 @@ def test_stop_kills_a_container_that_ignores_sigterm(tmp_path):
 
     async def main():
         lines = []
-        runner = Runner([python("deaf", code, grace_s=0.2)], tmp_path / "log", lines.append)
+        runner = PodRunner([python("deaf", code, grace_s=0.2)], tmp_path / "log", lines.append)
         await runner.start()
         await auntil(lambda: "deaf | deaf" in lines, "the process")
         pid = runner.pids()["deaf"]
@@ -284,7 +286,7 @@ def test_second_signal_kills_at_once(tmp_path):
 
     async def main():
         lines, signals = [], asyncio.Queue()
-        runner = Runner([python("deaf", code, grace_s=3600)], tmp_path / "log", lines.append)
+        runner = PodRunner([python("deaf", code, grace_s=3600)], tmp_path / "log", lines.append)
 
         async def body():
             await auntil(lambda: "deaf | deaf" in lines, "the process")
@@ -303,7 +305,7 @@ def test_body_that_fails_stops_the_pod_and_keeps_its_error(tmp_path):
     """Goal: no process is left behind by a failed drill. Method: a body that raises."""
 
     async def main():
-        runner = Runner([python("worker", "import signal; signal.pause()")], tmp_path / "log")
+        runner = PodRunner([python("worker", "import signal; signal.pause()")], tmp_path / "log")
 
         async def body():
             raise UnderstudyError("drill.stuck", "no standby")
@@ -320,11 +322,11 @@ def check_that_it_dies_with_its_runner(tmp_path, child, said, has_pid_namespace)
     code = f"""
         import asyncio, pathlib, sys
         from understudy.kubelet.containers import Container
-        from understudy.kubelet.runner import Runner
+        from understudy.kubelet.runner import PodRunner
         async def main():
             command = (sys.executable, "-u", "-c", {child!r})
             container = Container("child", command, has_pid_namespace={has_pid_namespace})
-            runner = Runner([container], pathlib.Path(sys.argv[1]), print)
+            runner = PodRunner([container], pathlib.Path(sys.argv[1]), print)
             await runner.start()
             async with asyncio.timeout(30):
                 while not runner.pids():
@@ -354,7 +356,7 @@ def test_runner_leaks_no_descriptor_over_restarts(tmp_path):
     """Goal: the pipes are closed. Method: count descriptors over many short lives."""
 
     async def main():
-        runner = Runner([python("short", "print('x')")], tmp_path / "log")
+        runner = PodRunner([python("short", "print('x')")], tmp_path / "log")
         before = len(open_fds())
         await runner.start()
         await auntil(lambda: runner.restarts()["short"] >= 2, "two restarts")

@@ -23,8 +23,8 @@ from tests.understudy.kubelet.test_runner import (
 )
 from understudy.kubelet import namespaces
 from understudy.kubelet.containers import KUBELET, Container, Kind, Restart
-from understudy.kubelet.probes import Probe
-from understudy.kubelet.runner import Runner
+from understudy.kubelet.probes import HttpProbe
+from understudy.kubelet.runner import PodRunner
 
 # Answers every path with the status in a file, or 200 while that is not there.
 SERVER = """
@@ -51,7 +51,7 @@ needs_namespaces = pytest.mark.skipif(
 def server(status: Path, **probes: dict) -> Container:
     """A server with some probes, each by its numbers."""
     port = free_port()
-    made = {name: Probe(f"http://127.0.0.1:{port}/", **each) for name, each in probes.items()}
+    made = {name: HttpProbe(f"http://127.0.0.1:{port}/", **each) for name, each in probes.items()}
     quick = KUBELET.up_to(0)
     return python("server", SERVER, str(port), str(status), grace_s=5, pace=quick, **made)
 
@@ -67,7 +67,7 @@ def test_process_that_hangs_is_found_by_its_liveness_probe_and_replaced(tmp_path
 
     async def main():
         container = server(tmp_path / "status", startup=startup, liveness=liveness)
-        runner = Runner([container], tmp_path / "log")
+        runner = PodRunner([container], tmp_path / "log")
         await runner.start()
         first = runner.pids()["server"]
         os.kill(first, signal.SIGSTOP)
@@ -78,9 +78,9 @@ def test_process_that_hangs_is_found_by_its_liveness_probe_and_replaced(tmp_path
 
     run(main())
     log = log_of(tmp_path, "server")
-    assert "liveness failed 2 times, no answer from" in log
+    assert "liveness probe failed 2 times (127.0.0.1:" in log
     assert "SIGTERM, and SIGKILL after 0.1 s" in log
-    assert "died of signal 9; started again now" in log
+    assert "died of signal 9; restarting now" in log
 
 
 def test_startup_that_fails_in_a_later_life_ends_the_process(tmp_path: Path):
@@ -89,7 +89,7 @@ def test_startup_that_fails_in_a_later_life_ends_the_process(tmp_path: Path):
 
     async def main():
         startup = {"period_s": 0.05, "failure_threshold": 40, "grace_s": 0.1}
-        runner = Runner([server(status, startup=startup)], tmp_path / "log")
+        runner = PodRunner([server(status, startup=startup)], tmp_path / "log")
         await runner.start()
         status.write_text("503")
         os.kill(runner.pids()["server"], signal.SIGKILL)
@@ -100,7 +100,7 @@ def test_startup_that_fails_in_a_later_life_ends_the_process(tmp_path: Path):
         await runner.stop()
 
     run(main())
-    assert "startup failed 40 times, answered 503" in log_of(tmp_path, "server")
+    assert "startup probe failed 40 times (HTTP 503)" in log_of(tmp_path, "server")
 
 
 def test_readiness_that_fails_ends_nobody(tmp_path: Path):
@@ -110,7 +110,7 @@ def test_readiness_that_fails_ends_nobody(tmp_path: Path):
 
     async def main():
         startup = {"period_s": 0.02, "failure_threshold": 1000}
-        runner = Runner([server(status, startup=startup, readiness=numbers)], tmp_path / "log")
+        runner = PodRunner([server(status, startup=startup, readiness=numbers)], tmp_path / "log")
         await runner.start()
         health = runner._kept["server"].health
         await auntil(lambda: health.is_ready, "it to be ready")
@@ -149,7 +149,7 @@ def test_init_containers_end_before_the_next_begins_and_main_ones_start_together
     ]
 
     async def main():
-        runner = Runner(containers, tmp_path / "log")
+        runner = PodRunner(containers, tmp_path / "log")
         await runner.start()
         path = tmp_path / "journal"
         await auntil(lambda: path.read_text().count("together") == 2, "both to have met")
@@ -170,7 +170,7 @@ def test_init_container_that_fails_is_told_at_once(tmp_path: Path):
             kind=Kind.INIT,
             restart=Restart.ON_FAILURE,
         )
-        runner = Runner([bad, python("main", WAIT, kind=Kind.MAIN)], tmp_path / "log")
+        runner = PodRunner([bad, python("main", WAIT, kind=Kind.MAIN)], tmp_path / "log")
         with pytest.raises(UnderstudyError, match=r"bad exited with code 1.*no such disk"):
             await runner.start()
         assert not runner.pids()
@@ -208,7 +208,7 @@ def test_main_containers_are_stopped_together_and_before_their_sidecars(tmp_path
 
     async def main():
         lines: list[str] = []
-        runner = Runner(containers, tmp_path / "log", lines.append)
+        runner = PodRunner(containers, tmp_path / "log", lines.append)
         await runner.start()
         await auntil(lambda: sum("armed" in line for line in lines) == 3, "three processes")
         await runner.stop()
@@ -231,7 +231,7 @@ def test_private_container_does_not_see_the_runners_own_settings(
     async def said(**more) -> str:
         lines: list[str] = []
         seen = python("seen", code % names, env={"UNDERSTUDY_DIR": "x"}, kind=Kind.INIT, **more)
-        runner = Runner([seen], tmp_path / "log", lines.append)
+        runner = PodRunner([seen], tmp_path / "log", lines.append)
         await runner.start()
         await auntil(lambda: any("SOMETHING_ELSE" in line for line in lines), "its line")
         await runner.stop()
@@ -260,7 +260,7 @@ def test_container_in_a_namespace_is_pid_1_and_hears_sigterm(tmp_path: Path):
     async def main() -> list[str]:
         lines: list[str] = []
         container = python("inside", code, has_pid_namespace=True)
-        runner = Runner([container], tmp_path / "log", lines.append)
+        runner = PodRunner([container], tmp_path / "log", lines.append)
         await runner.start()
         await auntil(lambda: "inside | pid 1 False" in lines, "its pid")
         first = runner.pids()["inside"]
@@ -273,7 +273,7 @@ def test_container_in_a_namespace_is_pid_1_and_hears_sigterm(tmp_path: Path):
         return lines
 
     lines = run(main())
-    assert "inside | (runner) died of signal 9; started again now" in lines
+    assert "inside | (runner) died of signal 9; restarting now" in lines
     assert "inside | heard it" in lines
 
 
@@ -292,7 +292,7 @@ def test_container_that_has_no_handler_yet_is_asked_again(tmp_path: Path):
 
     async def main():
         container = python("late", code, str(tmp_path / "go"), has_pid_namespace=True, grace_s=60)
-        runner = Runner([container], tmp_path / "log")
+        runner = PodRunner([container], tmp_path / "log")
         await runner.start()
         log = tmp_path / "log" / "late.log"
         await auntil(lambda: log.exists() and "up" in log.read_text(), "its first word")
@@ -323,12 +323,12 @@ def test_runner_that_is_pid_1_reaps_what_the_dead_leave_behind(tmp_path: Path):
     code = f"""
         import asyncio, os, pathlib, sys
         from understudy.kubelet.containers import KUBELET, Container
-        from understudy.kubelet.runner import Runner
+        from understudy.kubelet.runner import PodRunner
         from plumbing.service.procfs import children, is_alive
         async def main():
             command = (sys.executable, "-S", "-c", {leave!r})
             container = Container("child", command, pace=KUBELET.up_to(0))
-            runner = Runner([container], pathlib.Path(sys.argv[1]))
+            runner = PodRunner([container], pathlib.Path(sys.argv[1]))
             await runner.start()
             while runner.restarts()["child"] < 20:
                 await asyncio.sleep(0.01)

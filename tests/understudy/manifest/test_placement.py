@@ -10,17 +10,17 @@ from plumbing.errors import UsageError
 from tests.deploy.manifests import documents
 from tests.understudy.manifest.test_read import small
 from understudy.kubelet.containers import KUBELET, Container
-from understudy.manifest.place import (
-    Place,
+from understudy.manifest.placement import (
+    Placement,
+    ignored_parts,
     needs_model,
     place_containers,
     place_ports,
     place_volumes,
     runtime_directory,
-    unhonoured,
 )
 from understudy.manifest.read import read_manifest
-from understudy.manifest.spec import Manifest
+from understudy.manifest.spec import PodManifest
 from understudy.manifest.values import (
     Choices,
     expand,
@@ -33,10 +33,10 @@ from understudy.manifest.values import (
 HOME = Path("/run/pod")
 
 
-def place(manifest: Manifest, *chosen: str, first: int | None = None, **more) -> list[Container]:
+def place(manifest: PodManifest, *chosen: str, first: int | None = None, **more) -> list[Container]:
     """The manifest's containers in `HOME`, with `--set` for each of `chosen`."""
     choices = Choices.of(read_choice(each) for each in chosen)
-    where = Place(
+    where = Placement(
         place_volumes(manifest, HOME, choices),
         place_ports(manifest, choices, first),
         pod_fields(manifest, "the-uid", "the-node"),
@@ -190,7 +190,7 @@ def test_no_dra_overlay_is_told_of_its_ports_in_the_words_of_up():
     }
     assert container.liveness is not None
     assert container.liveness.url == "http://127.0.0.1:20001/live"
-    with pytest.raises(UsageError, match="engine-1 is to be that of engine-0 plus 1"):
+    with pytest.raises(UsageError, match="engine-1 must be that of engine-0 plus 1"):
         place(manifest, "volume.model=/srv/m", "port.engine-0=9500")
 
 
@@ -209,14 +209,14 @@ def test_set_changes_what_it_names():
 @pytest.mark.parametrize("chosen", ["volume.x=/y", "config.X=1", "port.x=1", "flag.no-such=1"])
 def test_set_of_what_is_not_there_is_refused(chosen: str):
     """Goal: a slip of the finger changes nothing in silence. Method: one name nobody has."""
-    with pytest.raises(UsageError, match="that --set could change; it has") as caught:
+    with pytest.raises(UsageError, match=r"the manifest has no such .*; it has") as caught:
         place(read_manifest(documents("cpu")), "volume.model=/m", chosen)
     assert caught.value.code == "manifest.needless_set"
 
 
 @pytest.mark.parametrize("text", ["", "x", "port.http", "port.http=x", "port.x=70000", "way.x=1"])
 def test_bad_set_is_refused(text: str):
-    with pytest.raises(ValueError, match=r"it takes volume|a port is"):
+    with pytest.raises(ValueError, match=r"must be one of volume|a port must be"):
         read_choice(text)
 
 
@@ -234,7 +234,7 @@ def test_containers_that_cannot_run_here_are_refused():
     """Goal: a sentence before anything starts. Method: no command, a lost port, a lost volume."""
     with pytest.raises(UsageError, match="main has no command"):
         place(small("command: []\nargs: []"))
-    with pytest.raises(UsageError, match="asks port 'web', which it does not have"):
+    with pytest.raises(UsageError, match="uses port 'web', which the container does not have"):
         place(small("livenessProbe: {httpGet: {port: web}}"))
     with pytest.raises(UsageError, match="mounts volume v"):
         place(small("volumeMounts: [{name: v, mountPath: /v}]"))
@@ -249,8 +249,8 @@ def test_namespaces_are_given_unless_the_pod_shares_its_processes():
 
 def test_what_is_not_honoured_takes_two_lines_at_most():
     """Goal: said once, and readable. Method: our overlay, and a pod that is honoured whole."""
-    said = unhonoured(read_manifest(documents("cpu")))
+    said = ignored_parts(read_manifest(documents("cpu")))
     assert len(said) == 2
     assert "the volume at /dev/shm" in said[0]
     assert "Service understudy" in said[1]
-    assert unhonoured(small()) == []
+    assert ignored_parts(small()) == []

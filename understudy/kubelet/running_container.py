@@ -1,14 +1,13 @@
-"""One container and its process: started, asked by its probes, ended, started again.
+"""One container and its process: started, probed, stopped, restarted.
 
-Owns the process, its probes' tasks and the wait before the next start. What an answer means is
-`probes.py`'s, what an end means is `containers.py`'s. Signals are sent only to children that it
-started and has not reaped yet, so never to a stranger who was given a recycled pid. Children end
-with the runner: they are told its pid in UNDERSTUDY_PARENT_PID and ask the kernel to be killed when
-it goes, or `enter_namespace.py` asks for them.
+Owns the process, its probes' tasks and the restart delay; `probes.py` and `containers.py` have the
+rules. Signals go only to children not reaped yet, so never to a recycled pid. Children die with the
+runner: they get its pid in UNDERSTUDY_PARENT_PID and ask the kernel to be killed when it exits, or
+`enter_namespace.py` does so for them.
 
-The surprising thing: during the *first* start an exit with a code (not by a signal) is final. A
-bad flag or a missing model does not heal by trying again, and people wait for the sentence. For
-the same reason a first start is ended by the runner's clock, not by its startup probe.
+The surprising thing: during the *first* start an exit with a code (not by a signal) is final. A bad
+flag or a missing model is not cured by a retry, and the user waits for the error. For the same
+reason the runner's deadline ends a first start, not its startup probe.
 """
 
 from __future__ import annotations
@@ -23,45 +22,45 @@ from collections.abc import Callable, Mapping
 from plumbing.service.parent import environment
 from understudy.kubelet import namespaces
 from understudy.kubelet.containers import Backoff, Container, Kind, grace_left_s
-from understudy.kubelet.http_get import Answer, get
+from understudy.kubelet.http_get import HttpReply, get
 from understudy.kubelet.log import ContainerLog
-from understudy.kubelet.probes import Health, Question, is_yes
+from understudy.kubelet.probes import ContainerHealth, Question, is_yes
 
-ASK_AGAIN_S = 0.05  # an interpreter needs some tenths of a second until it has its handlers
+ASK_AGAIN_S = 0.05  # an interpreter installs its handlers within some 0.1 s
 
-# How the names of our settings begin.
+# Prefixes of our settings.
 OURS = ("UNDERSTUDY_", "ENGINE_", "LOCKSERVER_", "GMS_")
 
 
-class Kept:
-    """A container that runs from `start` to `stop`, whatever its process does."""
+class RunningContainer:
+    """A container that is kept running from `start` to `stop`."""
 
     def __init__(
         self, container: Container, log: ContainerLog, after_end: Callable[[], None] = lambda: None
     ) -> None:
-        """`after_end` is called whenever its process has ended and is reaped."""
+        """`after_end` is called whenever its process has exited and was reaped."""
         self.container = container
         self.log = log
         self._after_end = after_end
-        self.is_starting = False  # a process is being made, whose pid is not known yet
+        self.is_starting = False  # a process is being created, its pid not known yet
         self.restarts = 0
-        # In any of its lives: one that nobody asks is up as soon as it is started.
+        # In any of its lives; without a startup probe, as soon as it is started.
         self.was_up = container.startup is None and container.kind is not Kind.INIT
-        self.ended = "has not run"
+        self.ended = "has not started"
         self.exit_code: int | None = None
-        self.last_answer = Answer(0, reason="it has not been asked yet")  # of its startup probe
-        self.settled = asyncio.Event()  # it is up, or has been given up: look which
+        self.last_reply = HttpReply(0, reason="not probed yet")  # of its startup probe
+        self.settled = asyncio.Event()  # it is up, or was given up
         if self.was_up:
             self.settled.set()
         self.is_given_up = False
-        self.health = Health(container.probes)
+        self.health = ContainerHealth(container.probes)
         self._stopping = asyncio.Event()
         self._process: Process | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
-        """Of the container's first process, while there is one."""
+        """The container's first process, while it lives."""
         process = self._process
         if process is None or process.returncode is not None:
             return None
@@ -71,7 +70,7 @@ class Kept:
 
     @property
     def child(self) -> int | None:
-        """The child of ours that is to be waited for: the first process, or the one outside."""
+        """Our child to wait for: the first process, or the one outside its namespace."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
@@ -88,17 +87,17 @@ class Kept:
         self._signal(signal.SIGKILL)
 
     async def stop(self, stopping_for_s: float = 0.0) -> None:
-        """End it and wait until it is reaped; the pod has been stopping for so long already."""
+        """Stop it and wait until it is reaped. The pod has been stopping for `stopping_for_s`."""
         if self._task is None:
             return
         self._stopping.set()
-        asking = asyncio.create_task(self._ask_to_end(), name=f"end of {self.container.name}")
+        asking = asyncio.create_task(self._terminate(), name=f"end of {self.container.name}")
         grace_s = grace_left_s(self.container.grace_s, stopping_for_s)
         done, _ = await asyncio.wait({self._task}, timeout=grace_s)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         if not done:
-            self.log.note(f"(runner) still there after {grace_s:.3g} s: SIGKILL")
+            self.log.note(f"(runner) still running after {grace_s:.3g} s: SIGKILL")
             self._signal(signal.SIGKILL)
         await self._task
 
@@ -114,14 +113,14 @@ class Kept:
             if self._stopping.is_set():
                 return
             if self._is_final(code):
-                self.log.note(f"(runner) {self.ended}; not started again")
+                self.log.note(f"(runner) {self.ended}; not restarted")
                 self.was_up = self.was_up or (self.container.kind is Kind.INIT and code == 0)
                 self.is_given_up = True
                 self.settled.set()
                 return
             delay_ms = backoff.next_delay_ms((loop.time() - began) * 1000)
             when = f"in {delay_ms / 1000:g} s" if delay_ms else "now"
-            self.log.note(f"(runner) {self.ended}; started again {when}")
+            self.log.note(f"(runner) {self.ended}; restarting {when}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_ms / 1000)
             self.restarts += 1
@@ -132,7 +131,7 @@ class Kept:
     async def _live_once(self) -> int:
         """One process from start to reaping; its exit code, negative for a signal."""
         container, writing = self.container, self.log.open_pipe()
-        self.health = Health(container.probes)
+        self.health = ContainerHealth(container.probes)
         is_inside = container.has_pid_namespace
         self.is_starting = True
         try:
@@ -150,7 +149,7 @@ class Kept:
         finally:
             self.is_starting = False
             os.close(writing)
-        if self._stopping.is_set():  # asked to stop while the process was being made
+        if self._stopping.is_set():  # stopped while the process was being created
             self._signal(signal.SIGTERM)
         probing = asyncio.create_task(self._probe(), name=f"probes of {container.name}")
         try:
@@ -169,13 +168,13 @@ class Kept:
             if not (is_private and name.startswith(OURS))
         }
         found |= self.container.env
-        # Its parent there is nobody that it could watch: another process watches for it.
+        # In a namespace it cannot watch its parent; enter_namespace.py does.
         return found if self.container.has_pid_namespace else found | environment()
 
     # ------------------------------------------------------------------ its probes
 
     async def _probe(self) -> None:
-        """Ask what is to be asked of this process, and end it if that says so."""
+        """Run the probes of this process, and stop it if one fails."""
         began_s = asyncio.get_running_loop().time()
         if not self.health.is_started:
             await self._ask(Question.STARTUP, began_s)
@@ -185,39 +184,41 @@ class Kept:
                     group.create_task(self._ask(question, began_s))
 
     async def _ask(self, question: Question, began_s: float) -> None:
-        """One probe until its question is settled for this process, or for as long as it lives."""
+        """Run one probe until its question is settled, or the process exits."""
         loop, probe = asyncio.get_running_loop(), self.container.probes[question]
         due_s = max(began_s + probe.initial_delay_s, loop.time())
         while question in self.health.asked_now():
             await asyncio.sleep(due_s - loop.time())
-            answer = await get(probe.url, probe.timeout_s)
-            has_failed = self.health.answered(question, is_ok=is_yes(answer.status))
+            reply = await get(probe.url, probe.timeout_s)
+            has_failed = self.health.answered(question, is_ok=is_yes(reply.status))
             if question is Question.STARTUP:
-                self.last_answer = answer
+                self.last_reply = reply
                 if self.health.is_started:
                     self.was_up = True
                     self.settled.set()
             if has_failed and self.was_up:
                 times = self.health.failures(question)
                 grace_s = self.container.grace_s if probe.grace_s is None else probe.grace_s
-                await self._end(f"{question} failed {times} times, {answer.why()}", grace_s)
+                await self._end(
+                    f"{question} probe failed {times} times ({reply.summary()})", grace_s
+                )
             due_s = probe.next_due_s(due_s, loop.time())
 
     async def _end(self, why: str, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after `grace_s`. The process's end cancels this."""
+        """SIGTERM, and SIGKILL after `grace_s`. The exit of the process cancels this."""
         self.log.note(f"(runner) {why}: SIGTERM, and SIGKILL after {grace_s:g} s")
         self._signal(signal.SIGTERM)
         await asyncio.sleep(grace_s)
         self._signal(signal.SIGKILL)
         await asyncio.Event().wait()
 
-    async def _ask_to_end(self) -> None:
-        """SIGTERM, and again for as long as it is dropped: whoever is pid 1 and has only just been
-        started has no handler yet, and would be waited for until the grace period is over."""
-        is_heeded = False
-        while not is_heeded:
+    async def _terminate(self) -> None:
+        """Send SIGTERM until it is accepted: the kernel drops it for a pid 1 that has just started
+        and has no handler yet."""
+        is_accepted = False
+        while not is_accepted:
             pid = self.pid if self.container.has_pid_namespace else None
-            is_heeded = pid is None or namespaces.is_heeded(pid, signal.SIGTERM)
+            is_accepted = pid is None or namespaces.accepts_signal(pid, signal.SIGTERM)
             self._signal(signal.SIGTERM)
             await asyncio.sleep(ASK_AGAIN_S)
 

@@ -1,9 +1,8 @@
 """The pod of a manifest on this machine: containers with host paths, ports and programs.
 
-Pure. Owns what a manifest leaves to its node: where volumes lie, which ports are really used and
-how our programs are told of them. There are no mount namespaces: an emptyDir is a directory below
-the pod's own, and wherever a word or a variable begins with the path at which a container would see
-a volume, the directory is put in its place.
+Pure. Owns what a manifest leaves to its node: the directories of volumes, the actual ports, and how
+our programs learn them. There are no mount namespaces: an emptyDir is a directory below the pod's
+own, and arguments and variables that begin with a mount path get the volume's directory instead.
 """
 
 from __future__ import annotations
@@ -15,25 +14,26 @@ from pathlib import Path
 
 from plumbing.errors import UsageError
 from understudy.kubelet.containers import KUBELET, Container, Pace
-from understudy.kubelet.probes import Probe
-from understudy.manifest.spec import Check, Manifest, Spec
+from understudy.kubelet.probes import HttpProbe
+from understudy.manifest.spec import ContainerSpec, PodManifest, ProbeSpec
 from understudy.manifest.values import (
     LOCAL_IP,
     Choices,
+    arguments,
     replace_paths,
     replace_ports,
     variables,
-    words,
 )
 
-VOLUMES = "vol"  # short: sockets lie in one, and a socket's whole path has 107 bytes
-MODEL = "model"  # the volume that gets a random model where nobody names one
+VOLUMES = "vol"  # short: it holds sockets, whose paths have at most 107 bytes
+MODEL = "model"  # the volume that gets a random model by default
 TEMPORARY = "/tmp"
-SHARED_MEMORY = "/dev/shm"  # programs know it by this name alone; it stays the machine's
+SHARED_MEMORY = "/dev/shm"  # programs use this path as is; it stays the machine's
 DIRECTORY_ENV = "UNDERSTUDY_DIR"
 HTTP_PORT_ENV = "UNDERSTUDY_HTTP_PORT"
 
-# `understudy up` has the ports of all its parts, engine n's after that of engine 0.
+# Variables of `understudy up`, which has the ports of all parts: engine n's is that of engine 0 +
+# n.
 UP = "understudy"
 UP_PORTS = {
     "http": "UNDERSTUDY_SERVICE_PORT",
@@ -44,9 +44,9 @@ UP_PORTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a pod is to run. `volumes`: each one's directory; `ports`: each one's number, by name;
-    `fields`: the pod's for `fieldRef`; `env`: beneath what the manifest says."""
+class Placement:
+    """Where a pod runs. `volumes`: directories by name; `ports`: numbers by name; `fields`: values
+    for `fieldRef`; `env`: variables that the manifest may override."""
 
     volumes: Mapping[str, Path]
     ports: Mapping[str, int]
@@ -57,11 +57,11 @@ class Place:
     has_pid_namespaces: bool = False
 
 
-def place_volumes(manifest: Manifest, directory: Path, choices: Choices) -> dict[str, Path]:
-    """Where each volume lies, for a pod in `directory`.
+def place_volumes(manifest: PodManifest, directory: Path, choices: Choices) -> dict[str, Path]:
+    """The directory of each volume, for a pod in `directory`.
 
     Raises:
-        UsageError: `manifest.no_volume`, one is what only a cluster has.
+        UsageError: `manifest.no_volume`, one exists only in a cluster.
     """
     found = {}
     for name, volume in manifest.volumes.items():
@@ -74,21 +74,23 @@ def place_volumes(manifest: Manifest, directory: Path, choices: Choices) -> dict
         else:
             raise UsageError(
                 "manifest.no_volume",
-                f"volume {name} is a {volume.kind}, which only a cluster has; name a directory "
-                f"for it with --set volume.{name}=PATH",
+                f"volume {name} is a {volume.kind}, which exists only in a cluster; choose a "
+                f"directory with --set volume.{name}=PATH",
             )
     return found
 
 
-def needs_model(manifest: Manifest, choices: Choices) -> bool:
-    """Whether there is a volume for a model, and nothing here to put there."""
+def needs_model(manifest: PodManifest, choices: Choices) -> bool:
+    """Whether there is a volume for a model that has no directory here."""
     volume = manifest.volumes.get(MODEL)
     is_here = volume is None or volume.is_of_pod or volume.kind == "hostPath"
     return not is_here and MODEL not in choices.volume
 
 
-def place_ports(manifest: Manifest, choices: Choices, first: int | None = None) -> dict[str, int]:
-    """The number of each port: one after the other from `first` on, where that is given."""
+def place_ports(
+    manifest: PodManifest, choices: Choices, first: int | None = None
+) -> dict[str, int]:
+    """The number of each port; consecutive from `first` on, if that is given."""
     ports = manifest.ports()
     if first is not None:
         ports = {name: first + number for number, name in enumerate(ports)}
@@ -96,19 +98,19 @@ def place_ports(manifest: Manifest, choices: Choices, first: int | None = None) 
 
 
 def place_containers(
-    manifest: Manifest, place: Place, program: Callable[[str], tuple[str, ...]]
+    manifest: PodManifest, place: Placement, program: Callable[[str], tuple[str, ...]]
 ) -> list[Container]:
-    """The pod in the order of starting; `program` finds what a command's first word names.
+    """The pod in starting order; `program` finds the executable that a command names.
 
     Raises:
-        UsageError: a container that cannot run here, and why.
+        UsageError: a container cannot run here, and why.
     """
     place.choices.check(manifest)
     return [_container(spec, manifest, place, program) for spec in manifest.specs]
 
 
 def runtime_directory(containers: Sequence[Container]) -> Path | None:
-    """The directory that the pod's parts share; None if these are not ours."""
+    """The directory that the pod's parts share; None if they are not Understudy's."""
     for container in containers:
         if DIRECTORY_ENV in container.env:
             return Path(container.env[DIRECTORY_ENV])
@@ -118,26 +120,30 @@ def runtime_directory(containers: Sequence[Container]) -> Path | None:
     return None
 
 
-def unhonoured(manifest: Manifest) -> list[str]:
-    """One or two lines about what the manifest says and this machine does not do."""
-    fields = list(manifest.unhonoured)
+def ignored_parts(manifest: PodManifest) -> list[str]:
+    """One or two lines about what has no effect on this machine."""
+    fields = list(manifest.ignored)
     if any(mount.path == SHARED_MEMORY for spec in manifest.specs for mount in spec.mounts):
         fields.append(f"the volume at {SHARED_MEMORY}")
-    lines = [f"not honoured on one machine: {', '.join(fields)}"] if fields else []
-    left_out = f"left out: {', '.join(manifest.left_out)}"
+    lines = [f"ignored on one machine: {', '.join(fields)}"] if fields else []
+    left_out = f"not started: {', '.join(manifest.left_out)}"
     return [*lines, left_out] if manifest.left_out else lines
 
 
 def _container(
-    spec: Spec, manifest: Manifest, place: Place, program: Callable[[str], tuple[str, ...]]
+    spec: ContainerSpec,
+    manifest: PodManifest,
+    place: Placement,
+    program: Callable[[str], tuple[str, ...]],
 ) -> Container:
     values = variables(spec, manifest, place.choices, place.fields)
-    command = words(spec, values, place.choices)
+    command = arguments(spec, values, place.choices)
     if not command:
         raise UsageError(
             "manifest.no_command",
-            f"container {spec.name} has no command, and its image cannot be asked for one here; "
-            "write the command into the manifest",
+            f"container {spec.name} has no command, and its image is not read here; add the "
+            "command "
+            "to the manifest",
         )
     numbers = {number: place.ports[name] for name, number in spec.ports.items()}
     paths = _paths(spec, place)
@@ -162,8 +168,8 @@ def _container(
     )
 
 
-def _paths(spec: Spec, place: Place) -> dict[str, str]:
-    """What each path of the container is on this machine."""
+def _paths(spec: ContainerSpec, place: Placement) -> dict[str, str]:
+    """The directory on this machine for each mount path of the container."""
     found = {}
     for mount in spec.mounts:
         if mount.path == SHARED_MEMORY:
@@ -171,15 +177,15 @@ def _paths(spec: Spec, place: Place) -> dict[str, str]:
         if mount.volume not in place.volumes:
             raise UsageError(
                 "manifest.broken",
-                f"container {spec.name} mounts volume {mount.volume}, which the pod does not "
-                "have; mend the manifest",
+                f"invalid manifest: container {spec.name} mounts volume {mount.volume}, which the "
+                "pod does not have",
             )
         found[mount.path.rstrip("/")] = str(place.volumes[mount.volume] / mount.sub_path)
     return found
 
 
-def _port_variables(spec: Spec, program: str, place: Place) -> dict[str, str]:
-    """How the container's program is told of its ports."""
+def _port_variables(spec: ContainerSpec, program: str, place: Placement) -> dict[str, str]:
+    """The variables with which the container's program learns its ports."""
     if os.path.basename(program) == UP:
         _check_neighbours(spec, place)
         return {
@@ -191,21 +197,21 @@ def _port_variables(spec: Spec, program: str, place: Place) -> dict[str, str]:
     return {HTTP_PORT_ENV: str(asked.pop())} if len(asked) == 1 else {}
 
 
-def _check_neighbours(spec: Spec, place: Place) -> None:
-    """`understudy up` is told of one port for all engines: theirs must follow each other."""
+def _check_neighbours(spec: ContainerSpec, place: Placement) -> None:
+    """`understudy up` takes one port for all engines: theirs must be consecutive."""
     engines = [name for name in spec.ports if name.startswith("engine-")]
     for name in engines:
         number = int(name.removeprefix("engine-"))
         if place.ports[name] != place.ports["engine-0"] + number:
             raise UsageError(
                 "manifest.scattered_ports",
-                f"port {name} is to be that of engine-0 plus {number} in container {spec.name}, "
+                f"port {name} must be that of engine-0 plus {number} in container {spec.name}, "
                 "which runs `understudy up`; set both",
             )
 
 
-def _port(check: Check, spec: Spec, place: Place) -> int:
-    """The number that a probe asks: a port's name, or its number in the manifest."""
+def _port(check: ProbeSpec, spec: ContainerSpec, place: Placement) -> int:
+    """The actual port of a probe, which gives a name or a number of the manifest."""
     for name, number in spec.ports.items():
         if check.port in (name, number):
             return place.ports[name]
@@ -213,16 +219,16 @@ def _port(check: Check, spec: Spec, place: Place) -> int:
         return check.port
     raise UsageError(
         "manifest.broken",
-        f"a probe of container {spec.name} asks port {check.port!r}, which it does not have; "
-        "mend the manifest",
+        f"invalid manifest: a probe of container {spec.name} uses port {check.port!r}, which the "
+        "container does not have",
     )
 
 
-def _probe(check: Check | None, spec: Spec, place: Place) -> Probe | None:
+def _probe(check: ProbeSpec | None, spec: ContainerSpec, place: Placement) -> HttpProbe | None:
     if check is None:
         return None
     path = check.path if check.path.startswith("/") else f"/{check.path}"
-    return Probe(
+    return HttpProbe(
         f"http://{check.host or LOCAL_IP}:{_port(check, spec, place)}{path}",
         check.period_s,
         check.timeout_s,
