@@ -62,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if work is None:
             assert not self.unfinished
             return
-        number = work.request_id
+        number = work.request.id
         wanted = self.unfinished[number]
         self.check_place(work, wanted)
         reason = self.scheduler.done(work, token if work.samples else None)
@@ -77,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.forget(number)
 
     def check_place(self, work: Work, wanted: Request) -> None:
-        number = work.request_id
+        number = work.request.id
         # The same slot throughout, and nobody else's.
         assert self.slot_of.setdefault(number, work.slot) == work.slot
         assert [slot for slot in self.slot_of.values() if slot == work.slot] == [work.slot]
@@ -124,7 +124,7 @@ def test_cancel_running_request_gives_its_slot_to_the_first_waiting_one():
     scheduler.cancel(1)
     work = scheduler.next_work()
     assert work is not None
-    assert work.request_id == 2
+    assert work.request.id == 2
     assert scheduler.waiting == 1
 
 

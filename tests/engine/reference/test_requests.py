@@ -52,25 +52,25 @@ def test_completion_with_every_parameter_becomes_a_request():
             "ignore_eos": True,
         }
     )
-    assert request.prompt == (1, 2, 3)
-    assert (request.model, request.max_tokens, request.is_chat) == ("m", 7, False)
+    assert request.prompt == [1, 2, 3]
+    assert (request.model, request.max_tokens) == ("m", 7)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.0, 0.5, -5)
-    assert request.stop == ("a", "b")
+    assert request.stops == ["a", "b"]
     assert request.stream
-    assert request.include_usage
+    assert request.stream_options.include_usage
     assert request.ignore_eos
 
 
 def test_defaults_are_those_of_openai():
     """A bare request means what OpenAI says: parse the smallest bodies."""
     completion = parse_completion({"prompt": "x"})
-    assert (completion.max_tokens, completion.stream, completion.stop) == (16, False, ())
+    assert (completion.max_tokens, completion.stream, completion.stops) == (16, False, [])
     assert completion.sampling.temperature == 1.0
+    assert completion.sampling.seed != completion.sampling.seed  # without a seed, a new one
     assert not completion.ignore_eos
-    chat = parse_chat(CHAT)
-    assert chat.max_tokens is None
-    assert chat.is_chat
+    assert parse_chat(CHAT).max_tokens is None
+    assert parse_completion({"prompt": "x", "stop": "a", "seed": None}).stops == ["a"]
 
 
 @pytest.mark.parametrize("client", STOCK)
@@ -80,7 +80,7 @@ def test_body_of_a_stock_client_is_accepted(client: str):
     request = (parse_chat if "chat" in path else parse_completion)(body)
     assert (request.max_tokens, request.sampling.temperature) == (4, 0)
     assert request.stream
-    assert request.include_usage
+    assert request.stream_options.include_usage
     assert request.ignore_eos
 
 
@@ -205,14 +205,14 @@ def test_chat_content_parts_are_flattened():
     """Text parts reach the template as one string: a message of two parts."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = parse_chat({"messages": [{"role": "user", "content": parts, "name": "n"}]})
-    assert request.messages == ({"role": "user", "content": "a\nb", "name": "n"},)
+    assert request.messages[0].plain() == {"role": "user", "content": "a\nb", "name": "n"}
 
 
 def test_answer_of_a_stock_client_may_be_sent_back():
     """A conversation goes on with the message as the `openai` package keeps it."""
     empty = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
     answer = {"role": "assistant", "content": "hello", **empty}
-    assert parse_chat({"messages": [*CHAT["messages"], answer]}).messages[1] == {
+    assert parse_chat({"messages": [*CHAT["messages"], answer]}).messages[1].plain() == {
         "role": "assistant",
         "content": "hello",
     }

@@ -141,7 +141,7 @@ def answer(text: bytes, *, stop: tuple[str, ...] = (), finish: str = "length") -
         pieces.append(answering.push(TokenMsg(1, byte, 0, reason)))
         if pieces[-1].finish_reason:
             break
-    assert answering.token_count == len(pieces)
+    assert answering.usage.completion_tokens == len(pieces)
     return pieces
 
 

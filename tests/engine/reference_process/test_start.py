@@ -24,13 +24,12 @@ def settings(max_context: int | None = None, kv_bytes: int | None = None) -> Con
 
 def test_arguments_have_defaults_and_sizes():
     """Goal: the documented flags. Method: the least and the most."""
-    least = parse(["--model", "/models/tiny/"])
-    assert (least.slots, least.max_context, least.kv_bytes) == (4, None, None)
-    assert least.model_name == "tiny"
-    most = parse(
+    least, name = parse(["--model", "/models/tiny/"])
+    assert (least.slots, least.max_context, least.kv_bytes, name) == (4, None, None, "tiny")
+    most, name = parse(
         ["--model", "m", "--kv-bytes", "2GiB", "--slots", "8", "--served-model-name", "name"]
     )
-    assert (most.kv_bytes, most.slots, most.model_name) == (2 << 30, 8, "name")
+    assert (most.kv_bytes, most.slots, name) == (2 << 30, 8, "name")
 
 
 @pytest.mark.parametrize("word", ["-h", "--help"])

@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from engine.backends import process
@@ -36,35 +37,13 @@ logger = logging.getLogger(__name__)
 DEFAULT_SLOTS = 4
 
 
-class ReferenceArguments(argparse.Namespace):
-    model: str
-    max_context: int | None
-    slots: int
-    kv_bytes: int | None
-    tensor_parallel: int
-    served_model_name: str | None
-
-    def settings(self) -> ConfigureMsg:
-        return ConfigureMsg(
-            directory=self.model,
-            slots=self.slots,
-            max_context=self.max_context,
-            kv_bytes=self.kv_bytes,
-            ranks=self.tensor_parallel,
-        )
-
-    @property
-    def model_name(self) -> str:
-        return self.served_model_name or os.path.basename(os.path.realpath(self.model))
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError("engine.backend_arguments", f"reference backend: {message}")
 
 
-def parse(argv: list[str]) -> ReferenceArguments:
-    """Raises UsageError `engine.backend_arguments`."""
+def parse(argv: list[str]) -> tuple[ConfigureMsg, str]:
+    """Settings and the served model's name. Raises UsageError `engine.backend_arguments`."""
     parser = _Parser(prog="engine run --backend reference --", allow_abbrev=False)
     parser.add_argument("--model", required=True, help="directory of a Hugging Face checkpoint")
     parser.add_argument(
@@ -89,20 +68,26 @@ def parse(argv: list[str]) -> ReferenceArguments:
     parser.add_argument(
         "--served-model-name", help="name in /v1/models (default: the directory's name)"
     )
-    return parser.parse_args(argv, ReferenceArguments())
+    found = parser.parse_args(argv)
+    settings = ConfigureMsg(
+        directory=found.model,
+        slots=found.slots,
+        max_context=found.max_context,
+        kv_bytes=found.kv_bytes,
+        ranks=found.tensor_parallel,
+    )
+    return settings, found.served_model_name or os.path.basename(os.path.realpath(found.model))
 
 
-class _whole:
-    def __init__(self, least: int, most: int) -> None:
-        self._least, self._most = least, most
-
-    def __call__(self, text: str) -> int:
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
         value = int(text) if text.isascii() and text.isdigit() else -1
-        if not self._least <= value <= self._most:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number from {self._least} to {self._most}"
-            )
+        if not least <= value <= most:
+            what = f"{text!r} is not a whole number from {least} to {most}"
+            raise argparse.ArgumentTypeError(what)
         return value
+
+    return convert
 
 
 def main() -> int:
@@ -117,17 +102,20 @@ def main() -> int:
     try:
         process.enter("http")
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
-        arguments = parse(sys.argv[1:])
-        read_config(arguments.model).of_rank(0, arguments.tensor_parallel)  # the cheap checks
+        settings, model_name = parse(sys.argv[1:])
+        read_config(settings.directory).of_rank(0, settings.ranks)  # the cheap checks
         raise_fd_limit()
-        models = spawn(arguments.settings())
+        models = spawn(settings)
     except UnderstudyError as error:
         logger.error("%s", error)
         _report(sock, error)
         return error.exit_code
-    from engine.backends.reference.http import serve
+    import uvloop
 
-    return serve.run(arguments.model, arguments.model_name, arguments.slots, sock, models)
+    from engine.backends.reference.http.serve import serve
+
+    uvloop.run(serve(settings, model_name, sock, models))
+    raise AssertionError("the backend stopped serving by itself")
 
 
 def _report(sock: socket.socket, error: UnderstudyError) -> None:

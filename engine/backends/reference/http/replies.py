@@ -19,10 +19,10 @@ DONE = b"data: [DONE]\n\n"
 RETRY_AFTER_S = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenUsage:
     prompt_tokens: int
-    completion_tokens: int
+    completion_tokens: int = 0
 
     def body(self) -> dict[str, int]:
         return {
@@ -56,7 +56,7 @@ class Reply:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return {**self._envelope(kind, []), "usage": usage.body()}
 
-    def whole(self, text: str, finish_reason: str, usage: TokenUsage) -> dict[str, Any]:
+    def whole(self, text: str, finish_reason: str | None, usage: TokenUsage) -> dict[str, Any]:
         if self.is_chat:
             message = {"role": "assistant", "content": text, "refusal": None}
             choice = {"index": 0, "message": message, **_end(finish_reason)}
@@ -97,24 +97,15 @@ def sse(document: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An HTTP status and the body that goes with it."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str,
-        param: str | None = None,
-        kind: str = "invalid_request_error",
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = param
-        self.kind = kind
+    status: int
+    message: str
+    code: str
+    param: str | None = None
+    kind: str = "invalid_request_error"
 
     @property
     def is_temporary(self) -> bool:

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/completions` and `/v1/chat/completions`, checked into dataclasses. Pure.
+"""Bodies of `/v1/completions` and `/v1/chat/completions`, checked into structs. Pure.
 
 The structs say which parameters are implemented, with which values. Other parameters of OpenAI and
 vLLM are accepted with the values that change nothing (`NEUTRAL`), as stock clients send them; any
@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import logging
 import reprlib
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -26,7 +26,6 @@ from engine.backends.reference.link import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 ERROR_CHARS_MAX = 300  # it quotes what the client has sent
 WARNINGS_MAX = 100  # clients choose these names, and must not be able to fill the log
 
@@ -35,26 +34,37 @@ TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class StreamOptions(Struct):
+class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
 class CommonBody(Struct, kw_only=True):
-    """The parameters of both endpoints."""
+    """The parameters of both endpoints, with OpenAI's defaults."""
 
     model: str | None = None
     max_tokens: TokenCount | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    ignore_eos: bool = False
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """With a new seed where the client has sent none."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return SamplingParams(self.temperature, self.top_p, seed)
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
-class CompletionBody(CommonBody):
+class CompletionBody(CommonBody, kw_only=True):
     prompt: str | Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
+    max_tokens: TokenCount | None = 16
 
 
 class TextPart(Struct, tag_field="type", tag="text"):
@@ -75,7 +85,7 @@ class ChatMessage(Struct):
         return {"role": self.role, "content": content, **name}
 
 
-class ChatBody(CommonBody):
+class ChatBody(CommonBody, kw_only=True):
     # Far above any real conversation; the context's length is the real limit.
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: TokenCount | None = None
@@ -122,28 +132,6 @@ IGNORED_IN_MESSAGE = frozenset({"annotations", "reasoning_content", "refusal"})
 _warned: set[str] = set()
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """What both endpoints have in common: a prompt (text or token ids), or a chat's messages.
-
-    `max_tokens` None: the rest of the context.
-    """
-
-    prompt: str | tuple[int, ...]
-    messages: tuple[dict[str, str], ...]
-    model: str | None
-    max_tokens: int | None
-    sampling: SamplingParams
-    stop: tuple[str, ...] = ()
-    stream: bool = False
-    include_usage: bool = False
-    ignore_eos: bool = False
-
-    @property
-    def is_chat(self) -> bool:
-        return bool(self.messages)
-
-
 def parse_json(body: bytes) -> dict[str, Any]:
     """One JSON object. Raises ApiError 400, which names the place of the mistake."""
     try:
@@ -155,7 +143,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return document
 
 
-def parse_completion(document: Mapping[str, Any]) -> GenerationRequest:
+def parse_completion(document: Mapping[str, Any]) -> CompletionBody:
     """The body of `/v1/completions`. Raises ApiError."""
     prompt = document.get("prompt")
     if isinstance(prompt, list) and isinstance(next(iter(prompt), None), str | list):
@@ -164,16 +152,11 @@ def parse_completion(document: Mapping[str, Any]) -> GenerationRequest:
                 "prompt", f"prompt holds {len(prompt)} prompts; send one prompt per request."
             )
         document = {**document, "prompt": prompt[0]}
-    body = _convert(document, CompletionBody, "prompt")
-    return _request(
-        body,
-        prompt=body.prompt if isinstance(body.prompt, str) else tuple(body.prompt),
-        max_tokens=body.max_tokens or DEFAULT_COMPLETION_TOKENS,
-    )
+    return _convert(document, CompletionBody, "prompt")
 
 
-def parse_chat(document: Mapping[str, Any]) -> GenerationRequest:
-    """The body of `/v1/chat/completions`. Raises ApiError."""
+def parse_chat(document: Mapping[str, Any]) -> ChatBody:
+    """The body of `/v1/chat/completions`; `max_tokens` has its limit. Raises ApiError."""
     body = _convert(document, ChatBody, "messages")
     for index, message in enumerate(document["messages"]):
         where = f"messages[{index}]."
@@ -183,36 +166,14 @@ def parse_chat(document: Mapping[str, Any]) -> GenerationRequest:
         raise bad_value(
             "max_tokens", "max_tokens and max_completion_tokens differ; send only the latter."
         )
-    messages = tuple(message.plain() for message in body.messages)
-    return _request(body, messages=messages, max_tokens=new or old)
-
-
-def _request(
-    body: CommonBody,
-    max_tokens: int | None,
-    prompt: str | tuple[int, ...] = "",
-    messages: tuple[dict[str, str], ...] = (),
-) -> GenerationRequest:
-    return GenerationRequest(
-        prompt=prompt,
-        messages=messages,
-        model=body.model,
-        max_tokens=max_tokens,
-        sampling=SamplingParams(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=body.top_p or 1.0,
-            seed=body.seed,
-        ),
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        ignore_eos=bool(body.ignore_eos),
-    )
+    body.max_tokens = new or old
+    return body
 
 
 def _convert(document: Mapping[str, Any], kind: type[Body], required: str) -> Body:
     """The implemented parameters, each valid, if the others may be left aside."""
-    if document.get(required) is None:
+    document = {name: value for name, value in document.items() if value is not None}
+    if required not in document:
         what = f"The request lacks {required}."
         raise ApiError(400, what, code="missing_required_parameter", param=required)
     try:
@@ -222,7 +183,7 @@ def _convert(document: Mapping[str, Any], kind: type[Body], required: str) -> Bo
         param = path.removesuffix("`")
         raise bad_value(param, f"{param}: {what[:ERROR_CHARS_MAX]}.") from None
     _check_others(document, kind, NEUTRAL, IGNORED)
-    options = document.get("stream_options") or {}
+    options = document.get("stream_options", {})
     where = "stream_options."
     _check_others(options, StreamOptions, NEUTRAL_STREAM_OPTIONS, IGNORED_STREAM_OPTIONS, where)
     return body

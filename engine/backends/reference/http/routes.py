@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -25,13 +25,13 @@ from engine.backends.reference.http.replies import (
     DONE,
     ApiError,
     Reply,
-    TokenUsage,
     bad_value,
     from_understudy,
     sse,
 )
 from engine.backends.reference.http.requests import (
-    GenerationRequest,
+    ChatBody,
+    CompletionBody,
     parse_chat,
     parse_completion,
     parse_json,
@@ -187,32 +187,38 @@ class _Routes:
             return parse_json(body)
 
     async def _generate(
-        self, request: web.Request, wanted: GenerationRequest
+        self, request: web.Request, body: CompletionBody | ChatBody
     ) -> web.StreamResponse:
-        self._check_model(wanted.model)
+        self._check_model(body.model)
         limits = self._served.limits()
-        prompt = await self._prompt_tokens(wanted, limits)
-        answer = AnswerText(self._served.tokenizer, wanted.stop)
+        prompt = await self._prompt_tokens(body, limits)
+        is_chat = isinstance(body, ChatBody)
         reply = Reply(
-            is_chat=wanted.is_chat,
-            id=f"{'chatcmpl' if wanted.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            is_chat=is_chat,
+            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             model=self._served.model_name,
             created=int(time.time()),
-            wants_usage=wanted.stream and wanted.include_usage,
+            wants_usage=body.stream and bool(body.stream_options.include_usage),
         )
-        stop_token_ids = () if wanted.ignore_eos else limits.stop_token_ids
-        max_tokens = wanted.max_tokens or limits.max_context - len(prompt)
+        answer = AnswerText(self._served.tokenizer, body.stops, len(prompt))
+        stop_token_ids = () if body.ignore_eos else limits.stop_token_ids
+        max_tokens = body.max_tokens or limits.max_context - len(prompt)
         with self._served.link.generate(
-            prompt, max_tokens, wanted.sampling, stop_token_ids
+            prompt, max_tokens, body.sampling, stop_token_ids
         ) as generation:
-            if wanted.stream:
-                return await _stream(request, generation, answer, reply, len(prompt))
-            return await _whole(generation, answer, reply, len(prompt))
+            pieces = _pieces(generation, answer)
+            if body.stream:
+                return await _stream(request, pieces, answer, reply)
+            whole = [piece async for piece in pieces]
+        text = "".join(piece.text for piece in whole)
+        return web.json_response(reply.whole(text, whole[-1].finish_reason, answer.usage))
 
-    async def _prompt_tokens(self, wanted: GenerationRequest, limits: ReadyMsg) -> tuple[int, ...]:
-        param = "messages" if wanted.is_chat else "prompt"
-        tokens = await self._encode(wanted)
-        count, asked = len(tokens), wanted.max_tokens or 0
+    async def _prompt_tokens(
+        self, body: CompletionBody | ChatBody, limits: ReadyMsg
+    ) -> Sequence[int]:
+        param = "messages" if isinstance(body, ChatBody) else "prompt"
+        tokens = await self._encode(body)
+        count, asked = len(tokens), body.max_tokens or 0
         if count + max(1, asked) > limits.max_context:
             needed = f"{count} tokens of prompt" + (f" and {asked} to generate" if asked else "")
             raise ApiError(
@@ -225,59 +231,48 @@ class _Routes:
         if not tokens:
             raise bad_value(param, f"{param} is empty; send at least one token.")
         if max(tokens) >= limits.vocab_size:
-            raise bad_value(
-                param,
-                f"{param} contains the token {max(tokens)}, but this model's vocabulary ends at"
-                f" {limits.vocab_size - 1}.",
-            )
+            last = limits.vocab_size - 1
+            what = f"{param} contains the token {max(tokens)}, but the vocabulary ends at {last}."
+            raise bad_value(param, what)
         return tokens
 
-    async def _encode(self, wanted: GenerationRequest) -> tuple[int, ...]:
-        tokenizer, text = self._served.tokenizer, wanted.prompt
-        if wanted.is_chat:
-            text = tokenizer.render_chat(wanted.messages)
-        if not isinstance(text, str):
-            return text
-        special = not wanted.is_chat  # a chat template writes its own
+    async def _encode(self, body: CompletionBody | ChatBody) -> Sequence[int]:
+        tokenizer, special = self._served.tokenizer, isinstance(body, CompletionBody)
+        if isinstance(body, ChatBody):  # a chat template writes its own special tokens
+            text = tokenizer.render_chat([message.plain() for message in body.messages])
+        elif isinstance(body.prompt, str):
+            text = body.prompt
+        else:
+            return body.prompt
         if len(text) <= INLINE_CHARS_MAX:
-            return tuple(tokenizer.encode(text, special=special))
+            return tokenizer.encode(text, special=special)
         async with self._large:
-            return tuple(await asyncio.to_thread(tokenizer.encode, text, special=special))
+            return await asyncio.to_thread(tokenizer.encode, text, special=special)
 
 
-async def _whole(
-    generation: Generation, answer: AnswerText, reply: Reply, prompt_tokens: int
-) -> web.StreamResponse:
-    pieces: list[Piece] = []
-    while not pieces or pieces[-1].finish_reason is None:
-        pieces.append(answer.push(await generation.next()))
-    text = "".join(piece.text for piece in pieces)
-    usage = TokenUsage(prompt_tokens, answer.token_count)
-    return web.json_response(reply.whole(text, pieces[-1].finish_reason or "", usage))
+async def _pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[Piece]:
+    """The answer up to and including the piece with the finish reason."""
+    reason = None
+    while reason is None:
+        piece = answer.push(await generation.next())
+        reason = piece.finish_reason
+        yield piece
 
 
 async def _stream(
-    request: web.Request,
-    generation: Generation,
-    answer: AnswerText,
-    reply: Reply,
-    prompt_tokens: int,
+    request: web.Request, pieces: AsyncIterator[Piece], answer: AnswerText, reply: Reply
 ) -> web.StreamResponse:
-    piece = answer.push(await generation.next())
     response = web.StreamResponse(headers=SSE_HEADERS)
-    await response.prepare(request)
-    opening = reply.opening()
-    if opening is not None:
-        await response.write(sse(opening))
-    while True:
+    async for piece in pieces:
+        if not response.prepared:
+            await response.prepare(request)
+            if opening := reply.opening():
+                await response.write(sse(opening))
         if piece.text:
             await response.write(sse(reply.chunk(piece.text)))
         if piece.finish_reason is not None:
-            break
-        piece = answer.push(await generation.next())
-    last = sse(reply.last_chunk(piece.finish_reason))
-    if reply.wants_usage:
-        last += sse(reply.usage_chunk(TokenUsage(prompt_tokens, answer.token_count)))
-    await response.write(last + DONE)
+            last = sse(reply.last_chunk(piece.finish_reason))
+            usage = sse(reply.usage_chunk(answer.usage)) if reply.wants_usage else b""
+            await response.write(last + usage + DONE)
     await response.write_eof()
     return response

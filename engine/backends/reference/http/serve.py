@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from typing import NoReturn
 
-import uvloop
 from aiohttp import web
 
 from engine.backends import process
@@ -23,7 +21,7 @@ from engine.backends.reference.http.model_link import join_ranks
 from engine.backends.reference.http.routes import ServedModel, make_app
 from engine.backends.reference.http.spawn import ModelProcess
 from engine.backends.reference.http.text import Tokenizer
-from engine.backends.reference.link import FailedMsg, ReadyMsg
+from engine.backends.reference.link import ConfigureMsg, FailedMsg, ReadyMsg
 from engine.messages import CanaryMsg, FaultReportMsg, HealthyMsg, PreparedMsg
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
@@ -34,22 +32,15 @@ KEEPALIVE_S = 75.0
 FLUSH_S = 0.1
 
 
-def run(
-    directory: str, model_name: str, slots: int, sock: socket.socket, models: Sequence[ModelProcess]
-) -> NoReturn:
-    """Serve for the supervisor at the other end of `sock`, which decides when this process ends."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(directory, model_name, slots, sock, models))
-    raise AssertionError("the backend stopped serving without a request to do so")
-
-
-async def _serve(
-    directory: str, model_name: str, slots: int, sock: socket.socket, models: Sequence[ModelProcess]
+async def serve(
+    settings: ConfigureMsg, model_name: str, sock: socket.socket, models: Sequence[ModelProcess]
 ) -> None:
+    """Serve for the supervisor at the other end of `sock`, which decides when this process ends."""
     channel = Channel(sock)
-    link = join_ranks(models, slots, lambda failed: channel.end(_report_of(failed)))
+    link = join_ranks(models, settings.slots, lambda failed: channel.end(_report_of(failed)))
     try:
-        backend = ReferenceBackend(ServedModel(model_name, Tokenizer.load(directory), link))
+        tokenizer = Tokenizer.load(settings.directory)
+        backend = ReferenceBackend(ServedModel(model_name, tokenizer, link))
         ready = await backend.prepare()
     except UnderstudyError as error:
         channel.end(process.fault_report(error))

@@ -17,6 +17,7 @@ import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.backends.reference.http.replies import TokenUsage
 from engine.backends.reference.link import TokenMsg
 from engine.backends.shards import read_json
 from plumbing.errors import UsageError
@@ -79,10 +80,7 @@ class Tokenizer:
             )
         try:
             return self._template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                tools=None,
-                **self._specials,
+                messages=messages, add_generation_prompt=True, tools=None, **self._specials
             )
         except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(
@@ -144,13 +142,13 @@ class AnswerText:
     A client sees nothing of a stop token or a stop string, and never half a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], prompt_tokens: int = 0) -> None:
         self._stream = TextStream(tokenizer)
         self._stops = StopStrings(stop)
-        self.token_count = 0
+        self.usage = TokenUsage(prompt_tokens)
 
     def push(self, token: TokenMsg) -> Piece:
-        self.token_count += 1
+        self.usage.completion_tokens += 1
         text = "" if token.finish_reason == "stop" else self._stream.push(token.token)
         if token.finish_reason is not None:
             text += self._stream.finish()
@@ -202,15 +200,14 @@ def _overlap(text: str, stop: str) -> int:
 def _read_template(directory: str, settings: dict[str, Any]) -> str | None:
     """A file of its own (transformers ≥ 4.51) wins over the key in `tokenizer_config.json`."""
     path = os.path.join(directory, "chat_template.jinja")
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except FileNotFoundError:
-        pass
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            "model.broken", f"{path} cannot be read: {error}; copy it again."
-        ) from None
+    if os.path.exists(path):
+        try:
+            with open(path, encoding="utf-8") as file:
+                return file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                "model.broken", f"{path} cannot be read: {error}; copy it again."
+            ) from None
     template = settings.get("chat_template")
     return template if isinstance(template, str) else None
 

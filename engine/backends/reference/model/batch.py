@@ -39,12 +39,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Run `tokens` of a sequence, the first at position `start`, through slot `slot`.
+    """Run `tokens` of a request's sequence, the first at position `start`, through slot `slot`.
 
     `samples`: the last token's logits choose the next token, the `index`-th new one.
     """
 
-    request_id: int
+    request: Request
     slot: int
     tokens: tuple[int, ...]
     start: int
@@ -100,7 +100,7 @@ class Scheduler:
             return True
         if request_id not in self._running:
             return False
-        if self._handed_out is not None and self._handed_out.request_id == request_id:
+        if self._handed_out is not None and self._handed_out.request.id == request_id:
             raise InvariantError(f"request {request_id} cancelled while its work is under way")
         self._finish(request_id)
         return True
@@ -121,7 +121,7 @@ class Scheduler:
         if work is not self._handed_out or (token is None) == work.samples:
             raise InvariantError(f"not the work that was handed out, or no token: {work} {token}")
         self._handed_out = None
-        sequence = self._running[work.request_id]
+        sequence = self._running[work.request.id]
         sequence.position += len(work.tokens)
         if token is None:
             return None
@@ -129,7 +129,7 @@ class Scheduler:
         sequence.last = token
         reason = self._finish_reason(sequence)
         if reason is not None:
-            self._finish(work.request_id)
+            self._finish(work.request.id)
         return reason
 
     def _finish_reason(self, sequence: _Running) -> FinishReason | None:
@@ -160,7 +160,7 @@ def prefill_end(start: int, prompt_tokens: int) -> int:
 def _work(sequence: _Running) -> Work:
     request, start = sequence.request, sequence.position
     if start >= len(request.prompt):
-        return Work(request.id, sequence.slot, (sequence.last,), start, True, sequence.made)
+        return Work(request, sequence.slot, (sequence.last,), start, True, sequence.made)
     end = prefill_end(start, len(request.prompt))
     samples = end == len(request.prompt)
-    return Work(request.id, sequence.slot, request.prompt[start:end], start, samples, 0)
+    return Work(request, sequence.slot, request.prompt[start:end], start, samples, 0)

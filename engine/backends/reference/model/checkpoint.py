@@ -16,7 +16,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,22 +116,16 @@ def open_checkpoint(directory: str, rank: int = 0, ranks: int = 1) -> Checkpoint
     stored: dict[str, StoredTensor] = {}
     for tensor in (tensor for shard in shards for tensor in shard.tensors):
         if tensor.name in stored:
-            raise UsageError(
-                "model.broken",
-                f"{directory}: tensor {tensor.name} is in two shards, "
-                f"{os.path.basename(stored[tensor.name].shard)} and "
-                f"{os.path.basename(tensor.shard)}; download the checkpoint again.",
+            both = " and ".join(
+                os.path.basename(each.shard) for each in (stored[tensor.name], tensor)
             )
+            _broken(directory, f"tensor {tensor.name} is in two shards, {both}")
         stored[tensor.name] = tensor
     shapes = config.tensor_shapes()
     missing = [name for name in shapes if name not in stored]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UsageError(
-            "model.broken",
-            f"{directory}: tensor {missing[0]}{more} is in no safetensors file; a shard is "
-            "missing or config.json is of another checkpoint, download it again.",
-        )
+        _broken(directory, f"tensor {missing[0]}{more} is in no safetensors file")
     _refuse_unknown(directory, [name for name in stored if name not in shapes], config)
     for name, shape in shapes.items():
         _check(directory, stored[name], shape)
@@ -224,20 +218,13 @@ def _read_fully(fd: int, target: Bytes, offset: int, stored: StoredTensor) -> No
 
 
 def _check(directory: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
-    shard = os.path.basename(stored.shard)
+    what = f"tensor {stored.name} in {os.path.basename(stored.shard)} has"
     if stored.shape != shape:
-        raise UsageError(
-            "model.broken",
-            f"{directory}: tensor {stored.name} in {shard} has shape {list(stored.shape)}, but "
-            f"config.json requires {list(shape)}; they belong to different checkpoints, download "
-            "this one again.",
-        )
+        wanted = f"but config.json requires {list(shape)}"
+        _broken(directory, f"{what} shape {list(stored.shape)}, {wanted}")
     if stored.dtype not in FLOAT_DTYPES:
-        raise UsageError(
-            "model.unsupported",
-            f"{directory}: tensor {stored.name} in {shard} has dtype {stored.dtype}, and the "
-            f"reference backend reads {', '.join(FLOAT_DTYPES)}; choose an unquantised checkpoint.",
-        )
+        wanted = f"but the reference backend reads only {', '.join(FLOAT_DTYPES)}"
+        _unsupported(directory, f"{what} dtype {stored.dtype}, {wanted}")
 
 
 def _part(stored: StoredTensor, shape: tuple[int, ...], rank: int, ranks: int) -> TensorSource:
@@ -256,8 +243,17 @@ def _refuse_unknown(directory: str, unknown: list[str], config: LlamaConfig) -> 
             continue
         if name == "lm_head.weight" and config.tie_embeddings:
             continue  # some exporters store the tied tensor twice
-        raise UsageError(
-            "model.unsupported",
-            f"{directory}: tensor {name} belongs to no part of the Llama that config.json "
-            "describes; choose another checkpoint or the vllm backend.",
+        _unsupported(
+            directory, f"tensor {name} is not part of the Llama that config.json describes"
         )
+
+
+def _broken(directory: str, reason: str) -> NoReturn:
+    raise UsageError("model.broken", f"{directory}: {reason}; download the checkpoint again.")
+
+
+def _unsupported(directory: str, reason: str) -> NoReturn:
+    raise UsageError(
+        "model.unsupported",
+        f"{directory}: {reason}; choose another checkpoint or the vllm backend.",
+    )

@@ -6,7 +6,6 @@ caller asks for a step, sends the result, and reads its messages between steps.
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +36,6 @@ class Generator:
         self._decoder = decoder
         self._cache = cache
         self._scheduler = Scheduler(cache.slots, cache.max_context)
-        self._requests: dict[int, tuple[Request, int]] = {}  # with the seed that counts
         self.progress = 0
         """Grows with every prefill chunk and every token: what "not hung" means."""
 
@@ -45,20 +43,12 @@ class Generator:
     def has_work(self) -> bool:
         return self._scheduler.running > 0
 
-    @property
-    def in_flight(self) -> int:
-        """Requests accepted and not finished, waiting ones included."""
-        return self._scheduler.running + self._scheduler.waiting
-
     def submit(self, request: Request) -> None:
         """Accept a request that the HTTP process has checked."""
         self._scheduler.submit(request)
-        seed = request.sampling.seed
-        self._requests[request.id] = (request, secrets.randbits(63) if seed is None else seed)
 
     def cancel(self, request_id: int) -> bool:
         """Drop a request; its slot is free when this returns. False if unknown or finished."""
-        self._requests.pop(request_id, None)
         return self._scheduler.cancel(request_id)
 
     def step(self) -> Produced | None:
@@ -68,15 +58,9 @@ class Generator:
             return None
         logits = self._decoder.forward(self._cache, work.slot, work.tokens, work.start)
         self.progress += 1
-        if not work.samples:
-            self._scheduler.done(work, None)
-            return None
-        request, seed = self._requests[work.request_id]
-        token = choose(logits, request.sampling, seed, work.index)
+        token = choose(logits, work.request.sampling, work.index) if work.samples else None
         reason = self._scheduler.done(work, token)
-        if reason is not None:
-            del self._requests[work.request_id]
-        return Produced(work.request_id, token, reason)
+        return None if token is None else Produced(work.request.id, token, reason)
 
 
 def canary(decoder: Decoder, cache: KVCache) -> tuple[int, ...]:

@@ -122,7 +122,15 @@ class ModelLoop:
             case CheckMsg():
                 self._check()
             case SubmitMsg() if self._generator is not None:
-                self._generator.submit(_request(message))
+                self._generator.submit(
+                    Request(
+                        message.request,
+                        unpack(message.prompt),
+                        message.max_tokens,
+                        message.sampling,
+                        message.stop_token_ids,
+                    )
+                )
             case CancelMsg() if self._generator is not None:
                 self._generator.cancel(message.request)
             case _:
@@ -144,12 +152,12 @@ class ModelLoop:
                 raise
             self._link.notify(CheckedMsg(False, error.message))
             return
-        if made != self._canary_tokens:
+        is_same = made == self._canary_tokens
+        detail = "the same tokens as when it was prepared"
+        if not is_same:
             self._rank.distrust()
             detail = f"the canary made {made}, and {self._canary_tokens} when it was prepared"
-            self._link.notify(CheckedMsg(False, detail))
-            return
-        self._link.notify(CheckedMsg(True, "the same tokens as when it was prepared"))
+        self._link.notify(CheckedMsg(is_same, detail))
 
     def _canary(self, cache: int) -> tuple[int, ...]:
         """The canary's tokens; a failure is reported to the memory service before it is raised."""
@@ -168,16 +176,6 @@ class ModelLoop:
             self._link.notify(
                 TokenMsg(made.request_id, made.token, generator.progress, made.finish_reason)
             )
-
-
-def _request(message: SubmitMsg) -> Request:
-    return Request(
-        id=message.request,
-        prompt=unpack(message.prompt),
-        max_tokens=message.max_tokens,
-        sampling=message.sampling,
-        stop_token_ids=message.stop_token_ids,
-    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from engine.backends.reference.link import SamplingParams
 from plumbing.errors import UnderstudyError
 
 
-def choose(logits: NDArray[np.float32], params: SamplingParams, seed: int, index: int) -> int:
+def choose(logits: NDArray[np.float32], params: SamplingParams, index: int) -> int:
     """The token at `index` of a request's new tokens. `logits` is (vocab_size,), only read.
 
     Raises:
@@ -33,7 +33,9 @@ def choose(logits: NDArray[np.float32], params: SamplingParams, seed: int, index
         return int(logits.argmax())  # the lowest id among equals
     tokens, weights = _candidates(logits, params)
     cumulative = weights.cumsum()
-    chosen = int(cumulative.searchsorted(uniform(seed, index) * cumulative[-1], side="right"))
+    chosen = int(
+        cumulative.searchsorted(uniform(params.seed, index) * cumulative[-1], side="right")
+    )
     return int(tokens[min(chosen, len(tokens) - 1)])
 
 

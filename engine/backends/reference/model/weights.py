@@ -90,29 +90,32 @@ def check_bound(
     needed = {tensor.name: tensor for tensor in wanted}
     missing = [name for name in needed if name not in found]
     surplus = [name for name in found if name not in needed]
+    unlike = [
+        name for name in needed if name in found and not _is_as_read(needed[name], found[name])
+    ]
     if missing:
-        what = f"tensor {missing[0]}{_more(missing)} of the model is not in epoch {epoch}"
-        raise _unbound(what, missing, surplus)
-    if surplus:
-        what = f"tensor {surplus[0]}{_more(surplus)} of epoch {epoch} belongs to no part of the"
-        raise _unbound(f"{what} model", missing, surplus)
-    for name, tensor in needed.items():
-        record = found[name]
-        there, here = (record.dtype, tuple(record.shape)), (DTYPE, tensor.shape)
-        if there != here or record.nbytes != tensor.nbytes or record.strides is not None:
-            what = f"tensor {name} is {record.dtype} {list(record.shape)} in epoch {epoch}, and"
-            raise _unbound(f"{what} {DTYPE} {list(tensor.shape)} in the model", [name], [])
+        what = f"{missing[0]}{_more(missing)} of the model is not in epoch {epoch}"
+    elif surplus:
+        what = f"{surplus[0]}{_more(surplus)} of epoch {epoch} is not part of the model"
+    elif unlike:
+        record, shape = found[unlike[0]], list(needed[unlike[0]].shape)
+        there = f"{record.dtype} {list(record.shape)} in epoch {epoch}"
+        what = f"{unlike[0]} is {there}, but {DTYPE} {shape} in the model"
+    else:
+        return
+    raise UnderstudyError(
+        "model.unbound",
+        f"tensor {what}; stop every engine that maps this epoch, so that the next one loads it"
+        " again, and run the same release of understudy in every container",
+        missing=missing or unlike[:1],
+        surplus=surplus,
+    )
+
+
+def _is_as_read(tensor: TensorSource, record: TensorRecord) -> bool:
+    there = (record.dtype, tuple(record.shape), record.nbytes, record.strides)
+    return there == (DTYPE, tensor.shape, tensor.nbytes, None)
 
 
 def _more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
-
-
-def _unbound(what: str, missing: list[str], surplus: list[str]) -> UnderstudyError:
-    return UnderstudyError(
-        "model.unbound",
-        f"{what}; stop every engine that maps this epoch, so that the next one loads it again, and"
-        " run the same release of understudy in every container",
-        missing=missing,
-        surplus=surplus,
-    )
