@@ -34,7 +34,7 @@ DRAIN = (
 
 @click.group()
 def main() -> None:
-    """Run and inspect one engine of the pod: a supervisor and its backend."""
+    """Engine: a supervisor and the inference backend that it runs."""
 
 
 @main.command(context_settings={"ignore_unknown_options": False})

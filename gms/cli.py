@@ -29,23 +29,23 @@ DIRECTORY = Option("dir", str, paths.DIRECTORY, "The directory that the pod's pr
 MEMORY = Option("memory", str, "host", "The kind of memory.", choices=("host", "cuda"))
 DEVICE_BYTES = Option(
     "device_bytes", size_bytes, None,
-    "What one device may hold (default: 4GiB of host memory; all that a GPU has).", minimum=1,
+    "Memory to use per device; 4GiB of host memory, or all of a GPU, unless given.", minimum=1,
 )  # fmt: skip
 HOST_DEVICE_BYTES = 4 << 30
 STALL = Option(
-    "stall_s", float, STALL_MS / 1000, "A writer without progress for so long is given up.",
+    "stall_s", float, STALL_MS / 1000, "Longest time in seconds a writer may make no progress.",
     minimum=0.1,
 )  # fmt: skip
 SERVE = (
     DIRECTORY,
     MEMORY,
-    Option("devices", int, 1, "How many devices of host memory.", minimum=1, maximum=64),
+    Option("devices", int, 1, "Number of devices, for host memory.", minimum=1, maximum=64),
     Option(
         "device",
         str,
         (),
-        "A GPU or MIG instance to serve, by UUID; several with commas, or the flag again (default: "
-        "all that are visible).",
+        "UUIDs of the GPUs or MIG instances to serve, separated by commas; all visible ones unless"
+        " given. Repeatable.",
         env="UNDERSTUDY_GPUS",
         many=True,
     ),
@@ -58,22 +58,22 @@ ONE_DEVICE = Option("device", str, None, "Only this device.")
 SERVE_DEVICE = (
     DIRECTORY,
     MEMORY,
-    Option("device", str, help="Its name."),
+    Option("device", str, help="The device's name."),
     DEVICE_BYTES,
     STALL,
-    Option("restarts", int, 0, "How many servers the device had before this one.", minimum=0),
+    Option("restarts", int, 0, "Number of servers that the device had before this one.", minimum=0),
 )
 
 
 @click.group()
 def main() -> None:
-    """The memory service: one copy of the weights, mapped by every engine."""
+    """GPU memory service: keeps one copy of the weights, which all engines map."""
 
 
 @main.command()
 @options(SERVE, command="gms")
 def serve(config: Resolved) -> None:
-    """Serve the devices' memory until SIGTERM."""
+    """Run the memory service until SIGTERM."""
     from gms.server.supervisor import GmsSupervisor, device_names  # aiohttp comes with it
 
     configure("gms")
@@ -82,7 +82,7 @@ def serve(config: Resolved) -> None:
     is_cuda = config["memory"] == "cuda"
     gpus = [word for words in config["device"] for word in words.split(",") if word]
     if gpus and not is_cuda:
-        raise UsageError("config.needless_device", "--device is for --memory cuda")
+        raise UsageError("config.needless_device", "--device requires --memory cuda")
 
     starts: Counter[str] = Counter()
 
@@ -195,8 +195,8 @@ def _look(directory: str, *, in_full: bool = False) -> Look:
 def verify(config: Resolved, as_json: bool) -> None:
     """Compare the committed bytes with what was written.
 
-    Exit codes: 0 intact or nothing there, 1 altered or not verified, 3 unreachable, 4 no digest yet
-    or recovering; of several devices, that of the gravest.
+    Exit codes: 0 intact or empty, 1 altered or not verified, 3 unreachable, 4 no digest yet or
+    recovering; with several devices, the worst of them.
     """
     from gms.operate import upkeep as operate
 
@@ -207,20 +207,27 @@ def verify(config: Resolved, as_json: bool) -> None:
 
 @main.command()
 @options((DIRECTORY, ONE_DEVICE), command="gms-client")
-@click.option("--epoch", help="Only if this is the epoch that is committed.")
-@click.option("--even-if-mapped", is_flag=True, help="Its memory is freed when its readers leave.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--epoch", help="Only if this epoch is the committed one.")
+@click.option(
+    "--even-if-mapped",
+    is_flag=True,
+    help="Also if engines map it; the memory is freed when they exit.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_flag
 def drop(
     config: Resolved, epoch: str | None, even_if_mapped: bool, yes: bool, as_json: bool
 ) -> None:
-    """Take a device's committed weights out of service; the next engine loads anew."""
+    """Take a device's committed weights out of service.
+
+    The next engine loads them again.
+    """
     from gms.operate import upkeep as operate
 
     name = operate.the_device(config["dir"], config["device"])
     if not yes:
         if not sys.stdin.isatty():
-            raise UsageError("gms.not_confirmed", "this drops weights; say --yes to mean it")
+            raise UsageError("gms.not_confirmed", "this drops weights: add --yes to confirm")
         click.confirm(f"Drop the committed weights of {name}?", abort=True)
     document = operate.drop(
         config["dir"], config["device"], epoch=epoch, even_if_mapped=even_if_mapped

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from plumbing.wire.tcp.security import Security
 
 SWITCHED, ALREADY_ACTIVE = "switched", "already_active"
-FOLLOW_TIMEOUT_S = 24 * 3600.0  # between two events; a pod may be quiet for a night
+FOLLOW_TIMEOUT_S = 24 * 3600.0  # between two events; a pod may be quiet overnight
 
-# Below, a heartbeat that comes late by a busy moment would cost the holder its lock.
+# With less, one late heartbeat on a busy machine would cost the holder its lock.
 LEASE_MS_MIN = 200
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
@@ -52,18 +52,36 @@ def _service(text: str) -> tuple[str, str]:
 
 SERVE = (
     DIR,
-    Option("service", _service, (), "LOCK=HOST:PORT: the address of a lock.", many=True),
-    Option("http_host", str, "127.0.0.1", "Where probes, status and metrics listen."),
-    Option("http_port", int, 9400, "Their port.", minimum=0, maximum=65535),
-    Option("window_ms", float, 10_000.0, "After a restart: when a silent holder is reported."),
-    Option("hold_ms", float, 10_000.0, "Without an active engine: when requests get a 503."),
-    Option("silent_ms", float, 3_000.0, "Without a heartbeat: when an engine counts as silent."),
-    Option("listen", _tcp, None, "tcp://HOST:PORT: also for engines on other hosts."),
+    Option(
+        "service",
+        _service,
+        (),
+        "LOCK=HOST:PORT: the address that the holder of LOCK serves on. Repeatable.",
+        many=True,
+    ),
+    Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
+    Option("http_port", int, 9400, "Port of probes, status and metrics.", minimum=0, maximum=65535),
+    Option(
+        "window_ms",
+        float,
+        10_000.0,
+        "How long after a restart a silent holder is waited for before it is reported.",
+    ),
+    Option(
+        "hold_ms",
+        float,
+        10_000.0,
+        "How long requests wait for an active engine before they get a 503.",
+    ),
+    Option(
+        "silent_ms", float, 3_000.0, "Time without a heartbeat after which an engine is silent."
+    ),
+    Option("listen", _tcp, None, "tcp://HOST:PORT to listen on for engines that span hosts."),
     Option(
         "lease_ms",
         int,
         5_000,
-        "Over TCP: what a member may count on without an answer.",
+        "Over TCP: how long a lease lasts.",
         minimum=LEASE_MS_MIN,
         maximum=3_600_000,
     ),
@@ -71,20 +89,28 @@ SERVE = (
         "lease_margin_ms",
         int,
         1_000,
-        "Over TCP: what is waited for on top of a lease.",
+        "Over TCP: extra wait after a lease has expired.",
         minimum=0,
         maximum=3_600_000,
     ),
-    Option("tls_cert", str, None, "Over TCP: this server's certificate, PEM."),
-    Option("tls_key", str, None, "Its private key."),
-    Option("tls_ca", str, None, "The certificate of the CA that members' are from."),
-    Option("psk_file", str, None, "Or: a file with 32 bytes or more that all members have."),
+    Option("tls_cert", str, None, "Over TCP: this server's certificate, a PEM file."),
+    Option("tls_key", str, None, "Over TCP: the private key of this certificate."),
+    Option("tls_ca", str, None, "Over TCP: the CA certificate that members are verified with."),
+    Option(
+        "psk_file",
+        str,
+        None,
+        "Over TCP, instead of certificates: a file with a pre-shared key of 32 bytes or more.",
+    ),
 )
 
 
 @click.group()
 def main() -> None:
-    """Who may serve: one active engine, granted only when the last one's processes are gone."""
+    """Lock server: grants the lock `active` to one engine at a time.
+
+    It is granted only when the processes of its last holder are gone.
+    """
 
 
 @main.command()
@@ -114,16 +140,15 @@ def serve(config: Resolved) -> None:
 
 
 def _security(config: Resolved) -> Security | None:
-    """How members prove who they are; what cannot be is a `UsageError`."""
+    """How members authenticate; an impossible combination is a `UsageError`."""
     from plumbing.errors import UsageError
     from plumbing.wire.tcp.security import settle
 
     if config["service"]:
         raise UsageError(
             "lock.service_over_tcp",
-            "--service lends a listening socket to engines on this host, and --listen is for"
-            " engines on others, to which no socket can be lent; give the engines"
-            " --service-address instead",
+            "--service lends a listening socket to engines on this host, which is impossible for"
+            " engines on other hosts (--listen); give those engines --service-address instead",
         )
     files = (config[name] for name in ("tls_cert", "tls_key", "tls_ca", "psk_file"))
     return settle(config["listen"], *files)

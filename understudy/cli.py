@@ -1,7 +1,6 @@
-"""The `understudy` command: the pod for people.
+"""The `understudy` command: starts a pod, drills it, shows it.
 
-Owns flags and what is printed. Everything else is elsewhere: `local_pod` says what runs, `runner`
-runs it, `drill` breaks it; the commands that look at it are in `people`.
+Owns flags and output. The commands that only look at a pod are in `status/cli.py`.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from understudy.host import machine
 from understudy.kubelet.containers import QUICK
 from understudy.manifest.values import Choices
 from understudy.settings import DRILL_OPTIONS, NOT_WITH_MANIFEST, POD_OPTIONS, UP_OPTIONS
-from understudy.status import cli as people
+from understudy.status import cli as looking
 from understudy.up import manifest_pod, sessions
 from understudy.up.local_pod import LocalPod
 from understudy.up.manifest_pod import Asked
 from understudy.up.ports import Ports
 from understudy.up.terminal import Terminal
 
-json_flag = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 backend_arguments = click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- BACKEND'S FLAGS]"
 )
@@ -44,19 +43,20 @@ backend_arguments = click.argument(
 @click.group()
 @click.version_option(understudy.__version__, message="understudy %(version)s")
 def main() -> None:
-    """Understudy: a parked engine takes over from a dead one, on weights loaded once."""
+    """Understudy: failover for LLM inference on weights that are loaded once."""
 
 
-people.attach(main)
+looking.attach(main)
 
 
 @main.command()
 @options(UP_OPTIONS, command="up")
 @backend_arguments
 def up(config: Resolved, arguments: tuple[str, ...]) -> None:
-    """Start a lock server, a GPU memory service and two engines here, and keep them running.
+    """Start a pod on this machine and keep it running.
 
-    What follows `--` goes to both engines' backends. With -f it is the pod of a manifest instead.
+    The pod has a lock server, a GPU memory service and two engines, or, with -f, the containers of
+    a manifest. Arguments after `--` go to both engines' backends.
     """
     directory = Path(runtime_dir(config["dir"]))
     backoff_max_s = config["restart_backoff_max"]
@@ -94,11 +94,9 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
 @options(DRILL_OPTIONS, command="drill")
 @backend_arguments
 @json_flag
-@click.option("--attach", is_flag=True, help="Drill the pod that runs in --dir.")
-@click.option("--yes", is_flag=True, help="With --attach: do not ask.")
-@click.option(
-    "--upgrade", is_flag=True, help="Kill nobody: give both engines another configuration, in turn."
-)
+@click.option("--attach", is_flag=True, help="Drill the running pod in --dir.")
+@click.option("--yes", is_flag=True, help="With --attach, do not ask for confirmation.")
+@click.option("--upgrade", is_flag=True, help="Instead of killing, upgrade both engines in turn.")
 def drill(
     config: Resolved,
     arguments: tuple[str, ...],
@@ -107,9 +105,9 @@ def drill(
     yes: bool,
     upgrade: bool,
 ) -> None:
-    """Kill the active engine, or the memory service, under load, and report what came of it.
+    """Kill parts of a pod under load and report the result.
 
-    What follows `--` goes to the backends of the pod that it starts.
+    Arguments after `--` go to the backends of the pod that it starts.
     """
     expected = Path(config["expected"]) if config["expected"] else None
     if upgrade:
@@ -167,7 +165,7 @@ def drill(
 @json_flag
 @plain_errors
 def config(as_json: bool) -> None:
-    """Print every setting of `up` and `drill` with its value and where that came from."""
+    """Print all settings of `up` and `drill` with their origin."""
     described = {
         "up": resolve(
             UP_OPTIONS, {}, os.environ, os.environ.get("UNDERSTUDY_CONFIG"), command="up"
@@ -282,7 +280,7 @@ def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise UsageError(
-            "drill.unconfirmed", "--attach kills engines that may be in use: add --yes"
+            "drill.unconfirmed", "--attach kills engines that may be in use: add --yes to confirm"
         )
     what = ", ".join(plan.targets) or "the active engine"
     question = f"Kill {what} of the pod in {directory} {plan.kills} times?"

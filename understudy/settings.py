@@ -18,19 +18,24 @@ def _port(name: str, default: int, text: str) -> Option:
 
 
 POD_OPTIONS = (
-    Option("model", str, None, "A Hugging Face checkpoint; a small random one unless given."),
-    Option("backend", str, "reference", "Which inference backend the engines run."),
+    Option(
+        "model",
+        str,
+        None,
+        "The directory of a Hugging Face checkpoint; a small random model unless given.",
+    ),
+    Option("backend", str, "reference", "The inference backend of the engines."),
     Option(
         "device_bytes",
         str,
         None,
-        "What one device may hold (default: 4GiB of host memory; all that a GPU has).",
+        "Memory to use per device; 4GiB of host memory, or all of a GPU, unless given.",
     ),
     Option(
         "tensor_parallel",
         int,
         1,
-        "How many devices each engine's model is spread over.",
+        "Number of devices per engine.",
         minimum=1,
         maximum=RANKS_MAX,
     ),
@@ -42,14 +47,14 @@ MANIFEST_OPTIONS = (
         "file",
         str,
         None,
-        "A pod's manifest: a rendered file, or a directory of Kustomize.",
+        "The manifest of the pod: a rendered file or a Kustomize directory.",
         short="-f",
     ),
     Option(
         "set",
         read_choice,
         (),
-        "With -f, what differs here: volume.NAME=PATH, env.NAME=VALUE, config.NAME=VALUE, "
+        "With -f, override a value: volume.NAME=PATH, env.NAME=VALUE, config.NAME=VALUE, "
         "port.NAME=NUMBER, flag.NAME=VALUE.",
         many=True,
     ),
@@ -57,7 +62,7 @@ MANIFEST_OPTIONS = (
         "pid_namespaces",
         str,
         "auto",
-        "With -f: each container in a PID namespace of its own; auto: where that is possible.",
+        "With -f, give each container its own PID namespace; auto: if possible.",
         choices=("auto", "yes", "no"),
     ),
 )
@@ -70,40 +75,50 @@ UP_OPTIONS = (
         "restart_backoff_max",
         float,
         None,
-        "The longest wait in seconds before a dead part is started again; 30, and 300 with -f "
-        "unless given.",
+        "Longest wait in seconds before a part is restarted; 30, or 300 with -f, unless given.",
         minimum=0,
     ),
-    Option("memory", str, "host", "What the weights are kept in.", choices=("host", "cuda")),
-    Option("host", str, "127.0.0.1", "Where inference is served."),
-    Option("http_host", str, "127.0.0.1", "Where probes and metrics are served."),
-    _port("service_port", SERVICE_PORT, "The port that requests go to."),
-    _port("lockserver_port", LOCKSERVER_PORT, "Probes and metrics of the lock server."),
-    _port("gms_port", GMS_PORT, "Probes and metrics of the GPU memory service."),
-    _port("engine_port", ENGINE_PORT, "Probes and metrics of engine 0; engine n adds n."),
+    Option("memory", str, "host", "The kind of memory for the weights.", choices=("host", "cuda")),
+    Option("host", str, "127.0.0.1", "Address of the inference port."),
+    Option("http_host", str, "127.0.0.1", "Address of probes and metrics."),
+    _port("service_port", SERVICE_PORT, "Port for inference requests."),
+    _port("lockserver_port", LOCKSERVER_PORT, "Port of the lock server's probes and metrics."),
+    _port("gms_port", GMS_PORT, "Port of the memory service's probes and metrics."),
+    _port(
+        "engine_port",
+        ENGINE_PORT,
+        "Port of engine 0's probes and metrics; engine n uses this plus n.",
+    ),
 )
 
 DRILL_OPTIONS = (
     DIR,
     *POD_OPTIONS,
     *MANIFEST_OPTIONS,
-    Option("kills", int, 20, "How many processes are killed, one after the other.", minimum=1),
+    Option("kills", int, 20, "Number of processes to kill, one after another.", minimum=1),
     Option(
         "target",
         check_target,
         (),
-        "What to kill: processes of the active engine (all in turn unless given, and with -f the "
-        "other parts, too), lockserver, gms or gms-supervisor.",
+        "What to kill: a process of the active engine, lockserver, gms or gms-supervisor; unless "
+        "given, each process of the active engine in turn, and with -f the other parts, too.",
         many=True,
     ),
-    Option("clients", int, 4, "How many clients stream without pause.", minimum=1, maximum=256),
+    Option(
+        "clients",
+        int,
+        4,
+        "Number of clients that send requests without pause.",
+        minimum=1,
+        maximum=256,
+    ),
     Option(
         "expected",
         str,
         None,
-        "A file of prompts and the answers they must have; learnt from the pod unless given.",
+        "A file of prompts and their expected answers; learned from the pod unless given.",
     ),
-    Option("report", str, None, "Where to write the report as a page, FILE.html."),
+    Option("report", str, None, "Write the report to this HTML file."),
 )
 
 # What says which pod is started: with -f the manifest says it.

@@ -129,7 +129,7 @@ def _click_options(declared: Sequence[Option], *, owns_json: bool) -> list[Calla
                 option.name,
                 default=None,
                 multiple=option.many,
-                metavar=None if option.type is bool else "|".join(option.choices) or None,
+                metavar=_metavar(option),
                 help=f"{option.help} [env: {option.env_name}]{shown}",
             )
         )
@@ -140,19 +140,26 @@ def _click_options(declared: Sequence[Option], *, owns_json: bool) -> list[Calla
             envvar="UNDERSTUDY_CONFIG",
             metavar="FILE",
             default=None,
-            help="A TOML file with settings, in a table named after the command.",
+            help="A TOML file of settings, in a table named after the command.",
         )
     )
     added.append(
         click.option(
-            "--print-config", is_flag=True, help="Print every setting with its origin, and exit."
+            "--print-config", is_flag=True, help="Print all settings with their origin and exit."
         )
     )
     if not owns_json:
         added.append(
-            click.option("--json", "as_json", is_flag=True, help="With --print-config: as JSON.")
+            click.option("--json", "as_json", is_flag=True, help="Print JSON, with --print-config.")
         )
     return added
+
+
+def _metavar(option: Option) -> str | None:
+    if option.type is bool:
+        return None
+    number = "NUMBER" if option.type in (int, float) else "TEXT"
+    return "|".join(option.choices) or number
 
 
 def _describe(config: Resolved, *, as_json: bool) -> str:

@@ -1,5 +1,6 @@
 """Goal: settings as flags, errors as one sentence with their exit code, bugs with a stack trace."""
 
+import importlib
 import json
 import os
 import resource
@@ -80,6 +81,14 @@ def test_help_names_variable_and_default():
     text = " ".join(invoke(serve, "--help").output.split())
     assert "Port of the probes. [env: UNDERSTUDY_HTTP_PORT] [default: 9400]" in text
     assert "--verify / --no-verify" in text
+
+
+@pytest.mark.parametrize("program", ["lockserver", "gms", "engine", "understudy"])
+def test_no_summary_of_a_command_is_cut_at_80_columns(program):
+    """Goal: the list of commands is readable. Method: look for the "..." that click cuts with."""
+    main = importlib.import_module(f"{program}.cli").main
+    listed = CliRunner().invoke(main, ["--help"], terminal_width=80).output
+    assert "..." not in listed.partition("Commands:")[2]
 
 
 @pytest.mark.parametrize(
