@@ -17,10 +17,11 @@ from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.part.cli import ANSWER_TIMEOUT_S, Look, ask_status, json_flag, show_status, watch_flag
 from plumbing.part.format import duration
 from plumbing.part.paths import engine_socket, engine_state, runtime_dir, socket_path
-from plumbing.service import log, parent
+from plumbing.service import log
 from plumbing.service.cli import options, run_async
 from plumbing.service.config import Option, Resolved
 from plumbing.service.files import read_json
+from plumbing.service.process import arm_from_environment
 from plumbing.wire.blocking import BlockingClient
 
 DRAIN_TIMEOUT_S = 60.0  # more than the drain and reap budgets together
@@ -48,7 +49,7 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
     if asks_for_help(config["backend"], arguments):
         command = command_line(config["backend"], arguments)
         sys.exit(subprocess.run(command, check=False).returncode)
-    parent.arm_from_environment()
+    arm_from_environment()
     log.configure("engine", engine_id=config["engine_id"], role=config["role"])
     directory = runtime_dir(config["dir"])
     settings = settle(config, command_line(config["backend"], arguments), directory)

@@ -22,7 +22,7 @@ from plumbing.part.cli import Look, json_flag, show_status, watch_flag
 from plumbing.service.cli import options, run_async
 from plumbing.service.config import Option, Resolved, size_bytes
 from plumbing.service.log import configure
-from plumbing.service.parent import arm_from_environment
+from plumbing.service.process import arm_from_environment
 from plumbing.service.signals import wait_signals
 
 DIRECTORY = Option("dir", str, paths.DIRECTORY, "The directory that the pod's processes share.")

@@ -152,7 +152,7 @@ def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, 
 
 def _run_part(name: str, device: str, limit_s: float, flags: argparse.Namespace) -> dict[str, Any]:
     """One part in its process; however that ends, what it had found by then."""
-    from plumbing.service import parent
+    from plumbing.service.process import parent_environment
 
     if limit_s < PART_S_MIN:
         return {"status": "skipped", "reason": "out of time"}
@@ -173,7 +173,7 @@ def _run_part(name: str, device: str, limit_s: float, flags: argparse.Namespace)
         process = subprocess.Popen(
             [sys.executable, "-m", "hack.device.parts", name, json.dumps(asked)],
             cwd=ROOT,
-            env={**os.environ, **parent.environment()},
+            env={**os.environ, **parent_environment()},
             stdin=subprocess.DEVNULL,
             stderr=err,
         )

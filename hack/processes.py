@@ -18,7 +18,7 @@ from gms.client import Reader, Writer, open_session
 from lockserver import messages as lock_messages
 from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
-from plumbing.service.parent import environment
+from plumbing.service.process import parent_environment
 from plumbing.wire.blocking import BlockingClient
 from understudy.up.ports import free_ports
 
@@ -77,7 +77,7 @@ class ServerProcess:
         return self.pid
 
     def environment(self) -> dict[str, str]:
-        return environment()
+        return parent_environment()
 
     def start(self) -> None:
         """Raises:
@@ -141,7 +141,7 @@ class MemoryServer(ServerProcess):
 
     def environment(self) -> dict[str, str]:
         visible = {} if self.device.startswith("HOST-") else {"CUDA_VISIBLE_DEVICES": self.device}
-        return {**environment(), **visible}
+        return {**parent_environment(), **visible}
 
     def _is_ready(self) -> bool:
         try:

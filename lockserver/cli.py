@@ -120,7 +120,7 @@ def serve(config: Resolved) -> None:
     from lockserver.server.daemon import run
     from lockserver.server.settings import LockSettings
     from plumbing.service.log import configure
-    from plumbing.service.parent import arm_from_environment
+    from plumbing.service.process import arm_from_environment
 
     configure("lockserver")
     arm_from_environment()

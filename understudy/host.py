@@ -6,6 +6,8 @@ weights in host memory are visible here: the memory service's slabs, which are m
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable, Iterator
@@ -27,6 +29,15 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
     }
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those of `packages` that are installed; none of them is imported."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from engine.messages import (
 )
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.service import parent
+from plumbing.service.process import arm_from_environment, parent_environment
 from plumbing.wire.blocking import BlockingClient
 
 CHANNEL_ENV = "UNDERSTUDY_CHANNEL"
@@ -102,7 +102,7 @@ def enter(name: str, environ: Mapping[str, str] = os.environ) -> BackendProcess:
     witness_path = _required(environ, WITNESS_ENV)
     incarnation = _required(environ, INCARNATION_ENV)
     engine = _required(environ, ENGINE_ID_ENV)
-    parent.arm_from_environment()
+    arm_from_environment()
     witness.join(witness_path)
     control = BlockingClient(_required(environ, ENGINE_SOCKET_ENV), CONTROL)
     held = lifeline.hold()
@@ -133,7 +133,7 @@ def blocking_channel() -> BlockingClient:
 
 def child_environment() -> dict[str, str]:
     """The environment for a child that will `enter`; start it from a thread that lives on."""
-    return {**os.environ, **parent.environment()}
+    return {**os.environ, **parent_environment()}
 
 
 def fault_report(error: UnderstudyError) -> FaultReportMsg:

@@ -35,9 +35,9 @@ from engine.supervisor.settings import EngineSettings
 from engine.supervisor.tree import ProcessDeath, Tree
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError
-from plumbing.service import parent
 from plumbing.service.clock import rfc3339
 from plumbing.service.events import EventLog
+from plumbing.service.process import parent_environment
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 
@@ -137,7 +137,7 @@ class Incarnation:
         settings = self._settings
         return {
             **os.environ,
-            **parent.environment(),
+            **parent_environment(),
             **huge_pages(os.environ),
             process.CHANNEL_ENV: str(channel_fd),
             process.WITNESS_ENV: self.witness_path or "",

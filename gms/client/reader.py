@@ -17,7 +17,7 @@ from gms.client.attachment import Attachment
 from gms.client.sessions import Opening, WeightsSession, unexpected_answer
 from gms.core.manifest import TensorRecord, WeightsManifest
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.service.fd_limit import make_fd_room
+from plumbing.service.process import make_fd_room
 from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient, Reply
 from plumbing.wire.fds import OwnedFd

@@ -13,7 +13,7 @@ from gms import messages as msg
 from gms.client.attachment import Attachment
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import ProtocolError, UnderstudyError, WaitTimeoutError
-from plumbing.service.fd_limit import make_fd_room
+from plumbing.service.process import make_fd_room
 from plumbing.wire.blocking import BlockingClient, Reply
 from plumbing.wire.fds import OwnedFd, close_all
 

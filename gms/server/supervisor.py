@@ -21,10 +21,10 @@ from gms import names
 from gms.core.restart import GiveUp, Restarts
 from gms.server.metrics import GmsMetrics
 from plumbing.errors import UnreachableError
-from plumbing.service import parent
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
+from plumbing.service.process import parent_environment
 from plumbing.service.signals import SignalInbox
 from plumbing.wire.client import connect
 from plumbing.wire.connection import Connection
@@ -229,7 +229,7 @@ class GmsSupervisor:
                     env={
                         **os.environ,
                         **self._environment(child.device),
-                        **parent.environment(),
+                        **parent_environment(),
                     },
                 )
             )

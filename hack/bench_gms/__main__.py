@@ -27,7 +27,7 @@ from hack.bench_gms.child import DEVICE
 from hack.bench_gms.models import waste
 from hack.processes import IDENTITY, MemoryServer, until
 from hack.report import machine, spread
-from plumbing.service.parent import environment
+from plumbing.service.process import parent_environment
 
 COUNTS = (10, 100, 1000, 3435)  # the last: allocations of a 120-layer mixture of experts
 SLAB_BYTES = 2 << 20
@@ -145,7 +145,7 @@ def _status_under_load(server: BenchServer) -> dict[str, Any]:
         [*CHILD, "ask", server.directory],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, **environment()},
+        env={**os.environ, **parent_environment()},
     )
     phases: list[tuple[str, float, float]] = []
     for _ in range(STATUS_ROUNDS):
@@ -192,7 +192,7 @@ def _reader(server: BenchServer) -> Reader:
 
 
 def _child(verb: str, directory: str) -> dict[str, float]:
-    env = {**os.environ, **environment()}
+    env = {**os.environ, **parent_environment()}
     done = subprocess.run([*CHILD, verb, directory], stdout=subprocess.PIPE, check=True, env=env)
     answer: dict[str, float] = json.loads(done.stdout)
     return answer

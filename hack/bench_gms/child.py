@@ -20,8 +20,7 @@ from gms.client import Reader, open_session
 from gms.vmm.host import HostMemory
 from hack.bench_gms import two_requests
 from plumbing.service.cli import run_async
-from plumbing.service.fd_limit import make_fd_room
-from plumbing.service.parent import arm_from_environment
+from plumbing.service.process import arm_from_environment, make_fd_room
 from plumbing.service.signals import wait_signals
 from plumbing.wire.blocking import BlockingClient
 

@@ -27,8 +27,7 @@ from hack.report import ROOT, spread
 from lockserver import witness
 from lockserver.client import LockCallbacks, LockClient
 from plumbing.errors import UnderstudyError
-from plumbing.service.fd_limit import raise_fd_limit
-from plumbing.service.parent import arm_from_environment, environment
+from plumbing.service.process import arm_from_environment, parent_environment, raise_fd_limit
 
 PER_PROCESS = 250  # of the crowd: four processes are enough for a thousand
 QUEUE_S = 60.0
@@ -79,7 +78,7 @@ def _gather(stack: ExitStack, directory: str, asked: int) -> tuple[int, int, str
             [sys.executable, "-m", __name__, directory, str(queued), str(count)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
-            env={**os.environ, **environment()},
+            env={**os.environ, **parent_environment()},
         )
         stack.enter_context(part)
         stack.callback(part.kill)

@@ -24,7 +24,7 @@ from typing import Any
 
 from hack.processes import ProcessError, until
 from hack.report import ROOT
-from plumbing.service.parent import die_with_parent
+from plumbing.service.process import die_with_parent
 
 HOLDER = str(Path(__file__).with_name("holder.py"))
 SETTLE_S = 0.05  # a process that reports that it waits may not block yet

@@ -16,7 +16,7 @@ import uvloop
 
 from lockserver import witness
 from lockserver.client import LockCallbacks, LockClient
-from plumbing.service.parent import die_with_parent
+from plumbing.service.process import die_with_parent
 
 Report = Callable[[str, Any], None]
 

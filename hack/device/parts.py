@@ -11,8 +11,7 @@ import sys
 
 from hack.device import death, driver, service
 from hack.device.part import Part, Skipped
-from plumbing.service.fd_limit import raise_fd_limit
-from plumbing.service.parent import arm_from_environment
+from plumbing.service.process import arm_from_environment, raise_fd_limit
 
 # Each with its limit in seconds. What everything rests on comes first: what the budget leaves no
 # time for is skipped. The first line of a function's docstring is its question.

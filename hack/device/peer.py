@@ -22,8 +22,7 @@ from typing import Any
 from gms.client import Keeper, Reader, Writer, open_session
 from gms.vmm.cuda import CudaAllocation, CudaMemory, CudaReservation
 from plumbing.errors import UnderstudyError
-from plumbing.service.fd_limit import raise_fd_limit
-from plumbing.service.parent import arm_from_environment
+from plumbing.service.process import arm_from_environment, raise_fd_limit
 from plumbing.wire.fds import OwnedFd
 
 FDS_MAX = 250  # in one message: Linux takes at most 253

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hack.device.peer import FDS_MAX
-from plumbing.service import parent
+from plumbing.service.process import parent_environment
 from plumbing.wire.fds import OwnedFd, close_all
 
 ANSWER_BYTES_MAX = 64 << 10
@@ -45,7 +45,7 @@ class Peer:
                 [sys.executable, "-m", "hack.device.peer", *words],
                 stdin=stdin,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **parent.environment()},
+                env={**os.environ, **parent_environment()},
             )
 
     def fileno(self) -> int:

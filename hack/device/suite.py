@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from plumbing.service import parent
+from plumbing.service.process import parent_environment
 
 # Read by tests/standin/build.py: leave the stand-in out, use this device of the real driver.
 REAL_ENV = "UNDERSTUDY_TEST_GPU"
 # Arming takes the parent's id out of the environment, which pytest's own children would inherit.
 PYTEST = """
 import sys
-from plumbing.service.parent import arm_from_environment
+from plumbing.service.process import arm_from_environment
 arm_from_environment()
 import pytest
 sys.exit(pytest.main(sys.argv[1:]))
@@ -37,7 +37,7 @@ def run_suite(tests: Sequence[str], device: str, limit_s: float) -> dict[str, An
         words = [*tests, "-q", "-k", "cuda", "-p", "no:cacheprovider", f"--junitxml={report}"]
         process = subprocess.Popen(
             [sys.executable, "-c", PYTEST, *words],
-            env={**os.environ, **parent.environment(), REAL_ENV: device},
+            env={**os.environ, **parent_environment(), REAL_ENV: device},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

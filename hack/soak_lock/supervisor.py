@@ -24,7 +24,7 @@ import uvloop
 from lockserver import witness
 from lockserver.client import LockCallbacks, LockClient
 from plumbing.service import procfs
-from plumbing.service.parent import die_with_parent
+from plumbing.service.process import die_with_parent
 
 MIB = 1 << 20
 TRIES, TRY_S = 50, 0.001  # the server may be preempted while it holds the witness

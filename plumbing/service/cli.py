@@ -20,7 +20,7 @@ import uvloop
 
 from plumbing.errors import UnderstudyError
 from plumbing.service.config import Option, Resolved, resolve
-from plumbing.service.fd_limit import raise_fd_limit
+from plumbing.service.process import raise_fd_limit
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -1,4 +1,4 @@
-"""Logs: one line per event on stderr, JSON for machines, aligned text for people.
+"""Logs: one line per event on stderr, as JSON or aligned text, and never waiting for its reader.
 
 `configure` is called once, by a command. Library code only does `logging.getLogger(__name__)` and
 may pass `extra={"fields": {...}}`: the keys below become keys of the line, the rest go in `data`.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import sys
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 from plumbing.errors import UsageError
 from plumbing.service.clock import rfc3339
-from plumbing.service.log_stream import PatientlessHandler
 
 # The keys that a log line may have at its top level, besides ts, level, logger, msg, component.
 KEYS = (
@@ -34,6 +34,10 @@ KEYS = (
     "duration_ms",
     "error_code",
 )
+
+# What a pipe accepts without blocking once poll reports room (man 7 pipe: PIPE_BUF), in characters
+# of up to four bytes.
+CHUNK_CHARS = 4096 // 4
 
 FORMATS = ("json", "text")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -91,6 +95,50 @@ class TextFormatter(logging.Formatter):
         return text
 
 
+class NonBlockingHandler(logging.StreamHandler[TextIO]):
+    """Writes a record only if its stream accepts it now; otherwise counts it as dropped.
+
+    A pipe holds 64 KiB. When the reader of a process's logs stops (a pager, a node whose disk is
+    full), a process that waited to log would do nothing else: a lock server was seen to stand still
+    after forty events. The count is logged first once there is room again.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.dropped = 0
+        self._is_torn = False  # a line was begun and not finished
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if self.dropped and self._write(self.format(_dropped_notice(self.dropped))):
+                self.dropped = 0
+            if self.dropped or not self._write(self.format(record)):
+                self.dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def _write(self, line: str) -> bool:
+        """Whether the whole line was written."""
+        text = f"{self.terminator if self._is_torn else ''}{line}{self.terminator}"
+        for start in range(0, len(text), CHUNK_CHARS):
+            if not self._has_room():
+                self._is_torn = self._is_torn or start > 0
+                return False
+            self.stream.write(text[start : start + CHUNK_CHARS])
+            self.stream.flush()
+        self._is_torn = False
+        return True
+
+    def _has_room(self) -> bool:
+        try:
+            fd = self.stream.fileno()
+        except (OSError, ValueError):  # no file behind it
+            return True
+        poll = select.poll()
+        poll.register(fd, select.POLLOUT)
+        return bool(poll.poll(0))
+
+
 def configure(
     component: str,
     level: str | None = None,
@@ -117,7 +165,7 @@ def configure(
             "service.bad_log_format",
             f"log format {chosen_format!r} does not exist; use one of {', '.join(FORMATS)}",
         )
-    handler = PatientlessHandler(sys.stderr)
+    handler = NonBlockingHandler(sys.stderr)
     handler.setFormatter(
         JsonFormatter(component, constants) if chosen_format == "json" else TextFormatter(component)
     )
@@ -133,3 +181,12 @@ def _timestamp(record: logging.LogRecord) -> str:
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = getattr(record, "fields", None)
     return dict(fields) if isinstance(fields, dict) else {}
+
+
+def _dropped_notice(count: int) -> logging.LogRecord:
+    message = f"{count} log lines were dropped because they were not read"
+    fields = {"fields": {"event": "log.dropped", "lines": count}}
+    return logging.makeLogRecord(
+        {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": message}
+        | fields
+    )

@@ -9,6 +9,8 @@ Enum repeats the metric's name as the label).
 from __future__ import annotations
 
 import itertools
+import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import (
@@ -21,9 +23,10 @@ from prometheus_client import (
     generate_latest,
 )
 
-from plumbing.service.build import build_info
+from plumbing import __version__
 
 PREFIX = "understudy"
+COMMIT_ENV = "UNDERSTUDY_COMMIT"  # set by an image's build; a wheel does not know its commit
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # From a grant on an idle machine (1 ms) to a drain budget (30 s) and a first load (10 min).
@@ -149,3 +152,12 @@ def _products(labels: Sequence[str], values: Values | None) -> Iterator[dict[str
         return
     for combination in itertools.product(*(values[label] for label in labels)):
         yield dict(zip(labels, combination, strict=True))
+
+
+def build_info() -> dict[str, str]:
+    """`version`, `commit` ("unknown" unless the environment names it) and `python`."""
+    return {
+        "version": __version__,
+        "commit": os.environ.get(COMMIT_ENV) or "unknown",
+        "python": platform.python_version(),
+    }

@@ -20,7 +20,7 @@ import lockserver.cli
 from engine.backends.registry import REGISTRY
 from engine.core.relaunch import BACKOFF_FIRST_MS, BACKOFF_MAX_MS
 from engine.supervisor import settings as engine_settings
-from plumbing.service.fd_limit import FDS_ADVISED
+from plumbing.service.process import FDS_ADVISED
 from tests.deploy.manifests import DEPLOY
 from understudy.settings import DIRECTORY
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gms.client import Keeper, Reader, Writer, open_session
 from plumbing.errors import UnderstudyError
-from plumbing.service.parent import arm_from_environment
+from plumbing.service.process import arm_from_environment
 
 MIB = 1 << 20
 

@@ -22,7 +22,7 @@ from gms.cli import _crash
 from gms.server.server import DeviceServer
 from gms.vmm.host import HostMemory
 from plumbing.errors import UnderstudyError
-from plumbing.service.parent import arm_from_environment
+from plumbing.service.process import arm_from_environment
 from plumbing.service.signals import wait_signals
 from tests.gms.bench import DEVICE
 

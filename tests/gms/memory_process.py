@@ -13,7 +13,7 @@ import sys
 
 from gms.client import memory_for
 from gms.vmm.interface import Allocation
-from plumbing.service.parent import arm_from_environment
+from plumbing.service.process import arm_from_environment
 from plumbing.wire.fds import OwnedFd
 
 WORD_BYTES_MAX = 100

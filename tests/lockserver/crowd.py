@@ -14,7 +14,7 @@ import sys
 from lockserver import witness
 from lockserver.messages import CATALOGUE, GrantedMsg, WantMsg
 from plumbing.errors import RemoteError
-from plumbing.service.fd_limit import raise_fd_limit
+from plumbing.service.process import raise_fd_limit
 from plumbing.wire.blocking import BlockingClient
 
 ANSWER_S = 60.0

@@ -12,9 +12,9 @@ from collections.abc import Collection
 from typing import Any
 
 from plumbing.service import procfs
-from plumbing.service.build import build_info, installed
+from plumbing.service.metrics import build_info
 from understudy.bundle import redact
-from understudy.host import descriptors, machine
+from understudy.host import descriptors, installed, machine
 
 PROCESSES_MAX = 256  # a pod of eight ranks and two engines has some fifty
 READ_BYTES_MAX = 64 << 10  # of a file in /proc; an environment can be two megabytes

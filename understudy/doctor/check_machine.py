@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.backends.vllm.versions import OVERRIDE_FLAG, check_version, supported_range
 from plumbing.errors import UsageError
 from plumbing.part.format import size
-from plumbing.service.fd_limit import FDS_ADVISED
+from plumbing.service.process import FDS_ADVISED
 from understudy.doctor.facts import (
     FdUse,
     Finding,

@@ -19,7 +19,6 @@ from engine.backends.free_memory import read_room
 from engine.supervisor.settings import TERMINATION_LOG
 from plumbing.part.paths import gms_sockets
 from plumbing.service import procfs
-from plumbing.service.build import installed
 from plumbing.wire.peer import SO_PEERPIDFD
 from understudy.doctor import probe_devices, probe_directory
 from understudy.doctor.facts import (
@@ -31,7 +30,7 @@ from understudy.doctor.facts import (
     Process,
     SocketFile,
 )
-from understudy.host import fd_count
+from understudy.host import fd_count, installed
 from understudy.status.gather import gather
 from understudy.up.ports import Ports
 

@@ -19,7 +19,7 @@ import signal
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Mapping
 
-from plumbing.service.parent import environment
+from plumbing.service.process import parent_environment
 from understudy.kubelet import namespaces
 from understudy.kubelet.containers import Backoff, Container, Kind, grace_left_s
 from understudy.kubelet.http_get import HttpReply, get
@@ -169,7 +169,7 @@ class RunningContainer:
         }
         found |= self.container.env
         # In a namespace it cannot watch its parent; enter_namespace.py does.
-        return found if self.container.has_pid_namespace else found | environment()
+        return found if self.container.has_pid_namespace else found | parent_environment()
 
     # ------------------------------------------------------------------ its probes
 

@@ -29,7 +29,7 @@ from engine.messages import (
 from gms.server.server import DeviceServer
 from gms.vmm.host import HostMemory
 from lockserver.client import witness
-from plumbing.service import parent
+from plumbing.service.process import parent_environment
 from plumbing.wire.client import from_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
@@ -68,7 +68,7 @@ class Supervisor:
         with theirs:
             environment = {
                 **os.environ,
-                **parent.environment(),
+                **parent_environment(),
                 process.CHANNEL_ENV: str(theirs.fileno()),
                 process.WITNESS_ENV: self.witness_path,
                 process.INCARNATION_ENV: self.incarnation,

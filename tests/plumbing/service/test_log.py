@@ -9,7 +9,7 @@ import pytest
 
 from plumbing.errors import UsageError
 from plumbing.service import log
-from plumbing.service.log_stream import PatientlessHandler
+from plumbing.service.log import NonBlockingHandler
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_line_that_nobody_reads_is_dropped_and_counted_and_never_waited_for():
     reader, writer = os.pipe()
     with open(reader) as listening, open(writer, "w") as stream:
         fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 8192)
-        handler = PatientlessHandler(stream)
+        handler = NonBlockingHandler(stream)
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger = logging.Logger("x")
         logger.addHandler(handler)
@@ -102,4 +102,4 @@ def test_line_that_nobody_reads_is_dropped_and_counted_and_never_waited_for():
         assert not taken.endswith(b"\n")
         logger.info("last")
         lines = listening.read().splitlines()
-    assert lines == ["", "3 log lines were dropped, because nobody read them", "last"]
+    assert lines == ["", "3 log lines were dropped because they were not read", "last"]

@@ -44,7 +44,7 @@ async def main():
     await asyncio.Event().wait()
 parent = os.getpid()
 if os.fork() == 0:
-    from plumbing.service.parent import die_with_parent
+    from plumbing.service.process import die_with_parent
     die_with_parent(parent)
     while True:
         signal.pause()

@@ -347,7 +347,7 @@ def check_that_it_dies_with_its_runner(tmp_path, child, said, has_pid_namespace)
 
 def test_children_die_when_the_runner_is_killed(tmp_path):
     """Goal: no orphans. Method: SIGKILL to a real runner whose child arms itself."""
-    child = "from plumbing.service.parent import arm_from_environment as arm; import signal; "
+    child = "from plumbing.service.process import arm_from_environment as arm; import signal; "
     child += "arm(); print('armed'); signal.pause()"
     check_that_it_dies_with_its_runner(tmp_path, child, "armed", has_pid_namespace=False)
 

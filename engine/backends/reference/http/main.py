@@ -28,8 +28,8 @@ from engine.backends.registry import HELP
 from engine.messages import CHANNEL, RANKS_MAX
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.config import size_bytes
-from plumbing.service.fd_limit import raise_fd_limit
 from plumbing.service.log import configure
+from plumbing.service.process import raise_fd_limit
 from plumbing.wire.blocking import BlockingClient
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from engine.backends import process
 from engine.backends.registry import asks_for_help
 from engine.messages import FaultReportMsg
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.service.fd_limit import raise_fd_limit
 from plumbing.service.log import configure
+from plumbing.service.process import raise_fd_limit
 
 if TYPE_CHECKING:
     from engine.backends.vllm.api.channel_thread import ChannelThread

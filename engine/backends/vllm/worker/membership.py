@@ -12,7 +12,7 @@ import re
 from engine.backends import process
 from engine.backends.process import BackendProcess
 from plumbing.errors import InvariantError
-from plumbing.service import parent
+from plumbing.service.process import die_with_parent
 
 CORE = "core"
 WORKER = "worker"
@@ -32,7 +32,7 @@ def join() -> BackendProcess | None:
     global _member
     spawner = multiprocessing.parent_process()
     if _member is None and spawner is not None and spawner.pid is not None:
-        parent.die_with_parent(spawner.pid)
+        die_with_parent(spawner.pid)
         _member = process.enter(name_of(multiprocessing.current_process().name))
     return _member
 

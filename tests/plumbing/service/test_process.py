@@ -6,13 +6,14 @@ import subprocess
 import sys
 import textwrap
 
-from plumbing.service import parent, procfs
+from plumbing.service import procfs
+from plumbing.service.process import PARENT_PID_ENV
 from tests.helpers import until
 
 CHILD = textwrap.dedent(
     """
     import os, signal
-    from plumbing.service.parent import arm_from_environment
+    from plumbing.service.process import arm_from_environment
     print("armed", arm_from_environment(), "UNDERSTUDY_PARENT_PID" in os.environ, flush=True)
     signal.pause()
     """
@@ -34,10 +35,10 @@ def test_child_is_killed_when_its_parent_is():
         textwrap.dedent(
             f"""
             import os, signal, subprocess, sys
-            from plumbing.service.parent import environment
+            from plumbing.service.process import parent_environment
             child = subprocess.Popen(
                 [sys.executable, "-c", {CHILD!r}],
-                env={{**os.environ, **environment()}}, stdout=subprocess.PIPE, text=True)
+                env={{**os.environ, **parent_environment()}}, stdout=subprocess.PIPE, text=True)
             print(child.pid, child.stdout.readline(), flush=True)
             signal.pause()
             """
@@ -64,8 +65,8 @@ def test_child_whose_parent_died_first_kills_itself():
 
 def test_without_the_variable_nothing_is_armed():
     """Goal: started by hand, it lives on; method: no variable in the environment."""
-    environ = {key: value for key, value in os.environ.items() if key != parent.PARENT_PID_ENV}
-    program = "from plumbing.service.parent import arm_from_environment as a; print(a())"
+    environ = {key: value for key, value in os.environ.items() if key != PARENT_PID_ENV}
+    program = "from plumbing.service.process import arm_from_environment as a; print(a())"
     done = subprocess.run(
         [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
     )

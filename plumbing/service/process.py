@@ -1,0 +1,86 @@
+"""What our processes ask of the kernel at start: to die with their parent, and enough descriptors.
+
+PR_SET_PDEATHSIG is sent when the *thread* that created this process ends, not the process
+(prctl(2)), so children are started from a thread that lives as long as its process. A receiver at
+its limit of descriptors gets no error: it silently loses passed descriptors (MSG_CTRUNC).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import signal
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PARENT_PID_ENV = "UNDERSTUDY_PARENT_PID"
+
+# 16 sessions attaching 250 slabs each at once, which is the most that this version plans for.
+FDS_ADVISED = 4096
+
+logger = logging.getLogger(__name__)
+
+
+def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` to this process when its parent dies.
+
+    `parent_pid` is the parent's own pid: if that is no longer our parent, it died before the kernel
+    was asked, and this process sends itself the signal now. Forked children do not inherit this;
+    it survives exec.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signum), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signum)
+
+
+def arm_from_environment() -> bool:
+    """`die_with_parent` if UNDERSTUDY_PARENT_PID asks for it; returns whether it did.
+
+    The variable is removed from the environment: a grandchild that inherited it would believe that
+    its parent is dead.
+    """
+    value = os.environ.pop(PARENT_PID_ENV, None)
+    if value is None:
+        return False
+    die_with_parent(int(value))
+    return True
+
+
+def parent_environment() -> dict[str, str]:
+    """What to add to a child's environment for its `arm_from_environment`."""
+    return {PARENT_PID_ENV: str(os.getpid())}
+
+
+def make_fd_room(count: int) -> None:
+    """Raise RLIMIT_NOFILE by `count`, as far as allowed, for descriptors about to arrive.
+
+    For processes that are not ours. The number of open descriptors is unknown, so the limit may be
+    higher than needed; that only matters to `select`, and only beyond descriptor 1,023.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
+    if soft not in (resource.RLIM_INFINITY, wanted):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def raise_fd_limit(advised: int = FDS_ADVISED) -> int:
+    """Raise RLIMIT_NOFILE to its hard limit and return that; warn if it is below `advised`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):  # a hard limit above fs.nr_open, seen in containers
+            hard = soft
+    unlimited = hard == resource.RLIM_INFINITY
+    if not unlimited and hard < advised:
+        logger.warning(
+            "this process may open %d descriptors; %d are advised: raise `ulimit -Hn` or the "
+            "container's nofile limit",
+            hard,
+            advised,
+        )
+    return hard
