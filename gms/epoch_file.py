@@ -1,24 +1,24 @@
-"""The file of an epoch: whoever maps the epoch holds a shared flock on it from before it maps.
+"""The file of an epoch: every process that maps the epoch holds a shared flock on it, taken first.
 
-So whether anybody maps an epoch is asked of the kernel, not of sessions. The server opens the file
-itself for every question: a flock tried through a descriptor that came from the holder would
-convert the holder's own lock. It unlinks the file while it holds it exclusively, so a process that
-locks late finds that its file has no name any more and must not map.
+So the kernel, not the sessions, shows whether any process maps an epoch. The server opens the file
+anew for each check: a flock through a holder's descriptor would convert the holder's own lock. It
+unlinks the file while it holds the exclusive lock, so a process that locks too late finds its file
+without a name and must not map.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
+from collections.abc import Iterator
 
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
 
 def create(path: str) -> None:
-    """Make the file of a new epoch.
+    """Create the file of a new epoch.
 
     Raises:
         OSError: no room, no permission.
@@ -27,14 +27,13 @@ def create(path: str) -> None:
 
 
 def join(path: str, placeholder: OwnedFd | None = None) -> OwnedFd:
-    """Hold the epoch: a descriptor with a shared flock, to be kept for as long as it is mapped.
+    """Hold the epoch: a descriptor with a shared flock, to be kept while it is mapped.
 
-    A dying process lets go of its highest descriptors first, so the flock should be below the
-    memory's: `placeholder` (taken) is a descriptor that was opened before those came, and the
-    answer has its number.
+    A dying process closes its highest descriptors first, so the flock should be below the memory's:
+    `placeholder` (taken) was opened before those arrived, and the result has its number.
 
     Raises:
-        UnderstudyError: `gms.stale_epoch`, the server has given this epoch up already.
+        UnderstudyError: `gms.stale_epoch`, the server has already given this epoch up.
     """
     try:
         held = OwnedFd(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -55,9 +54,8 @@ def join(path: str, placeholder: OwnedFd | None = None) -> OwnedFd:
 
 
 def mark_history(path: str) -> None:
-    """Say on disk that this epoch is out of service: a journal that is lost, or that could not be
-    written, must not bring it back. By its length, which takes no room; a file that is gone needs
-    no mark.
+    """Mark this epoch as out of service, so that a lost or unwritable journal cannot bring it back.
+    The mark is the file's length, which takes no space; a missing file needs none.
 
     Raises:
         OSError: it cannot be marked.
@@ -75,36 +73,35 @@ def is_history(path: str) -> bool:
 
 
 def is_held(path: str) -> bool:
-    """Whether any process holds the epoch; a file that is gone is held by nobody."""
-    with contextlib.ExitStack() as stack:
-        fd = _try_lock(path, stack)
-        return fd is not None and fd < 0
+    """Whether any process holds the epoch; a missing file is not held."""
+    with _exclusive(path) as is_free:
+        return not is_free
 
 
 def remove_if_free(path: str) -> bool:
-    """Unlink the file if nobody holds the epoch; whether it is gone now."""
-    with contextlib.ExitStack() as stack:
-        fd = _try_lock(path, stack)
-        if fd is not None and fd < 0:
-            return False
-        if fd is not None:
-            os.unlink(path)
-        return True
+    """Unlink the file if no process holds the epoch; returns whether it is gone now."""
+    with _exclusive(path) as is_free:
+        if is_free:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        return is_free
 
 
-def _try_lock(path: str, stack: contextlib.ExitStack) -> int | None:
-    """A descriptor with the exclusive lock, -1 where somebody else has one, None: no file."""
+@contextlib.contextmanager
+def _exclusive(path: str) -> Iterator[bool]:
+    """Try to lock the file exclusively; whether it was free, as a missing file is."""
     try:
-        fd = stack.enter_context(OwnedFd(os.open(path, os.O_RDWR | os.O_CLOEXEC))).fileno()
+        file = OwnedFd(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno != errno.EWOULDBLOCK:
-            raise
-        return -1
-    return fd
+        yield True
+        return
+    with file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def _stale(path: str) -> UnderstudyError:

@@ -1,9 +1,9 @@
-"""What travels between the GPU memory service and its clients.
+"""The messages between the GPU memory service and its clients.
 
-Meaning of the messages only; frames are `plumbing.wire`'s and legality is `gms/core`'s. One
-`attach` may be answered several times: `waiting` any number of times, then `writing`, or
-`attached` and the `slabs` frames that its descriptors did not fit in. All repeat its request id.
-Manifests are bytes, which `gms/core/manifest.py` makes and reads.
+Their meaning only: `plumbing.wire` knows frames, `gms/core` what is legal. One `attach` may be
+answered several times: `waiting` any number of times, then `writing`, or `attached` and the `slabs`
+frames with the remaining descriptors. All repeat its request id. Manifests are bytes, which
+`gms/core/manifest.py` encodes and decodes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
 from plumbing.wire.messages import Catalogue, Message
 
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
-WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: longer waits are a unit mistaken for another
+WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: a longer wait is a mistaken unit
 RANKS_MAX = 1024
-REQUEST_BYTES_MAX = 512 * 1024  # of every frame but those with a manifest: an identity is half
-DETAIL_LENGTH_MAX = 2048  # a sentence of a driver or a canary, not a core dump
+REQUEST_BYTES_MAX = 512 * 1024  # of every frame without a manifest: an identity is half
+DETAIL_LENGTH_MAX = 2048  # a message of a driver or a canary, not a core dump
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Bytes = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
@@ -43,7 +43,7 @@ class AttachMsg(Message, frozen=True, tag="attach"):
 
 
 class WaitingMsg(Message, frozen=True, tag="waiting"):
-    """Not yet: `reason` is a code, `message` names what is waited for. Sent at every change."""
+    """Not yet: `reason` is a code, `message` names the cause. Sent at every change."""
 
     reason: str
     message: str
@@ -93,14 +93,14 @@ class AllocatedMsg(Message, frozen=True, tag="allocated"):
 
 
 class ProgressMsg(Message, frozen=True, tag="progress"):
-    """The writer lives and has placed so much; has no answer."""
+    """The writer is alive and has placed `done_bytes`. Has no answer."""
 
     done_bytes: Bytes
     total_bytes: Bytes
 
 
 class CommitMsg(Message, frozen=True, tag="commit"):
-    """Publish what was written. The writer has mapped every slab read-only before it says so."""
+    """Publish what was written. The writer has mapped every slab read-only before it sends this."""
 
     identity: dict[str, Any]
     manifest: bytes
@@ -114,7 +114,7 @@ class CommittedMsg(Message, frozen=True, tag="committed"):
 
 
 class RejoinMsg(Message, frozen=True, tag="rejoin"):
-    """A session ended with its server: say what this process maps, to be its reader again.
+    """A session ended with its server: report what this process maps, to be its reader again.
     `was_committed` is false for a writer whose commit was not answered."""
 
     engine: Name
@@ -149,29 +149,28 @@ class OfferMsg(Message, frozen=True, tag="offer"):
 
 class CondemnMsg(Message, frozen=True, tag="condemn"):
     """The bytes are bad: `why` is `device_error` or `canary`. Has no answer: its sender is about
-    to end."""
+    to exit."""
 
     why: Name
     detail: Annotated[str, Meta(max_length=DETAIL_LENGTH_MAX)]
 
 
 class DigestWantedMsg(Message, frozen=True, tag="digest_wanted"):
-    """A reader is asked for the digest of its epoch's bytes."""
+    """Ask a reader for the digest of its epoch's bytes."""
 
     epoch: str
 
 
 class DigestMsg(Message, frozen=True, tag="digest"):
-    """SHA-256, in hex, of all slabs in order: unasked by the writer after its commit, or the
-    answer to `digest_wanted`. None: this reader has better things to do, or, with `is_coming`, it
-    has begun and answers again."""
+    """SHA-256, in hex, of all slabs in order: from the writer after its commit, or the answer to
+    `digest_wanted`. None: the reader is busy, or, with `is_coming`, has begun and answers again."""
 
     digest: Annotated[str, Meta(min_length=64, max_length=64)] | None
     is_coming: bool = False
 
 
 class VerifyMsg(Message, frozen=True, tag="verify"):
-    """Ask whether the committed bytes are still those that were written."""
+    """Ask whether the committed bytes are unaltered."""
 
 
 class VerifiedMsg(Message, frozen=True, tag="verified"):

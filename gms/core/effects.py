@@ -27,7 +27,7 @@ class Respond(Effect):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply(Respond):
+class SendMessage(Respond):
     """Send `message`; with `allocated` goes the descriptor of the slab that was just created."""
 
     message: Message

@@ -171,7 +171,7 @@ class HoldersSeen(DeviceEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class TimePassed(DeviceEvent):
+class DeadlinePassed(DeviceEvent):
     """`DeviceMachine.next_deadline_ms` has come."""
 
 

@@ -61,7 +61,7 @@ class Grants:
         if message == session.reason_message:
             return []
         session.reason, session.reason_message = reason, message
-        return [fx.Reply(session.id, session.request_id, msg.WaitingMsg(reason, message))]
+        return [fx.SendMessage(session.id, session.request_id, msg.WaitingMsg(reason, message))]
 
     def _grant_read(self, session: Session, now_ms: float) -> Effects:
         epoch = self.device.committed

@@ -1,7 +1,7 @@
 """Identities of epochs: what the bytes are, as a nested mapping, and where two of them differ.
 
-Pure. It does not know what a field means: the writer and the importers compute the same mapping
-from the same checkpoint, and the first field that differs is what people are told.
+Pure. It does not know what a field means: the writer and the readers compute the same mapping from
+the same checkpoint, and the error names the first field that differs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Mismatch:
 def first_mismatch(expected: Any, offered: Any, field: str = "identity") -> Mismatch | None:
     """Compare two identities field by field; `None` when they are equal.
 
-    Sequences are compared as values: an importer that sends a list and a writer that sent a
-    tuple mean the same thing, because both become arrays on the wire.
+    Sequences are compared as values: a list and a tuple are equal, because both become arrays on
+    the wire.
     """
     if isinstance(expected, dict) and isinstance(offered, dict):
         for key in sorted(expected.keys() | offered.keys()):
@@ -80,21 +80,21 @@ def check_identity(identity: Any) -> None:
     if size > IDENTITY_CHARS_MAX:
         raise ProtocolError(
             "gms.identity_too_large",
-            f"an identity has {size} characters as JSON, and the limit is {IDENTITY_CHARS_MAX};"
+            f"the identity has {size} characters as JSON, and the limit is {IDENTITY_CHARS_MAX};"
             " identify shards by their hashes",
             limit=IDENTITY_CHARS_MAX,
         )
 
 
 def _check(identity: Any, field: str, depth: int) -> None:
-    field = field[:FIELD_CHARS_MAX]  # a peer's words, and there may be many below one of them
+    field = field[:FIELD_CHARS_MAX]  # a peer chooses it, and it may be repeated for many fields
     if depth > DEPTH_MAX:
         raise ProtocolError("gms.bad_identity", f"{field} is nested too deep", field=field)
     if isinstance(identity, dict):
         for key, value in identity.items():
             if not isinstance(key, str):
                 raise ProtocolError(
-                    "gms.bad_identity", f"{field} has a key that is no string", field=field
+                    "gms.bad_identity", f"{field} has a key that is not a string", field=field
                 )
             _check(value, f"{field}.{key}", depth + 1)
     elif isinstance(identity, list | tuple):

@@ -73,7 +73,7 @@ class DeviceMachine:
         self._upkeep = Upkeep(self.device)
 
     def next_deadline_ms(self) -> float | None:
-        """When to send the next `TimePassed`."""
+        """When to send the next `DeadlinePassed`."""
         times = [s.deadline_ms for s in self.device.sessions.values()]
         times += [s.retry_ms for s in self.device.sessions.values()]
         times += [self._recovery.next_report_ms(), self._upkeep.next_deadline_ms()]
@@ -156,8 +156,8 @@ class DeviceMachine:
                 return self._epoch_free(event, now_ms)
             case ev.HoldersSeen():
                 return self._holders_seen(event)
-            case ev.TimePassed():
-                return self._time_passed(now_ms)
+            case ev.DeadlinePassed():
+                return self._deadline_passed(now_ms)
             case _:
                 raise InvariantError(f"{type(event).__name__} is not an event for a machine")
 
@@ -249,8 +249,8 @@ class DeviceMachine:
 
     # ------------------------------------------------------------------ time
 
-    def _time_passed(self, now_ms: float) -> Effects:
-        effects = self._recovery.report(now_ms) + self._upkeep.time_passed(now_ms)
+    def _deadline_passed(self, now_ms: float) -> Effects:
+        effects = self._recovery.report(now_ms) + self._upkeep.deadline_passed(now_ms)
         retry_ms = self.device.journal_retry_ms
         if retry_ms is not None and retry_ms <= now_ms:
             effects += self.device.journal()

@@ -3,10 +3,9 @@
 Pure. A manifest travels and is kept as bytes: one MessagePack array with a row for each tensor, in
 the order of `TensorRecord`'s fields. It comes from a writer process, so everything in it is checked
 before it is published: a reader turns these numbers into addresses. The layout hash covers
-structure only; two fine-tunes of one model have the same layout, which is why there is an identity
-beside it.
+structure only: two fine-tunes of one model have the same layout, so there is an identity too.
 
-The check of a large manifest takes 100 ms and is not for a server's loop; the hash takes two.
+Checking a large manifest takes 100 ms, too long for a server's loop; hashing takes two.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ MANIFEST_BYTES_MAX = 15 << 20  # what one frame carries beside an identity and t
 NAME_LENGTH_MAX = 512
 DIMENSIONS_MAX = 32  # numpy's old limit, and torch's practical one
 
-# Bytes per element of the types whose size we can check. A type not named here (packed
-# quantised formats) is accepted: then only coarse bounds are checked.
+# Bytes per element of the types whose size we can check. For any other type (packed quantised
+# formats) only coarse bounds are checked.
 ITEM_BYTES = {
     "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
@@ -57,10 +56,8 @@ class TensorRecord:
 
 
 class WeightsManifest(Mapping[str, TensorRecord]):
-    """Names to records, in the manifest's order; decoded when first looked at.
-
-    Over `encoded` bytes that a server has checked. An attach does not pay for the decoding.
-    """
+    """Names to records, in the manifest's order, over `encoded` bytes that a server has checked.
+    Decoded on first use, so attaching does not pay for it."""
 
     def __init__(self, encoded: bytes) -> None:
         self.encoded = encoded
@@ -84,8 +81,7 @@ def encode(records: Iterable[TensorRecord]) -> bytes:
     rows = [(r.name, r.offset, r.nbytes, r.shape, r.dtype, r.strides) for r in records]
     packer = msgpack.Packer()
     parts = [packer.pack_array_header(len(rows))]
-    # Row by row, and so is the reading of what a peer sent: a thread that packs megabytes in one
-    # call keeps all others waiting for as long.
+    # Row by row, as in `_decode`: packing megabytes in one call would block all other threads.
     parts += [packer.pack(row) for row in rows]
     return b"".join(parts)
 
@@ -99,8 +95,8 @@ def check_size(manifest: bytes) -> None:
     if len(manifest) > MANIFEST_BYTES_MAX:
         raise ProtocolError(
             "gms.manifest_too_large",
-            f"a manifest has {len(manifest)} bytes, and the limit is {MANIFEST_BYTES_MAX}; shorter "
-            "names of tensors help",
+            f"the manifest has {len(manifest)} bytes, and the limit is {MANIFEST_BYTES_MAX}; use "
+            "shorter tensor names",
             limit=MANIFEST_BYTES_MAX,
         )
 
@@ -115,7 +111,7 @@ def layout_hash(slab_sizes: Sequence[int], manifest: bytes) -> LayoutHash:
 def check_manifest(manifest: bytes, slab_sizes: Sequence[int]) -> int:
     """Check that every tensor lies inside the epoch and that none half-overlaps another.
 
-    Two records of the very same bytes are allowed: that is how tied weights are written down.
+    Two records of exactly the same bytes are allowed: tied weights are recorded that way.
 
     Returns:
         The number of tensors.
@@ -155,7 +151,7 @@ def _decode(manifest: bytes) -> list[TensorRecord]:
 
 
 def _record(row: Any) -> TensorRecord:
-    """A row, if all its types are right: nothing is coerced, `true` is no integer."""
+    """A row, if all its types are right: nothing is coerced, `true` is not an integer."""
     match row:
         case (name, offset, nbytes, shape, dtype, strides) if (
             type(row) is tuple
@@ -193,7 +189,7 @@ def _check_extent(record: TensorRecord) -> None:
         len(record.strides) != len(record.shape) or any(step < 0 for step in record.strides)
     ):
         raise _bad(f"tensor {record.name!r} has strides that do not fit its shape")
-    if item is None:  # a packed type that we do not know has at least one bit for each element
+    if item is None:  # an unknown packed type has at least one bit for each element
         fits = prod(record.shape) <= 8 * record.nbytes
     elif record.strides is None:
         fits = prod(record.shape) * item == record.nbytes
@@ -217,4 +213,4 @@ def _check_overlaps(manifest: Sequence[TensorRecord]) -> None:
 
 
 def _bad(why: str) -> ProtocolError:
-    return ProtocolError("gms.bad_manifest", f"The manifest was refused: {why}.")
+    return ProtocolError("gms.bad_manifest", f"the manifest was refused: {why}")

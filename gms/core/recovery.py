@@ -183,7 +183,7 @@ class Recovery:
             self._note_asked(session)
             session.move(ev.AskedToOffer, now_ms)
             session.epoch, session.deadline_ms = epoch.id, now_ms + OFFER_MS
-            return [fx.Reply(session.id, session.request_id, msg.WantedMsg(epoch.id))]
+            return [fx.SendMessage(session.id, session.request_id, msg.WantedMsg(epoch.id))]
         is_known = phase in (EpochPhase.COMMITTED, EpochPhase.SUPERSEDED)
         if not rejoin.was_committed and not is_known:
             session.move(ev.SessionRefused, now_ms)
@@ -247,10 +247,10 @@ class Recovery:
         ]
 
 
-def _rejoined(session: Session, epoch: Epoch) -> fx.Reply:
+def _rejoined(session: Session, epoch: Epoch) -> fx.SendMessage:
     """The answer to the session's `rejoin` or `offer`."""
     request_id, session.request_id = session.request_id, 0
-    return fx.Reply(session.id, request_id, msg.RejoinedMsg(epoch.id))
+    return fx.SendMessage(session.id, request_id, msg.RejoinedMsg(epoch.id))
 
 
 def _rejoin_of(session: Session) -> msg.RejoinMsg:

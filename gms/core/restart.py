@@ -1,12 +1,12 @@
-"""When a device's server that died is started again, and when the whole container gives up.
+"""When a device's dead server is restarted, and when the whole container gives up.
 
-Pure. A death is restarted in place, because the other devices' servers still serve; the first at
-once, since newcomers wait for it. Several lives in a row that came to nothing are no accident: then
-the container ends with the child's exit code, and whoever runs the container sees why.
+Pure. A server is restarted in place, because the other devices' servers still serve; the first time
+at once, since newcomers wait for it. After several short runs in a row the container exits with the
+server's exit code, so that its operator sees why.
 
-A server that had answered and was then killed by SIGKILL came to something: it was killed from
-outside, by an operator's rehearsal or for want of memory. It lost nothing, so it is started again
-at once however often that happens, and only the counter says so.
+A server that had answered and was then killed by SIGKILL was killed from outside, by a drill or for
+lack of memory. It lost nothing, so it is restarted at once however often that happens, and only the
+counter shows it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DEATHS_MAX = 5  # in a row: 0 + 0.5 + 1 + 2 s of back-off and five start-ups, about ten seconds
-LONG_LIFE_MS = 10_000.0  # a server that lived so long did not die of how it was started
+LONG_LIFE_MS = 10_000.0  # a server that lived longer did not die of how it was started
 BACKOFF_MS, BACKOFF_MS_MAX = 500.0, 30_000.0
 SIGKILL = 9  # signal(7); a core does not import the module
-# A bad flag or path does not mend itself, but flags that have served once were no bad ones: then
-# it is what the flags name that is gone, a GPU that does not come up again for one.
+# A bad flag or path does not fix itself. But flags that have worked once are not bad: then what
+# they name is gone, for example a GPU.
 USAGE_EXIT_CODE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class StartAgain:
-    """Start it again after `delay_ms`."""
+    """Restart it after `delay_ms`."""
 
     delay_ms: float
 
@@ -52,7 +52,7 @@ class Restarts:
         self.deaths = 1 if lived_ms >= LONG_LIFE_MS or was_killed else self.deaths + 1
         is_misused = returncode == USAGE_EXIT_CODE and not self._has_ever_answered
         if self.deaths >= DEATHS_MAX or is_misused:
-            # Shells report a death by signal n as 128 + n; a child that "ended well" did not.
+            # Shells report a death by signal n as 128 + n; a server that exited with 0 failed too.
             return GiveUp(128 - returncode if returncode < 0 else returncode or 1)
         if self.deaths == 1:
             return StartAgain(0.0)

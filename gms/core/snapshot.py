@@ -1,6 +1,6 @@
-"""What a device's machine knows, as one JSON-like object: status, metrics and the CLI show this.
+"""A device's state as one JSON-like object, for status, metrics and the CLI.
 
-Pure: ages are in milliseconds of the caller's clock, and `since` is whatever `at` makes of them.
+Pure: instants are milliseconds of the caller's clock, which its function `at` turns into times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gms.core.state import QUEUED, Epoch, Session
 
 
 def snapshot(device: Device, at: Callable[[float], str]) -> dict[str, Any]:
-    """The device's state; `at` turns one of the machine's instants into a time for people."""
+    """The device's state; `at` turns one of the machine's instants into RFC 3339."""
     committed, staging = device.committed, device.staging
     shown = committed or staging
     return {

@@ -1,13 +1,13 @@
 """Where a writer's tensors go: few large slabs side by side, tensors one after the other in them.
 
-Pure; it hands out numbers, its caller opens the slabs. A place is an offset from the start of the
-epoch, because its slabs are mapped side by side. Few slabs make attaching one request and one
-frame of descriptors; the rule for their size is: the largest of 64 MiB, the weights ÷ 128 and the
-largest tensor. A writer that does not say beforehand how much it will place gets slabs that grow
-with what it has placed, so that their number stays small all the same.
+Pure; it computes numbers, its caller opens the slabs. A place is an offset from the start of the
+epoch, because its slabs are mapped side by side. With few slabs, attaching takes one request and
+one frame of descriptors. A slab is as large as the largest of 64 MiB, the weights ÷ 128 and the
+largest tensor. For a writer that does not announce its total, slabs grow with what it has placed,
+so that their number stays small too.
 
-Only a tensor that is larger than a slab may be (`slab_bytes_cap`: some drivers dislike large
-handles) spans slabs; a smaller one never crosses an edge.
+Only a tensor larger than the slab limit (`slab_bytes_cap`: some drivers fail with large handles)
+spans slabs; a smaller one never crosses an edge.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class _Slab:
 
 
 class Suballocator:
-    """Places tensors in slabs. Nothing is ever given back: an epoch is written once."""
+    """Places tensors in slabs. Nothing is ever freed: an epoch is written once."""
 
     def __init__(
         self, granularity_bytes: int, free_bytes: int, slab_bytes_cap: int | None = None
     ) -> None:
-        """`free_bytes` is what the device has: a small device gets small slabs."""
+        """`free_bytes` of the device: a small device gets small slabs."""
         self.granularity_bytes = granularity_bytes
         self.free_bytes = free_bytes
-        # Rounded down: a slab is rounded up to the granularity and must not exceed it even so.
+        # Rounded down, because slabs are rounded up to the granularity.
         self.slab_bytes_cap = slab_bytes_cap and slab_bytes_cap // granularity_bytes * (
             granularity_bytes
         )
@@ -57,7 +57,7 @@ class Suballocator:
         self._slab_bytes = SLAB_BYTES_MIN
 
     def plan(self, total_bytes: int, tensor_bytes_max: int, slab_bytes: int | None = None) -> None:
-        """Say what is coming: slabs get the size of the rule, and the last one what remains.
+        """Announce what is coming: slabs get the size of the rule, and the last one what remains.
 
         Args:
             slab_bytes: overrides the rule.
@@ -77,7 +77,7 @@ class Suballocator:
         return NeedSlab(self._next_slab_bytes(needed))
 
     def slab_opened(self, size_bytes: int) -> None:
-        """A slab of `size_bytes` was opened; its number is the count of those before it."""
+        """A slab of `size_bytes` was opened."""
         self.slab_sizes.append(size_bytes)
         self._roomy.append(_Slab(self._end, size_bytes))
         self._end += size_bytes
@@ -92,7 +92,7 @@ class Suballocator:
         return offset
 
     def _place_spanning(self, needed: int) -> int | NeedSlab:
-        """Place it in what is left at the end of the epoch, if that suffices."""
+        """Place it in the free space at the end of the epoch, if that suffices."""
         run = self._end_run()
         at_hand_bytes = sum(slab.size_bytes - slab.used_bytes for slab in run)
         if at_hand_bytes < needed:
@@ -123,10 +123,10 @@ class Suballocator:
         if self._planned_bytes is None:
             wanted = max(wanted, self.placed_bytes // GROWTH_DIVISOR)
         else:
-            # What remains, and a little for alignment; the slab after it is small if it is short.
+            # What remains, and a little for alignment; if that is short, the next slab is small.
             remaining = self._planned_bytes - self.placed_bytes - at_hand_bytes
             wanted = min(wanted, remaining + remaining // 64)
-        # Never below what is needed: that fails with the server's sentence, not with ours.
+        # Never below what is needed: then the server refuses it, with its explanation.
         size = max(needed, min(wanted, self.free_bytes), 1)
         if self.slab_bytes_cap is not None:
             size = min(size, self.slab_bytes_cap)

@@ -50,7 +50,7 @@ class Upkeep:
         self.device = device
         self._verification: Verification | None = None
         self._last_id = 0
-        self._dropped: list[fx.Reply] = []  # sent once the drop is on disk
+        self._dropped: list[fx.SendMessage] = []  # sent once the drop is on disk
 
     # ------------------------------------------------------------------ out of service
 
@@ -103,7 +103,7 @@ class Upkeep:
                 readers=list(readers),
             )
         dropped = msg.DroppedMsg(epoch.id, readers)
-        self._dropped.append(fx.Reply(event.session, event.request_id, dropped))
+        self._dropped.append(fx.SendMessage(event.session, event.request_id, dropped))
         return [
             fx.RecordEvent(
                 "gms.dropped", f"epoch {epoch.id} was dropped by an operator", {"epoch": epoch.id}
@@ -150,7 +150,7 @@ class Upkeep:
         epoch = self.device.epochs.get(question.epoch)
         expected = epoch.digest if epoch is not None else None
         verified = msg.VerifiedMsg(question.epoch, expected, message.digest, session.label)
-        answer = fx.Reply(question.asker, question.request_id, verified)
+        answer = fx.SendMessage(question.asker, question.request_id, verified)
         if expected is None or expected == message.digest:
             return [answer]
         altered = f"{session.label} found that the bytes of epoch {question.epoch} have changed"
@@ -159,7 +159,7 @@ class Upkeep:
     def next_deadline_ms(self) -> float | None:
         return self._verification.deadline_ms if self._verification is not None else None
 
-    def time_passed(self, now_ms: float) -> Effects:
+    def deadline_passed(self, now_ms: float) -> Effects:
         question = self._verification
         if question is None or now_ms < question.deadline_ms:
             return []
@@ -196,7 +196,7 @@ class Upkeep:
                 question.deadline_ms = now_ms + ASK_MS
                 question.asked.add(reader)
                 self._last_id += 1
-                return [fx.Reply(reader, self._last_id, msg.DigestWantedMsg(question.epoch))]
+                return [fx.SendMessage(reader, self._last_id, msg.DigestWantedMsg(question.epoch))]
         self._verification = None
         error = UnderstudyError(
             "gms.no_verifier",

@@ -104,7 +104,7 @@ class Writing:
         session.deadline_ms = now_ms + self.stall_ms
         session.reason = session.reason_message = ""
         sizes = self.device.epoch_of(session).slab_sizes
-        return [fx.Reply(session.id, request_id, msg.AllocatedMsg(len(sizes) - 1, sizes[-1]))]
+        return [fx.SendMessage(session.id, request_id, msg.AllocatedMsg(len(sizes) - 1, sizes[-1]))]
 
     def device_full(self, event: ev.DeviceFull, now_ms: float) -> Effects:
         """The driver has less memory than we counted: another program uses it. Wait, and say so."""
@@ -142,7 +142,7 @@ class Writing:
         request_id, session.request_id = session.request_id, 0
         self.device.commits_total += 1
         return [
-            fx.Reply(session.id, request_id, msg.CommittedMsg(epoch.id)),
+            fx.SendMessage(session.id, request_id, msg.CommittedMsg(epoch.id)),
             fx.RecordEvent(
                 "gms.commit",
                 f"{session.label} committed epoch {epoch.id}",

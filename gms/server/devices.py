@@ -1,9 +1,13 @@
 """Which GPUs `gms serve --memory cuda` serves, by UUID; the only file that talks to NVML.
 
-NVML and CUDA count devices in orders of their own, so an index of one means nothing to the other:
-here a device is its UUID, and what an index in CUDA_VISIBLE_DEVICES stands for is asked of CUDA
-itself, in a short-lived process with that very environment. A GPU in MIG mode computes nothing by
-itself: its instances are served, each as a device.
+NVML and CUDA number devices in different orders, so a device is its UUID here. To resolve an index
+in CUDA_VISIBLE_DEVICES, a short-lived process with that environment asks CUDA itself. A GPU in MIG
+mode computes nothing by itself: its instances are served, each as a device.
+
+`python -m gms.server.devices` prints NVML's facts about the GPUs, for a check-up: one JSON document
+`{"driver_version", "gpus": [{uuid, is_mig, instances, is_persistent, compute_mode, processes:
+[{pid, used_bytes}]}]}`, or `{"problem": why there is none, "is_broken": whether a driver is there
+and does not work}`. A process of its own, because a hanging driver must not block the checker.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +28,18 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 # cuInit takes seconds on a machine with eight GPUs that nobody holds open; a broken one hangs.
 PROBE_S = 60.0
 
+# nvmlComputeMode_t of nvml.h
+COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
+
+# What is raised where there is no driver at all, and nothing is wrong with that.
+ABSENT = (
+    *("ImportError", "ModuleNotFoundError"),
+    *("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"),
+)
+
 
 @dataclass(frozen=True)
-class Gpu:
+class NvmlGpu:
     """A GPU, and its MIG instances if it is in that mode."""
 
     uuid: str
@@ -37,12 +50,12 @@ class Gpu:
 def devices_to_serve(wanted: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
     """The UUIDs of the devices to serve, each `GPU-…` or `MIG-…`, none twice.
 
-    `wanted` are UUIDs or beginnings of them, and override CUDA_VISIBLE_DEVICES; with neither it is
-    every GPU and every MIG instance there is.
+    `wanted` are UUIDs or their beginnings, and override CUDA_VISIBLE_DEVICES; with neither, every
+    GPU and every MIG instance.
 
     Raises:
         UsageError: `gms.no_cuda`, no driver; `gms.no_such_device`; `gms.no_devices`.
-        UnderstudyError: `gms.driver_failed`, there is one and it does not work now.
+        UnderstudyError: `gms.driver_failed`, the driver does not work now.
     """
     gpus = list(list_gpus())
     visible = environ.get(VISIBLE)
@@ -59,7 +72,7 @@ def devices_to_serve(wanted: Sequence[str], environ: Mapping[str, str] = os.envi
             f"there is no device to serve ({VISIBLE} is {visible!r}); NVML lists "
             f"{', '.join(_describe(gpu) for gpu in gpus) or 'none'}",
         )
-    # One sentence now, where each server would have one of its own.
+    # Fail once now, and not once in each server.
     visible_to({**environ, VISIBLE: names[0]})
     return list(dict.fromkeys(names))
 
@@ -79,13 +92,13 @@ def visible_to(environ: Mapping[str, str]) -> list[str]:
     except subprocess.TimeoutExpired as error:
         raise UsageError(
             "gms.no_cuda",
-            f"CUDA's driver did not initialise in {PROBE_S:g} s: look at nvidia-smi and dmesg",
+            f"CUDA's driver did not initialise in {PROBE_S:g} s: check nvidia-smi and dmesg",
         ) from error
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError as error:
         raise UsageError(
-            "gms.no_cuda", f"CUDA's driver ended its process with {done.returncode}"
+            "gms.no_cuda", f"CUDA's driver crashed its process (exit code {done.returncode})"
         ) from error
     if "error" in answer:
         problem = answer["error"]
@@ -94,7 +107,7 @@ def visible_to(environ: Mapping[str, str]) -> list[str]:
     return list(answer["devices"])
 
 
-def list_gpus() -> Iterator[Gpu]:
+def list_gpus() -> Iterator[NvmlGpu]:
     """Every GPU that NVML lists, in its order.
 
     Raises:
@@ -105,12 +118,12 @@ def list_gpus() -> Iterator[Gpu]:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             is_mig = _is_mig(nvml, handle)
             instances = tuple(_instances(nvml, handle)) if is_mig else ()
-            yield Gpu(nvml.nvmlDeviceGetUUID(handle), instances, is_mig)
+            yield NvmlGpu(nvml.nvmlDeviceGetUUID(handle), instances, is_mig)
 
 
 @contextmanager
 def nvml_session() -> Iterator[Any]:
-    """NVML, initialised for as long as the block lasts.
+    """NVML, initialised while the block runs.
 
     Raises:
         UsageError: `gms.no_cuda`.
@@ -130,8 +143,8 @@ def nvml_session() -> Iterator[Any]:
     except nvml.NVMLError as error:
         raise UsageError(
             "gms.no_cuda",
-            f"CUDA memory needs NVIDIA's driver, and NVML says: {error}; was this container given "
-            "a GPU?",
+            f"CUDA memory needs NVIDIA's driver, and NVML reports: {error}; check that this "
+            "container has a GPU",
         ) from error
 
 
@@ -152,23 +165,23 @@ def _instances(nvml: Any, handle: Any) -> Iterator[str]:
         yield nvml.nvmlDeviceGetUUID(instance)
 
 
-def _named(word: str, gpus: Sequence[Gpu]) -> str:
+def _named(word: str, gpus: Sequence[NvmlGpu]) -> str:
     """The one device whose UUID begins with `word`."""
     known = [name for gpu in gpus for name in (gpu.uuid, *gpu.instances)]
     found = [name for name in known if name.lower().startswith(word.lower())] if word else []
     listed = ", ".join(_describe(gpu) for gpu in gpus) or "no device"
     if len(found) != 1:
-        how = f"begins {len(found)} of the devices" if found else "is none of the devices"
+        how = f"matches {len(found)} devices" if found else "matches no device"
         raise UsageError("gms.no_such_device", f"{word!r} {how}; NVML lists {listed}")
     if any(gpu.uuid == found[0] and gpu.is_mig for gpu in gpus):
         raise UsageError(
             "gms.no_such_device",
-            f"{found[0]} is in MIG mode, so its instances are the devices; NVML lists {listed}",
+            f"{found[0]} is in MIG mode: choose one of its instances; NVML lists {listed}",
         )
     return found[0]
 
 
-def _named_by_id(id_: str, gpus: Sequence[Gpu]) -> str:
+def _named_by_id(id_: str, gpus: Sequence[NvmlGpu]) -> str:
     """The device of this id, which is a UUID without its prefix."""
     for gpu in gpus:
         for name in (gpu.uuid, *gpu.instances):
@@ -177,7 +190,60 @@ def _named_by_id(id_: str, gpus: Sequence[Gpu]) -> str:
     raise UsageError("gms.no_such_device", f"CUDA shows {id_}, which NVML does not list")
 
 
-def _describe(gpu: Gpu) -> str:
+def _describe(gpu: NvmlGpu) -> str:
     if not gpu.is_mig:
         return gpu.uuid
     return f"{gpu.uuid} (in MIG mode: {', '.join(gpu.instances) or 'no instance'})"
+
+
+def main() -> None:
+    """Print the facts."""
+    try:
+        print(json.dumps(facts()))
+    except UsageError as error:
+        is_broken = type(error.__cause__).__name__ not in ABSENT
+        print(json.dumps({"problem": error.message, "is_broken": is_broken}))
+
+
+def facts() -> dict[str, Any]:
+    """The document.
+
+    Raises:
+        UsageError: `gms.no_cuda`, there is no driver.
+    """
+    gpus = list(list_gpus())
+    with nvml_session() as nvml:
+        return {
+            "driver_version": nvml.nvmlSystemGetDriverVersion(),
+            "gpus": [
+                {
+                    "uuid": gpu.uuid,
+                    "is_mig": gpu.is_mig,
+                    "instances": list(gpu.instances),
+                    **_settings(nvml, nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)),
+                }
+                for gpu in gpus
+            ],
+        }
+
+
+def _settings(nvml: Any, handle: Any) -> dict[str, Any]:
+    def ask(question: Callable[[Any], Any]) -> Any:
+        """None where the model or the container does not support the question."""
+        try:
+            return question(handle)
+        except nvml.NVMLError:
+            return None
+
+    persistence = ask(nvml.nvmlDeviceGetPersistenceMode)
+    compute = ask(nvml.nvmlDeviceGetComputeMode)
+    running = ask(nvml.nvmlDeviceGetComputeRunningProcesses) or []
+    return {
+        "is_persistent": None if persistence is None else bool(persistence),
+        "compute_mode": None if compute is None else COMPUTE_MODES.get(compute, str(compute)),
+        "processes": [{"pid": each.pid, "used_bytes": each.usedGpuMemory} for each in running],
+    }
+
+
+if __name__ == "__main__":
+    main()

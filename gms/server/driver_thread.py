@@ -1,9 +1,9 @@
 """A thread for calls that may take long: driver calls, seals, fsyncs, closes. Never the loop.
 
-Calls run one after the other, in the order in which they were submitted; that order is relied on
-(a release undoes a creation that was submitted before it). Their results come back on the loop.
-Closing the last descriptor of host memory takes 125 ms per GiB, which is why closes get a thread
-of their own: freeing a dead engine's memory must not delay a newcomer.
+Calls run one after the other, in order of submission, which callers rely on (a release undoes an
+earlier creation). Results come back on the loop. Closing the last descriptor of host memory takes
+125 ms per GiB, so closes get a thread of their own: freeing a dead engine's memory must not delay
+a newcomer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 
 from plumbing.errors import UnderstudyError
 
-# How long a thread that computes (the check of a large manifest) keeps the loop waiting, at each of
-# the half dozen system calls that an answer to `status` takes. Python's 5 ms make 30 ms of that.
+# How long a computing thread (checking a large manifest) delays the loop at each of the half dozen
+# system calls of an answer to `status`. With Python's 5 ms that adds up to 30 ms.
 SWITCH_INTERVAL_S = 0.0005
 
 T = TypeVar("T")
 
-# No descriptors, no memory, a binding that lacks a call: these cost the session that asked, not
-# the server, and with it every newcomer's weights. Anything else that is raised is our own fault.
+# No descriptors, no memory, a binding that lacks a call: these cost the session that asked, not the
+# server and every newcomer. Any other exception is our own fault.
 FOREIGN = (OSError, MemoryError, RuntimeError)
 
 logger = logging.getLogger(__name__)
@@ -52,14 +52,14 @@ class DriverThread:
     ) -> None:
         """Run `work` on the thread, then `done` with its result on the loop.
 
-        An error goes to `failed` on the loop: an `UnderstudyError` as it is, what kernels, drivers
-        and their bindings raise as `gms.driver_failed`. Without a `failed`, and for any other
+        An error goes to `failed` on the loop: an `UnderstudyError` as it is, an error of a kernel,
+        driver or binding as `gms.driver_failed`. Without a `failed`, and for any other
         exception, it is raised on the loop: a bug, for the loop's exception handler.
         """
         self._queue.put((work, done, failed or _raise))
 
     def close(self, timeout_s: float) -> bool:
-        """Let what was submitted finish, for at most `timeout_s`; says whether it did."""
+        """Wait at most `timeout_s` for the submitted calls; returns whether they finished."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -73,25 +73,25 @@ class DriverThread:
             try:
                 result = work()
             except UnderstudyError as error:
-                self._tell(failed, error)
+                self._post(failed, error)
             except FOREIGN as error:
-                self._tell(failed, _translated(error))
+                self._post(failed, _translated(error))
             except BaseException as error:
-                self._tell(_raise, error)
+                self._post(_raise, error)
             else:
-                self._tell(done, result)
-            # Nothing of the last call may live on while this thread waits for the next one.
+                self._post(done, result)
+            # Keep nothing of the last call alive while this thread waits for the next one.
             call = work = done = failed = result = None  # type: ignore[assignment]  # on purpose
 
-    def _tell(self, callback: Callable[[Any], None], value: Any) -> None:
+    def _post(self, callback: Callable[[Any], None], value: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, value)
         except RuntimeError:
-            return  # the loop is closed: the process is ending and nobody waits for the result
+            return  # the loop is closed: the process is exiting
 
 
 def _translated(error: BaseException) -> UnderstudyError:
-    """It may have been raised in any call of ours: not ours to end for, and not to be hidden."""
+    """Any of our calls may raise it: no reason to crash, and it must not be hidden."""
     logger.warning("a driver call failed", exc_info=error)
     why = str(error) or type(error).__name__
     return UnderstudyError("gms.driver_failed", f"a call to the driver or the kernel failed: {why}")

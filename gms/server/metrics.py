@@ -1,8 +1,8 @@
-"""The metrics of the service, filled from what the devices' servers say.
+"""The metrics of the service, filled from the devices' servers.
 
-The supervisor serves them for all devices. What matters one by one is counted from events, because
-a server may die before it is asked again. The other counters grow by what its status document
-reports more than last time, so that a server's restart does not make them fall.
+The supervisor serves them for all devices. Rare events are counted one by one, because a server may
+die before its next status. The other counters grow by the increase in the status document, so that
+a server's restart does not make them fall.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ class GmsMetrics:
         self._seen: dict[tuple[str, str], int] = {}
 
     def restarted(self, device: str) -> None:
-        """The server of `device` is a new one: its counts begin at zero."""
+        """The server of `device` was restarted: its counts begin at zero."""
         self._restarts.labels(device_uuid=device).inc()
         self._state.set("down", device_uuid=device, tag=self._tag)
         for name in COUNTERS:
             self._seen[device, name] = 0
 
     def count(self, event: Event) -> None:
-        """Count an event of a device's server, which is relayed once."""
+        """Count an event that was relayed from a device's server."""
         name = EVENTS.get(event.type)
         if name is not None:
             self._counters[name].labels(device_uuid=event.data["device_uuid"]).inc()
 
     def update(self, document: Mapping[str, Any]) -> None:
-        """Take over what a server's status document says."""
+        """Take over the figures of a server's status document."""
         device = document["device_uuid"]
         labels = {"device_uuid": device, "tag": self._tag}
         self._state.set(document["state"], **labels)
@@ -100,7 +100,7 @@ class GmsMetrics:
 _HELP = {
     "exports_total": "Epochs sent to readers.",
     "reclaims_total": "Epochs whose memory became free.",
-    "recoveries_total": "Epochs that a restarted server got back from their readers.",
+    "recoveries_total": "Epochs that readers handed back to a restarted server.",
     "condemnations_total": "Epochs that were taken out of service because their bytes were bad.",
     "oom_waits_total": "Slabs that waited for memory to become free.",
     "protocol_errors_total": "Requests that were refused as the peer's fault.",

@@ -67,8 +67,8 @@ class DevicePerformer:
 
     def perform(self, effect: fx.Effect) -> None:
         match effect:
-            case fx.Reply():
-                self._reply(effect)
+            case fx.SendMessage():
+                self._send_message(effect)
             case fx.GrantWriting():
                 self._grant_writing(effect)
             case fx.SendEpoch():
@@ -127,7 +127,7 @@ class DevicePerformer:
 
     # ------------------------------------------------------------------ responses
 
-    def _reply(self, effect: fx.Reply) -> None:
+    def _send_message(self, effect: fx.SendMessage) -> None:
         match effect.message:
             case msg.AllocatedMsg():
                 self._send(effect, effect.message, self._arrived.pop(effect.session))

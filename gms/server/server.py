@@ -267,11 +267,11 @@ class DeviceServer:
         due_ms = self.machine.next_deadline_ms()
         if due_ms is not None:
             delay_s = max(0.0, due_ms - self.clock.now_ms()) / 1000
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._time_passed)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._deadline_passed)
 
-    def _time_passed(self) -> None:
+    def _deadline_passed(self) -> None:
         self._timer = None
-        self._handle(ev.TimePassed())
+        self._handle(ev.DeadlinePassed())
 
     # ------------------------------------------------------------------ small things
 

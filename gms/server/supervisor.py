@@ -1,9 +1,9 @@
 """`gms serve`: one server process per device, started, watched, and restarted in place.
 
-What the servers record is recorded here too, so that one address tells of all devices. It holds no
-memory and decides nothing about it. The servers die with it (PDEATHSIG), so that no server is ever
-left that nobody watches. A server that does not answer is killed: its memory lives on in its
-readers, and a fresh server is better than one that newcomers wait for in vain.
+It relays the servers' events, so that one address serves all devices. It holds no memory and
+decides nothing about it. The servers die with it (PDEATHSIG), so none is ever left unwatched. A
+server that does not answer is killed: its memory lives on in its readers, and a restarted server is
+better than one that newcomers wait for in vain.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from plumbing.wire.messages import HelloMsg, Message, WelcomeMsg
 from plumbing.wire.server import PathGuard
 
 PING_S = 1.0
-SILENT_MS = 5000.0  # several pings: what does not answer for so long is not ready
-# While a server starts: newcomers wait for the first answer, and what it records is lost if it dies
+SILENT_MS = 5000.0  # several pings: a server that is silent for longer is not ready
+# While a server starts: newcomers wait for the first answer, and its events are lost if it dies
 # before we watch it.
 FIRST_PING_S = 0.005
-LAST_WORDS_S = 1.0  # for what a dead server has said to be read: it is all here already
-# Loop stalls of seconds happen on machines under load, of half a minute never.
+FINAL_READ_S = 1.0  # to read what a dead server has sent: it has all arrived already
+# A loaded machine stalls a loop for seconds, never for half a minute.
 HANG_MS = 30_000.0
-STOP_S = 5.0  # for a server to end by itself; it has nothing to save
+STOP_S = 5.0  # for a server to exit by itself; it has nothing to save
 
 logger = logging.getLogger(__name__)
 
 
 class Child:
-    """One device's server process, and what it said of itself last. The handler of its pings."""
+    """One device's server process and its last status. The handler of its pings."""
 
     def __init__(
         self, device: str, path: str, clock: Clock, metrics: GmsMetrics, log: EventLog
@@ -59,61 +59,60 @@ class Child:
         self._document: dict[str, Any] | None = None
         self._clock, self._metrics, self._log = clock, metrics, log
         self._conn: Connection | None = None
-        self._heard_id = 0  # of this process's events: those up to here are in our log
-        self._hung_up = asyncio.Event()
+        self._relayed_id = 0  # of this process's events: those up to here are in our log
+        self._closed = asyncio.Event()
 
     @property
     def is_answering(self) -> bool:
         return self.answered_ms is not None
 
     @property
-    def is_heard(self) -> bool:
-        """Whether it has answered lately: a server that hangs is not there for newcomers."""
+    def is_responsive(self) -> bool:
+        """Whether it has answered lately: a hanging server does not serve newcomers."""
         return self.answered_ms is not None and self._clock.now_ms() - self.answered_ms < SILENT_MS
 
     def status(self) -> dict[str, Any]:
-        """The server's own document, or that there is none."""
-        base = {"online": self.is_heard, "restarts_total": self.restarts.deaths_total}
+        """The server's own document, or state `down`."""
+        base = {"online": self.is_responsive, "restarts_total": self.restarts.deaths_total}
         if self._document is None or not self.is_answering:
             return {"device_uuid": self.device, "tag": names.WEIGHTS, "state": "down", **base}
         return {**self._document, **base}
 
     def begin(self, process: asyncio.subprocess.Process) -> None:
-        """Another process serves the device from now on."""
+        """`process` serves the device from now on."""
         self.process, self.started_ms = process, self._clock.now_ms()
-        self.answered_ms, self._heard_id = None, 0
+        self.answered_ms, self._relayed_id = None, 0
 
     async def ping(self) -> None:
-        """Ask after the server for as long as it runs; kill it when it hangs."""
+        """Ping the server while it runs; kill it when it hangs."""
         while True:
             try:
                 if self._conn is None or self._conn.is_closed:
                     self._conn = await connect(self.path, msg.CATALOGUE, self, deadline_s=PING_S)
-                    self._conn.send(HelloMsg(), 1)  # first: it is believed when we know who it is
-                    self._conn.send(msg.WatchMsg(since=self._heard_id), 2)
+                    self._conn.send(HelloMsg(), 1)  # first: it names the pid
+                    self._conn.send(msg.WatchMsg(since=self._relayed_id), 2)
                 elif self.is_answering:
                     self._conn.send(HelloMsg(), 1)
                     self._conn.send(msg.StatusMsg(), 2)
             except UnreachableError as error:
                 logger.debug("%s does not answer yet: %s", self.device, error)
             await asyncio.sleep(PING_S if self.is_answering else FIRST_PING_S)
-            heard_ms = self.answered_ms or self.started_ms
-            silent_ms = self._clock.now_ms() - heard_ms
+            silent_ms = self._clock.now_ms() - (self.answered_ms or self.started_ms)
             if silent_ms > HANG_MS and self.process is not None:
                 logger.error("the server of %s is silent for %d s", self.device, silent_ms // 1000)
                 self.process.kill()
                 return
 
-    async def hear_out(self) -> None:
-        """The process is gone; what it said before is still to be read."""
+    async def read_out(self) -> None:
+        """The process is gone; read what it had sent."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(FINAL_READ_S):
                 while self._conn is not None and not self._conn.is_closed:
-                    self._hung_up.clear()
-                    await self._hung_up.wait()
+                    self._closed.clear()
+                    await self._closed.wait()
 
     def end(self) -> None:
-        """What we knew from the process is void."""
+        """The process is gone: its status is void."""
         self.answered_ms = None
         if self._conn is not None:
             self._conn.close("the server is gone")
@@ -126,7 +125,7 @@ class Child:
         close_all(fds)
         if isinstance(message, WelcomeMsg):
             if self.process is None or message.pid != self.process.pid:
-                conn.close("that is the server before this one, on its way out")
+                conn.close("the previous server answered, which is exiting")
             else:
                 self.answered_ms = self._clock.now_ms()
         elif isinstance(message, msg.StatusReplyMsg):
@@ -136,23 +135,22 @@ class Child:
             self._relay(message.record)
 
     def closed(self, conn: Connection, reason: str) -> None:
-        self._hung_up.set()
+        self._closed.set()
 
     def _relay(self, record: Mapping[str, Any]) -> None:
-        missed = record["id"] - self._heard_id - 1
-        self._heard_id = record["id"]
+        missed = record["id"] - self._relayed_id - 1
+        self._relayed_id = record["id"]
         about = {"device_uuid": self.device}
-        if missed:  # we were dropped, and away for longer than it keeps them
-            said = f"{missed} events of the server of {self.device} were missed"
-            self._log.record("gms.events_missed", said, "warning", {**about, "missed": missed})
+        if missed:  # our connection was gone for longer than the server keeps events
+            message = f"{missed} events of the server of {self.device} were missed"
+            self._log.record("gms.events_missed", message, "warning", {**about, "missed": missed})
         self._log.relay(record, about)
 
 
 class GmsSupervisor:
     """Runs the servers of `devices`.
 
-    `command(device)` is how one is started, `environment(device)` what it has in its environment
-    beside our own.
+    `command(device)` starts one; `environment(device)` is added to our own environment for it.
     """
 
     def __init__(
@@ -187,7 +185,7 @@ class GmsSupervisor:
         self._exit_code: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT (0), or until a server cannot be kept alive (its code).
+        """Serve until SIGTERM or SIGINT (0), or until a server keeps dying (its exit code).
 
         Raises:
             UnderstudyError: another supervisor has the directory; the port is in use.
@@ -200,7 +198,7 @@ class GmsSupervisor:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(self._keep(child)) for child in self.children]
-                    signals = tasks.create_task(self._obey(inbox))
+                    signals = tasks.create_task(self._await_signal(inbox))
                     code = await self._exit_code
                     for task in (*running, signals):
                         task.cancel()
@@ -211,7 +209,7 @@ class GmsSupervisor:
             return code
 
     def status(self) -> dict[str, Any]:
-        """`{schema, as_of_event_id, devices: […]}`, as fresh as the last ping."""
+        """`{schema, as_of_event_id, devices: […]}`, as of the last ping."""
         return {
             "schema": 1,
             "as_of_event_id": self.log.last_id,
@@ -220,7 +218,7 @@ class GmsSupervisor:
         }
 
     async def _keep(self, child: Child) -> None:
-        """Start a server, wait for its end, start it again, until that makes no sense."""
+        """Start a server, wait for its end, restart it, until it keeps dying."""
         while True:
             child.begin(
                 await asyncio.create_subprocess_exec(
@@ -238,25 +236,25 @@ class GmsSupervisor:
                 pinging = tasks.create_task(child.ping())
                 returncode = await child.process.wait()
                 pinging.cancel()
-            await child.hear_out()
+            await child.read_out()
             had_answered = child.is_answering
             child.end()
             lived_ms = self.clock.now_ms() - child.started_ms
             verdict = child.restarts.died(lived_ms, returncode, had_answered=had_answered)
             how = signal.Signals(-returncode).name if returncode < 0 else f"code {returncode}"
-            said = f"the server of {child.device} ended ({how}) after {lived_ms / 1000:.1f} s"
+            ended = f"the server of {child.device} ended ({how}) after {lived_ms / 1000:.1f} s"
             data = {"device_uuid": child.device, "returncode": returncode}
             if isinstance(verdict, GiveUp):
-                said += f"; giving up after {child.restarts.deaths} short lives in a row"
-                self.log.record("gms.child_exit", said, "error", data)
+                ended += f"; giving up after {child.restarts.deaths} short runs in a row"
+                self.log.record("gms.child_exit", ended, "error", data)
                 self._end(verdict.exit_code)
                 return
-            said += f"; starting it again in {verdict.delay_ms:g} ms"
-            self.log.record("gms.child_exit", said, "warning", data)
+            ended += f"; restarting it in {verdict.delay_ms:g} ms"
+            self.log.record("gms.child_exit", ended, "warning", data)
             self.metrics.restarted(child.device)
             await asyncio.sleep(verdict.delay_ms / 1000)
 
-    async def _obey(self, inbox: SignalInbox) -> None:
+    async def _await_signal(self, inbox: SignalInbox) -> None:
         signum = await inbox.get()
         self.log.record("gms.stopping", f"stopping: {signal.Signals(signum).name}")
         self._end(0)
@@ -280,10 +278,9 @@ class GmsSupervisor:
             child.end()
 
     def _startup(self) -> Probe:
-        silent = [child.device for child in self.children if not child.is_heard]
+        silent = [child.device for child in self.children if not child.is_responsive]
         if silent:
-            said = f"no answer from {', '.join(silent)}"
-            return Probe(False, said, {"silent": silent})
+            return Probe(False, f"no answer from {', '.join(silent)}", {"silent": silent})
         return Probe(True, "every device's server answers", {})
 
     def _live(self) -> Probe:

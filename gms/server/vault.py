@@ -1,8 +1,8 @@
 """The physical memory that one device's server holds: per epoch, its slabs in order.
 
-Used by the driver thread, so it needs no locks and may block; only `export`, of epochs that no
-longer change, is called by another. It decides nothing: the machine says what to make, seal and
-give up.
+Used by the driver thread, so it needs no locks and may block; another thread calls only `export`,
+of epochs that no longer change. It decides nothing: the machine says what to create, seal and give
+up.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ class Vault:
         self._slabs: dict[str, list[Allocation]] = {}
 
     def open_epoch(self, epoch: str, file_name: str) -> None:
-        """Make the file of a new epoch.
+        """Create the file of a new epoch.
 
         Raises:
-            UnderstudyError: `gms.epoch_file`, it cannot be made.
+            UnderstudyError: `gms.epoch_file`.
         """
         try:
             epoch_file.create(os.path.join(self._directory, file_name))
         except OSError as error:
             raise UnderstudyError(
                 "gms.epoch_file",
-                f"cannot make {file_name} in {self._directory}: {error.strerror}; make room there",
+                f"cannot create {file_name} in {self._directory}: {error.strerror}; free space",
             ) from error
         self._slabs[epoch] = []
 
     def mark_history(self, file_name: str) -> None:
-        """Note on an epoch's file that it is out of service.
+        """Mark an epoch's file as out of service.
 
         Raises:
-            UnderstudyError: `gms.epoch_file`, it cannot be marked.
+            UnderstudyError: `gms.epoch_file`.
         """
         try:
             epoch_file.mark_history(os.path.join(self._directory, file_name))
@@ -55,7 +55,7 @@ class Vault:
             ) from error
 
     def create(self, epoch: str, size_bytes: int) -> OwnedFd:
-        """One more slab; a writable descriptor for its writer.
+        """One more slab; returns a writable descriptor for its writer.
 
         Raises:
             UnderstudyError: `gms.driver_failed`, …
@@ -71,11 +71,11 @@ class Vault:
         return fd
 
     def seal(self, epoch: str, manifest: bytes) -> int:
-        """Check the manifest and make every slab read-only for ever; the number of tensors.
+        """Check the manifest and seal every slab; returns the number of tensors.
 
         Raises:
             ProtocolError: `gms.bad_manifest`.
-            UnderstudyError: `gms.still_writable`, somebody can still write.
+            UnderstudyError: `gms.still_writable`.
         """
         slabs = self._slabs[epoch]
         tensors = check_manifest(manifest, [slab.size_bytes for slab in slabs])
@@ -86,12 +86,12 @@ class Vault:
     def adopt(
         self, epoch: str, fds: Sequence[OwnedFd], slab_sizes: Sequence[int], manifest: bytes
     ) -> int:
-        """Hold an epoch that a survivor hands back, if it is true; takes `fds`. How many tensors.
+        """Check and hold a survivor's epoch; takes `fds`; returns the number of tensors.
 
         Raises:
             ProtocolError: `gms.bad_manifest`.
-            UnderstudyError: `gms.bad_slab`, one is not of its size, or somebody can write to it,
-                or (host memory) it is not the one that was made for its place.
+            UnderstudyError: `gms.bad_slab`, one has another size, or is writable, or (host memory)
+                is not the one that was created for its place.
         """
         slabs: list[Allocation] = []
         rest = deque(fds)
@@ -111,11 +111,11 @@ class Vault:
         """Read-only descriptors of every slab, in order; the caller owns them.
 
         Raises:
-            UnderstudyError: `gms.driver_failed`: no descriptors left, for one.
+            UnderstudyError: `gms.driver_failed`, for example without descriptors left.
         """
         fds: list[OwnedFd] = []
         try:
-            for slab in self._slabs.get(epoch, ()):  # empty: it was given up in the meantime
+            for slab in self._slabs.get(epoch, ()):  # empty: it was given up meanwhile
                 fds.append(slab.export(writable=False))  # noqa: PERF401 - closed if one fails
         except BaseException:
             close_all(fds)
@@ -123,10 +123,10 @@ class Vault:
         return fds
 
     def take(self, epoch: str) -> list[Allocation]:
-        """Give an epoch's slabs away, to be released where that may take long."""
+        """Give up an epoch's slabs: the caller releases them, where that may take long."""
         return self._slabs.pop(epoch, [])
 
 
 def _slab_name(epoch: str, index: int) -> str:
-    """What a slab is created as: no two of an epoch alike, so none passes in another's place."""
+    """The name that a slab is created with: unique, so that none passes for another."""
     return f"understudy-{epoch[:8]}-{index}"

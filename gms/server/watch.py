@@ -1,7 +1,7 @@
-"""Watching the files of epochs that nobody here owns, until the kernel says they are free.
+"""Watches the files of unowned epochs until the kernel says that they are free.
 
-Nothing announces that a flock was let go, so it is tried: every millisecond for the first second
-(a process that was killed is usually gone by then), then every ten. A try costs microseconds.
+Nothing announces the release of a flock, so the watch polls: every millisecond for the first second
+(a killed process is usually gone by then), then every ten. A try costs microseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plumbing.service.procfs import holders_of
 
 FAST_MS, FAST_FOR_MS = 1.0, 1000.0
 SLOW_MS = 10.0
-HOLDERS_AFTER_MS = 100.0  # looking through /proc takes milliseconds: only for those that linger
+HOLDERS_AFTER_MS = 100.0  # a scan of /proc takes milliseconds: only for those that linger
 HOLDERS_EVERY_MS = 1000.0
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class EpochWatch:
     """Calls `free(epoch)` once per watched epoch, and `holders(epoch, pids)` while it waits.
 
-    A file that cannot be looked at counts as held: `failed(epoch, sentence)` is called, once for
-    each error, and `problem` says so for as long as it lasts.
+    A file that cannot be opened counts as held: `failed(epoch, message)` is called once for each
+    error, and `problem` holds it while it lasts.
     """
 
     def __init__(
@@ -48,28 +48,28 @@ class EpochWatch:
         self._holders = holders
         self._failed = failed
         self._since_ms: dict[str, float] = {}
-        self._look_ms: dict[str, float] = {}
+        self._scan_ms: dict[str, float] = {}
         self._problems: dict[str, str] = {}  # by epoch, of the last try
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot be told whether some epoch is still mapped."""
+        """Why it is unknown whether some epoch is still mapped."""
         return next(iter(self._problems.values()), None)
 
     def add(self, epoch: str) -> None:
         """Watch the file of `epoch` from now on."""
         now_ms = self._clock.now_ms()
         self._since_ms[epoch] = now_ms
-        self._look_ms[epoch] = now_ms + HOLDERS_AFTER_MS
+        self._scan_ms[epoch] = now_ms + HOLDERS_AFTER_MS
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(0, self._try)
 
     def discard(self, epoch: str) -> None:
-        """Its file is no longer the question."""
+        """Stop watching the file of `epoch`."""
         self._since_ms.pop(epoch, None)
-        self._look_ms.pop(epoch, None)
+        self._scan_ms.pop(epoch, None)
         self._problems.pop(epoch, None)
 
     def close(self) -> None:
@@ -85,19 +85,19 @@ class EpochWatch:
         for epoch in freed:
             self.discard(epoch)
         for epoch in self._since_ms:
-            if self._look_ms[epoch] <= now_ms:
-                self._look_ms[epoch] = now_ms + HOLDERS_EVERY_MS
-                self._look(epoch)
+            if self._scan_ms[epoch] <= now_ms:
+                self._scan_ms[epoch] = now_ms + HOLDERS_EVERY_MS
+                self._find_holders(epoch)
         if self._since_ms:
             is_fresh = any(now_ms - since < FAST_FOR_MS for since in self._since_ms.values())
             delay_s = (FAST_MS if is_fresh else SLOW_MS) / 1000
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._try)
         for epoch in freed:
             self._free(epoch)
-        for told in self._problems.items():
-            if told not in self._told:
-                self._told.add(told)
-                self._failed(*told)
+        for problem in self._problems.items():
+            if problem not in self._reported:
+                self._reported.add(problem)
+                self._failed(*problem)
 
     def _is_gone(self, epoch: str) -> bool:
         path = self._path_of(epoch)
@@ -105,14 +105,14 @@ class EpochWatch:
             is_gone = epoch_file.remove_if_free(path)
         except OSError as error:  # out of descriptors, for one: not known is not free
             self._problems[epoch] = (
-                f"cannot tell whether epoch {epoch} is still mapped, so it counts as mapped and "
-                f"nobody may load, until {path} can be opened and removed: {error.strerror}"
+                f"cannot check whether epoch {epoch} is still mapped, so no engine may load until "
+                f"{path} can be opened and removed: {error.strerror}"
             )
             return False
         self._problems.pop(epoch, None)
         return is_gone
 
-    def _look(self, epoch: str) -> None:
+    def _find_holders(self, epoch: str) -> None:
         path = self._path_of(epoch)
 
         def find() -> tuple[int, ...]:
@@ -120,11 +120,11 @@ class EpochWatch:
                 found = os.stat(path)
             except OSError:
                 return ()
-            # Not ourselves: a try of this very watch may be under way on the loop.
+            # Not ourselves: this watch may be trying the lock on the loop.
             mine = os.getpid()
             return tuple(pid for pid in holders_of(found.st_dev, found.st_ino) if pid != mine)
 
         def failed(error: UnderstudyError) -> None:
-            logger.debug("could not look for the holders of epoch %s: %s", epoch, error)
+            logger.debug("could not find the holders of epoch %s: %s", epoch, error)
 
         self._thread.submit(find, lambda pids: self._holders(epoch, pids), failed)

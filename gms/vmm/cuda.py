@@ -5,8 +5,8 @@
     a mapping         cuMemMap, then cuMemSetAccess                    cuMemUnmap
 
 Physical memory is freed when the last handle, descriptor and mapping anywhere is gone, and nothing
-forces that. Neither its size nor any right travels with a descriptor: a wrong size fails the map,
-and whoever has the descriptor may map it writable, so that read-only is each client's own rule.
+forces that. A descriptor carries neither its size nor any right: a wrong size fails the map, and
+any process with the descriptor may map it writable, so read-only is each client's own rule.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from gms.vmm.cuda_driver import Driver
-from gms.vmm.interface import Allocation
+from gms.vmm.interface import Allocation, FilledRange
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 from plumbing.wire.fds import OwnedFd
 
 # Handles above about 4 GiB have tripped the driver's memory scrubber on some machines.
 ALLOCATION_BYTES_MAX = 2 << 30
 
-# What the driver says of a descriptor or a size that is not what it was said to be.
+# The driver's errors for a wrong descriptor or size.
 NOT_A_SLAB = (
     "CUDA_ERROR_INVALID_VALUE",
     "CUDA_ERROR_INVALID_HANDLE",
@@ -60,11 +60,11 @@ class CudaAllocation:
         return self._fd.duplicate()
 
     def seal(self) -> None:
-        """Nothing that the driver could be asked for; from here on we lend it to readers only."""
+        """The driver has no seal; from here on we export it to readers only."""
         self._is_sealed = True
 
     def check(self, name: str) -> None:
-        """Its size only: the driver knows neither names nor which handles are one memory."""
+        """Its size only: the driver knows no names and cannot identify a handle."""
         reservation = self._memory.reserve(self.size_bytes)
         try:
             reservation.probe(self)
@@ -79,32 +79,21 @@ class CudaAllocation:
                 self._memory.driver.call("MemRelease", handle)
 
 
-class CudaReservation:
+class CudaReservation(FilledRange):
     """Addresses of the device, in which memory is mapped from the start without holes."""
 
     def __init__(self, memory: CudaMemory, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
+        super().__init__(size_bytes)
         self._memory, self._call = memory, memory.driver.call
         self.address = int(self._call("MemAddressReserve", size_bytes, 0, 0, 0))
         self._mapped: list[int] = []  # sizes, side by side from the start
-        self._is_writable = False
-
-    @property
-    def mapped_bytes(self) -> int:
-        return sum(self._mapped)
 
     def map(self, offset_bytes: int, allocations: Sequence[Allocation], *, writable: bool) -> None:
         cuda = [each for each in allocations if isinstance(each, CudaAllocation)]
         if len(cuda) != len(allocations):
             raise InvariantError("addresses of a device take memory of a device only")
         size_bytes = sum(each.size_bytes for each in cuda)
-        if offset_bytes != self.mapped_bytes or offset_bytes + size_bytes > self.size_bytes:
-            raise InvariantError(
-                f"bytes {offset_bytes} to {offset_bytes + size_bytes} do not follow the "
-                f"{self.mapped_bytes} that are mapped in this range of {self.size_bytes}"
-            )
-        if self._mapped and writable != self._is_writable:
-            raise InvariantError("a range is mapped writable as a whole or not at all")
+        self.check_next(offset_bytes, size_bytes, writable=writable)
         start = at = self.address + offset_bytes
         with contextlib.ExitStack() as stack:
             for each in cuda:
@@ -114,10 +103,10 @@ class CudaReservation:
             self._set_access(start, size_bytes, writable=writable)
             stack.pop_all()
         self._mapped += [each.size_bytes for each in cuda]
-        self._is_writable = writable
+        self.mapped_bytes, self.is_writable = offset_bytes + size_bytes, writable
 
     def probe(self, allocation: CudaAllocation) -> None:
-        """Whether `allocation` is of its size: it is mapped and unmapped, without access, which a
+        """Check the size of `allocation` by mapping and unmapping it, without access, which a
         server without a context may not be able to set.
 
         Raises:
@@ -128,16 +117,16 @@ class CudaReservation:
 
     def make_read_only(self) -> None:
         self._set_access(self.address, self.mapped_bytes, writable=False)
-        self._is_writable = False
+        self.is_writable = False
 
     def unmap(self) -> None:
-        # One by one: a range that was mapped in parts need not be accepted as a whole.
+        # One by one: the driver need not accept as a whole a range that was mapped in parts.
         at = self.address
         with contextlib.ExitStack() as stack:
             for size_bytes in self._mapped:
                 stack.callback(self._call, "MemUnmap", at, size_bytes)
                 at += size_bytes
-            self._mapped = []
+            self._mapped, self.mapped_bytes = [], 0
 
     def free(self) -> None:
         if self.address:
@@ -147,7 +136,7 @@ class CudaReservation:
                 self.unmap()
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
-        self._check_mapped(offset_bytes, size_bytes)
+        self.check_mapped(offset_bytes, size_bytes)
         found = bytearray(size_bytes)
         if size_bytes:
             self._call("MemcpyDtoH", found, self.address + offset_bytes, size_bytes)
@@ -155,10 +144,10 @@ class CudaReservation:
 
     def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
         flat = memoryview(data).cast("B")
-        self._check_mapped(offset_bytes, len(flat))
+        self.check_mapped(offset_bytes, len(flat))
         if flat:
             self._call("MemcpyHtoD", self.address + offset_bytes, flat, len(flat))
-            # From pageable memory it may return with the last part still under way.
+            # From pageable memory it may return before the last part is copied.
             self._call("CtxSynchronize")
 
     def clear(self) -> None:
@@ -169,8 +158,8 @@ class CudaReservation:
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         raise UnderstudyError(
             "gms.not_host_memory",
-            f"the memory of {self._memory.driver.uuid} has addresses on the device only; copy with "
-            "read and write, or make tensors of its addresses there",
+            f"the memory of {self._memory.driver.uuid} has only device addresses; copy with read "
+            "and write, or create tensors at its addresses",
         )
 
     def _map(self, address: int, allocation: CudaAllocation) -> None:
@@ -199,7 +188,7 @@ class CudaMemory:
     allocation_bytes_max: int | None = ALLOCATION_BYTES_MAX
 
     def __init__(self, device_uuid: str, *, context: bool = False) -> None:
-        """Initialise the driver and find the device; `context`: do not wait until it wants one.
+        """Initialise the driver and find the device; `context`: create one before a call needs it.
 
         Raises:
             UsageError: `gms.no_cuda`, `gms.device_not_visible`, `gms.device_unsuitable`.
@@ -223,7 +212,7 @@ class CudaMemory:
 
     def create(self, size_bytes: int, name: str) -> CudaAllocation:
         if size_bytes <= 0 or size_bytes % self.granularity_bytes:
-            raise InvariantError(f"{size_bytes} bytes are no multiple of the granularity")
+            raise InvariantError(f"{size_bytes} bytes are not a multiple of the granularity")
         handle = self.driver.call("MemCreate", size_bytes, self._prop, 0)
         try:
             fd = int(self.driver.call("MemExportToShareableHandle", handle, self._fd_type, 0))
@@ -238,14 +227,14 @@ class CudaMemory:
             handle = self.driver.call("MemImportFromShareableHandle", fd.fileno(), self._fd_type)
         except UnderstudyError as error:
             fd.close()
-            raise _bad_slab(error, "it is no memory of this device") from error
+            raise _bad_slab(error, "it is not memory of this device") from error
         return CudaAllocation(self, handle, fd, size_bytes)
 
     def reserve(self, size_bytes: int) -> CudaReservation:
         return CudaReservation(self, size_bytes)
 
     def facts(self) -> dict[str, Any]:
-        """Asks the driver nothing, so that it may be called on a loop."""
+        """Makes no driver call, so it may run on a loop."""
         return {
             "cuda_version": self._version,
             "granularity_bytes": self.granularity_bytes,
@@ -253,7 +242,7 @@ class CudaMemory:
         }
 
     def access(self, *, writable: bool) -> Any:
-        """The driver's word for who may do what: this device, reading or writing too."""
+        """The driver's description of an access: this device, read-only or read-write."""
         flags = self.driver.api.CUmemAccess_flags
         description = self.driver.api.CUmemAccessDesc()
         description.location = self._here()
@@ -283,7 +272,7 @@ class CudaMemory:
 
 
 def _bad_slab(error: UnderstudyError, why: str) -> UnderstudyError:
-    """`error`, as the sender's fault where the driver says that its arguments were wrong."""
+    """`error`, as the sender's fault if the driver rejected the arguments."""
     if error.details.get("driver_error") not in NOT_A_SLAB:
         return error
     return UnderstudyError(

@@ -1,9 +1,9 @@
-"""One device through CUDA's driver API: calls by name, failures as errors with a mend.
+"""One device through CUDA's driver API: calls by name, failures as errors with a fix.
 
 The only file that talks to cuda-python. It knows devices and contexts, and nothing of slabs. The
-surprising thing: it works without a context for as long as the driver lets it, because a context
-takes hundreds of MiB of the device; a call that is refused for want of one is made again with the
-device's primary context, which is the one that torch uses too.
+surprising thing: it works without a context while the driver allows it, because a context takes
+hundreds of MiB of the device. A call that is refused for lack of one is repeated with the device's
+primary context, which torch uses too.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 
 from plumbing.errors import UnderstudyError, UsageError
 
-# How the driver says that a call needs a context: the first for copies always, both for memory
-# calls where a driver wants one.
+# The driver's errors for a call that needs a context: the first for all copies, both for memory
+# calls of some drivers.
 CONTEXT_WANTED = ("CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_NOT_INITIALIZED")
 
-# What to do about the usual ones.
-MENDS = {
-    "CUDA_ERROR_OUT_OF_MEMORY": "the device is full; `gms status` and nvidia-smi say who holds it",
-    "CUDA_ERROR_NO_DEVICE": "no GPU is visible: look at CUDA_VISIBLE_DEVICES, and whether this "
-    "container was given one",
-    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the libcuda of this container does not fit the driver of "
-    "the host: remove its compatibility package, or update the host's driver",
+# How to fix the usual errors.
+FIXES = {
+    "CUDA_ERROR_OUT_OF_MEMORY": "the device is full; `gms status` and nvidia-smi show the holders",
+    "CUDA_ERROR_NO_DEVICE": "no GPU is visible: check CUDA_VISIBLE_DEVICES, and that this "
+    "container has a GPU",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "this container's libcuda does not match the host's "
+    "driver: remove its compatibility package, or update the host's driver",
     "CUDA_ERROR_SYSTEM_NOT_READY": "start the host's fabric manager (nvidia-fabricmanager)",
-    "CUDA_ERROR_STUB_LIBRARY": "the toolkit's stub of libcuda is loaded: take its directory out of "
+    "CUDA_ERROR_STUB_LIBRARY": "the toolkit's stub of libcuda is loaded: remove its directory from "
     "LD_LIBRARY_PATH",
     "CUDA_ERROR_OPERATING_SYSTEM": "the kernel refused: often out of descriptors, so raise the "
     "limit (ulimit -n)",
     "CUDA_ERROR_NOT_SUPPORTED": "virtual memory management with descriptors is needed: Linux, and "
     "a GPU of the Volta generation or newer",
     "CUDA_ERROR_ECC_UNCORRECTABLE": "the device's memory has failed: drain the node and reset it",
-    "CUDA_ERROR_ILLEGAL_ADDRESS": "this process touched memory that it may not; its context is "
-    "lost and it has to end",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "this process accessed an illegal address; its context is lost "
+    "and it must exit",
 }
 
 
@@ -57,13 +57,13 @@ class Driver:
             seen = ", ".join(ids) or "none"
             raise UsageError(
                 "gms.device_not_visible",
-                f"CUDA does not show {uuid} to this process but {seen}; check CUDA_VISIBLE_DEVICES",
+                f"CUDA shows {seen} to this process, not {uuid}; check CUDA_VISIBLE_DEVICES",
                 visible=ids,
             )
         self.ordinal = ids.index(id_of(uuid))
 
     def call(self, name: str, *args: Any) -> Any:
-        """`cu<name>(*args)`, with a context if the driver wants one; what it answers.
+        """The result of `cu<name>(*args)`, called with a context if the driver needs one.
 
         Raises:
             UnderstudyError: `gms.device_full`, the driver is out of memory; `gms.driver_failed`.
@@ -77,7 +77,7 @@ class Driver:
         return values[0] if values else None
 
     def use_context(self) -> None:
-        """Make the primary context current on this thread, and keep it for good."""
+        """Make the primary context current on this thread, permanently."""
         with self._context_lock:
             if self._context is None:
                 device = checked(self.api.cuDeviceGet(self.ordinal), "DeviceGet")
@@ -97,8 +97,8 @@ def initialised() -> Any:
 
     Raises:
         UsageError: `gms.no_cuda`, there is no cuda-python, no driver, or no GPU.
-        UnderstudyError: `gms.driver_failed`, which the next try may not meet: a fabric manager or
-            a driver that is still coming up.
+        UnderstudyError: `gms.driver_failed`; retry: a fabric manager or a driver may still be
+            starting.
     """
     try:
         from cuda.bindings import driver as api
@@ -110,7 +110,7 @@ def initialised() -> Any:
         ) from error
     try:
         found = api.cuInit(0)
-    except RuntimeError as error:  # cuda-python's word for no libcuda.so.1, or too old a one
+    except RuntimeError as error:  # cuda-python found no libcuda.so.1, or one that is too old
         raise UsageError(
             "gms.no_cuda",
             f"CUDA memory needs NVIDIA's driver, which cannot be loaded ({error})",
@@ -126,8 +126,8 @@ def initialised() -> Any:
 
 def visible_ids(api: Any) -> list[str]:
     """The UUIDs of the devices that this process sees, without a prefix, in CUDA's order."""
-    # Of a MIG instance, the older of the two calls gives the GPU's. cuda-python 13 has one name
-    # for the newer, 12 has two.
+    # For a MIG instance, the older of the two calls returns the GPU's UUID. cuda-python 13 has only
+    # the newer one, under the older name.
     uuid_of = getattr(api, "cuDeviceGetUuid_v2", api.cuDeviceGetUuid)
     ids = []
     for ordinal in range(checked(api.cuDeviceGetCount(), "DeviceGetCount")):
@@ -145,10 +145,10 @@ def id_of(uuid: str) -> str:
 
 
 def checked(answer: tuple[Any, ...], name: str) -> Any:
-    """The value of an answer of the driver's.
+    """The value of a driver call's result.
 
     Raises:
-        UnderstudyError: the answer is an error.
+        UnderstudyError: the result is an error.
     """
     error, *values = answer
     if error:
@@ -157,8 +157,8 @@ def checked(answer: tuple[Any, ...], name: str) -> Any:
 
 
 def failed(name: str, error: Any) -> UnderstudyError:
-    """The error for a call that the driver answered with `error`."""
+    """The error for a call that failed with `error`."""
     known = error.name
     code = "gms.device_full" if known == "CUDA_ERROR_OUT_OF_MEMORY" else "gms.driver_failed"
-    mend = f": {MENDS[known]}" if known in MENDS else ""
-    return UnderstudyError(code, f"cu{name} failed with {known}{mend}", driver_error=known)
+    fix = f": {FIXES[known]}" if known in FIXES else ""
+    return UnderstudyError(code, f"cu{name} failed with {known}{fix}", driver_error=known)

@@ -1,8 +1,8 @@
 """`python -m gms.vmm.cuda_visible`: which devices CUDA shows to a process with this environment.
 
 One JSON document on stdout, `{"devices": [id, …]}` in CUDA's order or `{"error": {…}}`. A process
-of its own, because CUDA reads its environment once, and because a driver that hangs or crashes
-must not do so in a supervisor.
+of its own, because CUDA reads its environment once, and because a driver that hangs or crashes must
+not take a supervisor with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plumbing.errors import UnderstudyError
 
 
 def main() -> int:
-    """Say what there is; 0, or 1 with an error."""
+    """Print the devices; 0, or 1 with an error."""
     try:
         print(json.dumps({"devices": visible_ids(initialised())}))
     except UnderstudyError as error:

@@ -2,8 +2,8 @@
 
 ctypes and not `mmap.mmap`, which keeps a duplicate of each descriptor and cannot choose an address.
 The surprising thing (measured): F_SEAL_WRITE is refused while any mapping lives that was made from
-a writable descriptor, even one that `mprotect` made read-only. So a writer that commits maps each
-slab over itself from a descriptor opened read-only anew (man 2 fcntl, File Sealing).
+a writable descriptor, even one that `mprotect` made read-only. So a committing writer maps each
+slab over itself from a new read-only descriptor (man 2 fcntl, File Sealing).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import stat
 from collections.abc import Sequence
 from typing import Any
 
-from gms.vmm.interface import Allocation
+from gms.vmm.interface import Allocation, FilledRange
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
@@ -25,7 +25,7 @@ PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
 MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE = 0x1, 0x2, 0x10, 0x20, 0x4000
 MAP_FAILED = ctypes.c_void_p(-1).value
 
-# man 2 memfd_create and ftruncate: what the kernel says when there is no memory left.
+# man 2 memfd_create and ftruncate: the kernel's errors when no memory is left.
 OUT_OF_MEMORY = (errno.ENOMEM, errno.ENOSPC)
 
 # <linux/fcntl.h>; fcntl has them from Python 3.9 on under the same names.
@@ -81,7 +81,7 @@ class HostAllocation:
             raise UnderstudyError(
                 "gms.still_writable",
                 "the memory cannot be sealed: some process still has it mapped for writing; a "
-                "writer maps its slabs read-only before it commits, and so must its children",
+                "writer and its children must map its slabs read-only before the commit",
             ) from error
         self._keep(read_only)
 
@@ -92,11 +92,11 @@ class HostAllocation:
             # man 5 proc: `/memfd:NAME (deleted)`, the name for which it was made.
             target = os.readlink(f"/proc/self/fd/{self._fd.fileno()}")
         except OSError as error:  # EINVAL: a file that cannot have seals
-            raise _bad_slab(f"it is no memory that can be sealed ({error.strerror})") from error
+            raise _bad_slab(f"it is not memory that can be sealed ({error.strerror})") from error
         if found.st_size != self.size_bytes:
             raise _bad_slab(f"it should have {self.size_bytes} bytes and has {found.st_size}")
         if seals & ALL_SEALS != ALL_SEALS:
-            raise _bad_slab("it is not sealed, so somebody could still write to it")
+            raise _bad_slab("it is not sealed, so a process could still write to it")
         called = target.removeprefix("/memfd:").removesuffix(" (deleted)")
         if called != name:
             raise _bad_slab(f"it should be {name} and is {called}")
@@ -114,47 +114,39 @@ class HostAllocation:
         self._fd, self._is_writable = fd, False
 
 
-class HostReservation:
+class HostReservation(FilledRange):
     """Addresses that nothing may touch (PROT_NONE) until something is mapped there."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
+        super().__init__(size_bytes)
         self.address = _reserve_at(None, size_bytes)
         self._mapped: list[HostAllocation] = []
-        self._mapped_bytes = 0
-        self._is_writable = False
 
     def map(self, offset_bytes: int, allocations: Sequence[Allocation], *, writable: bool) -> None:
         host = [each for each in allocations if isinstance(each, HostAllocation)]
         if len(host) != len(allocations):
             raise InvariantError("host addresses take host memory only")
-        end_bytes = offset_bytes + sum(each.size_bytes for each in host)
-        if offset_bytes != self._mapped_bytes or end_bytes > self.size_bytes:
-            raise InvariantError(
-                f"bytes {offset_bytes} to {end_bytes} do not follow the {self._mapped_bytes} that "
-                f"are mapped in this range of {self.size_bytes}"
-            )
-        if self._mapped and writable != self._is_writable:
-            raise InvariantError("a range is mapped writable as a whole or not at all")
+        size_bytes = sum(each.size_bytes for each in host)
+        self.check_next(offset_bytes, size_bytes, writable=writable)
         self._place(offset_bytes, host, writable=writable)
         self._mapped += host
-        self._mapped_bytes, self._is_writable = end_bytes, writable
+        self.mapped_bytes, self.is_writable = offset_bytes + size_bytes, writable
 
     def make_read_only(self) -> None:
         for allocation in self._mapped:
             allocation.drop_write()
         self._place(0, self._mapped, writable=False)
-        self._is_writable = False
+        self.is_writable = False
 
     def unmap(self) -> None:
-        if self._mapped_bytes:
-            _reserve_at(self.address, self._mapped_bytes)
-            self._mapped, self._mapped_bytes = [], 0
+        if self.mapped_bytes:
+            _reserve_at(self.address, self.mapped_bytes)
+            self._mapped, self.mapped_bytes = [], 0
 
     def free(self) -> None:
         if self.address:
             _libc.munmap(self.address, self.size_bytes)
-            self.address = self._mapped_bytes = 0
+            self.address = self.mapped_bytes = 0
             self._mapped = []
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
@@ -165,21 +157,17 @@ class HostReservation:
         self.view(offset_bytes, len(flat))[:] = flat
 
     def clear(self) -> None:
-        if self._mapped_bytes:
-            ctypes.memset(self.address, 0, self._mapped_bytes)
+        if self.mapped_bytes:
+            ctypes.memset(self.address, 0, self.mapped_bytes)
 
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        if offset_bytes < 0 or offset_bytes + size_bytes > self._mapped_bytes:
-            raise InvariantError(
-                f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not mapped: only the "
-                f"first {self._mapped_bytes} are"
-            )
+        self.check_mapped(offset_bytes, size_bytes)
         if not size_bytes:
             return memoryview(b"")
-        # An object over the bare address: nothing else keeps the mapping alive, nothing copies.
+        # A view of the bare address: it neither copies nor keeps the mapping alive.
         buffer = (ctypes.c_ubyte * size_bytes).from_address(self.address + offset_bytes)
         view = memoryview(buffer).cast("B")
-        return view if self._is_writable else view.toreadonly()
+        return view if self.is_writable else view.toreadonly()
 
     def _place(
         self, offset_bytes: int, allocations: Sequence[HostAllocation], *, writable: bool
@@ -204,12 +192,12 @@ class HostMemory:
     granularity_bytes = os.sysconf("SC_PAGE_SIZE")
 
     def __init__(self, allocation_bytes_max: int | None = None) -> None:
-        """The kernel has no cap on the size of a memfd; tests and benches may set one."""
+        """The kernel does not limit the size of a memfd; tests and benches may."""
         self.allocation_bytes_max = allocation_bytes_max
 
     def create(self, size_bytes: int, name: str) -> HostAllocation:
         if size_bytes <= 0 or size_bytes % self.granularity_bytes:
-            raise InvariantError(f"{size_bytes} bytes are no multiple of the granularity")
+            raise InvariantError(f"{size_bytes} bytes are not a multiple of the granularity")
         try:
             fd = OwnedFd(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         except OSError as error:
@@ -227,7 +215,7 @@ class HostMemory:
             found = os.fstat(fd.fileno())
         except OSError as error:
             fd.close()
-            raise driver_failed("look at a slab", error) from error
+            raise driver_failed("inspect a slab", error) from error
         if not stat.S_ISREG(found.st_mode) or found.st_size != size_bytes:
             fd.close()
             raise _bad_slab(f"{size_bytes} bytes were announced and {found.st_size} came")
@@ -245,7 +233,7 @@ def _bad_slab(why: str) -> UnderstudyError:
 
 
 def _not_created(size_bytes: int, error: OSError) -> UnderstudyError:
-    failed = driver_failed(f"make a slab of {size_bytes} bytes", error)
+    failed = driver_failed(f"create a slab of {size_bytes} bytes", error)
     if error.errno not in OUT_OF_MEMORY:
         return failed
     return UnderstudyError("gms.device_full", failed.message, **failed.details)

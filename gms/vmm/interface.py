@@ -1,13 +1,12 @@
 """Physical memory and ranges of addresses: one interface, implementations that behave alike.
 
-    Allocation    physical memory      undone by `release`; frees when nobody else holds it either
-    Reservation   a range of addresses undone by `free`; what is mapped in it, by `unmap`
+    Allocation    physical memory      undone by `release`, which frees if it was the last holder
+    Reservation   a range of addresses undone by `free`; its mappings, by `unmap`
 
 Each undo is harmless to repeat. An epoch is one reservation in which its allocations lie side by
-side, so that a tensor has one offset and may span allocations; a mapping depends on both, and an
-allocation outlives it. Sizes travel with descriptors, because a descriptor does not say its size
-and a wrong one fails the import. The server only creates, exports, seals, checks and releases;
-only clients reserve and map.
+side, so that a tensor has one offset and may span allocations; an allocation must outlive its
+mapping. Sizes travel with descriptors, which do not carry them, and a wrong size fails the import.
+The server only creates, exports, seals, checks and releases; only clients reserve and map.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from plumbing.errors import InvariantError
 from plumbing.wire.fds import OwnedFd
 
 
@@ -37,22 +37,22 @@ class Allocation(Protocol):
         ...
 
     def seal(self) -> None:
-        """Make it read-only for everybody for ever.
+        """Make it read-only for every process, permanently.
 
-        On the host success proves that nobody can write; on CUDA there is nothing to do, and
+        On the host success proves that no process can write; on CUDA there is nothing to do, and
         read-only access is the clients' own rule.
 
         Raises:
-            UnderstudyError: `gms.still_writable`, somebody has a writable mapping.
+            UnderstudyError: `gms.still_writable`, a process has a writable mapping.
         """
         ...
 
     def check(self, name: str) -> None:
-        """Of memory that came from another process: its size is true, nobody can write it, and it
-        is what was created as `name`.
+        """Check memory from another process: its size is right, it is not writable, and it was
+        created as `name`.
 
-        The name is a guard against mistakes, not against forgery, and the host's only: a CUDA
-        handle says nothing of which one it is.
+        The name guards against mistakes, not against forgery, and on the host only: a CUDA handle
+        does not identify itself.
 
         Raises:
             UnderstudyError: `gms.bad_slab`.
@@ -60,7 +60,7 @@ class Allocation(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of it. The last holder's release frees, which takes time: never on a loop."""
+        """Release it. The last holder's release frees, which takes time: never on a loop."""
         ...
 
 
@@ -78,27 +78,27 @@ class Reservation(Protocol):
     size_bytes: int
 
     def map(self, offset_bytes: int, allocations: Sequence[Allocation], *, writable: bool) -> None:
-        """Map `allocations` (borrowed: they outlive the mapping) whole, side by side.
+        """Map `allocations` (borrowed: they outlive the mapping) whole, side by side, all or none.
 
-        `offset_bytes` is where what is mapped already ends: a range fills from its start, without
-        holes, and is writable as a whole or not at all. All or nothing.
+        `offset_bytes` is where the mapped part ends: a range fills from its start, without holes,
+        and is writable as a whole or not at all.
 
         Raises:
-            InvariantError: they do not fit, or belong elsewhere.
+            InvariantError: they do not fit, or are of another kind.
             UnderstudyError: `gms.driver_failed`.
         """
         ...
 
     def make_read_only(self) -> None:
-        """Everything mapped, in place, at the same addresses; drops every right to write."""
+        """Make every mapping read-only in place; drops every right to write."""
         ...
 
     def unmap(self) -> None:
-        """Everything; the addresses stay."""
+        """Unmap everything; the addresses stay."""
         ...
 
     def free(self) -> None:
-        """Unmap what is mapped, and give the addresses back."""
+        """Unmap everything and release the addresses."""
         ...
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
@@ -106,11 +106,11 @@ class Reservation(Protocol):
         ...
 
     def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
-        """Copy `data` there; works on device memory too. It is there when this returns."""
+        """Copy `data` there, completely; works on device memory too."""
         ...
 
     def clear(self) -> None:
-        """Zero everything that is mapped, which is writable; it is zero when this returns."""
+        """Zero everything that is mapped, which must be writable."""
         ...
 
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
@@ -124,6 +124,32 @@ class Reservation(Protocol):
         ...
 
 
+class FilledRange:
+    """The rules of a reservation's mappings: from its start, side by side, with one access."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.mapped_bytes = 0
+        self.is_writable = False
+
+    def check_next(self, offset_bytes: int, added_bytes: int, *, writable: bool) -> None:
+        end_bytes = offset_bytes + added_bytes
+        if offset_bytes != self.mapped_bytes or end_bytes > self.size_bytes:
+            raise InvariantError(
+                f"bytes {offset_bytes} to {end_bytes} do not follow the {self.mapped_bytes} that "
+                f"are mapped in this range of {self.size_bytes}"
+            )
+        if self.mapped_bytes and writable != self.is_writable:
+            raise InvariantError("a range is mapped writable as a whole or not at all")
+
+    def check_mapped(self, offset_bytes: int, size_bytes: int) -> None:
+        if offset_bytes < 0 or offset_bytes + size_bytes > self.mapped_bytes:
+            raise InvariantError(
+                f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not mapped: only the "
+                f"first {self.mapped_bytes} are"
+            )
+
+
 class DeviceMemory(Protocol):
     """One kind of memory: `host` or `cuda`; chosen, never a silent fallback."""
 
@@ -135,8 +161,8 @@ class DeviceMemory(Protocol):
         """New memory, zeroed on the host.
 
         Raises:
-            UnderstudyError: `gms.device_full`, there is not so much left; `gms.driver_failed`,
-                with the driver's reason.
+            UnderstudyError: `gms.device_full`, too little is left; `gms.driver_failed`, with the
+                driver's reason.
         """
         ...
 
@@ -153,5 +179,5 @@ class DeviceMemory(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What people should know of the driver, for status; plain data."""
+        """Facts about the driver, for status; plain data."""
         ...

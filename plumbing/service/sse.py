@@ -54,7 +54,7 @@ class Filter:
         return not self.types or any(fnmatchcase(event.type, glob) for glob in self.types)
 
 
-class Reader:
+class SseReader:
     """The queue between the event log and one connection."""
 
     def __init__(self, wanted: Filter, queue_max: int) -> None:
@@ -128,7 +128,7 @@ async def stream(
     # From here to the subscription nothing awaits: no event falls between snapshot and stream.
     missed = events.since(position) if position is not None else None
     snapshot = {**status(), "as_of_event_id": events.last_id}
-    reader = Reader(wanted, queue_max)
+    reader = SseReader(wanted, queue_max)
     unsubscribe = events.subscribe(reader.put)
     stands_at = events.last_id if position is None or missed is None else position
     try:

@@ -222,7 +222,7 @@ class Fuzzed:
 
     def tick(self, ms: float) -> None:
         self.now_ms += ms
-        self.tell(ev.TimePassed())
+        self.tell(ev.DeadlinePassed())
         due_ms = self.machine.next_deadline_ms()
         assert due_ms is None or due_ms > self.now_ms, "a deadline that has passed comes again"
 
@@ -242,7 +242,7 @@ class Fuzzed:
             unanswered = self.open.get(effect.session)
             if unanswered is None:
                 return
-            sent = effect.message if isinstance(effect, fx.Reply) else effect
+            sent = effect.message if isinstance(effect, fx.SendMessage) else effect
             if isinstance(sent, FINAL) and effect.request_id:
                 assert effect.request_id in unanswered, f"answered twice or unasked: {effect}"
                 unanswered.discard(effect.request_id)

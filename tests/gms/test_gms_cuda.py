@@ -13,7 +13,7 @@ import pytest
 
 from gms.client import memory_for
 from gms.vmm.cuda import ALLOCATION_BYTES_MAX, CudaAllocation, CudaMemory
-from gms.vmm.cuda_driver import MENDS
+from gms.vmm.cuda_driver import FIXES
 from gms.vmm.host import HostMemory
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 from plumbing.wire.fds import OwnedFd
@@ -232,7 +232,7 @@ def test_full_device_is_an_error_of_its_own(memory: CudaMemory, monkeypatch: pyt
 
 @stand_in_only
 @pytest.mark.parametrize("code", [214, 304, 700, 999])
-def test_errors_carry_the_drivers_name_and_a_mend(
+def test_errors_carry_the_drivers_name_and_a_fix(
     memory: CudaMemory, monkeypatch: pytest.MonkeyPatch, code: int
 ):
     """Any other failure: which call, the driver's own name for it, what to do about the usual."""
@@ -241,7 +241,7 @@ def test_errors_carry_the_drivers_name_and_a_mend(
     assert failed.code == "gms.driver_failed"
     name = failed.details["driver_error"]
     assert failed.message == f"cuMemCreate failed with {name}" + (
-        f": {MENDS[name]}" if name in MENDS else ""
+        f": {FIXES[name]}" if name in FIXES else ""
     )
 
 
@@ -291,7 +291,7 @@ def test_failed_initialisation_says_what_to_do_and_whether_it_may_pass(directory
     what is only not ready is tried again (1)."""
     expected = {
         802: (1, "fabric manager", "gms.driver_failed"),
-        100: (2, "was given one", "no_cuda"),
+        100: (2, "container has a GPU", "no_cuda"),
     }
     flags = ["--dir", directory, "--memory", "cuda", "--device", GPU]
     for error, (returncode, mend, code) in expected.items():

@@ -58,21 +58,21 @@ def numbers_for_epochs(patch: pytest.MonkeyPatch) -> None:
 
 def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
     """Whoever has not come back by then is given up."""
-    time_passed, free = DeviceMachine._time_passed, DeviceMachine._epoch_free
+    deadline_passed, free = DeviceMachine._deadline_passed, DeviceMachine._epoch_free
 
     def give_up(self: DeviceMachine, now_ms: float) -> list[fx.Effect]:
         due_ms = self._recovery.next_report_ms()
         if due_ms is not None and due_ms <= now_ms:
             for orphan in self.device.orphans:
                 del self.device.epochs[orphan.id]
-        return time_passed(self, now_ms)
+        return deadline_passed(self, now_ms)
 
     def ignore_strangers(
         self: DeviceMachine, event: ev.EpochFree, now_ms: float
     ) -> list[fx.Effect]:
         return free(self, event, now_ms) if event.epoch in self.device.epochs else []
 
-    patch.setattr(DeviceMachine, "_time_passed", give_up)
+    patch.setattr(DeviceMachine, "_deadline_passed", give_up)
     patch.setattr(DeviceMachine, "_epoch_free", ignore_strangers)
 
 
@@ -154,7 +154,7 @@ def ask_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
 
 
 def is_wanted(effect: fx.Effect) -> bool:
-    return isinstance(effect, fx.Reply) and isinstance(effect.message, msg.WantedMsg)
+    return isinstance(effect, fx.SendMessage) and isinstance(effect.message, msg.WantedMsg)
 
 
 def never_condemn(patch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ class SimDevice:
 
     def _answer(self, effect: fx.Respond) -> None:
         copy = None
-        answer = effect.message if isinstance(effect, fx.Reply) else effect
+        answer = effect.message if isinstance(effect, fx.SendMessage) else effect
         if isinstance(answer, msg.CommittedMsg):
             assert self.journal is not None
             assert self.journal.epoch == answer.epoch, "journalled before it is answered"
@@ -304,7 +304,7 @@ class SimDevice:
         self.now_ms = now_ms
         due_ms = self.machine.next_deadline_ms() if self.is_up else None
         if due_ms is not None and due_ms <= now_ms:
-            self.tell(ev.TimePassed())
+            self.tell(ev.DeadlinePassed())
 
     # ------------------------------------------------------------------ what must always hold
 

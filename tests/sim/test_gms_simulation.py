@@ -99,7 +99,7 @@ class World:
         if isinstance(effect, fx.Respond):
             process = self.processes.get(effect.session)
             if process is not None and process.is_connected:
-                self.hear(process, effect.message if isinstance(effect, fx.Reply) else effect)
+                self.hear(process, effect.message if isinstance(effect, fx.SendMessage) else effect)
         elif not isinstance(effect, fx.RecordEvent):
             self.driver.append(effect)
 
@@ -249,7 +249,7 @@ class World:
 
     def pass_time(self) -> None:
         self.now_ms += self.rng.choice([10, 500, 3000])
-        self.tell(ev.TimePassed())
+        self.tell(ev.DeadlinePassed())
 
     # ------------------------------------------------------------------ what must always hold
 

@@ -23,7 +23,7 @@ SLAB_NAME_DIGITS = 8  # of an epoch's id, in the names of its slabs
 
 async def look_at_gpus() -> Gpus:
     """What NVML reports, or why it does not answer."""
-    command = (sys.executable, "-m", "gms.server.device_facts")
+    command = (sys.executable, "-m", "gms.server.devices")
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

@@ -22,7 +22,7 @@ Answer = Message | fx.Respond
 
 def answer_of(effect: fx.Respond) -> Answer:
     """What goes to the client: a plain reply is its message."""
-    return effect.message if isinstance(effect, fx.Reply) else effect
+    return effect.message if isinstance(effect, fx.SendMessage) else effect
 
 
 class Bench:
@@ -150,4 +150,4 @@ class Bench:
 
     def advance(self, ms: float) -> None:
         self.now_ms += ms
-        self.tell(ev.TimePassed())
+        self.tell(ev.DeadlinePassed())

@@ -304,7 +304,7 @@ def test_gpu_memory_that_a_process_outside_the_pod_holds_is_named(directory: str
         ("COMPUTE_MODE", "3", "sharing_mode", FAIL, "exclusive_process"),
         ("DEVICES", "GPU-aa=MIG-bb+MIG-cc", "mig_mode", PASS, "GPU-aa (2 instances)"),
         ("NVML_INIT", "9", "driver", SKIP, "Driver Not Loaded"),
-        ("NVML_INIT", "999", "driver", FAIL, "NVML says"),
+        ("NVML_INIT", "999", "driver", FAIL, "NVML reports"),
     ],
 )
 def test_settings_of_a_gpu_are_asked_of_its_driver(
