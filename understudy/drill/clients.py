@@ -1,8 +1,8 @@
-"""Clients that stream completions without pause and stamp what they get.
+"""Clients that stream completions continuously and timestamp what they receive.
 
-Owns the sockets of the drill's requests. One connection per request, since a connection that is
-kept would hide a refusal. Every stamp is taken in the callback that received the bytes. Judges
-nothing: how an exchange ended is noted as the socket saw it, the verdict comes later.
+One connection per request: a kept-alive connection would hide a refusal. Timestamps are taken in
+the callback that receives the bytes. The end of an exchange is recorded as the socket saw it; the
+verdict comes later.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from plumbing.service.clock import SystemClock
 from understudy.drill.records import End, Exchange, Prompt
 from understudy.drill.sse import StreamedAnswer, whole_number
 
-# Longer than every hold and budget after which a sound pod says something (503 comes after 10 s).
+# Longer than any hold or budget after which a healthy pod responds (503 comes after 10 s).
 SILENCE_MAX_S = 60.0
-REFUSED_PAUSE_S = 0.02  # a refused connection costs nothing: without a pause, thousands a second
+REFUSED_PAUSE_S = 0.02  # else a refusing port gets thousands of connections a second
 
 clock = SystemClock()
 
 
 @dataclass(slots=True)
 class Turns:
-    """Numbers the turns of the event loop in which something was received."""
+    """Numbers the iterations of the event loop in which something was received."""
 
     number: int = 0
     _is_open: bool = False
 
     def current(self) -> int:
-        """The number of this turn; every caller within one turn gets the same."""
+        """The number of this iteration."""
         if not self._is_open:
             self._is_open = True
             self.number += 1
@@ -49,7 +49,7 @@ class Turns:
 
 @dataclass(slots=True)
 class Target:
-    """Where requests go, and the loop's turns that they share."""
+    """The address of requests, and the iterations of the loop that they share."""
 
     host: str
     port: int
@@ -57,7 +57,7 @@ class Target:
 
 
 class _Stream(asyncio.Protocol):
-    """One request on one connection, written down into its `Exchange`."""
+    """One request on one connection, recorded in its `Exchange`."""
 
     def __init__(self, exchange: Exchange, request: bytes, turns: Turns) -> None:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -89,7 +89,9 @@ class _Stream(asyncio.Protocol):
             self._end(End.DONE, self._answer.body[:200].decode("utf-8", "replace"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(End.CUT, str(exc) if exc else "the connection ended before the answer did")
+        self._end(
+            End.CUT, str(exc) if exc else "the connection was closed before the end of the answer"
+        )
 
     def _note_head(self) -> None:
         headers, exchange = self._answer.headers, self._exchange
@@ -117,7 +119,7 @@ class _Stream(asyncio.Protocol):
 
 
 async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MAX_S) -> Exchange:
-    """Ask once and wait for the end of the answer, whatever end that is."""
+    """Send one request and wait until the answer ends in any way."""
     exchange = Exchange(prompt=prompt.key, sent_ms=clock.now_ms())
     loop = asyncio.get_running_loop()
     transport: asyncio.Transport | None = None
@@ -133,7 +135,7 @@ async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MA
             await asyncio.wait({stream.finished}, timeout=rest_s)
     except ConnectionRefusedError as error:
         exchange.end, exchange.detail = End.REFUSED, str(error)
-    except OSError as error:  # reset between the handshake and our first look at it
+    except OSError as error:  # reset right after the handshake
         exchange.end, exchange.detail = End.CUT, str(error)
     finally:
         if transport is not None:
@@ -143,10 +145,10 @@ async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MA
 
 
 async def _ask(target: Target, request: bytes) -> tuple[socket.socket, bytes]:
-    """A connection on which `request` was said, and what of it the kernel did not take.
+    """Connect and send `request`; returns the socket and the part of `request` not sent yet.
 
-    In one breath, where the kernel connects at once, as on one host: a drain closes connections on
-    which nothing was ever said, and a turn of the loop takes long on a busy machine.
+    Both in one step where the kernel connects at once, as on one host: a drain closes connections
+    without a request, and an iteration of the loop takes long on a busy machine.
     """
     address = target.host, target.port
     sock = socket.socket(socket.AF_INET6 if ":" in target.host else socket.AF_INET)
@@ -171,7 +173,7 @@ async def stream_without_pause(
     done: Callable[[Exchange], None],
     stopping: asyncio.Event,
 ) -> None:
-    """One client: the prompts in turn, from number `start`, until `stopping` is set."""
+    """One client: sends the prompts in turn, from number `start`, until `stopping` is set."""
     for number in itertools.count(start):
         if stopping.is_set():
             return

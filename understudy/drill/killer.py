@@ -1,8 +1,8 @@
-"""Finds the active engine, waits until the pod is whole, and has a process killed.
+"""Waits until the pod is ready for a failover, and kills a process of the active engine.
 
-Owns the question "may the next kill be made?": one engine is active, holds the lock under a token,
-and another waits in standby in the lock server's queue. Killing goes through the engine's control
-socket, so that it works across PID namespaces and a rehearsed death is not taken for a crash loop.
+A pod is ready when one engine is active and holds the lock, and another one is in standby and waits
+in the lock server's queue. Kills go through the engine's control socket: that works across PID
+namespaces, and a rehearsed death does not count as a crash loop.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ from understudy.status.gather import gather
 from understudy.status.view import PARKED
 
 WHOLE_POLL_S = 0.05
-WHOLE_DEADLINE_S = (
-    300.0  # a relaunched engine attaches in seconds; a real one on 2 cores in minutes
-)
+WHOLE_DEADLINE_S = 300.0  # a relaunch takes seconds; with vLLM on 2 cores, minutes
 
-WHOLE_SAID_EVERY_S = 10.0  # a relaunch is over before that; who waits longer wants to know why
+WHOLE_SAID_EVERY_S = 10.0  # most relaunches take less; longer waits are explained
 
 clock = SystemClock()
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A pod with redundancy: who serves, under which token, at which address, who waits."""
+    """A pod with redundancy: the active engine, its token and address, and the standbys."""
 
     engine: str
     token: int
@@ -51,7 +49,7 @@ async def wait_whole(
     say: Callable[[str], None] = lambda line: None,
     deadline_s: float = WHOLE_DEADLINE_S,
 ) -> Whole:
-    """Poll until one engine serves and another is parked in the queue; `say` what is missing.
+    """Poll until one engine is active and a standby is queued; `say` reports what is missing.
 
     Raises:
         WaitTimeoutError: `drill.not_whole`, with what is missing.
@@ -74,32 +72,33 @@ async def wait_whole(
         if clock.now_ms() > end_ms:
             said = (
                 "; ".join(view["problems"])
-                or f"standby {parked}, queued {sorted(map(str, queued))}"
+                or f"standbys: {parked}, queued: {sorted(map(str, queued))}"
             )
             raise WaitTimeoutError(
                 "drill.not_whole",
-                f"the pod was not whole within {deadline_s:g} s: it is {view['state']}, {said}",
+                f"the pod was not ready for a failover within {deadline_s:g} s: it is "
+                f"{view['state']}, {said}",
             )
         if clock.now_ms() - said_ms > WHOLE_SAID_EVERY_S * 1000:
             said_ms = clock.now_ms()
-            missing = "; ".join(view["problems"]) or "no engine stands by in the lock's queue"
-            say(f"waiting for the pod to be whole, {(said_ms - began_ms) / 1000:.0f} s: {missing}")
+            missing = "; ".join(view["problems"]) or "no standby is queued for the lock"
+            say(f"waiting for a standby, {(said_ms - began_ms) / 1000:.0f} s: {missing}")
         await asyncio.sleep(WHOLE_POLL_S)
 
 
 async def kill_active(directory: Path, target: str, whole: Whole, observer: Observer) -> EngineKill:
-    """Kill `target` of the active engine; returns as soon as the kill was made.
+    """Kill `target` of the active engine; returns right after the kill.
 
     Raises:
-        UnderstudyError: the engine would not do it, or its supervisor is to be stopped and cannot
-            be seen from here.
+        UnderstudyError: the engine refused, or its supervisor must be stopped and is not visible
+            here.
     """
     path = engine_sockets(directory)[whole.engine]
     status = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())
     kill = EngineKill(target, whole.engine, whole.token, killed_ms=clock.now_ms())
     observer.expect(kill, _old_tree(directory, target, status))
     if target == STOP + SUPERVISOR:
-        # It cannot be asked to: it would answer, and a process that hangs answers nobody.
+        # Not through its control socket: a process that hangs does not reply.
         with hold(status.pid, f"the supervisor of {whole.engine}") as pidfd:
             kill.killed_ms = clock.now_ms()
             signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
@@ -107,7 +106,7 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
     try:
         answered = await ask(path, engine_messages.CONTROL, asked_of_engine(target))
     except UnreachableError as error:
-        # A supervisor that ends at once may take its answer with it: the moment before stands.
+        # The supervisor may die before it replies; the time of the request stands.
         if target != SUPERVISOR:
             raise UnderstudyError(
                 "drill.kill_failed", f"{whole.engine} did not kill {target}: {error.message}"
@@ -119,21 +118,21 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
 
 
 def _old_tree(directory: Path, target: str, status: Answered) -> OldTree:
-    """What must have ended before the next grant: processes, or where these are in another PID
-    namespace, the witness that they hold."""
+    """What must be gone before the next grant: processes, or the witness that they hold where they
+    are in another PID namespace."""
     if status.pid == 0:
         document = getattr(status.message, "document", None) or {}
         incarnation = (document.get("engine") or {}).get("incarnation")
         return OldTree.by_witness(directory, str(incarnation))
     backend = backend_processes(status.pid)
-    # A supervisor outlives its backend's death, and must not outlive its own.
+    # A supervisor survives the death of its backend, but not its own.
     is_own = target.removeprefix(STOP) == SUPERVISOR
     return OldTree.of([status.pid, *backend] if is_own else backend)
 
 
 def backend_processes(supervisor: int) -> list[int]:
-    """What runs under an engine's supervisor, without the helpers that never open a device: nobody
-    waits for those, and their life proves nothing."""
+    """The processes under an engine's supervisor, without helpers, which never open a device: the
+    fence does not wait for them."""
     return [pid for pid in descendants(supervisor) if not _is_helper(pid)]
 
 
@@ -142,5 +141,5 @@ def _is_helper(pid: int) -> bool:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             line = file.read().decode(errors="replace")
     except OSError:
-        return False  # it has ended, which its pidfd will say
+        return False  # it has exited; its pidfd will show that
     return any(helper in line for helper in HELPERS)

@@ -1,11 +1,10 @@
-"""Sees what a kill leads to: grants, states of engines, deaths of processes.
+"""Observes the effects of a kill: grants, states of engines, deaths of processes.
 
-Owns the pidfds of the engine that is about to be killed, opened *before* the kill: a pidfd names a
-process for ever, a pid may be somebody else's by then. When the lock server tells of the next
-grant, every one of them must have ended, or have no memory and no descriptor left; any other could
-still touch the old engine's memory while the new engine has the right to. Nothing is asked of the
-pod for this: the kernel says who lives. The moments in between are for the timeline of the report's
-page, and nothing is judged by them: they come through an event loop that is busy with the load.
+Owns the pidfds of the engine that is about to be killed, opened *before* the kill, because pids are
+recycled. When the lock server announces the next grant, each of these processes must have exited,
+or have neither memory nor descriptors left; otherwise it could still touch memory that now belongs
+to the new engine. The kernel is asked, not the pod. The other moments are for the timeline of the
+report page only: they pass through an event loop that is busy with the load.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from understudy.drill.records import GONE, LOCK, EngineKill, Moment, Records
 
 clock = SystemClock()
 
-# What an event of the lock server says that the lock is from then on; the others change nothing.
+# The lock's state after an event of the lock server; other events do not change it.
 LOCK_STATES = {
     "lock.granted": "held",
     "lock.confirmed": "held",
@@ -48,7 +47,7 @@ LOCK_STATES = {
 
 @dataclass(slots=True)
 class OldTree:
-    """The processes of one engine, held by pidfds, or all together by the file that they lock."""
+    """The processes of one engine, by pidfds, or all together by the witness file they lock."""
 
     names: dict[int, str] = field(default_factory=dict)  # pidfd → "pid 17 (engine)"
     pids: dict[int, int] = field(default_factory=dict)  # pidfd → 17
@@ -58,7 +57,7 @@ class OldTree:
     def of(cls, pids: Iterable[int]) -> OldTree:
         tree = cls()
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself a moment ago
+            with contextlib.suppress(ProcessLookupError):  # it has just exited by itself
                 name = process_name(pid)
                 pidfd = os.pidfd_open(pid)
                 tree.names[pidfd], tree.pids[pidfd] = f"pid {pid} ({name})", pid
@@ -66,27 +65,27 @@ class OldTree:
 
     @classmethod
     def by_witness(cls, directory: Path, incarnation: str) -> OldTree:
-        """For processes that are not visible here. The kernel lets go of a dead one's lock last."""
+        """For processes not visible here; the kernel releases the lock of a dead one last."""
         try:
             path = directory / witness.name_of(incarnation)
             return cls(witness=os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except (OSError, UnderstudyError):
-            return cls()  # which is no evidence, and counts as none
+            return cls()  # no evidence
 
     @property
     def is_evidence(self) -> bool:
-        """Whether it can be said of anybody that he lives or not."""
+        """Whether it can prove that processes are gone."""
         return bool(self.names) or self.witness is not None
 
     def alive(self) -> list[str]:
-        """Those that have not ended at this instant and can still touch something."""
+        """Those that have not exited and can still touch something."""
         if self.witness is not None:
-            return ["somebody who holds its witness"] if _is_held(self.witness) else []
+            return ["a process that holds its witness"] if _is_held(self.witness) else []
         poll = select.poll()
         for pidfd in self.names:
             poll.register(pidfd, select.POLLIN)
         ended = {pidfd for pidfd, _ in poll.poll(0)}
-        # Nobody else has the pid of one that had not ended a moment ago: it was not reaped yet.
+        # The pid cannot be recycled: the process had not exited, let alone been reaped.
         return [
             name
             for pidfd, name in self.names.items()
@@ -94,9 +93,9 @@ class OldTree:
         ]
 
     def close(self) -> None:
-        """Forget them. Whoever was stopped and has not been found out goes on."""
+        """Release them; a stopped process that was not detected continues."""
         for pidfd in self.names:
-            with contextlib.suppress(OSError):  # it ended, as it should have
+            with contextlib.suppress(OSError):  # it exited, as it should
                 signal.pidfd_send_signal(pidfd, signal.SIGCONT)
             os.close(pidfd)
         self.names.clear()
@@ -113,13 +112,13 @@ class Observer:
         self._records = records
         self._kill: EngineKill | None = None
         self._tree = OldTree()
-        self._states: dict[str, tuple[str, str]] = {}  # of each part: state and note, told last
+        self._states: dict[str, tuple[str, str]] = {}  # last state and note of each part
         self._watches = [
             PeerWatch(
                 str(directory / LOCKSERVER_SOCKET),
                 lock_messages.CATALOGUE,
                 lock_messages.WatchMsg(),
-                self._heard_lockserver,
+                self._on_lockserver,
                 lambda: self._note(LOCK, GONE),
             )
         ]
@@ -128,20 +127,20 @@ class Observer:
                 path,
                 engine_messages.CONTROL,
                 engine_messages.WatchMsg(),
-                lambda message, engine=engine: self._heard_engine(engine, message),  # type: ignore[misc] # mypy has no types for defaults of lambdas
+                lambda message, engine=engine: self._on_engine(engine, message),  # type: ignore[misc] # mypy has no types for defaults of lambdas
                 lambda engine=engine: self._note(engine, GONE),  # type: ignore[misc] # as above
             )
             for engine, path in engines.items()
         ]
 
     @property
-    def hears_lock(self) -> bool:
-        """Whether the lock server is connected now: a grant that it makes will be heard."""
+    def is_watching_lock(self) -> bool:
+        """Whether the lock server is connected, so that a grant will be seen."""
         state, _ = self._states.get(LOCK, (GONE, ""))
         return state != GONE
 
     def expect(self, kill: EngineKill, tree: OldTree) -> None:
-        """What is heard from now on belongs to `kill`; takes `tree`."""
+        """Attribute events from now on to `kill`; takes ownership of `tree`."""
         self._forget_tree()
         self._kill, self._tree = kill, tree
         kill.deaths_ms = dict.fromkeys(tree.names.values())
@@ -159,20 +158,20 @@ class Observer:
         self._tree.close()
 
     def _ended(self, pidfd: int) -> None:
-        asyncio.get_running_loop().remove_reader(pidfd)  # it stays readable for ever
+        asyncio.get_running_loop().remove_reader(pidfd)  # it stays readable
         assert self._kill is not None  # a tree comes with its kill
         self._kill.deaths_ms[self._tree.names[pidfd]] = clock.now_ms()
 
     def _note(self, part: str, state: str, note: str = "", at_ms: Any = None) -> None:
-        """`part` is in `state`, since `at_ms` if it says so; what is known is not news."""
+        """Record that `part` is in `state`, since `at_ms` if known; repetitions are dropped."""
         if self._states.get(part) != (state, note):
             self._states[part] = state, note
             moment_ms = float(at_ms) if isinstance(at_ms, (int, float)) else clock.now_ms()
             self._records.moments.append(Moment(moment_ms, part, state, note))
 
-    # ------------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------------ messages
 
-    def _heard_lockserver(self, message: Message) -> None:
+    def _on_lockserver(self, message: Message) -> None:
         if isinstance(message, lock_messages.GrantedMsg) and message.lock == "active":
             self._granted(message.engine, message.token)
         elif isinstance(message, lock_messages.EventMsg):
@@ -191,7 +190,7 @@ class Observer:
             self._note(LOCK, str(lock.get("state", "unknown")), str(holder or ""))
 
     def _granted(self, engine: str, token: int) -> None:
-        """A newer grant: nobody of the old tree may live. Heard twice, as message and as event."""
+        """A newer grant: the old tree must be gone. Reported twice, as message and as event."""
         kill = self._kill
         if kill is None or token <= kill.old_token or kill.new_token is not None:
             return
@@ -202,7 +201,7 @@ class Observer:
         if alive:
             self._records.overlaps.append(
                 f"token {token} was granted to {engine} while {', '.join(alive)} "
-                f"of {kill.engine} lived"
+                f"of {kill.engine} was alive"
             )
 
     def _note_grant(self, data: Mapping[str, Any]) -> None:
@@ -212,7 +211,7 @@ class Observer:
         kill.fenced_ms = _after(kill, data.get("fenced_mono_ms"))
         _earliest_detection(kill, data.get("lost_mono_ms"))
 
-    def _heard_engine(self, engine: str, message: Message) -> None:
+    def _on_engine(self, engine: str, message: Message) -> None:
         kill = self._kill
         self._note_engine(engine, message)
         if kill is None or not isinstance(message, engine_messages.EventMsg):
@@ -239,7 +238,7 @@ class Observer:
 
 
 def _is_held(file: int) -> bool:
-    """Whether anybody has a lock on `file`. The lock server has tried by now, too."""
+    """Whether a process holds a lock on `file`. The lock server has tested it by now."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -249,7 +248,7 @@ def _is_held(file: int) -> bool:
 
 
 def _after(kill: EngineKill, mono_ms: Any) -> float | None:
-    """`mono_ms` if it is a time after the kill: an event of an earlier failover is not one."""
+    """`mono_ms` if it is after the kill; events of an earlier failover are not."""
     if isinstance(mono_ms, (int, float)) and mono_ms >= kill.killed_ms:
         return float(mono_ms)
     return None

@@ -1,7 +1,7 @@
-"""What the report's page shows, as one JSON document: records and verdict in, plain data out.
+"""The data of the report page, as one JSON document: records and verdict in, plain data out.
 
-Pure. Owns what is left out where there is too much, and says how many that are. Times are
-milliseconds: of a kill since that kill, of everything else since the drill's first request.
+Pure. Decides what is left out when there is too much, and counts it. Times are milliseconds: of a
+kill since that kill, of everything else since the drill's first request.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ SCHEMA = 1
 DOTS_MAX = 5000  # more than a chart has room for; some 150 KiB
 KILLS_MAX = 500  # with a timeline of their own, at some 3 KiB each
 REQUESTS_PER_KILL_MAX = 24  # rows of one timeline; a drill has some four clients
-BEFORE_KILL = 0.12  # of a timeline: enough to see who served, and the rest is what it is about
-AFTER_LAST = 1.08  # of its length: the last moment has room for its label
+BEFORE_KILL = 0.12  # share of a timeline before its kill
+AFTER_LAST = 1.08  # of its length: room for the last label
 LENGTH_MIN_MS = 5.0
-LENGTH_UNKNOWN_MS = 1000.0  # of a timeline in which nothing followed the kill
-LOOK_BACK_MS = 10_000.0  # a request that began earlier is not looked for: it cannot be of interest
-PARTS_HEARD_WITHIN = 1000  # moments: every part tells what it is as soon as it is watched
+LENGTH_UNKNOWN_MS = 1000.0  # of a timeline without events after the kill
+LOOK_BACK_MS = 10_000.0  # older requests are not considered
+PARTS_SEEN_WITHIN = 1000  # moments: every part reports its state when it is first watched
 
 Outcomes = Mapping[int, Outcome]  # of each exchange, by its id()
 
 
 @dataclass(frozen=True, slots=True)
 class SeenKill:
-    """A kill, the first request that was answered after it, and when the next kill was made."""
+    """A kill, the first request answered after it, and the time of the next kill."""
 
     kill: EngineKill
     first: Exchange | None
@@ -44,7 +44,7 @@ class SeenKill:
         return self.first.first_token_ms if self.first is not None else None
 
     def timeline_ms(self) -> tuple[float, float]:
-        """From when to when its timeline goes, relative to the kill."""
+        """Start and end of its timeline, relative to the kill."""
         kill = self.kill
         moments = (kill.detected_ms, kill.fenced_ms, kill.granted_ms, kill.active_ms)
         seen = [*moments, self.served_ms, *kill.deaths_ms.values()]
@@ -95,9 +95,9 @@ def page_data(
 def lanes(
     moments: Sequence[Moment], kill: EngineKill, from_ms: float, to_ms: float
 ) -> dict[str, list[list[Any]]]:
-    """What each part was from when to when, relative to the kill: `[from, to, state, note]`.
+    """The states of each part, relative to the kill: `[from, to, state, note]`.
 
-    `moments` are in order. What a part was when the timeline begins was heard before that.
+    `moments` are in order; the first state of a part may come from before the timeline.
     """
     start = _index(moments, kill.killed_ms + from_ms)
     end = _index(moments, kill.killed_ms + to_ms)
@@ -114,7 +114,7 @@ def lanes(
 
 def _last_before(moments: Sequence[Moment], start: int) -> Iterable[Moment]:
     """The last moment of every part before the one at `start`."""
-    parts = {moment.part for moment in islice(moments, PARTS_HEARD_WITHIN)}
+    parts = {moment.part for moment in islice(moments, PARTS_SEEN_WITHIN)}
     last: dict[str, Moment] = {}
     for number in range(start - 1, -1, -1):
         last.setdefault(moments[number].part, moments[number])
@@ -164,7 +164,7 @@ def _kill(
 def _around(seen: SeenKill, ordered: Sequence[Exchange], outcomes: Outcomes) -> list[list[Any]]:
     """The requests of a timeline, `[sent, first token, end, outcome, engine]`.
 
-    Where there are too many those stay that were not answered, and those nearest to the kill.
+    If there are too many, failed ones and those nearest to the kill are kept.
     """
     kill = seen.kill
     from_ms, to_ms = (kill.killed_ms + each for each in seen.timeline_ms())
@@ -186,9 +186,9 @@ def _around(seen: SeenKill, ordered: Sequence[Exchange], outcomes: Outcomes) -> 
 
 
 def _dots(ordered: Sequence[Exchange], outcomes: Outcomes, began_ms: float) -> dict[str, Any]:
-    """Every request, `[sent, first token after, outcome, grant]`; of too many an even choice.
+    """All requests, `[sent, first token after, outcome, grant]`, or an even sample of them.
 
-    What was not answered in full is what people look for, and stays as far as there is room.
+    Failed requests are kept as far as there is room.
     """
     faults = [each for each in ordered if outcomes[id(each)] is not Outcome.OK][:DOTS_MAX]
     fine = [each for each in ordered if outcomes[id(each)] is Outcome.OK]
@@ -213,7 +213,7 @@ def _dots(ordered: Sequence[Exchange], outcomes: Outcomes, began_ms: float) -> d
 
 
 def _part_kills(records: Records, began_ms: float) -> list[dict[str, Any]]:
-    """The deaths of what is no engine, in order; `back_ms` is how long its work was not done."""
+    """The kills of parts that are not engines, in order; `back_ms`: how long each was away."""
     deaths = [
         (each.killed_ms, each.recovered_ms, f"gms of {each.device}")
         for each in records.memory_kills
@@ -241,4 +241,4 @@ def _since(kill: EngineKill, at_ms: float | None) -> float | None:
 
 
 def _round(value_ms: float) -> float:
-    return round(value_ms, 2)  # a hundredth of a pixel of any chart
+    return round(value_ms, 2)  # finer than any chart's pixels

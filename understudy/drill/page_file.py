@@ -1,7 +1,7 @@
-"""Writes the report's page: one HTML file that needs nothing else, with its data inside.
+"""Writes the report page: one self-contained HTML file.
 
-The template draws; the data go into it as JSON in a script element that is no script. Nothing in
-them can end that element or be taken for markup, because no `<` is left in them.
+The data are embedded as JSON in a script element of a data type; `<` is escaped, so nothing in them
+can end that element or be taken for markup.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from plumbing.service.files import write_atomic
 
 TEMPLATE = Path(__file__).parent / "page.html"
 PLACE = "{{data}}"
-MODE = 0o644  # it is made to be shown around
+MODE = 0o644  # meant to be shared
 
 
 def check_destination(path: Path) -> None:
-    """Raise if no page can be written to `path`: a drill takes minutes, and this is known before.
+    """Raise if no page can be written to `path`, before a drill that takes minutes.
 
     Raises:
         UsageError: `drill.bad_report`.
@@ -31,22 +31,22 @@ def check_destination(path: Path) -> None:
     elif not path.parent.is_dir():
         reason = f"{path.parent} is not a directory"
     elif not os.access(path.parent, os.W_OK):
-        reason = f"{path.parent} may not be written to"
+        reason = f"{path.parent} is not writable"
     if reason is not None:
         raise UsageError(
-            "drill.bad_report", f"--report {path}: {reason}; name a file that can be made"
+            "drill.bad_report", f"--report {path}: {reason}; choose a file in a writable directory"
         )
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page that shows `data`."""
+    """The page for `data`."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     before, after = TEMPLATE.read_text(encoding="utf-8").split(PLACE)
     return before + text + after
 
 
 def write_page(path: Path, data: dict[str, Any]) -> None:
-    """Write the page that shows `data` to `path`, whole or not at all.
+    """Write the page for `data` to `path`, atomically.
 
     Raises:
         UnderstudyError: `drill.report_not_written`.
@@ -56,5 +56,5 @@ def write_page(path: Path, data: dict[str, Any]) -> None:
     except OSError as error:
         raise UnderstudyError(
             "drill.report_not_written",
-            f"the report's page could not be written to {path}: {error.strerror}",
+            f"cannot write the report page to {path}: {error.strerror}",
         ) from error

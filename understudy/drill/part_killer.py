@@ -1,8 +1,9 @@
-"""Kills a device's server of the memory service, and looks whether anybody but it has noticed.
+"""Kills parts that are not engines: the lock server, the memory service, a device's server.
 
-Owns what a crash without loss means, seen from outside: the same engines run as before, the same
-one serves under the same token, and the fresh server has the same epoch with the same readers. The
-kill is a plain SIGKILL by a pidfd: unlike an engine's, a server's death has nothing to rehearse.
+Owns what a crash without loss means, seen from outside: the part is replaced and has what it had
+before (a memory server: the same epoch with the same readers), the same engines run, and the same
+one is active under the same token. Kills are SIGKILL by pidfd, as for a container out of memory.
+Also samples the physical memory of the weights, to detect a second copy.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from understudy.status.gather import Pids, gather, pids_of, status_of
 from understudy.status.memory_view import Document, devices
 
 POLL_S = 0.01
-RECOVERY_DEADLINE_S = 60.0  # a server starts in a second; its supervisor backs off to 30 s
+RECOVERY_DEADLINE_S = 60.0  # a server starts in a second; its supervisor backs off up to 30 s
 SAID_EVERY_S = 10.0
-BACK_DEADLINE_S = 90.0  # a container is started again within seconds; its runner may back off
-SAMPLE_S = 0.05  # a copy of the weights stays for as long as an engine maps it
+BACK_DEADLINE_S = 90.0  # a container restarts within seconds; its runner may back off
+SAMPLE_S = 0.05  # a copy of the weights lasts as long as an engine maps it
 COMMITTED = "committed"
-FIRST = 1  # of a PID namespace: the kernel keeps SIGKILL and SIGSTOP of its own processes from it
+FIRST = 1  # pid 1 ignores SIGKILL and SIGSTOP from its own namespace
 
 clock = SystemClock()
 Say = Callable[[str], None]
@@ -41,7 +42,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What the death of a memory server must not change."""
+    """What the death of a part must not change."""
 
     active: str | None
     token: int | None
@@ -57,16 +58,16 @@ class Standing:
         )
 
     def changes(self, now: Standing) -> list[str]:
-        """What is otherwise now, as sentences."""
+        """The differences to `now`, as sentences."""
         changed = []
         for engine, before in self.incarnations.items():
             after = now.incarnations.get(engine)
             if after != before:
-                changed.append(f"{engine} was {before} and is {after or 'silent'}: it restarted")
+                changed.append(f"{engine} restarted ({before} is now {after or 'unreachable'})")
         if (self.active, self.token) != (now.active, now.token):
             changed.append(
-                f"{self.active} served under token {self.token}, and now {now.active} under"
-                f" {now.token}"
+                f"{now.active} is active under token {now.token} instead of {self.active} under"
+                f" {self.token}"
             )
         return changed
 
@@ -80,7 +81,7 @@ def committed_devices(view: Document) -> dict[str, Document]:
 
 
 async def kill_server(directory: Path, number: int) -> tuple[MemoryKill, Standing]:
-    """Kill the server of the `number`-th device, round and round; what was true before it.
+    """Kill the server of the `number`-th device, modulo their count. Returns the state before.
 
     Raises:
         UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
@@ -88,7 +89,7 @@ async def kill_server(directory: Path, number: int) -> tuple[MemoryKill, Standin
     view = await gather(directory)
     found = committed_devices(view)
     if not found:
-        raise UnderstudyError("drill.no_memory", "no memory service has anything committed")
+        raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
     name = list(found)[number % len(found)]
     device = found[name]
     with hold((await pids_of(directory)).gms.get(name), f"the server of {name}") as pidfd:
@@ -99,18 +100,18 @@ async def kill_server(directory: Path, number: int) -> tuple[MemoryKill, Standin
 
 
 def memory_of(name: str, device: Document, killed_ms: float, pid: int) -> MemoryKill:
-    """What the server of `device` has, which its successor must have again. `pid` is what it says
-    of itself; 0 where the successor may well say the same."""
+    """What the server of `device` has and its successor must have. `pid`: as it reports it; 0 where
+    the successor may have the same."""
     epoch, tag = str(device.get("epoch")), str(device.get("tag"))
     return MemoryKill(name, tag, pid, epoch, readers_of(device), killed_ms)
 
 
 @contextmanager
 def hold(pid: int | None, what: str) -> Iterator[int]:
-    """A pidfd of `pid`, a process that answered a moment ago.
+    """A pidfd of `pid`, a process that has just answered.
 
     Raises:
-        UnderstudyError: `drill.not_here`, it cannot be seen from here, or is deaf to us.
+        UnderstudyError: `drill.not_here`, it is not visible here, or cannot be signalled.
     """
     try:
         pidfd = os.pidfd_open(pid if pid and pid != FIRST else 0)  # there is no process 0
@@ -118,7 +119,8 @@ def hold(pid: int | None, what: str) -> Iterator[int]:
         reason = "it is pid 1 here" if pid == FIRST else "its process is not visible"
         raise UnderstudyError(
             "drill.not_here",
-            f"{what} cannot be killed from here: {reason}; drill it from the node's PID namespace",
+            f"{what} cannot be killed from here: {reason}; run the drill in the node's PID "
+            "namespace",
         ) from error
     try:
         yield pidfd
@@ -127,7 +129,7 @@ def hold(pid: int | None, what: str) -> Iterator[int]:
 
 
 async def wait_recovered(directory: Path, kill: MemoryKill, say: Say) -> None:
-    """Until a fresh server has the same epoch with the same readers; notes when that was.
+    """Wait until a new server has the same epoch with the same readers; records when.
 
     Raises:
         WaitTimeoutError: `drill.no_recovery`, with what is missing.
@@ -155,7 +157,7 @@ async def wait_recovered(directory: Path, kill: MemoryKill, say: Say) -> None:
 
 
 def readers_of(device: Document) -> frozenset[str]:
-    """Who is attached to what is committed, as `engine-0-… rank 1`."""
+    """The readers of the committed epoch, as `engine-0-… rank 1`."""
     return frozenset(
         f"{session.get('incarnation')} rank {session.get('rank')}"
         for session in device.get("sessions") or ()
@@ -164,7 +166,7 @@ def readers_of(device: Document) -> frozenset[str]:
 
 
 def _missing(kill: MemoryKill, device: Mapping[str, Any]) -> str | None:
-    """What is not yet as before, if anything."""
+    """What is not as before yet, if anything."""
     if "error" in device:
         return str(device["error"])
     if kill.pid and device.get("pid") == kill.pid:
@@ -172,14 +174,14 @@ def _missing(kill: MemoryKill, device: Mapping[str, Any]) -> str | None:
     if device.get("state") != COMMITTED:
         return f"it is {device.get('state')}"
     if device.get("epoch") != kill.epoch:
-        return f"it has epoch {device.get('epoch')} and had {kill.epoch}"
+        return f"its epoch is {device.get('epoch')} instead of {kill.epoch}"
     away = sorted(kill.readers - readers_of(device))
-    return f"{', '.join(away)} is not attached" if away else None
+    return f"not attached: {', '.join(away)}" if away else None
 
 
 async def kill_part(directory: Path, target: str) -> tuple[PartKill, Standing, list[MemoryKill]]:
-    """Kill `target`, and wait until all of it is gone; what was true before it, and what the memory
-    service had, where it is that.
+    """Kill `target` and wait until all its processes are gone. Returns the state before, and what
+    the memory service had if that is the target.
 
     Raises:
         UnderstudyError: `drill.not_here`.
@@ -196,7 +198,7 @@ async def kill_part(directory: Path, target: str) -> tuple[PartKill, Standing, l
 
 
 async def wait_back(directory: Path, kill: PartKill, memory: list[MemoryKill]) -> None:
-    """Until what was killed answers again, with all that it had; notes when that was.
+    """Wait until the part answers again with all that it had; records when.
 
     Raises:
         WaitTimeoutError: `drill.no_part`, `drill.no_recovery`.
@@ -205,8 +207,8 @@ async def wait_back(directory: Path, kill: PartKill, memory: list[MemoryKill]) -
         if clock.now_ms() > kill.killed_ms + BACK_DEADLINE_S * 1000:
             raise WaitTimeoutError(
                 "drill.no_part",
-                f"{kill.target} did not answer again within {BACK_DEADLINE_S:g} s; is there "
-                "somebody who starts it again?",
+                f"{kill.target} did not come back within {BACK_DEADLINE_S:g} s; is there a service "
+                "manager that restarts it?",
             )
         await asyncio.sleep(POLL_S)
     for device in memory:
@@ -215,7 +217,7 @@ async def wait_back(directory: Path, kill: PartKill, memory: list[MemoryKill]) -
 
 
 def _first_process(target: str, pids: Pids) -> int | None:
-    """The part's first process, if it answers and is visible."""
+    """The part's main process, if it answers and is visible."""
     if target == LOCKSERVER:
         return pids.lockserver
     servers = list(pids.gms.values())
@@ -226,7 +228,7 @@ def _memory(target: str, view: Document, killed_ms: float) -> list[MemoryKill]:
     if target == LOCKSERVER:
         return []
     found = committed_devices(view)
-    # A fresh container counts its processes anew, and may come to the same numbers.
+    # In a new container, pids may be the same as before.
     return [memory_of(name, device, killed_ms, pid=0) for name, device in found.items()]
 
 
@@ -236,14 +238,15 @@ async def _until_gone(target: str, pidfds: list[int]) -> None:
         if clock.now_ms() > end_ms:
             raise WaitTimeoutError(
                 "drill.no_part",
-                f"processes of {target} live on {BACK_DEADLINE_S:g} s after it was killed; look "
-                "at what keeps them (`ps`)",
+                f"processes of {target} are still alive {BACK_DEADLINE_S:g} s after the kill; "
+                "check their "
+                "state with `ps`",
             )
         await asyncio.sleep(POLL_S)
 
 
 class PhysicalMemory:
-    """The largest sum that was ever seen; sampling runs as a task from `start` to `close`."""
+    """Peak physical memory of the weights, sampled in a task from `watch` to `close`."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -252,7 +255,7 @@ class PhysicalMemory:
         self._task: asyncio.Task[None] | None = None
 
     def watch(self, roots: Sequence[int]) -> None:
-        """Count what is below the processes `roots` from now on."""
+        """From now on, sample the processes `roots` and their descendants."""
         self._roots = roots
         if self._task is None:
             self._task = asyncio.create_task(self._run())
@@ -277,6 +280,6 @@ class PhysicalMemory:
 
 
 def roots_of(pids: Pids) -> list[int]:
-    """The engines' supervisors and the memory service's, where they are visible here."""
+    """The supervisors of engines and memory service that are visible here."""
     supervisors = {parent(pid) for pid in pids.gms.values()}
     return [pid for pid in (*pids.engines.values(), *supervisors) if pid]

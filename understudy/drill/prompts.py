@@ -1,8 +1,9 @@
-"""The drill's questions and their expected answers.
+"""The drill's prompts and their expected answers.
 
-Greedy sampling makes an answer a fact about the model alone: whoever serves must say the same.
-The questions are asked once before the first kill; those that a model answers with next to
-nothing are left out, because an answer of no tokens can neither be cut nor be wrong.
+With greedy sampling an answer depends on the model alone, so every engine must give the same one.
+Answers are learnt before the first kill; prompts with too short an answer are not used. They can
+also come from a file, written by a server without failover that serves the same model: that detects
+errors that both engines share. Its prompts must have a clear best token at each step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from plumbing.errors import UnderstudyError, UsageError
 from understudy.drill.clients import Target, send
 from understudy.drill.records import End, Exchange, Prompt
 
-ANSWER_TOKENS_MAX = 16  # short answers mean many requests, and many requests mean many ways to fail
+ANSWER_TOKENS_MAX = 16  # short answers allow many requests
 CHUNKS_MIN = 3
 PROMPTS_USED = 6
 
@@ -36,7 +37,7 @@ CHATS = (
 
 
 def all_prompts(model: str) -> list[Prompt]:
-    """Every question of the bank, for `model` as `/v1/models` calls it; both kinds in turn."""
+    """All prompts, for `model` as `/v1/models` names it; both kinds alternate."""
     common: dict[str, Any] = {
         "model": model,
         "max_tokens": ANSWER_TOKENS_MAX,
@@ -65,16 +66,16 @@ def all_prompts(model: str) -> list[Prompt]:
 async def learn_answers(
     target: Target, prompts: Sequence[Prompt], *, needs_token: bool = True
 ) -> tuple[list[Prompt], dict[str, Exchange]]:
-    """Ask each question once; the ones to use, and their answers by key.
+    """Send each prompt once; returns those to use, and their answers by key.
 
-    Without `needs_token`, of any server: one that is no engine of ours says no token.
+    Without `needs_token`, any server will do, not only our engines.
 
     Raises:
-        UnderstudyError: `drill.no_answers`, the model answers nothing that could be compared.
+        UnderstudyError: `drill.no_answers`, the model gave no usable answer.
     """
     used: list[Prompt] = []
     answers: dict[str, Exchange] = {}
-    said = "no prompt was asked"
+    said = "no prompt was sent"
     for prompt in prompts:
         answer = await send(target, prompt)
         is_whole = answer.end is End.DONE and answer.status == 200
@@ -92,7 +93,7 @@ async def learn_answers(
             break
     if not used:
         raise UnderstudyError(
-            "drill.no_answers", f"the model gave no answer that could be compared; last: {said}"
+            "drill.no_answers", f"the model gave no usable answer; the last one: {said}"
         )
     return used, answers
 
@@ -100,7 +101,7 @@ async def learn_answers(
 def write_expected(
     path: Path, prompts: Sequence[Prompt], answers: Mapping[str, Exchange], source: str
 ) -> None:
-    """Write the answers to `prompts`, by key, as `source` gave them."""
+    """Write the answers of `source` to `prompts`, by key."""
     asked = [
         {
             "key": prompt.key,
@@ -115,10 +116,10 @@ def write_expected(
 
 
 def read_expected(path: Path, model: str) -> tuple[list[Prompt], dict[str, Exchange]]:
-    """The prompts, for `model` as `/v1/models` calls it, and the answer that each must have.
+    """The prompts, for `model` as `/v1/models` names it, and the expected answer to each.
 
     Raises:
-        UsageError: `drill.bad_expected`, this is not such a file.
+        UsageError: `drill.bad_expected`, the file is not valid.
     """
     try:
         asked = json.loads(path.read_text())["prompts"]
@@ -141,9 +142,9 @@ def read_expected(path: Path, model: str) -> tuple[list[Prompt], dict[str, Excha
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             "drill.bad_expected",
-            f"{path} holds no prompts with answers ({type(error).__name__}: {error}); it is made "
-            "by a drill's comparison with another server",
+            f"{path} is not a file of expected answers ({type(error).__name__}: {error}); "
+            "`make drill-vllm` writes one",
         ) from error
     if not prompts:
-        raise UsageError("drill.bad_expected", f"{path} holds not one prompt")
+        raise UsageError("drill.bad_expected", f"{path} contains no prompts")
     return prompts, answers

@@ -1,7 +1,7 @@
-"""What a drill writes down: requests, kills, findings. Times are CLOCK_MONOTONIC milliseconds.
+"""What a drill records: requests, kills, findings. Times are CLOCK_MONOTONIC milliseconds.
 
-Only data, shared by the parts that measure and by the verdict that judges. Every process of the
-pod stamps its events with the same clock, so differences between their times mean something.
+Only data, shared by the modules that measure and the verdict. All processes of the pod use the same
+clock, so their times can be compared.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import Any
 from engine import messages as engine_messages
 
 SUPERVISOR = "supervisor"
-# Not the active engine's: their deaths must change nothing for anybody else.
+# Parts that are not engines: their deaths must not affect anything else.
 LOCKSERVER = "lockserver"
-GMS = "gms"  # a device's server of the memory service
-GMS_SUPERVISOR = "gms-supervisor"  # whose servers end with it
+GMS = "gms"  # a device's memory server
+GMS_SUPERVISOR = "gms-supervisor"  # its servers die with it
 PARTS = (LOCKSERVER, GMS, GMS_SUPERVISOR)
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # DESIGN §8, in the order they happen
 
-LOCK = "lock active"  # the part whose moments are those of the right to serve
-GONE = "gone"  # the state of a part that cannot be reached
-MOMENTS_MAX = 100_000  # a kill brings some ten; the oldest of several thousand kills are forgotten
+LOCK = "lock active"  # the part whose states are those of the lock
+GONE = "gone"  # the state of an unreachable part
+MOMENTS_MAX = 100_000  # some ten per kill; the oldest are dropped
 
-# What is killed in an engine of one rank, by backend. vLLM's processes go by their plain names.
+# The targets in an engine of one rank, by backend; vLLM's have no prefix.
 TARGETS = ("backend-http", "backend-model", SUPERVISOR)
 VLLM_TARGETS = ("api", "core", "worker", SUPERVISOR)
-BACKEND = "backend-"  # what engines call each process of a backend's, whichever it is
-STOP = "stop:"  # of a process of an engine: SIGSTOP, so that it hangs and has to be found out
+BACKEND = "backend-"  # prefix of all backend processes in an engine's own names
+STOP = "stop:"  # SIGSTOP to a process of an engine: a simulated hang
 
 
 def check_target(text: str) -> str:
-    """`text`, if it can be killed in a drill. Which ranks there are, the engine says.
+    """`text`, if it is a valid target. Whether the rank exists, the engine decides.
 
     Raises:
-        ValueError: with what it may be.
+        ValueError: with the valid targets.
     """
     if text.startswith(STOP):
         process = check_target(text.removeprefix(STOP))
         if process in PARTS or process.startswith(STOP):
-            raise ValueError(f"{STOP} is for processes of an engine, and {process} is none")
+            raise ValueError(f"{STOP} is for processes of an engine, and {process} is not one")
         return STOP + process
     if text in (*TARGETS, *PARTS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
         return text
@@ -53,18 +53,18 @@ def check_target(text: str) -> str:
     ranks = "backend-model-1, backend-model-2, … of a tensor-parallel engine"
     vllm = "api, core, worker, worker-1, … of vLLM"
     raise ValueError(
-        f"it takes {', '.join(TARGETS)}, {ranks}, {vllm}, or {', '.join(PARTS)}; {STOP}NAME stops a"
-        " process of an engine, as if it hung, where NAME kills it"
+        f"must be one of {', '.join(TARGETS)}, {ranks}, {vllm}, or {', '.join(PARTS)}; {STOP}NAME"
+        " stops a process of an engine, to simulate a hang, instead of killing it"
     )
 
 
 def base_targets(backend: str | None) -> tuple[str, ...]:
-    """What every engine with `backend` has, whatever its number of ranks."""
+    """The targets in every engine with `backend`, whatever its number of ranks."""
     return VLLM_TARGETS if backend == "vllm" else TARGETS
 
 
 def targets_of(backend: str | None, processes: Iterable[str]) -> tuple[str, ...]:
-    """What is killed in turn in an engine that has `processes`: all of them, rank after rank."""
+    """The targets to kill in turn in an engine with `processes`: all, rank after rank."""
     *base, last = base_targets(backend)
     ranks = sorted(
         (int(number), name.removeprefix(BACKEND))
@@ -76,7 +76,7 @@ def targets_of(backend: str | None, processes: Iterable[str]) -> tuple[str, ...]
 
 
 def asked_of_engine(target: str) -> engine_messages.KillMsg:
-    """What an engine is asked for `target`."""
+    """The request to an engine that kills `target`."""
     process = target.removeprefix(STOP)
     if process != SUPERVISOR:
         process = BACKEND + process.removeprefix(BACKEND)
@@ -86,15 +86,15 @@ def asked_of_engine(target: str) -> engine_messages.KillMsg:
 class End(StrEnum):
     """How one exchange ended, as the client's socket saw it."""
 
-    DONE = "done"  # the stream's own end mark came
-    CUT = "cut"  # accepted, then the connection ended before the end mark
+    DONE = "done"  # complete, with the stream's end marker
+    CUT = "cut"  # accepted, then closed before the end marker
     REFUSED = "refused"  # ECONNREFUSED
-    GARBLED = "garbled"  # what came is no answer of an inference server
-    HUNG = "hung"  # nothing came for so long that the client gave up
+    GARBLED = "garbled"  # not a valid answer
+    HUNG = "hung"  # silent until the client gave up
 
 
 class Outcome(StrEnum):
-    """What an exchange counts as."""
+    """How an exchange is counted."""
 
     OK = "ok"
     LOST = "lost_in_flight"
@@ -105,7 +105,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question of the drill: where it goes and its body (greedy, streamed)."""
+    """One request of the drill: its path and body (greedy, streamed)."""
 
     key: str
     path: str
@@ -114,12 +114,11 @@ class Prompt:
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and what came back.
+    """One request and its answer.
 
-    `first_turn` and `last_turn` number the turns of the client's event loop in which the first and
-    the last text came. All clients share the loop, and what is readable in one turn is read in it:
-    text in a later turn really came later, which no pair of timestamps taken by a busy process
-    can promise.
+    `first_turn` and `last_turn`: the iterations of the event loop that received the first and last
+    text. All clients share the loop and read whatever is readable in each iteration, so text of a
+    later iteration really came later; timestamps of a busy process cannot prove that.
     """
 
     prompt: str
@@ -141,9 +140,9 @@ class Exchange:
 
 @dataclass(slots=True)
 class EngineKill:
-    """One kill and the moments after it that were observed; None: nobody reported it.
+    """One kill and the moments observed after it; None: not observed.
 
-    `deaths_ms`: when each process of the old engine was seen to have ended; None: it was not.
+    `deaths_ms`: when each process of the old engine was seen to have exited.
     """
 
     target: str
@@ -161,7 +160,7 @@ class EngineKill:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """`part`, an engine or `LOCK`, was heard to be in `state` from `at_ms` on."""
+    """`part`, an engine or `LOCK`, was in `state` from `at_ms` on."""
 
     at_ms: float
     part: str
@@ -171,7 +170,7 @@ class Moment:
 
 @dataclass(slots=True)
 class MemoryKill:
-    """The death of a device's memory server: what it had, and when the next one had it again."""
+    """The kill of a device's memory server: what it had, and when its successor had it again."""
 
     device: str
     tag: str
@@ -184,7 +183,7 @@ class MemoryKill:
 
 @dataclass(slots=True)
 class PartKill:
-    """The death of a part that is no engine, and when another process did its work again."""
+    """The kill of a part that is not an engine, and when it was back."""
 
     target: str
     killed_ms: float
@@ -193,8 +192,8 @@ class PartKill:
 
 @dataclass(slots=True)
 class Upgrade:
-    """An upgrade of both engines: what they were to run, whether each does, and the switchover in
-    the middle of it. `switchover_ms` is from the request to the grant, None until it was made."""
+    """An upgrade of both engines: the new setting, whether each has it, and the switchover between
+    them. `switchover_ms`: from the request to the grant."""
 
     setting: str
     engines: dict[str, bool] = field(default_factory=dict)
@@ -207,10 +206,10 @@ class Upgrade:
 
 @dataclass(slots=True)
 class MemoryUse:
-    """Physical memory of the weights: what was committed, and the most that was ever seen."""
+    """Physical memory of the weights: committed bytes and observed peak."""
 
     committed_bytes: int
-    device_bytes_min: int  # the smallest device's part: less than a second copy of anything
+    device_bytes_min: int  # of the smallest device: any second copy has at least as much
     peak_bytes: int = 0
 
 
@@ -218,10 +217,9 @@ class MemoryUse:
 class Records:
     """Everything one drill observed.
 
-    `overlaps`: each a grant made over a living process; `disturbed`: each something that the death
-    of a part changed. `memory` is there once such a server was killed, `upgrade` if that is what
-    was drilled. `targets`: what every engine of this pod has, which is counted even where none was
-    killed.
+    `overlaps`: grants while a process of the old engine was alive; `disturbed`: changes caused by
+    the death of a part. `memory` is set once a memory server was killed, `upgrade` in an upgrade.
+    `targets`: those of every engine of this pod, which are counted even if none was killed.
     """
 
     exchanges: list[Exchange] = field(default_factory=list)

@@ -22,7 +22,7 @@ def print_report(
     usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]],
     conditions: Mapping[str, Any] | None = None,
 ) -> None:
-    """The table that `understudy drill` ends with. `conditions`: under which it was made."""
+    """Print the report. `conditions`: further facts about the drill, such as its manifest."""
     from rich.table import Table
 
     about = machine()
@@ -46,8 +46,7 @@ def print_report(
     if report.memory is not None:
         use = report.memory
         console.print(
-            f"weights          {size(use.committed_bytes)} committed, "
-            f"{size(use.peak_bytes)} of memory at most"
+            f"weights          {size(use.committed_bytes)} committed, peak {size(use.peak_bytes)}"
         )
     for name, (before, after) in usages.items():
         change = 100 * (after.rss_bytes - before.rss_bytes) / max(1, before.rss_bytes)
@@ -58,16 +57,16 @@ def print_report(
     if conditions and "manifest" in conditions:
         console.print(f"manifest         {conditions['manifest']}", markup=False)
         wait_s = conditions["restart_backoff_max_s"]
-        console.print(f"restarts         after {wait_s:g} s at most; a kubelet waits up to 300 s")
+        console.print(f"restart back-off at most {wait_s:g} s; a kubelet's is up to 300 s")
     for problem in report.problems:
         console.print(f"problem          {problem}", style="red", markup=False)
     console.print("passed" if report.passed else "FAILED", style="bold", markup=False)
 
 
 def _print_upgrade(upgrade: Upgrade, pause_ms: float | None, console: Console) -> None:
-    """What was changed, and what the switchover in the middle of it cost."""
+    """What was changed, and what the switchover cost."""
     engines = ", ".join(name for name, is_upgraded in upgrade.engines.items() if is_upgraded)
-    console.print(f"upgraded         {engines or 'nobody'}, to {upgrade.setting}")
+    console.print(f"upgraded         {engines or 'no engine'}, to {upgrade.setting}")
     if upgrade.switchover_ms is not None:
         took = f"{upgrade.source} to {upgrade.target} in {upgrade.switchover_ms:.0f} ms"
         pause = "" if pause_ms is None else f", {pause_ms:.0f} ms of it without a token"
@@ -77,7 +76,7 @@ def _print_upgrade(upgrade: Upgrade, pause_ms: float | None, console: Console) -
 def _print_times(
     report: DrillReport, table: Table, console: Console, *, has_failovers: bool
 ) -> None:
-    """Failovers by phase, and recoveries of the memory service."""
+    """Failover times by phase, and recovery times of the memory service."""
     table.add_column("milliseconds")
     for column in ("p50", "p99", "max"):
         table.add_column(column, justify="right")
@@ -87,12 +86,12 @@ def _print_times(
         table.add_section()
         table.add_row("failover", *_cells(report.failover_ms), style="bold")
     if report.recovery_ms is not None:
-        table.add_row("memory service back", *_cells(report.recovery_ms), style="bold")
+        table.add_row("memory recovery", *_cells(report.recovery_ms), style="bold")
     console.print(table)
 
 
 def _measured(report: DrillReport, backend: str, *, has_failovers: bool) -> str:
-    """What the table's times are of."""
+    """The title: what the times measure."""
     if report.upgrade is not None:
         return f"upgrade of two engines with the {backend} backend under load"
     if report.recovery_ms is None:

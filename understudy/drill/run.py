@@ -1,8 +1,8 @@
-"""One drill from beginning to end: learn the answers, load the pod, kill, wait, kill again.
+"""One drill from start to end: learn the answers, load the pod, kill, wait, kill again.
 
-Owns the order of things and what is said on the way. Measures through `clients` and `observer`,
-acts through `killer`, judges nothing. It is kept lean, because it shares its cores with the pod
-whose speed it reports.
+Owns the order of the steps and the progress lines. Measures through `clients` and `observer`, kills
+through `killer` and `part_killer`, judges nothing. It is kept lean, because it shares its CPU cores
+with the pod whose speed it reports.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from understudy.status.gather import engine_status, gather, pids_of, start_hint
 from understudy.status.view import is_reachable
 
 FIRST_WHOLE_DEADLINE_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
-ANSWERS_DEADLINE_S = 90.0  # longer than a client is silent before it gives up
+ANSWERS_DEADLINE_S = 90.0  # longer than a client waits for a silent server
 ANSWERS_POLL_S = 0.01
-UP_DEADLINE_S = 300.0  # as for a pod to be whole: a container's probe may look once in ten seconds
-TAKEOVER_DEADLINE_S = 90.0  # past the waking budget (60 s) and the hold (10 s): it will not come
+UP_DEADLINE_S = 300.0  # a container's probe may run only every ten seconds
+TAKEOVER_DEADLINE_S = 90.0  # more than the wake budget (60 s) and the hold (10 s)
 
 clock = SystemClock()
 
 
 @dataclass(frozen=True, slots=True)
 class DrillPlan:
-    """How many kills, of what, under how much load.
+    """How many kills, of which targets, under how much load.
 
-    `targets` are taken in turn; none: every process that an engine of this pod has, and `also`.
-    `expected`: a file of prompts and their answers; none: whoever serves first is asked.
-    `is_upgrade`: nobody is killed; both engines are given another configuration instead.
+    `targets` are killed in turn; default: every process of an engine of this pod, and `also`.
+    `expected`: a file of prompts and answers; default: the first active engine's answers.
+    `is_upgrade`: no kills; both engines get a new configuration instead.
     """
 
     kills: int = 20
@@ -89,9 +89,8 @@ class Drill:
         say: Callable[[str], None],
         runner: PodRunner | None = None,
     ) -> None:
-        """`runner` is who runs the pod, if it is ours. It names the containers whose probes have
-        not passed yet: one that hangs before that is found hours later, so that nothing is killed
-        before it. And it is what an upgrade needs."""
+        """`runner` runs the pod, if the drill started it. Upgrades need it. Nothing is killed until
+        its containers have passed their startup probes: before that a hang goes unnoticed."""
         self.records = Records()
         self._directory = directory
         self._plan = plan
@@ -100,13 +99,13 @@ class Drill:
         self._runner = runner
         self._physical = PhysicalMemory()
         self.prompts: list[Prompt] = []
-        self.backend: str | None = None  # of the engines; known once it is prepared
+        self.backend: str | None = None  # of the engines; known after `prepare`
 
     async def prepare(self) -> Target:
-        """Wait until the pod is whole and learn the expected answers from whoever serves.
+        """Wait until the pod is ready for a failover, and learn the expected answers.
 
         Raises:
-            UnderstudyError: the pod does not get whole, or its model answers nothing.
+            UnderstudyError: the pod does not become ready, or its model gives no usable answers.
         """
         if not is_reachable(await gather(self._directory)):
             raise UnreachableError(
@@ -129,13 +128,14 @@ class Drill:
             self.prompts, self.records.expected = await learn_answers(target, all_prompts(model))
         self._say(
             f"{whole.engine} serves {model} at {target.host}:{target.port}, "
-            f"{', '.join(whole.standbys)} stands by; "
+            f"standby: {', '.join(whole.standbys)}; "
             f"{len(self.prompts)} prompts, {self._plan.clients} clients"
         )
         return target
 
     async def run(self, target: Target) -> None:
-        """All kills under load. Raises what ended it early; `records` stands either way."""
+        """All kills under load. Raises what ended the drill early; `records` is valid either "
+        "way."""
         stopping = asyncio.Event()
         engines = engine_sockets(self._directory)
         observer = Observer(self._directory, engines, self.records)
@@ -162,7 +162,7 @@ class Drill:
                     await self._kill_part(number, what)
                 else:
                     await self._kill(number, what, whole, target, observer)
-            await wait_whole(self._directory, self._say)  # the last one comes back, too
+            await wait_whole(self._directory, self._say)  # the last victim recovers, too
             stopping.set()
             await asyncio.gather(*clients)
         finally:
@@ -175,8 +175,8 @@ class Drill:
                 self.records.memory.peak_bytes = self._physical.peak_bytes
 
     async def _upgrade(self, observer: Observer) -> None:
-        """Give both engines another configuration, and let both be used with it."""
-        assert self._runner is not None  # an upgrade is of a pod that we run
+        """Give both engines a new configuration, and send requests to both."""
+        assert self._runner is not None  # upgrades are for pods that we run
         self.records.upgrade = Upgrade(f"{SETTING}={VALUE}")
         await self._answers(2 * self._plan.clients)
         upgrader = Upgrader(
@@ -192,34 +192,34 @@ class Drill:
         return self._runner.not_up() if self._runner is not None else ()
 
     async def _backend(self, engine: str) -> dict[str, Any]:
-        """What `engine` says of its backend."""
+        """What `engine` reports about its backend."""
         path = engine_sockets(self._directory)[engine]
         return (await engine_status(engine, path)).get("backend") or {}
 
     async def _watch_memory(self) -> None:
-        """What is committed now, and from now on the most that the pod ever has of it."""
+        """Note the committed memory, and start sampling the physical memory."""
         view = await gather(self._directory)
         sizes = [int(each["committed_bytes"]) for each in committed_devices(view).values()]
         self.records.memory = MemoryUse(sum(sizes), min(sizes, default=0))
         self._physical.watch(roots_of(await pids_of(self._directory)))
 
     async def _all_up(self, observer: Observer) -> None:
-        """Wait until every container has passed its startup probe, and the lock server is heard.
+        """Wait until every container has passed its startup probe, and the lock server is watched.
 
         Raises:
             WaitTimeoutError: `drill.not_up`, with what is missing.
         """
         end_ms = clock.now_ms() + UP_DEADLINE_S * 1000
-        while self._not_up() or not observer.hears_lock:
+        while self._not_up() or not observer.is_watching_lock:
             if clock.now_ms() > end_ms:
                 missing = ", ".join(self._not_up()) or "the lock server"
                 raise WaitTimeoutError(
-                    "drill.not_up", f"{missing} was not up again within {UP_DEADLINE_S:g} s"
+                    "drill.not_up", f"{missing} did not come back within {UP_DEADLINE_S:g} s"
                 )
             await asyncio.sleep(ANSWERS_POLL_S)
 
     async def _kill_part(self, number: int, what: str) -> None:
-        """Kill a part that is no engine; whatever but itself has changed then is written down."""
+        """Kill a part that is not an engine, and record what else its death has changed."""
         kill, before, memory = await kill_part(self._directory, what)
         self.records.part_kills.append(kill)
         await wait_back(self._directory, kill, memory)
@@ -230,24 +230,24 @@ class Drill:
         self._say(f"kill {number}/{self._plan.kills}  {what}  back after {took_ms:.0f} ms")
 
     async def _compare(self, what: str, before: Standing) -> None:
-        """Note what the death of `what` has changed."""
+        """Record what the death of `what` has changed."""
         changes = before.changes(Standing.of(await gather(self._directory)))
-        self.records.disturbed += [f"{what} died, and {changed}" for changed in changes]
+        self.records.disturbed += [f"after the death of {what}, {changed}" for changed in changes]
 
     async def _kill_memory(self, number: int) -> None:
-        """Kill a memory server; whatever but itself has changed by then is written down."""
+        """Kill a memory server, and record what else its death has changed."""
         made = len(self.records.memory_kills)
         kill, before = await kill_server(self._directory, made)
         self.records.memory_kills.append(kill)
         await wait_recovered(self._directory, kill, self._say)
-        # Other kills have replaced engines.
+        # Earlier kills may have replaced engines.
         self._physical.watch(roots_of(await pids_of(self._directory)))
         await self._answers(2 * self._plan.clients)
         await self._compare(f"the server of {kill.device}", before)
         took_ms = (kill.recovered_ms or kill.killed_ms) - kill.killed_ms
         self._say(
             f"kill {number}/{self._plan.kills}  gms server of {kill.device}  "
-            f"all attached again after {took_ms:.0f} ms"
+            f"recovered after {took_ms:.0f} ms"
         )
 
     async def _kill(
@@ -258,11 +258,11 @@ class Drill:
         took_ms = await self._probe(kill, target)
         self._say(
             f"kill {number}/{self._plan.kills}  {what} of {kill.engine}  "
-            f"{kill.new_engine or 'the next'} answered after {took_ms:.0f} ms"
+            f"{kill.new_engine or 'its successor'} answered after {took_ms:.0f} ms"
         )
 
     async def _answers(self, count: int) -> None:
-        """Wait until so many more requests have ended: what has just come back is used, too.
+        """Wait until `count` more requests have completed, so that a recovered part is used, too.
 
         Raises:
             WaitTimeoutError: `drill.no_answers`.
@@ -273,13 +273,13 @@ class Drill:
             if clock.now_ms() > end_ms:
                 raise WaitTimeoutError(
                     "drill.no_answers",
-                    f"{count} requests did not end within {ANSWERS_DEADLINE_S:g} s, although"
+                    f"{count} requests did not complete within {ANSWERS_DEADLINE_S:g} s, although"
                     " nothing was killed",
                 )
             await asyncio.sleep(ANSWERS_POLL_S)
 
     async def _probe(self, kill: EngineKill, target: Target) -> float:
-        """Ask afresh, at once, until a newer grant answers; milliseconds since the kill."""
+        """Send requests until the new active engine answers; milliseconds since the kill."""
         prompts = itertools.cycle(self.prompts)
         end_ms = kill.killed_ms + TAKEOVER_DEADLINE_S * 1000
         while True:
@@ -291,10 +291,11 @@ class Drill:
             if exchange.ended_ms > end_ms:
                 raise WaitTimeoutError(
                     "drill.no_takeover",
-                    f"nobody took over from {kill.engine} within {TAKEOVER_DEADLINE_S:g} s; the "
-                    f"last request: {exchange.end}, status {exchange.status}, {exchange.detail}",
+                    f"no engine took over from {kill.engine} within {TAKEOVER_DEADLINE_S:g} s; "
+                    "the last "
+                    f"request: {exchange.end}, status {exchange.status}, {exchange.detail}",
                 )
-            # Without this, a port that refuses would be asked thousands of times a second.
+            # Without this, a refusing port would get thousands of requests a second.
             await asyncio.sleep(0.002)
 
 
@@ -305,6 +306,6 @@ async def _model_name(target: Target) -> str:
     if not isinstance(name, str):
         said = json.dumps(answer.json())[:200] if answer.body else answer.reason
         raise UnderstudyError(
-            "drill.no_model", f"/v1/models names no model ({answer.status}: {said})"
+            "drill.no_model", f"/v1/models lists no model ({answer.status}: {said})"
         )
     return name

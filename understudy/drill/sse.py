@@ -1,9 +1,9 @@
 """The receiving half of a streamed completion: bytes in, text out. Sans IO.
 
-Owns just enough HTTP/1.1 for the answers of an inference server: a status line, headers, a body
-that is chunked or of known length or ends with the connection, and server-sent events in it. A
-drill must stamp text in the very callback that received it, which no HTTP library offers; and it
-must tell a stream that ended from one that was cut.
+Just enough HTTP/1.1 for an inference server: status line, headers, a body that is chunked, of known
+length, or until the connection closes, and server-sent events in it. A drill must timestamp text in
+the callback that received it, which no HTTP library offers, and must tell a stream that ended from
+one that was cut.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from plumbing.errors import ProtocolError
 
-PENDING_MAX_BYTES = 1024 * 1024  # a head or an event that grows past this is not one
+PENDING_MAX_BYTES = 1024 * 1024  # of headers or one event
 DIGITS_MAX = 19  # of a number with 64 bits
 
 
 def whole_number(text: str) -> int | None:
-    """The number in a header. `int` takes more than digits, and of these a few thousand only."""
+    """The number in a header, or None. `int` accepts more than digits, and limits their number."""
     is_one = text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX
     return int(text) if is_one else None
 
@@ -33,12 +33,12 @@ class Delta:
 
 @dataclass
 class StreamedAnswer:
-    """Feed it what the socket gave; `is_done` once the stream's own end mark came."""
+    """Feed it received bytes; `is_done` once the stream's end marker has come."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     is_done: bool = False
-    body: bytes = b""  # of an answer that is not a stream: an error, said in JSON
+    body: bytes = b""  # of an answer that is not a stream, such as a JSON error
     _raw: bytes = b""
     _chunk_left: int = 0
     _length_left: int | None = None
@@ -46,10 +46,10 @@ class StreamedAnswer:
     _events: bytes = b""
 
     def feed(self, data: bytes) -> list[Delta]:
-        """Take `data`; the deltas that it completed.
+        """Parse `data`; returns the deltas that it completed.
 
         Raises:
-            ProtocolError: this is not an HTTP answer, or its stream is not made of JSON.
+            ProtocolError: this is not an HTTP answer, or its events are not JSON.
         """
         self._raw += data
         if not self.status and not self._read_head():
@@ -104,11 +104,13 @@ class StreamedAnswer:
             try:
                 size = int(line.split(b";")[0], 16)
                 if size < 0:
-                    raise ValueError(size)  # which would be read for ever
+                    raise ValueError(size)  # would be read forever
             except ValueError as error:
-                raise ProtocolError("drill.bad_chunk", f"a chunk of size {line[:20]!r}") from error
+                raise ProtocolError(
+                    "drill.bad_chunk", f"invalid chunk size {line[:20]!r}"
+                ) from error
             self._raw = rest
-            # The line end after a chunk is taken as two more bytes of it, dropped again above.
+            # The CRLF after a chunk counts as two more bytes of it, dropped above.
             self._chunk_left = size + 2
             if size == 0:
                 self.is_done = self.is_done or not self._is_stream()
@@ -135,7 +137,7 @@ class StreamedAnswer:
     @staticmethod
     def _check_size(pending: bytes) -> None:
         if len(pending) > PENDING_MAX_BYTES:
-            raise ProtocolError("drill.endless", f"{len(pending)} bytes without an end in sight")
+            raise ProtocolError("drill.endless", f"no end after {len(pending)} bytes")
 
 
 def _delta(payload: bytes) -> Delta:
@@ -143,10 +145,10 @@ def _delta(payload: bytes) -> Delta:
     try:
         event = json.loads(payload)
         if "error" in event:
-            raise ProtocolError("drill.error_event", f"the stream said {payload[:200]!r}")
+            raise ProtocolError("drill.error_event", f"error event {payload[:200]!r}")
         choices = event.get("choices") or [{}]
         choice = choices[0]
         text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
         return Delta(text, choice.get("finish_reason"))
     except (ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
-        raise ProtocolError("drill.bad_event", f"not an event: {payload[:80]!r}") from error
+        raise ProtocolError("drill.bad_event", f"invalid event: {payload[:80]!r}") from error

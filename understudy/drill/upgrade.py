@@ -1,12 +1,11 @@
-"""Upgrades a pod under load, as docs/operations.md says: the standby is relaunched with a new
-configuration, the active engine hands over to it, and the other one is relaunched likewise.
+"""Upgrades a pod under load, as in docs/operations.md: the standby is relaunched with a new
+configuration, the active engine hands over to it, and is then relaunched likewise.
 
-Owns the order of these steps and what the new configuration is. The containers are the runner's,
-whose part people and kubelets have otherwise: each is told to end, and another one is started in
-its place. Judges nothing.
+Owns the order of these steps and the new configuration. The runner replaces the containers, as an
+operator or a kubelet would. Judges nothing.
 
-The surprising thing: what an engine runs is not asked of the engine. Every process that it has is
-looked at in /proc, since a backend that was overlooked would still be the old one.
+The surprising thing: engines are not asked for their configuration. Every process of an engine is
+checked in /proc, so that a leftover of the old backend is noticed.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import EngineKill, Upgrade
 from understudy.kubelet.runner import PodRunner
 
-# A real setting, of every engine whatever its backend, that no answer depends on.
+# A real setting of every backend that no answer depends on.
 SETTING, VALUE = "UNDERSTUDY_DRAIN_MS", "31000"  # the default is 30000
 SWITCHOVER_TIMEOUT_S = 120.0  # the drain's budget, the reap's, and a wake on a slow machine
-SWITCHOVER = "switchover"  # what takes the place of a target, where a kill would have one
+SWITCHOVER = "switchover"  # in place of a kill's target
 
 clock = SystemClock()
 
 
 class Upgrader:
     """Upgrades the engines of the pod in `directory`, which `runner` runs; `answers` waits until
-    some more requests have been answered."""
+    more requests have been answered."""
 
     def __init__(
         self,
@@ -53,10 +52,10 @@ class Upgrader:
         self._answers = answers
 
     async def run(self, upgrade: Upgrade) -> None:
-        """From one configuration to the other; fills `upgrade` as it goes.
+        """Upgrade both engines; fills `upgrade` step by step.
 
         Raises:
-            UnderstudyError: what ended it early.
+            UnderstudyError: a step failed.
         """
         before = await wait_whole(self._directory, self._say)
         for standby in before.standbys:
@@ -77,12 +76,12 @@ class Upgrader:
         await self._runner.replace(replace(container, env=env))
         await wait_whole(self._directory, self._say)
         took_ms = clock.now_ms() - began_ms
-        self._say(f"{engine} stands by with {SETTING}={VALUE} after {took_ms:.0f} ms")
+        self._say(f"{engine} is in standby with {SETTING}={VALUE} after {took_ms:.0f} ms")
 
     async def _switch_over(self, before: Whole, to: str, upgrade: Upgrade) -> None:
         tree = OldTree.of(backend_processes(self._runner.pids()[before.engine]))
         upgrade.source, upgrade.old_token = before.engine, before.token
-        # Nobody is killed, but at the grant nobody of the old backend may live, either.
+        # At the grant, the old backend must be gone here, too.
         self._observer.expect(
             EngineKill(SWITCHOVER, before.engine, before.token, clock.now_ms()), tree
         )
@@ -98,7 +97,7 @@ class Upgrader:
             raise UnderstudyError("drill.no_switchover", f"the lock server answered {done.TYPE}")
         upgrade.target, upgrade.new_token = done.engine, done.token
         upgrade.switchover_ms = float(done.took_ms)
-        self._say(f"{done.source} has handed over to {done.engine} after {done.took_ms} ms")
+        self._say(f"{done.source} handed over to {done.engine} after {done.took_ms} ms")
 
     def _is_upgraded(self, engine: str) -> bool:
         """Whether every process of the engine runs with the new configuration."""

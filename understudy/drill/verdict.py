@@ -1,10 +1,9 @@
 """The verdict of a drill: records in, report out. Pure; nothing here measures or waits.
 
-Rules worth knowing. An answer is judged by what came of it: a stream that was cut is lost, but if
-what came before the cut is not how the expected answer begins, it is wrong. Text of an older grant
-that arrives after text of a newer one means that two engines served, whatever else was seen. And
-a drill that measured nothing must not look like one that found nothing: whatever could not be
-checked is a problem, and a drill with problems has failed.
+A stream that was cut is lost; if its text before the cut is not a prefix of the expected answer, it
+is wrong. Text of an older grant that arrives after text of a newer one means that two engines
+served. A drill that measured nothing must not look like one that found nothing: whatever could not
+be checked is a problem, and a drill with problems has failed.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from understudy.drill.records import (
     Upgrade,
 )
 
-ENGINES_MIN = 2  # one that serves and one that stands by
-UNAVAILABLE = frozenset({429, 503})  # the server said: not now
+ENGINES_MIN = 2  # an active engine and a standby
+UNAVAILABLE = frozenset({429, 503})  # the server refused for now
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Spread:
 
 @dataclass(slots=True)
 class DrillReport:
-    """What a drill found. `problems` are sentences that say why it cannot be called passed."""
+    """What a drill found. `problems`: why it did not pass, as sentences."""
 
     kills: int
     killed: dict[str, int]
@@ -159,7 +158,7 @@ def pause_of(upgrade: Upgrade | None, exchanges: Sequence[Exchange]) -> float | 
 
 
 def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
-    """What one exchange counts as, against the answer that its prompt must have."""
+    """The outcome of one exchange, compared with the expected answer to its prompt."""
     if exchange.end is End.REFUSED or exchange.status in UNAVAILABLE:
         return Outcome.REFUSED
     if exchange.end is End.HUNG:
@@ -167,7 +166,7 @@ def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
     if exchange.end is End.GARBLED:
         return Outcome.WRONG
     if exchange.status >= 500 or exchange.status == 0:
-        return Outcome.LOST  # accepted, and the engine went before it could answer
+        return Outcome.LOST  # accepted, and the engine died before it could answer
     answer = expected.get(exchange.prompt)
     if exchange.status != 200 or exchange.token is None or answer is None:
         return Outcome.WRONG
@@ -180,7 +179,7 @@ def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
 
 
 def first_answer(kill: EngineKill, exchanges: Iterable[Exchange]) -> Exchange | None:
-    """The request sent after the kill whose first token, by a newer grant, came first."""
+    """The request after the kill that got the first token under a newer grant."""
     served = [
         exchange
         for exchange in exchanges
@@ -195,7 +194,7 @@ def first_answer(kill: EngineKill, exchanges: Iterable[Exchange]) -> Exchange | 
 def first_answers(
     kills: Sequence[EngineKill], exchanges: Iterable[Exchange]
 ) -> list[Exchange | None]:
-    """`first_answer` of every kill, each looked for only until the next kill."""
+    """`first_answer` of every kill, among the requests before the next kill."""
     ordered = sorted(exchanges, key=lambda exchange: exchange.sent_ms)
     starts = [bisect_left(ordered, kill.killed_ms, key=lambda e: e.sent_ms) for kill in kills]
     ends = [*starts, len(ordered)][1:]
@@ -206,9 +205,9 @@ def first_answers(
 
 
 def phases_of(kill: EngineKill, first: Exchange | None) -> dict[str, float]:
-    """Milliseconds of each phase of one failover, for those whose both ends were observed.
+    """Milliseconds of each phase of one failover whose start and end were observed.
 
-    Clamped at zero: two processes may see one instant in either order.
+    Clamped at zero: two processes may see the same instant in either order.
     """
     moments = [
         kill.killed_ms,
@@ -226,7 +225,7 @@ def phases_of(kill: EngineKill, first: Exchange | None) -> dict[str, float]:
 
 
 def served_out_of_order(exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """Answers of an older grant with text after the first text of a newer grant."""
+    """Answers under an older grant with text after the first text under a newer grant."""
     answered = [
         (exchange.token, exchange)
         for exchange in exchanges
@@ -246,7 +245,7 @@ def served_out_of_order(exchanges: Sequence[Exchange]) -> list[Exchange]:
 
 
 def spread(sample: Iterable[float]) -> Spread:
-    """Percentiles by nearest rank, the definition that never invents a value between two."""
+    """Percentiles by nearest rank, which never interpolates."""
     ordered = sorted(sample)
     if not ordered:
         return Spread(None, None, None)
@@ -270,7 +269,7 @@ def _killed(records: Records) -> dict[str, int]:
 
 
 def _part_problems(records: Records) -> list[str]:
-    """What the deaths of other parts have led to, though they should lead to nothing."""
+    """Effects of the deaths of other parts, which should have none."""
     problems, use = list(records.disturbed), records.memory
     away = [kill.target for kill in records.part_kills if kill.back_ms is None]
     if away:
@@ -279,19 +278,19 @@ def _part_problems(records: Records) -> list[str]:
         return problems
     lost = sum(kill.recovered_ms is None for kill in records.memory_kills)
     if lost:
-        problems.append(f"after {lost} kills the memory service did not come back whole")
+        problems.append(f"after {lost} kills the memory service did not recover completely")
     if not use.peak_bytes:
-        problems.append("the physical memory of the weights could not be seen from here")
+        problems.append("the physical memory of the weights is not visible here")
     elif use.peak_bytes > use.committed_bytes + use.device_bytes_min // 2:
         problems.append(
-            f"the weights took {use.peak_bytes} bytes at worst, and {use.committed_bytes} are"
+            f"the weights used up to {use.peak_bytes} bytes, but only {use.committed_bytes} are"
             " committed: something was loaded a second time"
         )
     return problems
 
 
 def _upgrade_problems(upgrade: Upgrade | None, records: Records) -> list[str]:
-    """What is missing for both engines to have been upgraded while they were used."""
+    """Why an upgrade of both engines under load is not complete or not proven."""
     if upgrade is None:
         return []
     problems = []
@@ -299,11 +298,11 @@ def _upgrade_problems(upgrade: Upgrade | None, records: Records) -> list[str]:
     if old:
         problems.append(f"{', '.join(old)} does not run with {upgrade.setting} in every process")
     if len(upgrade.engines) < ENGINES_MIN:
-        problems.append("the upgrade was not finished")
+        problems.append("the upgrade was not completed")
     if not records.grants_checked:
         problems.append("the grant could not be checked against the old processes")
     if pause_of(upgrade, records.exchanges) is None:
-        problems.append("no request was answered on both sides of the switchover")
+        problems.append("no requests were answered both before and after the switchover")
     return problems
 
 
@@ -319,15 +318,15 @@ def _problems(
     if made < kills_wanted:
         problems.append(f"only {made} of {kills_wanted} kills were made")
     if len(failovers) < kills:
-        problems.append(f"{kills - len(failovers)} kills were never followed by an answer")
+        problems.append(f"no request was answered after {kills - len(failovers)} kills")
     if records.grants_checked < kills:
         missing = kills - records.grants_checked
         problems.append(f"{missing} grants could not be checked against the old processes")
     hung = sum(outcome is Outcome.HUNG for _, outcome in outcomes)
     if hung:
-        problems.append(f"{hung} requests got no answer and no error")
+        problems.append(f"{hung} requests got neither an answer nor an error")
     if not any(outcome is Outcome.OK for _, outcome in outcomes):
-        problems.append("not one request was answered in full")
+        problems.append("no request was answered in full")
     stray = [
         exchange
         for exchange, outcome in outcomes
@@ -335,15 +334,15 @@ def _problems(
     ]
     if stray:
         problems.append(
-            f"{len(stray)} requests were lost though nothing had been killed ({stray[0].detail})"
+            f"{len(stray)} requests were lost although nothing had been killed ({stray[0].detail})"
         )
     return problems
 
 
 def _explains(kill: EngineKill, exchange: Exchange) -> bool:
-    """Whether this kill can have cost this request: it ran on the engine that died."""
+    """Whether this kill can explain the loss of this request, which ran on the killed engine."""
     if exchange.token is not None:
         return exchange.token == kill.old_token and exchange.ended_ms >= kill.killed_ms
-    # Accepted without a single byte of an answer: the one who accepted it must have been dying.
+    # Accepted without a byte of an answer: by an engine that was dying.
     until_ms = kill.active_ms if kill.active_ms is not None else math.inf
     return exchange.ended_ms >= kill.killed_ms and exchange.sent_ms <= until_ms

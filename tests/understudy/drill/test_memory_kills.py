@@ -56,14 +56,14 @@ def device(pid: int = 2, state: str = "committed", epoch: str = "e", readers=REA
     ("after", "words"),
     [
         (view(), []),
-        (view(incarnation="engine-0-c"), ["engine-0 was engine-0-a and is engine-0-c"]),
-        (view(token=8), ["served under token 7, and now engine-0 under 8"]),
-        (view("engine-1", 8), ["and now engine-1 under 8"]),
-        ({**view(), "engines": []}, ["is silent", "is silent"]),
+        (view(incarnation="engine-0-c"), ["engine-0 restarted (engine-0-a is now engine-0-c)"]),
+        (view(token=8), ["engine-0 is active under token 8 instead of engine-0 under 7"]),
+        (view("engine-1", 8), ["engine-1 is active under token 8"]),
+        ({**view(), "engines": []}, ["is now unreachable", "is now unreachable"]),
     ],
 )
 def test_standing_says_what_has_changed(after: dict, words: list[str]):
-    """Goal: nobody but the server may have died. Method: one change at a time."""
+    """Goal: only the server may have died. Method: one change at a time."""
     changes = Standing.of(view()).changes(Standing.of(after))
     assert len(changes) == len(words)
     for sentence, word in zip(changes, words, strict=True):
@@ -116,12 +116,12 @@ def test_recovery_is_another_server_with_the_same_epoch_and_readers(tmp_path: Pa
     ("answer", "words"),
     [
         (device(pid=1), "pid 1. still answers"),
-        (device(epoch="other"), "has epoch other and had e"),
-        (device(readers=READERS[:1]), "engine-1-b rank 0 is not attached"),
+        (device(epoch="other"), "its epoch is other instead of e"),
+        (device(readers=READERS[:1]), "not attached: engine-1-b rank 0"),
         (device(state="recovering"), "it is recovering"),
     ],
 )
-def test_service_that_does_not_recover_is_told_apart(
+def test_each_stage_of_a_failed_recovery_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict, words: str
 ):
     """Goal: a drill ends with a reason. Method: a server that stays at each stage."""
@@ -133,7 +133,7 @@ def test_service_that_does_not_recover_is_told_apart(
 
 def test_nothing_committed_is_nothing_to_kill(tmp_path: Path):
     """Goal: no drill of an empty service. Method: a directory without a pod."""
-    with pytest.raises(UnderstudyError, match="has anything committed") as caught:
+    with pytest.raises(UnderstudyError, match="has committed weights") as caught:
         asyncio.run(kill_server(tmp_path, 0))
     assert caught.value.code == "drill.no_memory"
     two = {**device(), "device_uuid": "HOST-1"}
@@ -154,7 +154,7 @@ def test_targets_are_the_three_and_every_other_rank():
     for each in (*TARGETS, *ranks):
         assert check_target(each) == asked_of_engine(each).target == each
     for wrong in ("model", "backend-model-0", "backend-model-x", ""):
-        with pytest.raises(ValueError, match="it takes backend-http"):
+        with pytest.raises(ValueError, match="must be one of backend-http"):
             check_target(wrong)
 
 
@@ -180,5 +180,5 @@ def test_process_of_an_engine_can_be_stopped_instead():
     assert check_target("stop:backend-model-1") == "stop:backend-model-1"
     assert check_target("stop:supervisor") == "stop:supervisor"
     for wrong in ("stop:lockserver", "stop:gms", "stop:stop:api", "stop:", "stop"):
-        with pytest.raises(ValueError, match=r"processes of an engine|it takes"):
+        with pytest.raises(ValueError, match=r"processes of an engine|must be one of"):
             check_target(wrong)

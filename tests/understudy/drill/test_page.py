@@ -224,10 +224,10 @@ def test_the_page_is_written_whole_or_the_reason_is_said(tmp_path: Path):
     assert data_in(target.read_text()) == found
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
     for bad in (tmp_path, tmp_path / "none" / "report.html"):
-        with pytest.raises(UsageError, match="name a file that can be made") as caught:
+        with pytest.raises(UsageError, match="choose a file in a writable directory") as caught:
             check_destination(bad)
         assert caught.value.code == "drill.bad_report"
-    with pytest.raises(UnderstudyError, match="could not be written") as failed:
+    with pytest.raises(UnderstudyError, match="cannot write the report page") as failed:
         write_page(tmp_path / "none" / "report.html", found)
     assert failed.value.code == "drill.report_not_written"
 
@@ -346,5 +346,5 @@ def test_the_command_writes_the_page_of_a_real_drill(tmp_path_factory: pytest.Te
 
     refused = drill_with_report(temporary, temporary / "none" / "report.html")
     assert refused.returncode == 2
-    assert "name a file that can be made" in refused.stderr
+    assert "choose a file in a writable directory" in refused.stderr
     assert os.listdir(temporary) == []

@@ -83,7 +83,7 @@ def test_witness_says_of_invisible_processes_whether_they_live(tmp_path: Path):
     with child(join) as process:
         tree = OldTree.by_witness(tmp_path, incarnation)
         assert tree.is_evidence
-        assert tree.alive() == ["somebody who holds its witness"]
+        assert tree.alive() == ["a process that holds its witness"]
         process.kill()
         process.wait()
         assert tree.alive() == []
@@ -121,7 +121,7 @@ def test_part_is_killed_with_all_its_processes_and_awaited_until_another_answers
     assert (kill.target, memory, before.active) == (LOCKSERVER, [], None)
     with monkeypatch.context() as patch:
         patch.setattr(part_killer, "BACK_DEADLINE_S", 0.05)
-        with pytest.raises(WaitTimeoutError, match=r"did not answer again within 0\.05 s"):
+        with pytest.raises(WaitTimeoutError, match=r"did not come back within 0\.05 s"):
             asyncio.run(wait_back(tmp_path, kill, memory))
     assert kill.back_ms is None
     with child(PART, path):
@@ -150,5 +150,5 @@ def test_report_says_under_which_conditions_it_was_made():
         print_report(judge(Records(), 1), console, "reference", {}, given)
         said.append(out.getvalue())
     assert "manifest         deploy/overlays/cpu" in said[0]
-    assert "restarts         after 1 s at most; a kubelet waits up to 300 s" in said[0]
+    assert "restart back-off at most 1 s; a kubelet's is up to 300 s" in said[0]
     assert "kubelet" not in said[1]

@@ -56,4 +56,4 @@ def test_report_of_an_upgrade_has_no_table_of_failovers():
     assert "upgraded         engine-0, engine-1, to A=1" in said
     assert "switchover       engine-0 to engine-1 in 30 ms" in said
     assert not any("failover" in line for line in said)
-    assert "upgraded         nobody, to A=1" in printed(Records(upgrade=Upgrade("A=1")))
+    assert "upgraded         no engine, to A=1" in printed(Records(upgrade=Upgrade("A=1")))

@@ -194,19 +194,22 @@ def test_judge_each_fault_fails_the_drill():
     ("damage", "sentence"),
     [
         (lambda r: r.kills.clear(), "only 0 of 1 kills"),
-        (lambda r: r.exchanges.pop(), "1 kills were never followed by an answer"),
+        (lambda r: r.exchanges.pop(), "no request was answered after 1 kills"),
         (lambda r: setattr(r, "grants_checked", 0), "1 grants could not be checked"),
-        (lambda r: r.exchanges.append(replace(ANSWER, end=End.HUNG)), "no answer and no error"),
-        (lambda r: r.exchanges.clear(), "not one request was answered"),
+        (
+            lambda r: r.exchanges.append(replace(ANSWER, end=End.HUNG)),
+            "neither an answer nor an error",
+        ),
+        (lambda r: r.exchanges.clear(), "no request was answered in full"),
         (
             lambda r: r.exchanges.append(replace(ANSWER, token=2, end=End.CUT, ended_ms=200)),
-            "lost though nothing had been killed",
+            "lost although nothing had been killed",
         ),
         (
             lambda r: r.exchanges.append(
                 replace(ANSWER, token=None, status=0, text="", end=End.CUT, ended_ms=99)
             ),
-            "lost though nothing had been killed",
+            "lost although nothing had been killed",
         ),
     ],
 )
@@ -267,10 +270,10 @@ def test_judge_deaths_of_the_memory_service_are_a_part_of_the_document():
         (lambda r: setattr(r.memory_kills[1], "recovered_ms", None), "after 1 kills"),
         (lambda r: r.disturbed.append("engine-1 restarted"), "engine-1 restarted"),
         (lambda r: setattr(r.memory, "peak_bytes", 300), "loaded a second time"),
-        (lambda r: setattr(r.memory, "peak_bytes", 0), "could not be seen"),
+        (lambda r: setattr(r.memory, "peak_bytes", 0), "is not visible here"),
         (
             lambda r: r.exchanges.append(replace(ANSWER, token=1, end=End.CUT, ended_ms=110)),
-            "lost though nothing had been killed",
+            "lost although nothing had been killed",
         ),
     ],
 )
@@ -313,12 +316,12 @@ def test_judge_an_upgrade_says_what_was_changed_and_how_long_nobody_answered():
     ("damage", "sentence"),
     [
         (lambda r: r.upgrade.engines.update({"engine-1": False}), "engine-1 does not run with A=1"),
-        (lambda r: r.upgrade.engines.pop("engine-0"), "the upgrade was not finished"),
+        (lambda r: r.upgrade.engines.pop("engine-0"), "the upgrade was not completed"),
         (lambda r: setattr(r, "grants_checked", 0), "the grant could not be checked"),
-        (lambda r: r.exchanges.pop(), "on both sides of the switchover"),
+        (lambda r: r.exchanges.pop(), "both before and after the switchover"),
         (
             lambda r: r.exchanges.append(replace(ANSWER, token=1, end=End.CUT, ended_ms=200)),
-            "lost though nothing had been killed",
+            "lost although nothing had been killed",
         ),
     ],
 )
