@@ -4,9 +4,8 @@ Owns what a record means on disk and what a lost one leads to; the bytes are `se
 
 The surprising thing: both slots are valid from the moment the file exists. So one bad slot means
 that something was lost, perhaps the newest grant, and the holder in the other slot cannot be
-trusted: the record is then *unknown*, as if the file were gone, but its token still counts. A
-write that was torn by a power cut looks the same, and costs nothing: after a power cut every
-witness is free.
+trusted: the record is then *unknown*, as if the file were gone, but its token still counts. A write
+torn by a power cut looks the same and costs nothing: after a power cut every witness is free.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from dataclasses import dataclass, replace
 
 from lockserver import witness
 from lockserver.core.events import Holder, LockRecord
-from lockserver.server.directory import identity
 from plumbing.errors import UnderstudyError
 from plumbing.service.slots import FILE_BYTES, SLOT_BYTES, SlotFile, SlotFormat, put_aside
 
@@ -38,7 +36,7 @@ class LoadedRecord:
     record: LockRecord
     problem: str | None = None
     aside: str | None = None  # where an unreadable file was put
-    is_first: bool = False  # nobody was ever launched in this directory
+    is_first: bool = False  # no engine was ever launched in this directory
 
 
 class LockStateFile:
@@ -47,7 +45,7 @@ class LockStateFile:
     def __init__(
         self, directory: str, locks: Iterable[str], *, may_be_elsewhere: bool = False
     ) -> None:
-        """Open it, or put an unreadable one aside and make a new one.
+        """Open it, or move an unreadable one aside and create a new one.
 
         `may_be_elsewhere`: holders on other hosts leave no witness here, so an empty directory may
         be a new one, or one whose state was lost while they live: then all locks are unknown.
@@ -57,13 +55,15 @@ class LockStateFile:
                 `lock.state_in_use`.
         """
         self.path = os.path.join(directory, NAME)
-        self._directory, self._identity = directory, identity(directory)
+        self._directory, self._identity = directory, directory_identity(directory)
         try:
             self.loaded = _load(directory, tuple(locks), may_be_elsewhere=may_be_elsewhere)
             self._file = self._open()
         except BlockingIOError as error:
             raise UnderstudyError(
-                "lock.state_in_use", f"another process has locked {self.path}", path=self.path
+                "lock.state_in_use",
+                f"another process has locked {self.path}; stop the other lock server",
+                path=self.path,
             ) from error
         except OSError as error:
             raise UnderstudyError(
@@ -90,15 +90,26 @@ class LockStateFile:
         self._file.write(_text(record), self._check_place)
 
     def _check_place(self) -> None:
-        if identity(self._directory) != self._identity:  # not a place for what we know
+        if (
+            directory_identity(self._directory) != self._identity
+        ):  # not the directory that this state belongs to
             raise OSError(errno.ESTALE, "the directory was removed or replaced")
 
     def close(self) -> None:
         self._file.close()
 
 
+def directory_identity(directory: str) -> tuple[int, int] | None:
+    """Which directory is there, if any."""
+    try:
+        found = os.stat(directory)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def read(directory: str, locks: Iterable[str]) -> LoadedRecord | None:
-    """The state as a bystander sees it; None if there is no file. Changes nothing."""
+    """The state without a server, read-only; None if there is no file."""
     if not os.path.lexists(os.path.join(directory, NAME)):
         return None
     return _load(directory, tuple(locks))
@@ -126,8 +137,8 @@ def _load(
 
 
 def _lost(token: int, locks: tuple[str, ...]) -> LockRecord:
-    """Who holds what is not on file. The next token up may have been granted and lost: leave it
-    out, in both slots of the new file, so that losing one of them again loses no token."""
+    """A record without holders. The next token may have been granted and lost, so it is skipped, in
+    both slots of the new file, so that losing one of them again loses no token."""
     return LockRecord(token=token + 1, unknown=frozenset(locks))
 
 
@@ -167,4 +178,4 @@ def _meaning(sequence: int, text: bytes) -> tuple[int, LockRecord] | None:
         holders = {str(name): Holder.from_dict(raw) for name, raw in body["holders"].items()}
         return sequence, LockRecord(int(body["token"]), holders, frozenset(body["unknown"]))
     except (KeyError, TypeError, ValueError, AttributeError):
-        return None  # a checksum that fits and a meaning that does not: another version's file
+        return None  # a valid checksum with unknown contents: another version's file

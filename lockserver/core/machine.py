@@ -87,6 +87,11 @@ class LockMachine:
         locks = self.locks.values()
         return [sentences.recovering(k) for k in locks if k.state is LockState.RECOVERING]
 
+    def may_have_engines(self, now_ms: float) -> bool:
+        """Whether an engine may be running, connected or not."""
+        is_starting = now_ms - self.started_ms < self.window_ms
+        return is_starting or bool(self.supervisors) or not evidence.all_free(self.locks)
+
     def _on(self, event: ev.Input, now_ms: float) -> Iterable[Effect]:
         match event:
             case ev.Beaten():
@@ -133,7 +138,9 @@ class LockMachine:
         yield from self._mark_heard(supervisor, now_ms)
         yield from self._end_unnamed(supervisor, now_ms)
         refused = False
-        for lock in self._wanted_locks(want):
+        wanted = (self.locks[name] for name in want.locks)
+        # Held locks first: a refusal for another must not leave a holder unconfirmed.
+        for lock in sorted(wanted, key=lambda each: not each.is_held_by(want.incarnation)):
             for effect in self._ask(lock, want, refused, now_ms):
                 refused = refused or isinstance(effect, ev.RefuseConnection)
                 yield effect
@@ -178,11 +185,6 @@ class LockMachine:
             if holder.incarnation != named:
                 yield from self._lose(lock, Signal.NOT_WANTED, now_ms)
 
-    def _wanted_locks(self, want: Wanted) -> list[Lock]:
-        """Held locks first: a refusal for another lock must not leave a holder unconfirmed."""
-        locks = [self.locks[name] for name in want.locks]
-        return sorted(locks, key=lambda each: not each.is_held_by(want.incarnation))
-
     def _ask(self, lock: Lock, want: Wanted, refused: bool, now_ms: float) -> Iterable[Effect]:
         """One wanted lock: repeat its grant, accept a claim, queue it, or refuse."""
         assert want.incarnation is not None  # checked: no lock is wanted without one
@@ -196,7 +198,7 @@ class LockMachine:
         elif is_its_own:
             yield sentences.incarnation_ended(lock, want)
         elif claimed is not None and lock.is_unknown and is_proven:
-            yield from self._accept_claim(lock, want, claimed, now_ms)
+            yield from self._claim(lock, want, claimed, now_ms)
         elif claimed is not None:
             yield sentences.stale_claim(lock, want, claimed)
         elif want.witness_file is None or (lock.is_fenced and not is_proven):
@@ -216,9 +218,7 @@ class LockMachine:
             yield sentences.confirmed(lock, holder)
             yield from self.switchovers.remind(lock, conn)
 
-    def _accept_claim(
-        self, lock: Lock, want: Wanted, token: int, now_ms: float
-    ) -> Iterable[Effect]:
+    def _claim(self, lock: Lock, want: Wanted, token: int, now_ms: float) -> Iterable[Effect]:
         """The state file is lost, and a living incarnation knows its token."""
         assert want.incarnation is not None
         assert want.witness_file is not None

@@ -60,7 +60,7 @@ async def _until_ended(server: LockServer) -> None:
 
 def ready(server: LockServer) -> Probe:
     """The pod's readiness: an engine is active."""
-    lock = server.machine.locks["active"]
+    lock = server.parts.machine.locks["active"]
     holder = lock.holder
     details = {"engine": holder.engine, "token": holder.token} if holder else {}
     return Probe(lock.state is LockState.HELD, f"active_{lock.state}", details)

@@ -1,9 +1,9 @@
-"""People are told after engines: what happened is recorded a moment later, with its own time.
+"""Events are recorded after engines have been answered: a moment later, with their own time.
 
 Owns what has happened and is not yet recorded. A log line, an event for the observers and the
-counters cost as much as the whole way of a grant (half a millisecond, measured), and the first of
-them is due when a holder's connection ends, the last when the next holder is about to run. So all
-of it waits for `PUT_OFF_S`, or until somebody asks.
+counters cost as much as the whole path of a grant (half a millisecond, measured), and the first are
+due when a holder's connection ends, the last when the next holder is about to run. So all of them
+wait for `DELAY_S`, or until status or metrics are asked for.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lockserver.status.wait import named
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 
-PUT_OFF_S = 0.005  # a small process is dead and its heir granted by then; nobody reads faster
+DELAY_S = 0.005  # a small process is dead and its successor granted by then; no reader is faster
 
 
 class EventOutbox:
-    """Turns `Happened` into events of `log`, in order."""
+    """Records `Happened` in `log`, in order."""
 
     def __init__(self, log: EventLog, clock: Clock) -> None:
         self._log, self._clock = log, clock
@@ -29,14 +29,14 @@ class EventOutbox:
         self._pending: list[tuple[ev.Happened, datetime, float]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def happened(self, effect: ev.Happened) -> None:
-        """To be told in a moment, as of now."""
+    def add(self, effect: ev.Happened) -> None:
+        """Record this in a moment, with the present time."""
         self._pending.append((effect, self._clock.wall(), self._clock.now_ms()))
         if self._timer is None:
-            self._timer = self._loop.call_later(PUT_OFF_S, self.catch_up)
+            self._timer = self._loop.call_later(DELAY_S, self.flush)
 
-    def catch_up(self) -> None:
-        """Tell all of it now: somebody is about to look, or nothing comes after this."""
+    def flush(self) -> None:
+        """Record everything now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

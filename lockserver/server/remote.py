@@ -1,15 +1,14 @@
-"""The shell around members and leases: TCP connections and the time in, messages out.
+"""The shell around members and leases: TCP messages and the time go in, messages come out.
 
-Owns the TCP connections. Everything that members amount to for the lock itself goes to the machine
-through `feed`; everything that the machine does to a virtual connection comes back by `perform`.
-Without an address to listen on it is here all the same: a holder on file may be a group, and then
-its leases must run out before anybody else is granted.
+Owns the TCP connections. Events for the lock itself go to the machine through `feed`; the machine's
+effects on a virtual connection come back through `perform`. It exists even without an address to
+listen on: a holder on file may be a group, and then its leases must expire before another engine is
+granted the lock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import singledispatchmethod
 from typing import Any
 
 from lockserver.core import events as ev
@@ -46,7 +45,7 @@ class Remote:
         machine: LockMachine,
         clock: Clock,
         feed: Callable[[ev.Input], None],
-        teller: EventOutbox,
+        outbox: EventOutbox,
     ) -> None:
         now_ms, listen = clock.now_ms(), settings.listen
         self.leases = Leases(
@@ -56,7 +55,7 @@ class Remote:
             listens=listen is not None,
         )
         self.members = Members(self.leases, machine.locks, now_ms, silent_ms=settings.silent_ms)
-        self._clock, self._feed, self._teller = clock, feed, teller
+        self._clock, self._feed, self._outbox = clock, feed, outbox
         self._conns: dict[int, Connection] = {}
         self._is_secured = settings.security is not None
         self.server: TcpServer | None = None
@@ -66,7 +65,7 @@ class Remote:
             )
 
     async def start(self) -> None:
-        """Listen, if there is an address for it; `UnderstudyError` if that cannot be."""
+        """Listen, if there is an address to listen on; `UnderstudyError` if that fails."""
         if self.server is not None:
             await self.server.start()
 
@@ -76,7 +75,7 @@ class Remote:
 
     @property
     def problem(self) -> str | None:
-        """Why nobody new is let in, or what is wrong with the files that secure it, for people."""
+        """Why no member can connect, or what is wrong with the security files, for operators."""
         if self.server is None:
             return None
         return self.server.problem or self.server.security_problem
@@ -99,36 +98,37 @@ class Remote:
 
     def opened(self, conn: Connection) -> None:
         self._conns[conn.id] = conn
-        self._hear(me.MemberOpened(conn.id))
+        self._handle(me.MemberOpened(conn.id))
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         if isinstance(message, WantMsg) and not message.services:
-            self._hear(_wanted(conn, message))
+            self._handle(_wanted(conn, message))
         elif isinstance(message, BeatMsg):
-            self._hear(me.MemberBeaten(conn.id, message.progress))
+            self._handle(me.MemberBeaten(conn.id, message.progress))
         else:
             close_all(fds)
             raise ProtocolError(
                 "lock.unexpected_message",
-                f"over TCP the lock server is told what its members want, not {message.TYPE!r};"
-                " status, events and switchover are on the Unix socket of its host",
+                f"over TCP the lock server accepts only wants and heartbeats of members, not"
+                f" {message.TYPE!r}; use the Unix socket of its host for status, events and"
+                " switchover",
             )
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._conns.pop(conn.id, None)
-        self._hear(me.MemberClosed(conn.id))
+        self._handle(me.MemberClosed(conn.id))
 
     def tick(self) -> None:
-        """Time has passed; before the machine hears of it."""
-        self._hear(ev.TimePassed())
+        """Time has passed; must be called before the machine handles it."""
+        self._handle(ev.TimePassed())
 
-    def _hear(self, event: me.MemberInput) -> None:
+    def _handle(self, event: me.MemberInput) -> None:
         for output in self.members.handle(event, self._clock.now_ms()):
             self._do(output)
 
-    # ------------------------------------------------------------------ what comes of it
+    # ------------------------------------------------------------------ outputs
 
     def perform(self, effect: ev.Effect) -> None:
         """An effect of the machine on a virtual connection."""
@@ -144,48 +144,32 @@ class Remote:
         if conn is not None:
             conn.send(message)
 
-    @singledispatchmethod
     def _do(self, output: me.MemberOutput) -> None:
-        raise AssertionError(f"no way to do {output!r}")
+        match output:
+            case me.Feed():
+                self._feed(output.event)
+            case me.SendRenewed():
+                self._send(output.conn, RenewedMsg(output.progress, output.lease_ms))
+            case me.SendMemberLost(conn, engine, incarnation, member, reason):
+                lost = MemberLostMsg(engine, incarnation, member, reason[:REASON_CHARS_MAX])
+                self._send(conn, lost)
+            case me.SendGranted(conn, lock, engine, incarnation, token):
+                self._send(conn, GrantedMsg(lock, engine, incarnation, token))
+            case ev.SendHandOver(conn, lock, incarnation, to):
+                self._send(conn, HandOverMsg(lock, incarnation, to))
+            case ev.RefuseConnection() | ev.Close():
+                self._end(output)
+            case ev.Happened():
+                self._outbox.add(output)
 
-    @_do.register
-    def _machine(self, output: me.Feed) -> None:
-        self._feed(output.event)
-
-    @_do.register
-    def _renewed(self, output: me.SendRenewed) -> None:
-        self._send(output.conn, RenewedMsg(output.progress, output.lease_ms))
-
-    @_do.register
-    def _member_lost(self, output: me.SendMemberLost) -> None:
-        reason = output.reason[:REASON_CHARS_MAX]
-        lost = MemberLostMsg(output.engine, output.incarnation, output.member, reason)
-        self._send(output.conn, lost)
-
-    @_do.register
-    def _granted(self, output: me.SendGranted) -> None:
-        granted = GrantedMsg(output.lock, output.engine, output.incarnation, output.token)
-        self._send(output.conn, granted)
-
-    @_do.register
-    def _hand_over(self, output: ev.SendHandOver) -> None:
-        self._send(output.conn, HandOverMsg(output.lock, output.incarnation, output.to))
-
-    @_do.register
-    def _refuse(self, output: ev.RefuseConnection) -> None:
+    def _end(self, output: ev.RefuseConnection | ev.Close) -> None:
         conn = self._conns.get(output.conn)
-        if conn is not None:
-            conn.fault(ProtocolError(output.code, output.message, **output.details))
-
-    @_do.register
-    def _close(self, output: ev.Close) -> None:
-        conn = self._conns.get(output.conn)
-        if conn is not None:
+        if conn is None:
+            return
+        if isinstance(output, ev.Close):
             conn.close(output.reason)
-
-    @_do.register
-    def _happened(self, output: ev.Happened) -> None:
-        self._teller.happened(output)
+        else:
+            conn.fault(ProtocolError(output.code, output.message, **output.details))
 
 
 def _wanted(conn: Connection, want: WantMsg) -> me.MemberWanted:

@@ -1,4 +1,4 @@
-"""Who has a copy of which service socket: lending, taking back, watching all of them.
+"""The service sockets of all locks: lending copies, taking them back, watching the addresses.
 
 Owns the bookkeeping between connections and `ServiceSocket`s. Must not know why a lock is granted.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from lockserver.core.lock import Lock
 from lockserver.messages import ServiceMsg
-from lockserver.server.service_socket import AWAY, ServiceSocket
+from lockserver.server.service_socket import ServiceSocket
 from plumbing.errors import ProtocolError
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
@@ -30,7 +30,7 @@ class ServiceDesk:
         self._handed_back: dict[int, set[str]] = {}  # by connection: it keeps copies of these
 
     def open(self, *, is_first_start: bool) -> None:
-        """Bind what can be bound; the rest is with the engines, unless there were never any.
+        """Bind what can be bound; engines have the rest, unless there were never any.
 
         Raises:
             UnderstudyError: `service.port_in_use`, `service.cannot_bind`.
@@ -40,7 +40,7 @@ class ServiceDesk:
                 raise service.in_use()
 
     def take(self, conn: int, names: Sequence[str], fds: list[OwnedFd]) -> list[str]:
-        """Take what comes back after a restart of the server (takes `fds`); which were needed.
+        """Take copies back after a restart of the server (takes `fds`); the names that were needed.
 
         Raises:
             ProtocolError: `lock.bad_service`.
@@ -49,7 +49,7 @@ class ServiceDesk:
             if len(fds) != len(names):
                 raise ProtocolError(
                     "lock.bad_service",
-                    f"{len(names)} services were named and {len(fds)} descriptors came",
+                    f"{len(names)} services were named, but {len(fds)} descriptors arrived",
                 )
             known = [
                 (name, fd) for name, fd in zip(names, fds, strict=True) if name in self.sockets
@@ -61,11 +61,11 @@ class ServiceDesk:
             close_all(fds)
 
     def left(self, conn: int) -> None:
-        """The connection is closed: it has handed nothing back any more."""
+        """Forget what this closed connection handed back."""
         self._handed_back.pop(conn, None)
 
-    def lend_what_it_lacks(self, conn: Connection) -> None:
-        """Lend every socket that did not just come from there."""
+    def lend_missing(self, conn: Connection) -> None:
+        """Lend every socket that this connection did not just hand back."""
         for name in self.sockets:
             if name not in self._handed_back.get(conn.id, ()):
                 self.lend(name, conn)
@@ -81,11 +81,15 @@ class ServiceDesk:
             self.sockets[lock].prepare()
 
     def watch(self, locks: Mapping[str, Lock], now_ms: float) -> list[str]:
-        """Let time pass; the names of those whose address has become ours meanwhile."""
-        away = [name for name, service in self.sockets.items() if service.state == AWAY]
+        """Let time pass; the names of those whose address was bound meanwhile."""
+        away = self.away()
         for service in self.sockets.values():
             service.watch(may_serve=locks[service.lock].may_serve, now_ms=now_ms)
-        return [name for name in away if self.sockets[name].state != AWAY]
+        return [name for name in away if not self.sockets[name].is_away]
+
+    def away(self) -> dict[str, tuple[str, str | None]]:
+        """The address of each socket that is not here yet, and why."""
+        return {k: (s.address, s.problem) for k, s in self.sockets.items() if s.is_away}
 
     def documents(self) -> dict[str, Any]:
         return {

@@ -1,16 +1,16 @@
 """The listening socket that belongs to a lock: bound here, lent to engines, answered while idle.
 
-Owns binding, taking a copy back after a restart, and the 503s while nobody is active. Must not
+Owns binding, taking a copy back after a restart, and the 503s while no engine is active. Must not
 know how a lock is granted; `prepare` is called right before, `watch` several times a second.
 
 The surprising things:
 
-- Every copy is the same socket: O_NONBLOCK, the backlog and `listen` are shared, and one
-  `shutdown` anywhere would end it for all; `listen` before each grant mends that.
+- Every copy is the same socket: O_NONBLOCK, the backlog and `listen` are shared, and one `shutdown`
+  anywhere would end it for all; `listen` before each grant undoes that.
 - While any copy lives, the address cannot be bound again. So a restarted server that finds it in
   use waits for an engine to hand its copy back, and never uses SO_REUSEPORT, which would give half
-  of the connections to a backlog that nobody serves.
-- Connections that were accepted here are answered even if a grant comes in between.
+  of the connections to a backlog that no process serves.
+- Connections that were accepted here are answered even if a grant arrives in between.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from plumbing.errors import ProtocolError, UnderstudyError, UsageError
 from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd
 
-BACKLOG = 4096  # net.core.somaxconn's default: what waits during a failover waits here
+BACKLOG = 4096  # net.core.somaxconn's default: connections made during a failover wait here
 HELD_MAX = 256  # connections answered at once; more wait in the backlog
-REQUEST_BYTES_MAX = 64 * 1024  # a request's head; whoever sends more is answered all the same
+REQUEST_BYTES_MAX = 64 * 1024  # of a request's head; a longer one is answered all the same
 REQUEST_DEADLINE_S = 5.0  # to send a request's head
 LINGER_S = 1.0  # to read the rest of the request, else the answer would be lost in a reset
 RETRY_AFTER_S = 1  # a takeover takes milliseconds, a relaunch seconds
@@ -42,7 +42,7 @@ class ServiceSocket:
     def __init__(
         self, lock: str, address: str, hold_ms: float, describe: Callable[[], str]
     ) -> None:
-        """`describe` says in a sentence why nobody is active."""
+        """`describe` returns a sentence on why no engine is active."""
         self.lock = lock
         self.address = address
         self.problem: str | None = None
@@ -61,11 +61,16 @@ class ServiceSocket:
             return AWAY
         return HOLDING if self._is_holding else LENT
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the address is still in use, by an engine or by a stranger."""
+        return self._sock is None
+
     def bind(self) -> bool:
-        """Bind and listen; False while somebody else has the address.
+        """Bind and listen; False while another process has the address.
 
         Raises:
-            UsageError: `service.cannot_bind`, it is no address of this machine, or refused.
+            UsageError: `service.cannot_bind`, not an address of this machine, or refused.
         """
         sock = socket.socket(self._family, socket.SOCK_STREAM)
         try:
@@ -86,13 +91,15 @@ class ServiceSocket:
         return True
 
     def in_use(self) -> UnderstudyError:
-        """Who has the address, as an error with the way out."""
+        """Which process has the address, as an error with the fix."""
         pid = procfs.listener_pid(self._sockaddr[1])
-        holder = f"pid {pid} ({procfs.name(pid)})" if pid else "a process not visible here"
+        holder = (
+            f"pid {pid} ({procfs.name(pid)})" if pid else "a process that is not visible from here"
+        )
         return UnderstudyError(
             "service.port_in_use",
-            f"{self.address} is in use by {holder}; if that is no engine of this pod, stop it or"
-            f" choose another address with --service {self.lock}=HOST:PORT",
+            f"{self.address} is in use by {holder}; if that is not an engine of this pod, stop it"
+            f" or choose another address with --service {self.lock}=HOST:PORT",
             address=self.address,
             pid=pid,
         )
@@ -101,14 +108,14 @@ class ServiceSocket:
         """Take a copy that an engine hands back; True if it was needed.
 
         Raises:
-            ProtocolError: `lock.bad_service`, it is not the listening socket of this address.
+            ProtocolError: `lock.bad_service`, not the listening socket of this address.
         """
         try:
             sock = socket.socket(fileno=fd.fileno())
         except OSError as error:
             fd.close()
             raise ProtocolError(
-                "lock.bad_service", f"what was handed back for {self.lock} is not a socket"
+                "lock.bad_service", f"the descriptor handed back for {self.lock} is not a socket"
             ) from error
         fd.detach()  # the socket has it now
         try:
@@ -116,7 +123,7 @@ class ServiceSocket:
             if not is_listening or sock.getsockname()[:2] != self._sockaddr[:2]:
                 raise ProtocolError(
                     "lock.bad_service",
-                    f"what was handed back for {self.lock} is not the socket of {self.address}",
+                    f"the socket handed back for {self.lock} does not listen on {self.address}",
                 )
         except BaseException:
             sock.close()
@@ -128,18 +135,18 @@ class ServiceSocket:
         return True
 
     def copy(self) -> OwnedFd | None:
-        """A copy to lend, if the socket is here."""
+        """A copy to lend, unless the socket is away."""
         return None if self._sock is None else OwnedFd(self._sock.dup().detach())
 
     def prepare(self) -> None:
-        """A grant is about to be sent: accept nothing more, and undo anybody's `shutdown`."""
+        """A grant is about to be sent: stop accepting, and undo any `shutdown`."""
         self._stop_holding()
         self._idle_since_ms = None
         if self._sock is not None:
             self._sock.listen(BACKLOG)
 
     def watch(self, *, may_serve: bool, now_ms: float) -> None:
-        """Begin or end answering, as time and the lock say; try a taken address again."""
+        """Start or stop answering, by the time and the lock; retry an address that is in use."""
         if self._sock is None and now_ms >= self._rebind_ms:
             self._rebind_ms = now_ms + REBIND_MS
             self.bind()
@@ -181,7 +188,7 @@ class ServiceSocket:
         try:
             sock, _ = self._sock.accept()
         except OSError:
-            return  # gone again, or no descriptor left: it stays in the backlog
+            return  # closed already, or no descriptor left: it stays in the backlog
         self._callers.add(_Caller(sock, self._answer, self._callers.discard))
         if len(self._callers) >= HELD_MAX:
             self._stop_holding()  # `watch` begins again when there is room
@@ -203,7 +210,7 @@ class ServiceSocket:
 
 
 class _Caller:
-    """One connection that gets a 503: read the head, answer, read on until the end."""
+    """One connection that gets a 503: read the head, answer, read on until it ends."""
 
     def __init__(
         self,
@@ -273,7 +280,7 @@ def _resolve(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
         )
     except OSError as error:
         raise UsageError(
-            "service.cannot_bind", f"{host} is no address of this machine: {error.strerror}"
+            "service.cannot_bind", f"{host} is not an address of this machine: {error.strerror}"
         ) from error
     family, _, _, _, sockaddr = found[0]
     return family, (str(sockaddr[0]), int(sockaddr[1]))

@@ -1,8 +1,8 @@
-"""Who asks for a switchover, and the answers that they wait for.
+"""The requests for a switchover, and the answers that they wait for.
 
-Owns which connection is to be told what has come of it. Must not decide whether there may be a
-switchover or how it ended: `core/switchover` does. The surprising thing: who asks is free to leave,
-and what was asked for goes on; then nobody is told, and the events say it.
+Owns which connection gets which answer. Must not decide whether there may be a switchover or how it
+ended: `core/switchover` does. The surprising thing: a requester may disconnect and the switchover
+continues; then no answer is sent, and the events report the outcome.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from plumbing.wire.connection import Connection
 
 
 class SwitchoverDesk:
-    """Between the connections of those who ask and the machine."""
+    """Matches the machine's answers with the requests that wait for them."""
 
-    def __init__(self, machine: LockMachine, lives: Callable[[SupervisorRecord], bool]) -> None:
-        """`lives` looks whether all of a waiting engine lives at this moment."""
+    def __init__(self, machine: LockMachine, is_alive: Callable[[SupervisorRecord], bool]) -> None:
+        """`is_alive` checks whether all processes of a waiting engine are alive right now."""
         self._machine = machine
-        self._lives = lives
-        self._asks: dict[int, tuple[Connection, int]] = {}  # who waits: connection and request
+        self._is_alive = is_alive
+        self._asks: dict[int, tuple[Connection, int]] = {}  # connection and request of each
         self._numbers = itertools.count(1)
 
     def asked(self, conn: Connection, message: SwitchOverMsg, request_id: int) -> SwitchOverAsked:
-        """What is to be fed to the machine, now."""
+        """The event to feed to the machine, at once."""
         ask = next(self._numbers)
         self._asks[ask] = conn, request_id
         return SwitchOverAsked(
@@ -49,10 +49,12 @@ class SwitchoverDesk:
         found = self._machine.locks.get(lock)
         waiters = found.waiters if found is not None else []
         supervisors = self._machine.supervisors
-        return frozenset(w.incarnation for w in waiters if self._lives(supervisors[w.supervisor]))
+        return frozenset(
+            w.incarnation for w in waiters if self._is_alive(supervisors[w.supervisor])
+        )
 
     def left(self, conn: Connection) -> None:
-        """The connection is closed: nobody waits there any more."""
+        """Forget the requests of this closed connection."""
         gone = [ask for ask, (waiting, _) in self._asks.items() if waiting is conn]
         for ask in gone:
             del self._asks[ask]
@@ -73,9 +75,9 @@ class SwitchoverDesk:
             conn.fault(error, request_id, close=False)
 
 
-def lives(directory: str, leases: Leases, supervisor: SupervisorRecord) -> bool:
-    """Whether processes of this supervisor's backend hold the witness that it has named; over TCP,
-    whether the leases of all members live."""
+def is_alive(directory: str, leases: Leases, supervisor: SupervisorRecord) -> bool:
+    """Whether processes of this supervisor's backend hold its witness; over TCP, whether the leases
+    of all members are valid."""
     if supervisor.lease is not None:
         return leases.is_whole(supervisor.lease)
     if supervisor.witness is None:

@@ -21,8 +21,6 @@ from lockserver.core.names import WitnessFile
 from lockserver.members.group import Group, NodeMember
 from lockserver.members.leases import Lease
 from lockserver.members.members import Members
-from lockserver.server.directory import LockDirectory
-from lockserver.server.service_socket import AWAY, ServiceSocket
 from lockserver.status.wait import NAMED_MAX, LockWait, Seen, since_ms
 from lockserver.status.waits import address_away_wait, see_members, unreachable_wait, waits_of
 from plumbing.service import procfs
@@ -47,10 +45,10 @@ class Here:
 
     machine: LockMachine
     members: Members
-    services: Mapping[str, ServiceSocket]
-    place: LockDirectory
     clock: Clock
     directory: str
+    away: Mapping[str, tuple[str, str | None]]  # by lock: a service address in use, and why
+    unreachable: tuple[str, float] | None  # why no engine can connect, and since when
 
 
 def lock_documents(here: Here) -> dict[str, Any]:
@@ -64,11 +62,10 @@ def _lock_document(lock: Lock, here: Here) -> dict[str, Any]:
     seen = _look(lock, here, now_ms)
     found = waits_of(lock, machine, here.members, seen, now_ms, here.directory)
     problem = next((each.sentence for each in found if each.is_fault), None)
-    service = here.services.get(lock.name)
-    if service is not None and service.state == AWAY:  # a problem of its own: see `service`
-        found.append(address_away_wait(service.address, service.problem, machine))
-    if here.place.problem is not None and lock.is_fenced:  # the document's own, said once
-        found.append(unreachable_wait(here.place.problem, here.place.problem_ms, here.directory))
+    if lock.name in here.away:  # not the lock's problem: see `service`
+        found.append(address_away_wait(*here.away[lock.name], machine))
+    if here.unreachable is not None and lock.is_fenced:  # reported once, for the whole document
+        found.append(unreachable_wait(*here.unreachable, here.directory))
     window_ms = max(0.0, machine.started_ms + machine.window_ms - now_ms)
     return {
         "kind": "fenced" if lock.is_fenced else "plain",

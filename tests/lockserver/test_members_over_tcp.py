@@ -168,7 +168,7 @@ def test_lease_is_answered_before_the_grant_that_follows_from_it(server, address
         await member.join("active")
         assert await member.granted() == 1
         kinds = [type(message).__name__ for message in member.heard]
-        assert kinds.index("Renewed") < kinds.index("Granted")
+        assert kinds.index("RenewedMsg") < kinds.index("GrantedMsg")
         assert (await member.renewed()).lease_ms == LEASE_MS
 
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))

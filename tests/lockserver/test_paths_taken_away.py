@@ -80,7 +80,7 @@ def test_socket_path_that_is_a_strangers_is_said_and_taken_back_when_it_goes(
             await standby.stand_by()
             with put_there(path, stranger):
                 await auntil(lambda: "lock.unreachable" in server.log(), "people to be told")
-                assert "nobody new can connect" in server.log()
+                assert "no engine can connect" in server.log()
                 holder.signal(signal.SIGKILL, tree=True)
                 assert await standby.granted() == 2
             os.unlink(path)
@@ -105,7 +105,9 @@ def test_guard_and_socket_removed_a_second_server_cannot_take_over_and_the_first
             await standby.stand_by()
             os.unlink(os.path.join(pod_dir, GUARD))
             os.unlink(os.path.join(pod_dir, SOCKET))
-            await auntil(lambda: server.log().count("is made anew") == 2, "both to be taken back")
+            await auntil(
+                lambda: server.log().count("created it again") == 2, "both to be taken back"
+            )
             command = [*server.command, "serve", "--dir", pod_dir, "--http-port", "0"]
             ran = await asyncio.to_thread(
                 subprocess.run, command, capture_output=True, text=True, timeout=60

@@ -210,12 +210,12 @@ async def _with_a_failing_disk(pod_dir: str) -> None:
 
     server = LockServer(LockSettings(pod_dir))
     await server.start()
-    working = server._state.write
+    working = server.parts.state.write
 
     def failing(record: object) -> None:
         raise OSError(5, "Input/output error")
 
-    server._state.write = failing
+    server.parts.state.write = failing
     try:
         async with Engine(pod_dir, "engine-0") as engine:
             engine.launch()
@@ -223,7 +223,7 @@ async def _with_a_failing_disk(pod_dir: str) -> None:
             await auntil(lambda: server.document()["problem"], "the problem to be shown")
             assert "Input/output error" in server.document()["locks"]["active"]["problem"]
             assert engine.heard == []
-            server._state.write = working
+            server.parts.state.write = working
             assert await engine.granted() == 1
             assert server.document()["problem"] is None
     finally:

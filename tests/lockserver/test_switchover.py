@@ -126,7 +126,7 @@ def test_interrupted_command_leaves_the_switchover_and_says_so(start_server: Any
             asking.send_signal(signal.SIGINT)
             said, told = asking.communicate(timeout=30)
             assert asking.returncode == INTERRUPTED
-            assert (said, told) == ("", "what was asked for goes on: see `lockserver status`\n")
+            assert (said, told) == ("", "the switchover continues: see `lockserver status`\n")
             old.reap()
             old.relent()
             await named.granted()
@@ -162,7 +162,7 @@ def test_command_says_in_a_sentence_what_came_of_it(start_server: Any):
             token = await new.granted()
             said, _ = asking.communicate(timeout=30)
             assert asking.returncode == 0
-            assert said.startswith("engine-0 has handed active over to e-1 in ")
+            assert said.startswith("engine-0 handed active over to e-1 in ")
             assert said.endswith(f" s, token {token}\n")
             said, _ = command(server, "--to=e-1").communicate(timeout=30)
             assert said == f"e-1 holds active already, token {token}\n"

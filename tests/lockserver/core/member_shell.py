@@ -8,10 +8,10 @@ from dataclasses import replace
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.machine import LockMachine
+from lockserver.core.names import name_of
 from lockserver.members import events as me
 from lockserver.members.leases import Leases
 from lockserver.members.members import Members, is_virtual
-from lockserver.witness import name_of
 
 LEASE_MS, MARGIN_MS, SILENT_MS = 5000, 1000, 3000.0
 A0, A1 = "engine-0-00000000000000a0", "engine-0-00000000000000a1"

@@ -7,8 +7,7 @@ from dataclasses import replace
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.machine import LockMachine
-from lockserver.core.names import WitnessFile, WitnessState
-from lockserver.witness import name_of
+from lockserver.core.names import WitnessFile, WitnessState, name_of
 
 A = "engine-0-000000000000000a"
 A2 = "engine-0-00000000000000a2"

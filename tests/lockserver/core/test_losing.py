@@ -5,8 +5,7 @@ from __future__ import annotations
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.lock import LockState
-from lockserver.core.names import WitnessFile
-from lockserver.witness import name_of
+from lockserver.core.names import WitnessFile, name_of
 from tests.lockserver.core.shell import (
     A,
     B,

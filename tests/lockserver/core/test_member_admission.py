@@ -7,9 +7,9 @@ import pytest
 
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
+from lockserver.core.names import name_of
 from lockserver.members import events as me
 from lockserver.members.roll import MEMBERS_KNOWN_MAX
-from lockserver.witness import name_of
 from tests.lockserver.core.member_shell import A0, A1, S0, S1, S1_OTHER, SILENT_MS, Shell, cut, held
 
 

@@ -7,10 +7,9 @@ import pytest
 
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
-from lockserver.core.names import WitnessFile
+from lockserver.core.names import WitnessFile, name_of
 from lockserver.core.terms import LeaseTerms, MemberId
 from lockserver.members import events as me
-from lockserver.witness import name_of
 from plumbing.errors import InvariantError
 from tests.lockserver.core.member_shell import (
     A0,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.lock import LockState
-from lockserver.core.names import WitnessState
-from lockserver.witness import name_of
+from lockserver.core.machine import WINDOW_MS
+from lockserver.core.names import WitnessState, name_of
 from tests.lockserver.core.shell import (
     A2,
     A,
@@ -190,3 +190,12 @@ def test_unknown_file_claim_is_written_to_both_slots():
     effects = shell.feed(want(1, A, "active", tokens={"active": 12}))
     written = [effect.record for effect in effects if isinstance(effect, ev.Persist)]
     assert [record.token for record in written] == [13, 13]
+
+
+def test_engines_may_be_running_within_the_window_while_connected_or_while_a_lock_is_not_free():
+    """Goal: a service address in use is not called a stranger's too early. Method: each reason."""
+    shell = Shell()
+    assert shell.machine.may_have_engines(WINDOW_MS - 1)
+    assert not shell.machine.may_have_engines(WINDOW_MS)
+    shell.machine.locks["active"].state = LockState.RECOVERING
+    assert shell.machine.may_have_engines(WINDOW_MS)

@@ -79,7 +79,7 @@ async def socket_of_a_stranger(scene: Scene) -> AsyncIterator[Told]:
     (stranger := path.with_name("other")).touch()
     stranger.rename(path)
     await auntil(lambda: "lock.unreachable" in server.log(), "the stranger to be found")
-    evidence = ("nobody new can connect", str(path))
+    evidence = ("no engine can connect", str(path))
     yield Told("unreachable", None, evidence, (f"ls -la {scene.directory}",), by_http=server)
 
 

@@ -1,0 +1,115 @@
+"""What one running lock server consists of, put together once at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Self
+
+from lockserver.core import events as ev
+from lockserver.core.machine import KINDS, LockMachine
+from lockserver.core.supervisors import SupervisorRecord
+from lockserver.server.directory import LockDirectory
+from lockserver.server.event_outbox import EventOutbox
+from lockserver.server.metrics import LockMetrics
+from lockserver.server.prober import Prober, ProcessWatch
+from lockserver.server.remote import Remote
+from lockserver.server.service_desk import ServiceDesk
+from lockserver.server.settings import LockSettings
+from lockserver.server.switchover_desk import SwitchoverDesk, is_alive
+from lockserver.state_file import LockStateFile
+from plumbing.service.clock import Clock
+from plumbing.service.events import EventLog
+from plumbing.wire.connection import Connection
+from plumbing.wire.server import Server
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The machine and everything that its effects and the status document may touch."""
+
+    settings: LockSettings
+    clock: Clock
+    started: datetime
+    events: EventLog
+    metrics: LockMetrics
+    conns: dict[int, Connection]
+    directory: LockDirectory
+    state: LockStateFile
+    machine: LockMachine
+    outbox: EventOutbox
+    remote: Remote
+    services: ServiceDesk
+    processes: ProcessWatch
+    switchovers: SwitchoverDesk
+    prober: Prober
+
+    @classmethod
+    def open(
+        cls,
+        settings: LockSettings,
+        clock: Clock,
+        events: EventLog,
+        metrics: LockMetrics,
+        wire: Server,
+        feed: Callable[[ev.Input], None],
+    ) -> Self:
+        """Read the state and bind the services; `wire` guards the directory already.
+
+        Raises:
+            UnderstudyError: the state cannot be kept, a port is taken.
+        """
+        path = settings.directory
+        state = LockStateFile(path, KINDS, may_be_elsewhere=settings.listen is not None)
+        machine = LockMachine(
+            state.loaded.record,
+            clock.now_ms(),
+            silent_ms=settings.silent_ms,
+            window_ms=settings.window_ms,
+        )
+        outbox = EventOutbox(events, clock)
+        remote = Remote(settings, machine, clock, feed, outbox)
+        services = ServiceDesk(settings.services, settings.hold_ms, partial(_why_idle, machine))
+        services.open(is_first_start=state.loaded.is_first)
+        return cls(
+            settings=settings,
+            clock=clock,
+            started=clock.wall(),
+            events=events,
+            metrics=metrics,
+            conns={},
+            directory=LockDirectory(path, wire, events),
+            state=state,
+            machine=machine,
+            outbox=outbox,
+            remote=remote,
+            services=services,
+            processes=ProcessWatch(lambda supervisor: feed(ev.ProcessGone(supervisor))),
+            switchovers=SwitchoverDesk(machine, partial(is_alive, path, remote.leases)),
+            prober=Prober(path, machine, remote.leases, feed),
+        )
+
+    def conn_of(self, supervisor: SupervisorRecord) -> Connection | None:
+        """The connection of a supervisor's record, if it has one here."""
+        return self.conns.get(supervisor.conn) if supervisor.conn is not None else None
+
+    def lend_to_all(self, name: str, but: int | None = None) -> None:
+        """A service socket is here now: every connected supervisor gets a copy."""
+        for supervisor in self.machine.supervisors.values():
+            conn = self.conn_of(supervisor)
+            if conn is not None and conn.id != but:
+                self.services.lend(name, conn)
+
+    def close(self) -> None:
+        """Stop watching and close the files; connections are closed by their own servers."""
+        self.outbox.flush()
+        self.processes.close()
+        self.services.close()
+        self.state.close()
+
+
+def _why_idle(machine: LockMachine, lock: str) -> str:
+    state = machine.locks[lock].state
+    return f"no engine is active (lock {lock} is {state}); retry in a moment"
