@@ -163,7 +163,7 @@ def test_command_says_in_a_sentence_what_came_of_it(start_server: Any):
             said, _ = asking.communicate(timeout=30)
             assert asking.returncode == 0
             assert said.startswith("engine-0 handed active over to e-1 in ")
-            assert said.endswith(f" s, token {token}\n")
+            assert said.endswith(f"s, token {token}\n")
             said, _ = command(server, "--to=e-1").communicate(timeout=30)
             assert said == f"e-1 holds active already, token {token}\n"
 
