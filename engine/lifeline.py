@@ -1,16 +1,17 @@
-"""Word of a death before the kernel has cleaned up after it: a word in shared memory, held.
+"""Early notice of a death, before the kernel has freed the process's memory: a futex in a memfd.
 
 A pidfd becomes readable, and a connection ends, when the dying process has given its memory back:
 50 to 150 ms for each 500 MB, and far more on a busy machine. A robust futex is marked first, while
 nothing of the process is freed yet (set_robust_list(2); `exit_mm_release` in the kernel's
-`do_exit`). So a process locks a robust mutex on a page of a memfd and sends the memfd to whoever
-wants to know, and that one sleeps in futex(2) until the kernel marks the word.
+`do_exit`). So a process locks a robust mutex on a page of a memfd and sends the memfd to its
+watcher, which sleeps in futex(2) until the kernel marks the futex.
 
-The word is *early*, not proof: the process may touch its devices for as long as its pidfd is not
-readable. Whoever watches must still have the pidfd, which also counts where there is no lifeline.
+The notice is *early*, not proof: the process may use its devices until its pidfd is readable. The
+watcher still needs the pidfd, which is also what counts where there is no lifeline.
 
 The surprising thing: the mutex belongs to the thread that locked it, so only the main thread may,
-whose end is the process's. And the page is never unmapped: the C library keeps its address.
+since its end is the end of the process. And the page is never unmapped: the C library keeps its
+address.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from plumbing.wire.fds import OwnedFd
 
 PTHREAD_PROCESS_SHARED = 1  # pthread.h
 PTHREAD_MUTEX_ROBUST = 1
-FUTEX_WAIT = 0  # linux/futex.h, and the bits of a robust futex's word
+FUTEX_WAIT = 0  # linux/futex.h, and the bits of a robust futex
 FUTEX_WAKE = 1
 FUTEX_WAITERS = 0x80000000
 FUTEX_OWNER_DIED = 0x40000000
@@ -42,19 +43,19 @@ SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 ATTRIBUTES_BYTES = 64  # more than a pthread_mutexattr_t takes anywhere
-# A timespec: between two looks at whether anybody still wants to know, should a wake-up be missed.
-PATIENCE = struct.pack("@ll", 5, 0)
+# A timespec: how often the watching thread looks whether it is closed, should a wake-up be missed.
+RECHECK = struct.pack("@ll", 5, 0)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# The process that it is of (a fork inherits these names, and no lock), its memfd and its page.
+# The process that holds it (a fork inherits these names, but no lock), its memfd and its page.
 _held: tuple[int, int, mmap.mmap] | None = None
 
 
 def hold() -> OwnedFd | None:
-    """This process's lifeline, for who shall learn of its end; the caller owns the descriptor.
+    """This process's lifeline, for the watcher of its death; the caller owns the descriptor.
 
-    None where there cannot be one: not the main thread, no descriptor left, or a machine or C
-    library that we do not know. The end is then seen a little later, by a pidfd.
+    None where there cannot be one: not the main thread, no descriptor left, or an unknown machine
+    or C library. The death is then seen a little later, by a pidfd.
     """
     if SYS_FUTEX is None or threading.current_thread() is not threading.main_thread():
         return None
@@ -91,64 +92,64 @@ def _lock(page: mmap.mmap) -> bool:
     if any(results) or _libc.pthread_mutex_lock(mutex) != 0:
         return False
     word = ctypes.c_uint32.from_address(address)
-    if word.value != threading.get_native_id():  # a C library that keeps its word elsewhere
+    if word.value != threading.get_native_id():  # a C library with another layout
         _libc.pthread_mutex_unlock(mutex)
         return False
-    word.value |= FUTEX_WAITERS  # or the kernel would wake nobody
+    word.value |= FUTEX_WAITERS  # or the kernel would wake no watcher
     return True
 
 
-class Watch:
-    """Calls `on_dying` once, on the loop, when who holds a lifeline begins to die.
+class LifelineWatch:
+    """Calls `on_dying` once, on the loop, when the holder of a lifeline begins to die.
 
-    Needs a thread, which sleeps: futex(2) has nothing that a loop could poll.
+    Needs a thread, which sleeps: futex(2) has no descriptor that a loop could poll.
     """
 
     def __init__(self, lifeline: int, on_dying: Callable[[], None]) -> None:
         """`lifeline` is lent.
 
         Raises:
-            ProtocolError: `lifeline.bad`, it could be shrunk under our feet, or nobody holds it.
-            OSError, RuntimeError: no memory or no thread can be had.
+            ProtocolError: `lifeline.bad`, its size is not fixed, or no process holds it.
+            OSError, RuntimeError: there is no memory or no thread for it.
         """
         self._loop = asyncio.get_running_loop()
         self._on_dying = on_dying
         self._is_closed = False
         _check(lifeline)
         self._page = mmap.mmap(lifeline, mmap.PAGESIZE)
-        self._word = ctypes.c_uint32.from_buffer(self._page)
-        if not self._word.value & (FUTEX_TID_MASK | FUTEX_OWNER_DIED):
-            raise ProtocolError("lifeline.bad", "nobody holds this lifeline")
+        self._futex = ctypes.c_uint32.from_buffer(self._page)
+        if not self._futex.value & (FUTEX_TID_MASK | FUTEX_OWNER_DIED):
+            raise ProtocolError("lifeline.bad", "no process holds this lifeline")
         threading.Thread(target=self._run, name="lifeline", daemon=True).start()
 
     def close(self) -> None:
-        """Nothing is called from now on, and the thread ends."""
+        """Call nothing from now on, and end the thread."""
         self._is_closed = True
-        _futex(self._word, FUTEX_WAKE, 1)
+        _futex(self._futex, FUTEX_WAKE, 1)
 
     def _run(self) -> None:
-        value = self._word.value
+        value = self._futex.value
         while not self._is_closed and value & FUTEX_TID_MASK:
-            if not _futex(self._word, FUTEX_WAIT, value):
+            if not _futex(self._futex, FUTEX_WAIT, value):
                 return
-            value = self._word.value
+            value = self._futex.value
         if value & FUTEX_OWNER_DIED:
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                self._loop.call_soon_threadsafe(self._tell)
+                self._loop.call_soon_threadsafe(self._notify)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if not self._is_closed:
             self._on_dying()
 
 
 def _futex(word: ctypes.c_uint32, operation: int, value: int) -> bool:
-    """Whether it is worth looking at the word again: False where this machine forbids the call."""
+    """Whether the futex is worth reading again: False where this machine forbids the call."""
     result = _libc.syscall(
         ctypes.c_long(SYS_FUTEX or 0),
         ctypes.byref(word),
         ctypes.c_int(operation),
         ctypes.c_uint32(value),
-        PATIENCE if operation == FUTEX_WAIT else None,
+        RECHECK if operation == FUTEX_WAIT else None,
         None,
         ctypes.c_uint32(0),
     )
@@ -162,4 +163,4 @@ def _check(lifeline: int) -> None:
         seals = 0
     is_fixed = seals & SIZE_SEALS == SIZE_SEALS and not seals & fcntl.F_SEAL_WRITE
     if SYS_FUTEX is None or not is_fixed or os.fstat(lifeline).st_size < mmap.PAGESIZE:
-        raise ProtocolError("lifeline.bad", "a lifeline is a page of memory of a fixed size")
+        raise ProtocolError("lifeline.bad", "a lifeline must be a page of memory of a fixed size")

@@ -1,9 +1,9 @@
-"""What engines say: to their own backend, and to whoever asks on the control socket.
+"""The messages of an engine: with its own backend, and on its control socket.
 
 Two protocols with the frames of `plumbing.wire`. CHANNEL runs over a socketpair between the
 supervisor and the backend's main process. CONTROL is the Unix socket `engine_<id>.sock`, where
-every process of the backend registers and where people ask, drain and rehearse deaths. Must not
-know what a message leads to: that is `engine/core`.
+every process of the backend registers and where users ask for status, drain, rehearse deaths. Must
+not know what a message leads to: that is `engine/core`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Pid = Annotated[int, Meta(ge=1, le=PID_MAX)]
 
 
 class WakeMsg(Message, frozen=True, tag="wake"):
-    """Take memory for the KV cache; the descriptor is the listening socket, not to be accepted
-    from before `serve`."""
+    """Take memory for the KV cache; the descriptor is the listening socket, on which the backend
+    must not accept before `serve`."""
 
     FDS = (1, 1)
     token: Count
@@ -55,7 +55,7 @@ class CanaryMsg(Message, frozen=True, tag="canary"):
 
 
 class ServeMsg(Message, frozen=True, tag="serve"):
-    """Begin to accept from the listening socket."""
+    """Start accepting on the listening socket."""
 
 
 class ServingMsg(Message, frozen=True, tag="serving"):
@@ -151,8 +151,8 @@ class RegisteredMsg(Message, frozen=True, tag="registered"):
 
 
 class MayLoadMsg(Message, frozen=True, tag="may_load"):
-    """A rank has come to the weights. Answered by `load` once it may go on, which can take hours
-    where another engine is loading: poll the connection's end, not a clock."""
+    """A rank asks for its weights. Answered by `load` once it may proceed, which can take hours
+    while another engine is loading: watch for the end of the connection, not a clock."""
 
     incarnation: Id
     rank: Rank
@@ -177,10 +177,9 @@ class AttachedMsg(Message, frozen=True, tag="attached"):
 
 
 class BrokenMsg(Message, frozen=True, tag="broken"):
-    """Why a process of the backend is about to end; the other fields are those of `FaultReport`.
+    """Why a process of the backend is about to exit, with the other fields of `FaultReportMsg`.
 
-    For a process that has no other way to say it: what its parent says of it comes late, and is
-    about the parent.
+    For a process without a channel: its parent reports too late, and about itself.
     """
 
     incarnation: Id
@@ -191,20 +190,20 @@ class BrokenMsg(Message, frozen=True, tag="broken"):
 
 
 class LeftoverMsg(Message, frozen=True, tag="leftover"):
-    """A file that a process of the backend uses and does not keep open, so that nothing in /proc
-    shows whose it is; to be removed after the incarnation."""
+    """A file that a process of the backend uses but does not keep open, so that /proc does not show
+    whose it is. It is removed after the incarnation."""
 
     incarnation: Id
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class LeaveMsg(Message, frozen=True, tag="drain"):
-    """What SIGTERM says: leave the queue, or drain, then end. Answered by `ok` at once."""
+    """As SIGTERM: leave the queue, or drain, then exit. Answered by `ok` at once."""
 
 
 class KillMsg(Message, frozen=True, tag="kill"):
     """Rehearse a death: `supervisor`, or `backend-<name>` of a registered process. `is_stop`: with
-    SIGSTOP, so that it hangs and has to be found out."""
+    SIGSTOP, so that the hang must be detected."""
 
     target: Name
     is_stop: bool = False

@@ -1,7 +1,7 @@
-"""A backend's end of the channel to its supervisor: frames in, answers out.
+"""A backend's end of the channel to its supervisor: requests in, replies out, in a fixed order.
 
-Owns nothing but the translation, and the end: without a supervisor, or without a model, this
-process must not serve one more token. What is behind `BackendHandler` is each backend's own affair.
+Owns which request is legal in which phase, and the end: without a supervisor, or without a model,
+this process must not serve one more token. What a request does is up to each `BackendHandler`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import asyncio
 import logging
 import os
 import socket
+from collections.abc import Mapping
+from enum import StrEnum
 from typing import NoReturn, Protocol
 
 from engine.messages import (
@@ -36,8 +38,58 @@ from plumbing.wire.messages import Message
 logger = logging.getLogger(__name__)
 
 
+class Phase(StrEnum):
+    PREPARING = "preparing"
+    PREPARED = "prepared"
+    AWAKE = "awake"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+# What may be requested in which phase, and the phase after it.
+TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
+    (Phase.PREPARING, "ready"): Phase.PREPARED,
+    (Phase.PREPARED, "wake"): Phase.AWAKE,
+    (Phase.PREPARED, "drain"): Phase.DRAINING,
+    (Phase.AWAKE, "run_canary"): Phase.AWAKE,
+    (Phase.AWAKE, "serve"): Phase.SERVING,
+    (Phase.AWAKE, "drain"): Phase.DRAINING,
+    (Phase.SERVING, "run_canary"): Phase.SERVING,
+    (Phase.SERVING, "drain"): Phase.DRAINING,
+}
+
+
+class Phases:
+    """The phase of one backend."""
+
+    def __init__(self) -> None:
+        self.now = Phase.PREPARING
+
+    @property
+    def is_parked(self) -> bool:
+        """Ready to be woken, and idle until then."""
+        return self.now is Phase.PREPARED
+
+    def step(self, request: str) -> None:
+        """Enter the phase after `request`.
+
+        Raises:
+            ProtocolError: `engine.backend_phase`; nothing has changed.
+        """
+        target = TRANSITIONS.get((self.now, request))
+        if target is None:
+            raise ProtocolError(
+                "engine.backend_phase",
+                f"{request} is not possible while the backend is {self.now}",
+                phase=str(self.now),
+            )
+        if target is not self.now:
+            logger.info("%s → %s: %s", self.now, target, request)
+        self.now = target
+
+
 class BackendHandler(Protocol):
-    """What a supervisor may ask of a backend that is prepared. Each may raise UnderstudyError."""
+    """The requests to a prepared backend. Each may raise UnderstudyError."""
 
     async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
         """Take KV memory, in bytes; keep a copy of the listening socket for `serve`."""
@@ -48,7 +100,7 @@ class BackendHandler(Protocol):
     async def serve(self) -> None: ...
 
     def health(self) -> HealthyMsg:
-        """At once, whatever else is under way."""
+        """Immediately, whatever else is in progress."""
         ...
 
     async def drain(self, budget_s: float) -> None: ...
@@ -63,12 +115,12 @@ class Channel:
         self._conn = from_socket(sock, CHANNEL, self)
 
     def prepared(self, backend: BackendHandler, prepared: PreparedMsg) -> None:
-        """From now on `backend` may be asked."""
+        """From now on `backend` takes requests."""
         self.backend = backend
         self._conn.send(prepared)
 
     def end(self, report: FaultReportMsg) -> NoReturn:
-        """Say why, and end at once: what is under way has no model, or nobody who owns it."""
+        """Report why, and exit at once: requests in flight have no model, or no owner."""
         logger.error("%s [%s]", report.message, report.code)
         self._conn.send(report)
         os._exit(1)
@@ -83,8 +135,8 @@ class Channel:
     ) -> None:
         if self.backend is None:
             close_all(fds)
-            raise ProtocolError("engine.backend_phase", f"{message.TYPE} came before `prepared`")
-        if isinstance(message, HealthMsg):  # at once, whatever else is under way
+            raise ProtocolError("engine.backend_phase", f"{message.TYPE} arrived before `prepared`")
+        if isinstance(message, HealthMsg):  # immediately
             conn.send(self.backend.health(), request_id)
             return
         task = asyncio.get_running_loop().create_task(
@@ -94,7 +146,7 @@ class Channel:
         task.add_done_callback(self._tasks.discard)
 
     def closed(self, conn: Connection, reason: str) -> None:
-        logger.error("the supervisor is gone (%s); this backend ends", reason)
+        logger.error("lost the supervisor (%s); this backend exits", reason)
         os._exit(1)
 
     async def _answer(
@@ -125,4 +177,4 @@ async def _handle(backend: BackendHandler, message: Message, fds: list[OwnedFd])
         case DrainMsg():
             await backend.drain(message.budget_ms / 1000)
             return DrainedMsg()
-    raise ProtocolError("engine.backend_phase", f"{message.TYPE} is not for a backend")
+    raise ProtocolError("engine.backend_phase", f"{message.TYPE} is not a request to a backend")

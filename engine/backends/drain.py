@@ -1,15 +1,14 @@
-"""When a backend that drains is done: nothing under way, nothing unsent, and nobody about to ask.
+"""When a draining backend is done: no request in flight, nothing unsent, every connection quiet.
 
-"Takes no new work" means that no new connection is accepted; those wait in the backlog of the lent
-socket for the next engine. A connection that was accepted before can be answered by nobody else,
-so what still comes on it is served, and told `Connection: close`. What is left in the end are
-connections on which nothing has been said for a while. HTTP/1.1 has no way to say "ask elsewhere"
-on one of these; it can only be closed, and a client that asks at that very moment is lost. So they
-are closed last, all at once, and none on which a byte has moved within QUIET_MS: a client that
-answers an answer, or one that has just connected, has spoken by then. What remains is a request
-that crosses our FIN after that silence; the client sees its connection end without an answer.
+A draining backend accepts no new connection; those wait in the backlog of the lent socket for the
+next engine. A connection that was accepted before is served to its end: replies on it carry
+`Connection: close`. In the end there are idle keep-alive connections. HTTP/1.1 cannot redirect
+these; they can only be closed, and a request sent at that very moment is lost. So they are closed
+last, all at once, and only once no byte has moved on any for QUIET_MS: a client that follows up on
+a reply, or has just connected, has sent its request by then. What remains is a request that crosses
+our FIN after that silence; the client sees its connection end without a reply.
 
-Asks the kernel about each connection and no HTTP server, so that it is the same for all of them.
+Asks the kernel about each connection, not the HTTP server, so that it is the same for all servers.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ async def until_done(
     is_idle: Callable[[], bool],
     budget_s: float,
 ) -> bool:
-    """Wait for it; False if the budget was spent first. Whoever asked closes `transports` before it
-    awaits anything else.
+    """Wait until done; False if the budget was spent first. The caller closes `transports` before
+    it awaits anything else.
 
     Args:
-        transports: of every connection that is open now.
-        is_idle: whether no request is under way.
+        transports: those of all open connections.
+        is_idle: whether no request is in flight.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + budget_s
@@ -54,8 +53,8 @@ async def until_done(
 
 
 def is_quiet(transport: asyncio.Transport | None) -> bool:
-    """Whether all that was written is with the kernel, and no byte has moved for QUIET_MS. One that
-    has closed is quiet."""
+    """Whether the kernel has everything that was written, and no byte has moved for QUIET_MS. One
+    that is closed is quiet."""
     if transport is None or transport.is_closing():
         return True
     sock = transport.get_extra_info("socket")
@@ -65,8 +64,8 @@ def is_quiet(transport: asyncio.Transport | None) -> bool:
 
 
 def silent_ms(sock: Any) -> float:
-    """How long no data has come or gone; 0 while some waits to be read. A connection that has never
-    carried any counts from its handshake; one that is no TCP connection has always been silent."""
+    """How long no data has been sent or received; 0 while some waits to be read. A new connection
+    counts from its handshake; one that is not TCP has always been silent."""
     try:
         unread = fcntl.ioctl(sock.fileno(), termios.FIONREAD, b"\0" * 4)
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)

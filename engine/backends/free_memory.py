@@ -1,12 +1,12 @@
 """The second fence: KV memory is taken only when the machine really has it free.
 
 Owns the reading of /proc/meminfo and of the memory limits of this process's control groups, and
-the wait. Knows no KV cache. The lock says that the old holder's processes are gone; this asks the
-kernel, which does not believe in locks, whether their memory is. Without it, an overcommitting
-kernel hands out addresses at once and kills somebody later, perhaps the GPU memory service.
+the wait. Knows no KV cache. A grant means that the old holder's processes are gone; this asks the
+kernel whether their memory is. Without it, an overcommitting kernel hands out addresses at once and
+kills some process later, perhaps the GPU memory service.
 
 The surprising thing: what a control group counts as used includes the page cache, which the kernel
-gives back when asked. Its inactive part is therefore counted as free.
+reclaims on demand. Its inactive part is therefore counted as free.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ logger = logging.getLogger(__name__)
 DEADLINE_S = 45.0
 POLL_S = 0.005  # a dying process gives back about 15 GiB per second; this is 80 MiB
 
-# Left for everybody else in the machine: page tables, sockets, the next engine's start.
+# Left for the rest of the machine: page tables, sockets, the next engine's start.
 RESERVE_BYTES = 64 << 20
 
-# Control groups, version 2 (one tree) and version 1 (a tree per controller): limit, use, and where
-# the reclaimable cache is said. Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+# Control groups, version 2 (one tree) and version 1 (a tree per controller): limit, use, and the
+# name of the reclaimable cache in memory.stat. Documentation/admin-guide/cgroup-v2.rst,
+# cgroup-v1/memory.rst.
 V2_FILES = ("memory.max", "memory.current", "inactive_file")
 V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-UNLIMITED_BYTES = 1 << 60  # version 1 says "no limit" with a number close to 2**63
+UNLIMITED_BYTES = 1 << 60  # version 1 has a number close to 2**63 for "no limit"
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that could be had now, bytes that could ever be had, and who sets that limit."""
+    """Bytes that are free now, the limit of what ever can be, and what sets that limit."""
 
     free_bytes: int
     limit_bytes: int
@@ -49,7 +50,7 @@ class Room:
 def read_room(root: str = "/") -> Room:
     """The tightest of the machine and every control group above this process.
 
-    `root` is where the machine's file system begins, so that tests can bring their own.
+    `root` is the root of the file system, so that tests can provide their own.
     """
     rooms = [_machine(root), *_control_groups(root)]
     tightest = min(rooms, key=lambda room: room.free_bytes)
@@ -57,8 +58,8 @@ def read_room(root: str = "/") -> Room:
     return Room(tightest.free_bytes, smallest.limit_bytes, smallest.limited_by)
 
 
-def check_can_ever_fit(needed_bytes: int, room: Room, mend: str) -> None:
-    """Refuse what no waiting would bring; `mend` tells people which flags of theirs ask for less.
+def check_can_ever_fit(needed_bytes: int, room: Room, fix: str) -> None:
+    """Refuse what can never fit; `fix` is the clause that names the flags to change.
 
     Raises:
         UsageError: `engine.kv_too_large`.
@@ -67,7 +68,7 @@ def check_can_ever_fit(needed_bytes: int, room: Room, mend: str) -> None:
         raise UsageError(
             "engine.kv_too_large",
             f"the KV cache needs {size(needed_bytes)} and {room.limited_by} allows"
-            f" {size(room.limit_bytes)} in all; {mend}",
+            f" {size(room.limit_bytes)} in total; {fix}",
             needed_bytes=needed_bytes,
             limit_bytes=room.limit_bytes,
         )
@@ -78,10 +79,10 @@ def wait_for_room(
     deadline_s: float = DEADLINE_S,
     read: Callable[[], Room] = read_room,
 ) -> None:
-    """Return when `needed_bytes` are free; the reason for a wait is logged once.
+    """Return when `needed_bytes` are free; log the reason for a wait once.
 
     Raises:
-        WaitTimeoutError: `engine.kv_memory_busy`: somebody else still has it.
+        WaitTimeoutError: `engine.kv_memory_busy`: another process still holds it.
     """
 
     def attempt() -> int | None:
@@ -97,22 +98,22 @@ def keep_trying(
     deadline_s: float,
     reserve_bytes: int = 0,
 ) -> None:
-    """Call `attempt` until it answers None, once at least; else it says how many bytes are free.
+    """Call `attempt` until it returns None; else it returns how many bytes are free.
 
-    `reserve_bytes` must stay free beside what is needed, and is only for the sentence.
+    `reserve_bytes` must stay free besides what is needed; it is only for the message.
 
     Raises:
-        WaitTimeoutError: `engine.kv_memory_busy`: somebody else still has it.
+        WaitTimeoutError: `engine.kv_memory_busy`: another process still holds it.
     """
     end = time.monotonic() + deadline_s
     is_first = True
     while (free_bytes := attempt()) is not None:
-        kept = f" ({size(reserve_bytes)} stay reserved)" if reserve_bytes else ""
+        kept = f" ({size(reserve_bytes)} are reserved)" if reserve_bytes else ""
         reason = f"the KV cache needs {size(needed_bytes)} and {size(free_bytes)} are free{kept}"
         if time.monotonic() >= end:
             raise WaitTimeoutError(
                 "engine.kv_memory_busy",
-                f"{reason}; waited {deadline_s:g} s for another process to give memory back",
+                f"{reason}; waited {deadline_s:g} s for another process to free memory",
                 needed_bytes=needed_bytes,
                 free_bytes=free_bytes,
             )
@@ -125,14 +126,14 @@ def keep_trying(
 def allocate(size_bytes: int) -> mmap.mmap:
     """Anonymous private memory, zero until touched.
 
-    Large pages where the kernel has them: a process with 4 KiB pages takes 72 ms per GiB to die,
-    and every one of these is between a death and the next grant.
+    In huge pages where the kernel has them: a process with 4 KiB pages takes 72 ms per GiB to die,
+    which delays the next grant.
     """
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them; the memory is good all the same
-        logger.debug("no large pages here")
+    except OSError:  # a kernel without them; the memory works all the same
+        logger.debug("no huge pages here")
     return memory
 
 
@@ -146,7 +147,7 @@ def _machine(root: str) -> Room:
 
 
 def _control_groups(root: str) -> Iterator[Room]:
-    """One room per group with a limit, from our own up to the root of the tree that we can see."""
+    """One room per group with a limit, from our own up to the root that is visible here."""
     for mount, path, files in _memory_groups(root):
         while True:
             room = _group(os.path.join(root, mount, path.lstrip("/")), path, files)
@@ -172,7 +173,7 @@ def _memory_groups(root: str) -> Iterator[tuple[str, str, tuple[str, str, str]]]
 
 
 def _group(directory: str, path: str, files: tuple[str, str, str]) -> Room | None:
-    """A group whose files are not here (hidden by a namespace, or without limits) says nothing."""
+    """None for a group without limits, or whose files a namespace hides."""
     limit_file, used_file, cache_key = files
     try:
         limit = _read(directory, limit_file)

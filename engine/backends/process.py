@@ -1,12 +1,12 @@
 """What every process of a backend does first, before it opens a device or maps a weight.
 
 Owns the order: die with the parent, hold the witness on descriptor 0, then register. In any other
-order a process could outlive its supervisor unseen, and the lock server would take its device
-for free. Must not know what the process is for, and must not import asyncio or numpy.
+order a process could outlive its supervisor unseen, and the lock server would consider its device
+free. Must not know what the process is for, and must not import asyncio or numpy.
 
 The surprising thing: descriptor 0 is the witness, for the main process from its first instruction
-on, so nothing here reads stdin. A child inherits it unless it is given another stdin, and then
-counts as alive for the lock server, which is what is wanted of a process that may touch the device.
+on, so nothing here reads stdin. A child inherits it unless it is given another stdin, and counts
+for the lock server, as any process that may use the device should.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INCARNATION_ENV = "UNDERSTUDY_INCARNATION"
 ENGINE_SOCKET_ENV = "ENGINE_SOCKET"
 ENGINE_ID_ENV = "ENGINE_ID"
 
-# The supervisor answers between two turns of its loop; this is for a machine that swaps.
+# The supervisor answers immediately; this is for a machine that swaps.
 ANSWER_TIMEOUT_S = 30.0
 
 
@@ -54,7 +54,7 @@ class BackendProcess:
     control: BlockingClient
 
     def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> LoadMsg:
-        """Wait for leave to go to the weights; the answer says in which mode.
+        """Wait until this rank may load its weights; the reply has the mode.
 
         Raises:
             WaitTimeoutError: another engine has been loading for longer than `timeout_s`.
@@ -67,19 +67,19 @@ class BackendProcess:
         return reply.message
 
     def attached(self, epoch: str, identity: dict[str, Any], rank: int = 0) -> None:
-        """Say that this rank has its weights mapped, so that the next engine may load."""
+        """Report that this rank has its weights mapped, so that the next engine may load."""
         self.control.request(
             AttachedMsg(self.incarnation, rank=rank, epoch=epoch, identity=identity),
             timeout_s=ANSWER_TIMEOUT_S,
         )
 
     def leftover(self, path: str) -> None:
-        """Say that this process uses the file `path` and does not keep it open: whoever ends the
-        tree removes it."""
+        """Report that this process uses the file `path` but does not keep it open; the supervisor
+        removes it after the incarnation."""
         self.control.request(LeftoverMsg(self.incarnation, path), timeout_s=ANSWER_TIMEOUT_S)
 
     def report(self, error: UnderstudyError) -> None:
-        """Say why this process is about to end, for people: its own parent often cannot say.
+        """Report why this process is about to exit: its parent often does not know.
 
         Raises:
             UnreachableError: the supervisor is gone.
@@ -96,7 +96,7 @@ def enter(name: str, environ: Mapping[str, str] = os.environ) -> BackendProcess:
 
     Raises:
         UsageError: `engine.not_a_backend`, this was not started by an engine supervisor.
-        UnderstudyError: the witness is sealed or replaced: this incarnation is over, so exit.
+        UnderstudyError: the witness is sealed or replaced: this incarnation is over.
         UnreachableError: the supervisor is gone.
     """
     witness_path = _required(environ, WITNESS_ENV)
@@ -117,8 +117,8 @@ def enter(name: str, environ: Mapping[str, str] = os.environ) -> BackendProcess:
 def take_channel() -> socket.socket:
     """The socket to the supervisor, for the backend's main process; once.
 
-    The variable and inheritance end here: a child that kept a copy would keep the supervisor from
-    seeing the channel's end.
+    Neither the variable nor the descriptor is inherited further: a child with a copy would hide the
+    end of the channel from the supervisor.
     """
     number = _required(os.environ, CHANNEL_ENV)
     del os.environ[CHANNEL_ENV]
@@ -137,7 +137,7 @@ def child_environment() -> dict[str, str]:
 
 
 def fault_report(error: UnderstudyError) -> FaultReportMsg:
-    """For the supervisor: a wrong argument is permanent, and ends the container with 2."""
+    """For the supervisor: a wrong argument is permanent, and exits with code 2."""
     is_permanent = isinstance(error, UsageError)
     return FaultReportMsg(error.code, error.message[:4096], is_permanent, 2 if is_permanent else 1)
 

@@ -1,4 +1,4 @@
-"""Backends by name: each is a command line, so that no supervisor imports what a backend needs."""
+"""Backends by name: each is a command line, so that supervisors do not import their libraries."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ def _vllm(arguments: Sequence[str]) -> list[str]:
     if importlib.util.find_spec("vllm") is None:  # looks for it without importing it
         raise UsageError(
             "engine.no_vllm",
-            f"--backend vllm needs vLLM beside {sys.executable}: install `understudy[vllm]`, or see"
+            f"--backend vllm needs vLLM for {sys.executable}: install `understudy[vllm]`, or see"
             " docs/vllm.md for a machine without a GPU",
         )
     return [sys.executable, "-m", "engine.backends.vllm.api.main", *arguments]
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    """Any program that speaks the channel: `engine run --backend command -- PROGRAM ARGS…`."""
+    """Any program with the channel's protocol: `engine run --backend command -- PROGRAM ARGS…`."""
     if not arguments:
-        raise UsageError(
-            "engine.no_command", "--backend command needs a program: give it after `--`"
-        )
+        raise UsageError("engine.no_command", "--backend command needs a program, after `--`")
     return list(arguments)
 
 
@@ -43,7 +41,7 @@ REGISTRY: Mapping[str, Launcher] = {
 
 
 def asks_for_help(backend: str, arguments: Sequence[str]) -> bool:
-    """Whether the user wants to read what a backend takes. A program of their own is theirs."""
+    """Whether the user asks for the backend's own help; not of a program of their own."""
     wants = any(each in HELP or each.startswith("--help=") for each in arguments)
     return backend != "command" and wants
 
@@ -58,7 +56,7 @@ def command_line(backend: str, arguments: Sequence[str]) -> list[str]:
     if launcher is None:
         raise UsageError(
             "engine.unknown_backend",
-            f"there is no backend {backend!r}; known are {', '.join(sorted(REGISTRY))}",
+            f"there is no backend {backend!r}; there are {', '.join(sorted(REGISTRY))}",
             backend=backend,
         )
     return launcher(arguments)

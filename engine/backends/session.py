@@ -1,8 +1,7 @@
-"""A rank's session with the memory service of its device: how long it is waited for, how it fails.
+"""A rank's session with the memory service of its device: how long it waits, how it fails.
 
-Shared by every backend. Knows no model. The surprising thing: a service that is not there is
-waited for, because with it dead every engine relaunches, and those that are back before it must
-not die again for that.
+Shared by every backend. Knows no model. The surprising thing: it waits for an absent service. When
+the service dies every engine relaunches, and those that are back first must not die again.
 """
 
 from __future__ import annotations
@@ -25,32 +24,31 @@ logger = logging.getLogger(__name__)
 
 # Another engine may be reading a large checkpoint from a slow disk: the design's budget for that.
 WAIT_S = 2 * 3600.0
-# A memory service that died is restarted, and with it dead every engine relaunches: those that are
-# back before it wait instead of dying again. Its start takes a second; a kubelet's pause before it
-# grows to five minutes, and its image may have to be fetched anew. Each wait in vain is a death of
-# this engine, and five of them within ten minutes count as a crash loop, which is not its fault.
+# How long to wait for a service that restarts. Its start takes a second; a kubelet's pause before
+# that grows to five minutes, and its image may have to be pulled again. Each timeout is a
+# death of this engine, and five within ten minutes would count as a crash loop.
 RESTART_WAIT_S = 600.0
 RESTART_POLL_S = 0.05
 SOCKET_DIR_ENV = "GMS_SOCKET_DIR"
 
 
 def host_device(rank: int) -> str:
-    """The device of host memory that has the weights of `rank`."""
+    """The host memory device that holds the weights of `rank`."""
     return f"HOST-{rank}"
 
 
 def attach(
     member: BackendProcess, device: str, mode: str, identity: Mapping[str, Any], rank: int
 ) -> Reader | Writer:
-    """Open the session; a service that cannot be reached is waited for, for a while.
+    """Open the session; wait for a service that cannot be reached.
 
     Raises:
-        UnreachableError: there was none for `RESTART_WAIT_S`.
+        UnreachableError: there was no service for `RESTART_WAIT_S`.
         UnderstudyError: what `gms.client.open_session` raises, with the service's reason.
     """
     from gms.client import open_session
 
-    end, is_told = time.monotonic() + RESTART_WAIT_S, False
+    end, has_warned = time.monotonic() + RESTART_WAIT_S, False
     while True:
         try:
             return open_session(
@@ -67,15 +65,15 @@ def attach(
         except UnreachableError as error:
             if time.monotonic() > end:
                 raise
-            if not is_told:
+            if not has_warned:
                 logger.warning("%s; waiting up to %g s for it", error.message, RESTART_WAIT_S)
-                is_told = True
+                has_warned = True
             time.sleep(RESTART_POLL_S)
 
 
 @contextmanager
 def loading(device: str, what: str, dtype: str, weights_bytes: int) -> Iterator[None]:
-    """While weights are written: a service that ends, or a device that is too small, is explained.
+    """While weights are written: explain a service that ends, or a device that is too small.
 
     Raises:
         UnderstudyError: `engine.gms_lost`; `gms.larger_than_device`; what else was raised inside.
@@ -86,7 +84,7 @@ def loading(device: str, what: str, dtype: str, weights_bytes: int) -> Iterator[
         raise UnderstudyError(
             "engine.gms_lost",
             f"the memory service of {device} ended while the weights were being loaded"
-            f" ({error.message}), and what was written is lost; this engine starts anew",
+            f" ({error.message}), so what was written is lost; this engine relaunches",
         ) from error
     except UnderstudyError as error:
         raise _explained(error, what, dtype, weights_bytes) from error

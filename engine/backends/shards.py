@@ -2,10 +2,10 @@
 
 Owns the container format (https://huggingface.co/docs/safetensors: 8 bytes little-endian header
 length, a JSON header, raw tensors). Knows nothing of Llama. The library's own numpy reader is not
-used because it has no bfloat16 and makes a copy of every tensor; here bytes go straight to where
-they shall stay. Every backend reads these files, because what is in them is what identifies a
-model. The surprising thing: offsets come from a file that may be cut or forged, so every one is
-checked against the file's real size before anything is read.
+used because it has no bfloat16 and copies every tensor; here bytes go straight to their place.
+Every backend reads these files, because their content identifies a model. The surprising thing:
+offsets come from a file that may be truncated or forged, so every one is checked against the
+file's real size before anything is read.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def read_json(path: str) -> dict[str, Any]:
             raise ValueError(f"it is larger than {JSON_MAX_BYTES >> 20} MiB")
         document = json.loads(content)
         if not isinstance(document, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         raise UsageError(
             "model.missing",
@@ -96,7 +96,7 @@ def read_json(path: str) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(
             "model.broken",
-            f"{path} cannot be read: {error.strerror}; mend its permissions or copy it again.",
+            f"{path} cannot be read: {error.strerror}; fix its permissions or copy it again.",
         ) from None
     except (ValueError, RecursionError) as error:
         raise UsageError(
@@ -109,7 +109,7 @@ def read_shards(directory: str) -> tuple[Shard, ...]:
     """The headers of `model.safetensors`, or of every shard that the index names.
 
     Raises:
-        UsageError: `model.missing` or `model.broken`; the sentence names the file and the mend.
+        UsageError: `model.missing` or `model.broken`; the message names the file and the fix.
     """
     index_path = os.path.join(directory, INDEX_NAME)
     if os.path.exists(os.path.join(directory, SINGLE_NAME)):
@@ -152,19 +152,19 @@ def read_shard(path: str) -> Shard:
         size = os.fstat(file.fileno()).st_size
         prefix = os.pread(file.fileno(), 8, 0)
         if len(prefix) < 8:
-            _broken(path, f"it is cut short: {size} bytes, less than a header")
+            _broken(path, f"it is truncated: {size} bytes, less than a header")
         (header_bytes,) = struct.unpack("<Q", prefix)
         if header_bytes > HEADER_MAX_BYTES:
-            _broken(path, f"its header claims {header_bytes} bytes: this is no safetensors file")
+            _broken(path, f"its header claims {header_bytes} bytes: this is not a safetensors file")
         if 8 + header_bytes > size:
-            _broken(path, f"it is cut short: {size} of at least {8 + header_bytes} bytes")
+            _broken(path, f"it is truncated: {size} of at least {8 + header_bytes} bytes")
         raw = os.pread(file.fileno(), header_bytes, 8)
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
         _broken(path, f"its header is not valid JSON ({error})")
     if not isinstance(header, dict):
-        _broken(path, "its header is no JSON object")
+        _broken(path, "its header is not a JSON object")
     header.pop("__metadata__", None)
     base = 8 + header_bytes
     tensors = sorted(
@@ -176,7 +176,7 @@ def read_shard(path: str) -> Shard:
             _broken(path, f"tensors {before.name} and {after.name} overlap")
     end = max((tensor.offset + tensor.nbytes for tensor in tensors), default=base)
     if end > size:
-        _broken(path, f"it is cut short: {size} of {end} bytes")
+        _broken(path, f"it is truncated: {size} of {end} bytes")
     return Shard(path, hashlib.sha256(raw).hexdigest(), tuple(tensors))
 
 
@@ -187,16 +187,16 @@ def _stored(path: str, name: str, entry: Any, base: int) -> StoredTensor:
     except (TypeError, KeyError, ValueError):
         _broken(path, f"the header entry of tensor {name} lacks dtype, shape or data_offsets")
     if not all(type(number) is int and 0 <= number < 1 << 48 for number in (*shape, start, end)):
-        _broken(path, f"the header entry of tensor {name} holds sizes that are no whole numbers")
+        _broken(path, f"the header entry of tensor {name} has sizes that are not whole numbers")
     if not isinstance(dtype, str):
-        _broken(path, f"the header entry of tensor {name} has a dtype that is no string")
+        _broken(path, f"the header entry of tensor {name} has a dtype that is not a string")
     if dtype in ITEM_BYTES and end - start != math.prod(shape) * ITEM_BYTES[dtype]:
         _broken(path, f"tensor {name} claims {end - start} bytes for {dtype} {list(shape)}")
     return StoredTensor(name, dtype, shape, path, base + start, end - start)
 
 
 def sample_of(path: str) -> str:
-    """SHA-256 over the size and a few windows of a file that is no safetensors file, hex.
+    """SHA-256 over the size and a few windows of a file that is not a safetensors file, hex.
 
     Raises:
         UsageError: `model.missing`, `model.broken`.

@@ -1,20 +1,20 @@
 """The processes of one incarnation: started, watched one by one, killed and reaped together.
 
-Owns pidfds, lifelines and the proof that nobody is left. Must not know what the processes do, nor
-what their death means for the engine.
+Owns pidfds, lifelines and the proof that no process is left. Must not know what the processes do,
+nor what their death means for the engine.
 
-How it is certain: the supervisor is PID 1 of its container or a child subreaper, so an orphan of
-the tree becomes its child. `waitpid` answering ECHILD therefore means that the whole tree is gone,
-whatever it forked and whether or not it was ever seen in /proc. The supervisor starts nothing else
-than backends, so everything below it *is* the tree.
+The proof: the supervisor is PID 1 of its container or a child subreaper, so an orphan of the tree
+becomes its child. `waitpid` returning ECHILD therefore means that the whole tree is gone, whatever
+it forked and whether or not it was ever seen in /proc. The supervisor starts nothing but backends,
+so everything below it *is* the tree.
 
 The surprising thing: not every process of a tree must live. A backend that starts may run a
-compiler or look for hardware with short-lived programs. Those that must are the main process,
-those that registered, and, from the check for standby on, everybody alive at that check.
+compiler or look for hardware with short-lived programs. Those that must live are the main process,
+those that registered, and, from the check for standby on, everything alive at that check.
 
-A death is told twice: `on_dying` when a lifeline says that one begins, so that the others can be
-killed while the kernel still frees the memory of the first, and `on_death` when it is over and
-there is a status to tell.
+A death is reported twice: to `on_dying` when a lifeline shows that one begins, so that the others
+can be killed while the kernel still frees the memory of the first, and to `on_death` when it is
+over and there is an exit status.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.lifeline import Watch
+from engine.lifeline import LifelineWatch
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd
@@ -42,10 +42,12 @@ MAIN = "main"
 # command line: Python's multiprocessing starts one that unlinks shared memory after a crash.
 HELPERS = ("multiprocessing.resource_tracker",)
 
-# While a tree dies, orphans that no pidfd has announced are looked for: at once again at first,
-# since a takeover waits, then less often, since a tree with much memory takes its time.
+# While a tree dies, orphans that no pidfd has announced are looked for: immediately at first, since
+# a takeover waits, then less often, since a tree with much memory takes its time.
 SWEEP_S_MIN = 0.001
 SWEEP_S_MAX = 0.020
+
+DEPTH_MAX = 64  # deeper than any process tree; an end should /proc change during the walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +60,21 @@ class ProcessDeath:
 
     @property
     def signal(self) -> int | None:
-        if self.status is None or not os.WIFSIGNALED(self.status):
-            return None
-        return os.WTERMSIG(self.status)
+        status = self.status
+        return os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
 
     @property
     def exit_code(self) -> int | None:
-        if self.status is None or not os.WIFEXITED(self.status):
-            return None
-        return os.WEXITSTATUS(self.status)
+        status = self.status
+        return os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else None
 
     def describe(self) -> str:
         """`http (pid 12) was killed by SIGKILL`."""
+        how = "has ended"
         if self.signal is not None:
             how = f"was killed by {signal.Signals(self.signal).name}"
         elif self.exit_code is not None:
             how = f"exited with code {self.exit_code}"
-        else:
-            how = "has ended"
         return f"{self.name} (pid {self.pid}) {how}"
 
 
@@ -84,7 +83,7 @@ class _Process:
     pidfd: OwnedFd
     name: str
     must_live: bool
-    lifeline: Watch | None = None
+    lifeline: LifelineWatch | None = None
 
 
 def become_subreaper() -> None:
@@ -98,20 +97,17 @@ def become_subreaper() -> None:
 class Tree:
     """One backend's processes. `on_dying` and `on_death` are called for the first death that
     matters, the former only where a lifeline announced it; `on_gone` once, when none is left after
-    `kill`; all from the loop."""
+    `kill`; all on the loop."""
 
     def __init__(
         self,
         on_dying: Callable[[str], None],
         on_death: Callable[[ProcessDeath], None],
         on_gone: Callable[[], None],
-        *,
-        helpers: Sequence[str] = HELPERS,
     ) -> None:
         self._on_dying = on_dying
         self._on_death = on_death
         self._on_gone = on_gone
-        self._helpers = tuple(helpers)
         self._loop = asyncio.get_running_loop()
         self._processes: dict[int, _Process] = {}
         self._main: subprocess.Popen[bytes] | None = None
@@ -119,16 +115,15 @@ class Tree:
         self._sweep: asyncio.TimerHandle | None = None
         self._sweep_s = SWEEP_S_MIN
         self._is_dying = False
-        self._announced: int | None = None  # whose death a lifeline told and no status explains yet
+        self._announced: int | None = None  # dying by its lifeline, and not yet reported dead
         self.is_gone = False
 
-    # ------------------------------------------------------------------ starting and knowing
+    # ------------------------------------------------------------------ starting and watching
 
     def start(
         self, command: Sequence[str], environ: Mapping[str, str], stdin: int, lend: Sequence[int]
-    ) -> int:
-        """Start the main process in a session of its own, with `stdin` and the descriptors `lend`;
-        its pid.
+    ) -> None:
+        """Start the main process in a session of its own, with `stdin` and the descriptors `lend`.
 
         Raises:
             UsageError: `engine.cannot_start`, there is no such program.
@@ -147,32 +142,30 @@ class Tree:
                 f"cannot start the backend {command[0]}: {error.strerror}; check --backend",
                 command=list(command),
             ) from error
-        pid = self._main.pid
-        self._watch(pid, MAIN, must_live=True)
-        return pid
+        self._watch(self._main.pid, MAIN, must_live=True)
 
     def register(self, name: str, pid: int, lifeline: int | None = None) -> None:
-        """`pid` says that it is `name`; from now on it must live. `lifeline` is lent.
+        """From now on `pid` is known as `name` and must live. `lifeline` is lent.
 
         Raises:
             UnderstudyError: `engine.not_of_this_tree`.
-            ProtocolError: this is no lifeline.
+            ProtocolError: this is not a lifeline.
         """
-        if not self._is_ours(pid):
+        if not _is_ours(pid):
             raise UnderstudyError(
                 "engine.not_of_this_tree",
-                f"pid {pid} is no descendant of this engine's supervisor (pid {os.getpid()})",
+                f"pid {pid} is not a descendant of this engine's supervisor (pid {os.getpid()})",
                 pid=pid,
             )
         self._watch(pid, name, must_live=True)
         process = self._processes.get(pid)
         if lifeline is not None and process is not None and process.lifeline is None:
-            # Without a thread or memory for it, its pidfd has to do.
+            # Without a thread or memory for it, its pidfd must do.
             with contextlib.suppress(OSError, RuntimeError):
-                process.lifeline = Watch(lifeline, functools.partial(self._dies, pid))
+                process.lifeline = LifelineWatch(lifeline, functools.partial(self._dies, pid))
 
     def scan(self) -> None:
-        """Look for processes that have come since, and bury orphans."""
+        """Look for new processes, and reap orphans."""
         if not self.is_gone:
             self._collect()
             for pid in procfs.descendants(os.getpid()):
@@ -183,20 +176,20 @@ class Tree:
         return {each.name: pid for pid, each in self._processes.items() if each.must_live}
 
     def everyone(self) -> list[int]:
-        """Every process of the tree that has been seen and lives."""
+        """Every living process of the tree that has been seen."""
         return list(self._processes)
 
     def pid_of(self, name: str) -> int | None:
         return next((pid for pid, each in self._processes.items() if each.name == name), None)
 
     def check_witness(self, dev: int, ino: int) -> str | None:
-        """Whether every process of the tree holds the witness on descriptor 0; who does not.
+        """None if every process of the tree holds the witness on descriptor 0, else which does not.
 
-        From here on, everybody alive now must live.
+        Every process alive now must live from here on.
         """
         self.scan()
         for pid in procfs.descendants(os.getpid()):
-            if not procfs.is_alive(pid) or self._is_helper(pid):
+            if not procfs.is_alive(pid) or _is_helper(pid):
                 continue
             if not procfs.flock_held(pid, 0, dev, ino):
                 return (
@@ -207,17 +200,31 @@ class Tree:
                 self._processes[pid].must_live = True
         return None
 
-    # ------------------------------------------------------------------ ending
+    def _watch(self, pid: int, name: str, *, must_live: bool) -> None:
+        known = self._processes.get(pid)
+        if known is not None:
+            if must_live:
+                known.name, known.must_live = name, True
+            return
+        try:
+            pidfd = OwnedFd(os.pidfd_open(pid))
+        except ProcessLookupError:
+            return
+        # The pid may have been reused between the look and the open.
+        if not _is_ours(pid):
+            pidfd.close()
+            return
+        self._processes[pid] = _Process(pidfd, name, must_live)
+        self._loop.add_reader(pidfd.fileno(), self._ended, pid)
 
-    def signal_one(self, pid: int, signum: signal.Signals) -> bool:
-        """`signum` to one watched process; False if it is gone already."""
+    # ------------------------------------------------------------------ killing and reaping
+
+    def signal_one(self, pid: int, signum: signal.Signals) -> None:
+        """Send `signum` to one watched process, if it is still alive."""
         process = self._processes.get(pid)
-        if process is None:
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process.pidfd.fileno(), signum)
-            return True
-        return False
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process.pidfd.fileno(), signum)
 
     def kill(self) -> None:
         """SIGKILL to every process, again and again until none is left, then `on_gone`."""
@@ -240,7 +247,7 @@ class Tree:
         self._sweep_s = min(2 * self._sweep_s, SWEEP_S_MAX)
 
     def _collect(self) -> bool:
-        """Bury every child that has ended; True if there is no child left, dead or alive."""
+        """Reap every child that has ended; True if there is no child left, dead or alive."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -248,10 +255,10 @@ class Tree:
                 return True
             if pid == 0:
                 return False
-            if pid in self._processes:  # of others, nobody will ask
+            if pid in self._processes:  # only statuses of watched processes are kept
                 self._statuses[pid] = status
             if self._main is not None and pid == self._main.pid:
-                # Popen must not wait for it, nor warn that nobody did.
+                # Popen must not wait for it, nor warn that it was not waited for.
                 self._main.returncode = os.waitstatus_to_exitcode(status)
 
     def _finish(self) -> None:
@@ -262,29 +269,12 @@ class Tree:
         self._processes.clear()
         self._loop.call_soon(self._on_gone)
 
-    # ------------------------------------------------------------------ watching
-
-    def _watch(self, pid: int, name: str, *, must_live: bool) -> None:
-        known = self._processes.get(pid)
-        if known is not None:
-            if must_live:
-                known.name, known.must_live = name, True
-            return
-        try:
-            pidfd = OwnedFd(os.pidfd_open(pid))
-        except ProcessLookupError:
-            return
-        # The pid may have been given to somebody else between the look and the open.
-        if not self._is_ours(pid):
-            pidfd.close()
-            return
-        self._processes[pid] = _Process(pidfd, name, must_live)
-        self._loop.add_reader(pidfd.fileno(), self._ended, pid)
+    # ------------------------------------------------------------------ deaths
 
     def _dies(self, pid: int) -> None:
         process = self._processes[pid]  # or its lifeline would be closed
         if not self._is_dying:
-            self._is_dying = True  # one death is enough news; `kill` follows from it
+            self._is_dying = True  # `kill` follows, and further deaths are its doing
             self._announced = pid
             self._on_dying(f"{process.name} (pid {pid}) is dying")
 
@@ -309,8 +299,7 @@ class Tree:
             self._on_death(ProcessDeath(pid, name, self._statuses.pop(pid, None)))
 
     def _first_death(self) -> ProcessDeath | None:
-        """The main process's, if it has ended too: its children die with it, and of all of them
-        it is the cause."""
+        """The main process's, if it has ended too: its children die with it, so it is the cause."""
         main = self._main
         if main is None or main.pid not in self._statuses or main.pid not in self._processes:
             return None
@@ -322,24 +311,21 @@ class Tree:
         if process.lifeline is not None:
             process.lifeline.close()
 
-    def _is_ours(self, pid: int) -> bool:
-        """Whether `pid` is below this process. Parents only ever change towards us."""
-        seen = 0
-        ancestor: int | None = pid
-        while ancestor and seen < _DEPTH_MAX:
-            ancestor = procfs.parent(ancestor)
-            if ancestor == os.getpid():
-                return True
-            seen += 1
+
+def _is_ours(pid: int) -> bool:
+    """Whether `pid` is below this process. Parents only ever change towards us."""
+    for _ in range(DEPTH_MAX):
+        ancestor = procfs.parent(pid)
+        if not ancestor or ancestor == os.getpid():
+            return bool(ancestor)
+        pid = ancestor
+    return False
+
+
+def _is_helper(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as stream:
+            line = stream.read().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
         return False
-
-    def _is_helper(self, pid: int) -> bool:
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as stream:
-                line = stream.read().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            return False
-        return any(helper in line for helper in self._helpers)
-
-
-_DEPTH_MAX = 64  # deeper than any tree of processes, and an end should /proc change under our feet
+    return any(helper in line for helper in HELPERS)

@@ -97,7 +97,7 @@ def test_wait_without_hope_says_what_is_missing():
 def test_what_can_never_fit_is_refused_at_once():
     """Goal: no waiting for the impossible. Method: ask for the whole limit."""
     check_can_ever_fit(100 * MIB - RESERVE_BYTES, Room(0, 100 * MIB, "a test"), "")
-    with pytest.raises(UnderstudyError, match=r"100\.0 MiB in all; ask for less") as caught:
+    with pytest.raises(UnderstudyError, match=r"100\.0 MiB in total; ask for less") as caught:
         check_can_ever_fit(100 * MIB, Room(0, 100 * MIB, "a test"), "ask for less")
     assert caught.value.code == "engine.kv_too_large"
 

@@ -113,7 +113,7 @@ def test_machine_without_room_is_a_sentence_and_still_parked():
     """Needed, free and how long: and the addresses are as closed as before; more than one rank
     needs as many times the room."""
     addresses = HostRange(SIZE, ranks=2, read=has(SIZE + RESERVE_BYTES))
-    sentence = r"needs 16 MiB and 72 MiB are free \(64 MiB stay reserved\); waited 0 s"
+    sentence = r"needs 16\.0 MiB and 72\.0 MiB are free \(64\.0 MiB are reserved\); waited 0 s"
     with pytest.raises(WaitTimeoutError, match=sentence) as caught:
         addresses.take(0)
     assert caught.value.code == "engine.kv_memory_busy"

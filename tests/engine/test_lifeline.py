@@ -98,7 +98,7 @@ def watchers() -> list[threading.Thread]:
 @on_a_loop
 async def test_death_is_told_once(holder):
     told: list[str] = []
-    watch = lifeline.Watch(holder.fd, lambda: told.append("dying"))
+    watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
     holder.process.send_signal(signal.SIGKILL)
     await auntil(lambda: told, "word of the death")
     await auntil(lambda: not watchers(), "the thread to end")
@@ -110,7 +110,7 @@ async def test_death_is_told_once(holder):
 async def test_word_comes_before_the_process_is_gone():
     with contextlib.closing(Holder("thread")) as holder:
         told: list[str] = []
-        watch = lifeline.Watch(holder.fd, lambda: told.append("dying"))
+        watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
         holder.end_main_thread()
         await auntil(lambda: told, "word of the death")
         assert not holder.is_gone
@@ -122,7 +122,7 @@ async def test_death_before_the_watch_is_told(holder):
     holder.process.kill()
     holder.process.wait()
     told: list[str] = []
-    watch = lifeline.Watch(holder.fd, lambda: told.append("dying"))
+    watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
     await auntil(lambda: told, "word of the death")
     watch.close()
 
@@ -130,7 +130,7 @@ async def test_death_before_the_watch_is_told(holder):
 @on_a_loop
 async def test_nobody_is_told_after_the_close(holder):
     told: list[str] = []
-    watch = lifeline.Watch(holder.fd, lambda: told.append("dying"))
+    watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
     until(watchers, "the thread")
     watch.close()
     holder.process.kill()
@@ -155,7 +155,7 @@ async def test_what_is_no_lifeline_is_refused():
     try:
         for fd in (read, write, plain, small, free):
             with pytest.raises(ProtocolError) as caught:
-                lifeline.Watch(fd, lambda: None)
+                lifeline.LifelineWatch(fd, lambda: None)
             assert caught.value.code == "lifeline.bad"
     finally:
         for fd in (read, write, plain, small, free):

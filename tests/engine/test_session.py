@@ -63,7 +63,7 @@ def test_device_that_is_too_small_is_told_from_one_that_is_full():
     """Both sizes where it can never fit; the service's own words where it may fit later."""
     full = UnderstudyError("gms.out_of_memory", "it is full", capacity_bytes=4 << 20)
     with (
-        pytest.raises(UnderstudyError, match=r"need 5\.00 MiB as float32 .* has 4\.00 MiB"),
+        pytest.raises(UnderstudyError, match=r"need 5\.0 MiB as float32 .* has 4\.0 MiB"),
         session.loading(DEVICE, "m", "float32", 5 << 20),
     ):
         raise full

@@ -172,7 +172,7 @@ def test_size_that_can_never_fit_is_refused_before_the_weights(
         worker_cpu, "read_room", lambda: Room(0, RESERVE_BYTES + SIZE, "this machine")
     )
     make_worker(ranks=1).init_device()
-    sentence = "needs 8 MiB and this machine allows 68 MiB in all; lower --kv-cache-memory-bytes"
+    sentence = "needs 8.0 MiB and this machine allows 68.0 MiB in total; lower --kv-cache-memory"
     with pytest.raises(UsageError, match=sentence) as caught:
         make_worker(ranks=2).init_device()
     assert reported == [caught.value]

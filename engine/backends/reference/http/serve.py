@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from engine.backends import process
-from engine.backends.channel import Channel
+from engine.backends.channel import Channel, Phases
 from engine.backends.drain import until_done
-from engine.backends.phases import Phases
 from engine.backends.reference.http.listener import SharedListener
 from engine.backends.reference.http.model_link import join_ranks
 from engine.backends.reference.http.routes import ServedModel, make_app

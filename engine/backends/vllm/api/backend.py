@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from engine.backends.phases import Phases
+from engine.backends.channel import Phases
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
 from engine.messages import CanaryMsg, HealthyMsg, PreparedMsg
 from plumbing.errors import UnderstudyError
