@@ -11,6 +11,7 @@ import json
 import math
 import os
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
@@ -145,17 +146,19 @@ class LlamaConfig:
         hidden, inner = self.hidden_size, self.intermediate_size
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes: TensorShapes = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
-        for layer in range(self.layers):
-            prefix = f"model.layers.{layer}."
-            shapes[prefix + "input_layernorm.weight"] = (hidden,)
-            shapes[prefix + "self_attn.q_proj.weight"] = (query, hidden)
-            shapes[prefix + "self_attn.k_proj.weight"] = (key, hidden)
-            shapes[prefix + "self_attn.v_proj.weight"] = (key, hidden)
-            shapes[prefix + "self_attn.o_proj.weight"] = (hidden, query)
-            shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-            shapes[prefix + "mlp.gate_proj.weight"] = (inner, hidden)
-            shapes[prefix + "mlp.up_proj.weight"] = (inner, hidden)
-            shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
+        per_layer = {
+            "input_layernorm": (hidden,),
+            "self_attn.q_proj": (query, hidden),
+            "self_attn.k_proj": (key, hidden),
+            "self_attn.v_proj": (key, hidden),
+            "self_attn.o_proj": (hidden, query),
+            "post_attention_layernorm": (hidden,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        for layer, (name, shape) in product(range(self.layers), per_layer.items()):
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_embeddings:
             first, end = self.head_rows or (0, self.vocab_size)

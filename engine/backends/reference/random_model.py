@@ -98,9 +98,13 @@ def write_random_model(
     config = parse_config(document, generation, os.path.join(directory, "config.json"))
     save_bfloat16(os.path.join(directory, "model.safetensors"), random_weights(config, seed))
     tokenizer.save(os.path.join(directory, "tokenizer.json"))
-    _write_json(directory, "tokenizer_config.json", settings)
-    _write_json(directory, "generation_config.json", generation)
-    _write_json(directory, "config.json", document)  # last: without it there is no checkpoint
+    for name, content in (
+        ("tokenizer_config.json", settings),
+        ("generation_config.json", generation),
+        ("config.json", document),  # last: without it there is no checkpoint
+    ):
+        with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
 
 
 def random_weights(config: LlamaConfig, seed: int) -> dict[str, NDArray[np.float32]]:
@@ -156,12 +160,6 @@ def save_bfloat16(path: str, weights: dict[str, NDArray[np.float32]]) -> None:
         for array in weights.values():
             bits = array.view(np.uint32)
             file.write(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes())
-
-
-def _write_json(directory: str, name: str, document: dict[str, Any]) -> None:
-    with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
-        json.dump(document, file, indent=2)
-        file.write("\n")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from engine.backends.reference.link import SamplingParams
 from engine.backends.reference.model.batch import Request
 from engine.backends.reference.model.checkpoint import Checkpoint, open_checkpoint
 from engine.backends.reference.model.decoder import Decoder, KVCache, weights_from
+from engine.backends.reference.model.exchange import Leader
 from engine.backends.reference.model.generation import Generator, Produced
 
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden")
@@ -47,7 +48,8 @@ def load(checkpoint: Checkpoint, misalign_bytes: int = 0) -> dict[str, memoryvie
 def decoder_of(directory: str, misalign_bytes: int = 0) -> Decoder:
     checkpoint = open_checkpoint(directory)
     memory = load(checkpoint, misalign_bytes)
-    return Decoder(checkpoint.config, weights_from(checkpoint.config, memory.__getitem__))
+    config = checkpoint.config
+    return Decoder(config, weights_from(config, memory.__getitem__), Leader([], config.vocab_size))
 
 
 def cache_for(decoder: Decoder, slots: int = 4, max_context: int = 128) -> KVCache:

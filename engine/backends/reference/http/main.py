@@ -5,7 +5,9 @@
 
 Started by `engine run --backend reference -- …`. Owns the start: the witness first, then the model
 processes, one per tensor-parallel rank, and only then the slow imports, which so run while the
-weights load. Knows neither numpy nor weights.
+weights load. A model process inherits the witness on descriptor 0, its link to this process, and
+its sockets to the other ranks, of which no copy stays here, so that a rank notices the end of
+another. Knows neither numpy nor weights.
 """
 
 from __future__ import annotations
@@ -16,14 +18,22 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
+
+from msgspec import structs
 
 from engine.backends import process
 from engine.backends.reference.config import read_config
-from engine.backends.reference.http.spawn import spawn
-from engine.backends.reference.link import PROMPT_TOKENS_MAX, ConfigureMsg
+from engine.backends.reference.link import (
+    LINK,
+    LINK_ENV,
+    PEERS_ENV,
+    PROMPT_TOKENS_MAX,
+    ConfigureMsg,
+)
 from engine.backends.registry import HELP
 from engine.messages import CHANNEL, RANKS_MAX
 from plumbing.errors import UnderstudyError, UsageError
@@ -31,10 +41,17 @@ from plumbing.service.config import size_bytes
 from plumbing.service.log import configure
 from plumbing.service.process import raise_fd_limit
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.frames import encode_frame
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_SLOTS = 4
+MODEL_MODULE = "engine.backends.reference.model.main"
+# Sums of floats depend on how many threads share them, and one thread starts faster than many.
+# Set here because numpy reads them when it is imported.
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+ModelProcess = tuple[socket.socket, subprocess.Popen[bytes]]  # our end of its link, the process
 
 
 class _Parser(argparse.ArgumentParser):
@@ -116,6 +133,41 @@ def main() -> int:
 
     uvloop.run(serve(settings, model_name, sock, models))
     raise AssertionError("the backend stopped serving by itself")
+
+
+def spawn(settings: ConfigureMsg) -> list[ModelProcess]:
+    """Start the process of every rank, in order, with its settings on its link.
+
+    Call it on the main thread: a child dies when the thread that started it ends. It inherits
+    descriptor 0, the witness, so it counts as alive from its first instruction on.
+    """
+    pairs = [socket.socketpair() for _ in range(1, settings.ranks)]
+    peers = [[leads for leads, _ in pairs], *([follows] for _, follows in pairs)]
+    try:
+        return [
+            _spawn(structs.replace(settings, rank=rank), sockets)
+            for rank, sockets in enumerate(peers)
+        ]
+    finally:
+        for pair in pairs:
+            for sock in pair:
+                sock.close()
+
+
+def _spawn(settings: ConfigureMsg, peers: Sequence[socket.socket]) -> ModelProcess:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.sendall(encode_frame(LINK.encode(settings), 0))
+        numbers = [sock.fileno() for sock in peers]
+        environment = {
+            **dict.fromkeys(THREAD_VARIABLES, "1"),
+            **process.child_environment(),
+            LINK_ENV: str(theirs.fileno()),
+            PEERS_ENV: ",".join(map(str, numbers)),
+        }
+        command = [sys.executable, "-m", MODEL_MODULE]
+        inherited = [theirs.fileno(), *numbers]
+        return ours, subprocess.Popen(command, env=environment, pass_fds=inherited)
 
 
 def _report(sock: socket.socket, error: UnderstudyError) -> None:

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from engine.backends.reference.http.spawn import ModelProcess
 from engine.backends.reference.link import (
     LINK,
     PROMPT_BYTES_UNFINISHED_MAX,
@@ -43,25 +42,26 @@ from plumbing.wire.messages import Message
 
 T = TypeVar("T", bound=Message)
 
-
 # Requests that wait for a slot; beyond it a client is told to come back, not kept for minutes.
 QUEUE_MAX = 256
 
 
 def join_ranks(
-    models: Sequence[ModelProcess], slots: int, on_failed: Callable[[FailedMsg], None]
+    models: Sequence[tuple[socket.socket, subprocess.Popen[bytes]]],
+    slots: int,
+    on_failed: Callable[[FailedMsg], None],
 ) -> ModelLink:
-    """The link to the whole model: rank 0's, with those of the other ranks as its followers."""
-    first, *others = models
-    followers = [
-        ModelLink(each.link, slots, on_failed, each.child, rank=rank)
-        for rank, each in enumerate(others, 1)
+    """The link to the whole model: rank 0's. `models`: link and process of every rank, in order."""
+    # Rank 0's is read first: where it has failed, the others only report that it is lost.
+    links = [
+        ModelLink(sock, slots, on_failed, child, rank) for rank, (sock, child) in enumerate(models)
     ]
-    return ModelLink(first.link, slots, on_failed, first.child, followers)
+    links[0].followers = links[1:]
+    return links[0]
 
 
 class ModelLink:
-    """A connection to a model process; made on the loop."""
+    """A connection to a model process; made on the loop. Rank 0's asks its `followers` too."""
 
     def __init__(
         self,
@@ -69,12 +69,11 @@ class ModelLink:
         slots: int,
         on_failed: Callable[[FailedMsg], None],
         child: subprocess.Popen[bytes] | None = None,
-        followers: Sequence[ModelLink] = (),
         rank: int = 0,
     ) -> None:
         """Own `sock`. `on_failed` is called once, when the model has failed or died."""
+        self.followers: Sequence[ModelLink] = ()
         self._rank = rank
-        self._followers = followers
         self._requests_max = slots + QUEUE_MAX
         self._loop = asyncio.get_running_loop()
         self._on_failed = on_failed
@@ -97,7 +96,7 @@ class ModelLink:
     async def ready(self) -> ReadyMsg:
         """Wait until every rank is ready; the sizes are the sums over all of them."""
         mine: ReadyMsg = await asyncio.shield(self._ready)
-        ranks = [mine, *[await follower.ready() for follower in self._followers]]
+        ranks = [mine, *[await follower.ready() for follower in self.followers]]
         return replace(
             mine,
             weights_bytes=sum(rank.weights_bytes for rank in ranks),
@@ -108,7 +107,7 @@ class ModelLink:
     async def take_memory(self) -> TakenMsg:
         """On every rank. A rank that cannot ends the engine, and so frees what the others took."""
         self._conn.send(TakeMemoryMsg())
-        others = await asyncio.gather(*(follower.take_memory() for follower in self._followers))
+        others = await asyncio.gather(*(follower.take_memory() for follower in self.followers))
         mine = await asyncio.shield(self._taken)
         return TakenMsg(mine.kv_bytes + sum(taken.kv_bytes for taken in others))
 

@@ -73,10 +73,9 @@ class ServedModel:
     requests_open: int = 0  # between their headers and the end of their answer
     on_request: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
 
+    @property
     def limits(self) -> ReadyMsg:
-        if self.ready is None:
-            what = "This engine is still preparing its weights."
-            raise ApiError(503, what, code="not_ready", kind="server_error")
+        assert self.ready is not None  # connections are accepted only afterwards
         return self.ready
 
 
@@ -151,7 +150,7 @@ class _Routes:
             "object": "model",
             "created": served.created,
             "owned_by": "understudy",
-            "max_model_len": served.limits().max_context,
+            "max_model_len": served.limits.max_context,
             "status": {"value": "loaded"},
             "meta": {"understudy": {"engine": served.engine, "token": served.token}},
         }
@@ -190,7 +189,7 @@ class _Routes:
         self, request: web.Request, body: CompletionBody | ChatBody
     ) -> web.StreamResponse:
         self._check_model(body.model)
-        limits = self._served.limits()
+        limits = self._served.limits
         prompt = await self._prompt_tokens(body, limits)
         is_chat = isinstance(body, ChatBody)
         reply = Reply(

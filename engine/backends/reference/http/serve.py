@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -18,7 +19,6 @@ from engine.backends.drain import until_done
 from engine.backends.reference.http.listener import SharedListener
 from engine.backends.reference.http.model_link import join_ranks
 from engine.backends.reference.http.routes import ServedModel, make_app
-from engine.backends.reference.http.spawn import ModelProcess
 from engine.backends.reference.http.text import Tokenizer
 from engine.backends.reference.link import ConfigureMsg, FailedMsg, ReadyMsg
 from engine.messages import CanaryMsg, FaultReportMsg, HealthyMsg, PreparedMsg
@@ -32,7 +32,10 @@ FLUSH_S = 0.1
 
 
 async def serve(
-    settings: ConfigureMsg, model_name: str, sock: socket.socket, models: Sequence[ModelProcess]
+    settings: ConfigureMsg,
+    model_name: str,
+    sock: socket.socket,
+    models: Sequence[tuple[socket.socket, subprocess.Popen[bytes]]],
 ) -> None:
     """Serve for the supervisor at the other end of `sock`, which decides when this process ends."""
     channel = Channel(sock)

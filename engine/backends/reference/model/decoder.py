@@ -38,19 +38,6 @@ class Peers(Protocol):
         """Every rank's logits in one vector, on rank 0; elsewhere `part`."""
 
 
-class Alone:
-    """The peers of a model that one process computes."""
-
-    def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
-        pass
-
-    def sum(self, partial: Array) -> Array:
-        return partial
-
-    def gather(self, part: Array) -> Array:
-        return part
-
-
 def weights_from(config: LlamaConfig, view: Callable[[str], Any]) -> dict[str, Array]:
     """Every tensor as an array over the buffer that `view(name)` gives; nothing is copied."""
     return {
@@ -114,15 +101,13 @@ class _Layer:
 class Decoder:
     """Logits from tokens. `weights` as `weights_from` gives them; they are only read.
 
-    With `peers`, `config` and `weights` are one rank's share, and every rank must be told to run
-    the same steps in the same order (`peers.begin`).
+    `config` and `weights` are one rank's share, and every rank must run the same steps in the same
+    order, which `peers.begin` announces. With one rank, `peers` has no others.
     """
 
-    def __init__(
-        self, config: LlamaConfig, weights: Mapping[str, Array], peers: Peers | None = None
-    ) -> None:
+    def __init__(self, config: LlamaConfig, weights: Mapping[str, Array], peers: Peers) -> None:
         self.config = config
-        self._peers = peers or Alone()
+        self._peers = peers
         self._embedding = weights["model.embed_tokens.weight"]
         self._layers = [_Layer(weights, index) for index in range(config.layers)]
         self._norm = weights["model.norm.weight"]

@@ -39,7 +39,7 @@ class ForwardStep:
 
 
 class Leader:
-    """Rank 0: `peers` are the sockets of ranks 1, 2, …, in this order."""
+    """Rank 0: `peers` are the sockets of ranks 1, 2, …, in this order; with one rank, none."""
 
     def __init__(self, peers: Sequence[socket.socket], vocab_size: int) -> None:
         self._peers = peers

@@ -100,10 +100,8 @@ class Rank:
         self._settings = settings
         self._context, self.kv_bytes = size_kv(config, settings)
         reader, identity = map_weights(checkpoint, member)
-        self.peers: Leader | Follower | None = None
-        if settings.ranks > 1:
-            is_leader = settings.rank == 0
-            self.peers = Leader(peers, config.vocab_size) if is_leader else Follower(peers[0])
+        is_leader = settings.rank == 0
+        self.peers = Leader(peers, config.vocab_size) if is_leader else Follower(peers[0])
         self.decoder = Decoder(config, weights_from(config, reader.view), self.peers)
         scratch_bytes = KVCache.bytes_needed(config, 1, SCRATCH_CONTEXT)
         scratch = KVCache(config, bytearray(scratch_bytes), 1, SCRATCH_CONTEXT, SCRATCH)
