@@ -1,12 +1,39 @@
-"""What engines import of the memory service. No numpy, no asyncio, no click."""
+"""What engines import: attach to a device's memory as its writer or as a reader. Blocking.
+
+    session = open_session(directory, "HOST-0", engine="engine-0", incarnation=…, mode="rw_or_ro",
+                           identity={…}, wait_s=7200)
+    if isinstance(session, Writer):
+        session.plan(total_bytes, tensor_bytes_max)      # optional: slabs get the right size
+        for name, shape, dtype, nbytes in …:
+            session.place(name, nbytes, shape, dtype)    # its address
+            session.write(name, …)                       # or session.view(name), on the host
+            session.progress(done_bytes, total_bytes)    # silence is taken for a stall
+        session = session.commit(identity)               # now a Reader, at the same addresses
+    weights = {name: session.view(name) for name in session.tensors}
+    Keeper(session).start()                              # keeps the session if the service restarts
+
+No numpy, no asyncio, no click here: this runs inside workers that have loops of their own. A
+session is its connection: when `fileno()` becomes readable, the service is gone. The views are bare
+addresses: using one after `unmap` or `close` ends the process (SIGSEGV), and so does writing to a
+writer's view after `commit`. Readers keep their descriptors, so that the keeper can hand the memory
+back to a restarted service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
 
 from gms import messages
-from gms.client.client import memory_for, open_session
+from gms.client.attachment import Attachment
 from gms.client.keeper import Keeper
 from gms.client.reader import Reader
+from gms.client.sessions import OnWait, Opening
 from gms.client.writer import Writer
 from gms.core.manifest import TensorRecord
-from gms.vmm.interface import Allocation
+from gms.vmm.host import HostMemory
+from gms.vmm.interface import Allocation, DeviceMemory
 
 __all__ = [
     "Allocation",
@@ -18,3 +45,70 @@ __all__ = [
     "messages",
     "open_session",
 ]
+
+
+def open_session(
+    directory: str,
+    device: str,
+    *,
+    engine: str,
+    incarnation: str,
+    mode: str,
+    identity: Mapping[str, Any] | None,
+    wait_s: float,
+    on_wait: OnWait = lambda reason: None,
+    replace: bool = False,
+    rank: int = 0,
+    memory: DeviceMemory | None = None,
+) -> Reader | Writer:
+    """Attach to the memory of `device`, waiting at most `wait_s` for the grant.
+
+    Args:
+        mode: `rw` (write; an error where something is committed, unless `replace`), `ro` (read,
+            once something is committed) or `rw_or_ro` (read what is committed, else write).
+        identity: what the weights must be; None accepts any.
+        on_wait: called with a sentence whenever the reason for waiting changes.
+        memory: what to map with; by default the kind that `device` has.
+
+    Raises:
+        UnreachableError: no server there, or it went away while we waited.
+        UsageError: `gms.no_cuda`, `gms.device_not_visible`: this process cannot use that GPU.
+        RemoteError: the server refused: `gms.identity_mismatch` (`details["field"]`),
+            `gms.already_committed`, `gms.wait_timeout`, …
+    """
+    opening = Opening(directory, device, memory or memory_for(device))
+    request = messages.AttachMsg(
+        engine=engine,
+        incarnation=incarnation,
+        mode=mode,
+        identity=None if identity is None else dict(identity),
+        rank=rank,
+        wait_ms=round(wait_s * 1000),
+        replace=replace,
+    )
+    with contextlib.ExitStack() as stack:
+        attachment = Attachment(opening.memory)
+        stack.callback(attachment.close)
+        client, grant = opening.attach(request, wait_s, attachment, on_wait=on_wait)
+        stack.callback(client.close)
+        session: Reader | Writer
+        if isinstance(grant, messages.WritingMsg):
+            session = Writer(opening, client, attachment, request, grant, on_wait)
+        else:
+            session = Reader(opening, client, attachment, request, grant)
+        stack.pop_all()
+        return session
+
+
+def memory_for(device: str) -> DeviceMemory:
+    """The memory of `device`: a GPU's for `GPU-…` and `MIG-…`, the host's for `HOST-…`.
+
+    Raises:
+        UsageError: `gms.no_cuda`, `gms.device_not_visible`, …: never a fallback to the other kind.
+        UnderstudyError: `gms.driver_failed`.
+    """
+    if not device.startswith(("GPU-", "MIG-")):
+        return HostMemory()
+    from gms.vmm.cuda import CudaMemory  # which loads cuda-python
+
+    return CudaMemory(device)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.capacity import free_bytes
-from gms.core.effects import Effect
+from gms.core.effects import Effects
 from gms.core.events import EpochPhase, SessionState
 from gms.core.state import HANDING_BACK, WRITER_STATES, Epoch, Session
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
@@ -81,7 +81,7 @@ class Device:
     def free_bytes(self) -> int:
         return free_bytes(self.epochs.values(), self.capacity_bytes)
 
-    def drop(self, session: Session, why: str) -> list[Effect]:
+    def drop(self, session: Session, why: str) -> Effects:
         """Forget a session that is closed, and give up what it alone kept."""
         del self.sessions[session.id]
         epoch = self.epochs.get(session.epoch or "")
@@ -107,7 +107,7 @@ class Device:
             return [fx.ReleaseEpoch(epoch.id)]
         return []
 
-    def retire(self, epoch: Epoch) -> list[Effect]:
+    def retire(self, epoch: Epoch) -> Effects:
         """Take the committed epoch out of service; its readers keep it until the last leaves."""
         if epoch.readers:
             epoch.turn("supersede")
@@ -122,7 +122,7 @@ class Device:
             return True
         return any(s.epoch == epoch.id for s in self.sessions.values() if s.state in HANDING_BACK)
 
-    def journal(self) -> list[Effect]:
+    def journal(self) -> Effects:
         """Write what is true now, unless a commit is being written: that must not be overtaken,
         and it writes the same or corrects it afterwards."""
         self.is_journal_behind = any(

@@ -131,3 +131,6 @@ class RecordEvent(Effect):
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
     severity: str = "info"
+
+
+Effects = list[Effect]

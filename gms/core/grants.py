@@ -15,12 +15,10 @@ from gms.core import events as ev
 from gms.core.capacity import Fit
 from gms.core.decide import Deny, GrantRead, GrantWrite, KeepWaiting, decide
 from gms.core.device import Device
-from gms.core.effects import Effect
+from gms.core.effects import Effects
 from gms.core.events import EpochPhase
 from gms.core.state import Epoch, Session
 from plumbing.errors import InvariantError, UnderstudyError
-
-Effects = list[Effect]
 
 
 class Grants:

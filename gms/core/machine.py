@@ -30,7 +30,7 @@ from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import Device
-from gms.core.effects import Effect
+from gms.core.effects import Effects
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.grants import Grants
 from gms.core.identity import check_identity
@@ -39,8 +39,6 @@ from gms.core.state import COMPLETIONS, HANDING_BACK, Epoch, Session
 from gms.core.upkeep import Upkeep
 from gms.core.writing import JOURNAL_RETRY_MS, Writing
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, WaitTimeoutError
-
-Effects = list[Effect]
 
 
 class DeviceMachine:

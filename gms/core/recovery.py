@@ -23,7 +23,7 @@ from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.capacity import EPOCH_BYTES_MAX
 from gms.core.device import Device
-from gms.core.effects import Effect
+from gms.core.effects import Effects
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.identity import check_identity, identity_hash
 from gms.core.manifest import check_size, layout_hash
@@ -39,8 +39,6 @@ REJOIN_MS = 60_000.0
 # When the processes that still map memory and have not handed it back are logged.
 REPORT_AFTER_MS = 10_000.0
 ASKED_MAX = 1024  # survivors remembered; a device has a handful of survivors
-
-Effects = list[Effect]
 
 
 class Recovery:

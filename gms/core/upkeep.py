@@ -14,7 +14,7 @@ from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import Device
-from gms.core.effects import Effect
+from gms.core.effects import Effects
 from gms.core.events import EpochPhase, SessionState
 from plumbing.errors import ProtocolError, UnderstudyError, WaitTimeoutError
 
@@ -26,8 +26,6 @@ VERIFY_MS = 600_000.0
 # A reader answers at once whether it has begun; one that does not is stopped, or has no keeper, and
 # another is asked.
 ASK_MS = 5_000.0
-
-Effects = list[Effect]
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import Device
-from gms.core.effects import Effect
+from gms.core.effects import Effects
 from gms.core.events import SessionState
 from gms.core.grants import Grants
 from gms.core.identity import check_identity, first_mismatch
@@ -23,8 +23,6 @@ from plumbing.errors import ProtocolError, UnderstudyError
 DEVICE_FULL_RETRY_MS = 250
 DEVICE_FULL_WAIT_MS = 60_000.0
 JOURNAL_RETRY_MS = 1000  # operators fix a full disk; once a second is soon enough
-
-Effects = list[Effect]
 
 
 class Writing:

@@ -8,15 +8,14 @@ too until a record is written: the next server may die before a survivor rejoins
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+import msgspec
 
 from gms import epoch_file, names
 from gms.core.events import JournalRecord
-from gms.core.manifest import LayoutHash
 from gms.core.recovery import orphans_of
 from gms.core.state import Epoch
 from plumbing.errors import UnderstudyError
@@ -37,6 +36,15 @@ class LoadedJournal:
 
 
 LOST = LoadedJournal(is_lost=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a slot of the file holds, as JSON."""
+
+    schema: int
+    committed: JournalRecord | None
+    is_lost: bool = False
 
 
 class Journal:
@@ -116,38 +124,23 @@ def _load(path: str) -> LoadedJournal | None:
         return None
     try:
         return _meaning(max(known)[1])
-    except (ValueError, KeyError, TypeError):
+    except ValueError:  # msgspec's errors are
         return None  # the checksum is right: another version's file
 
 
 def _text(loaded: LoadedJournal) -> bytes:
-    committed = None if loaded.record is None else asdict(loaded.record)
-    body = {"schema": SCHEMA, "committed": committed, "is_lost": loaded.is_lost}
-    return json.dumps(body, separators=(",", ":")).encode()
+    return msgspec.json.encode(_Content(SCHEMA, loaded.record, loaded.is_lost))
 
 
 def _meaning(text: bytes) -> LoadedJournal:
-    body = json.loads(text)
-    if body["schema"] != SCHEMA:
-        raise ValueError(f"its schema is {body['schema']!r}")
-    found = body["committed"]
-    if found is None:
-        return LoadedJournal(is_lost=bool(body["is_lost"]))
-    return LoadedJournal(_record(found))
-
-
-def _record(found: dict[str, Any]) -> JournalRecord:
-    if not names.is_epoch_id(found["epoch"]):
-        raise ValueError("it names no epoch")
-    digest, previous = found["digest"], found["previous"]
-    return JournalRecord(
-        epoch=found["epoch"],
-        size_bytes=int(found["size_bytes"]),
-        layout_hash=LayoutHash(str(found["layout_hash"])),
-        identity_hash=str(found["identity_hash"]),
-        digest=None if digest is None else str(digest),
-        previous=None if previous is None else _record(previous),
-    )
+    content = msgspec.json.decode(text, type=_Content)
+    if content.schema != SCHEMA:
+        raise ValueError(f"its schema is {content.schema!r}")
+    record = content.committed
+    for each in (record, record and record.previous):
+        if each is not None and not names.is_epoch_id(each.epoch):
+            raise ValueError("it names no epoch")
+    return LoadedJournal(record, content.is_lost and record is None)
 
 
 def _unwritable(path: str, error: OSError) -> UnderstudyError:

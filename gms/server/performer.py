@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from gms import epoch_file, names
 from gms import messages as msg
@@ -29,6 +29,7 @@ from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
 from plumbing.wire.messages import Message
 
 Handle = Callable[[ev.DeviceEvent], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,28 @@ class DevicePerformer:
                 self._export_epoch(effect)
             case fx.RefuseRequest():
                 self._refuse(effect)
-            case fx.OpenEpoch():
-                self._open_epoch(effect)
+            case fx.OpenEpoch(session, epoch):
+                name = names.epoch_file(self._name, epoch)
+                self._call(
+                    session,
+                    lambda: self._vault.open_epoch(epoch, name),
+                    lambda _: ev.EpochOpened(session),
+                )
             case fx.CreateSlab():
                 self._create_slab(effect)
-            case fx.SealEpoch():
-                self._seal_epoch(effect)
-            case fx.AdoptEpoch():
-                self._adopt_epoch(effect)
+            case fx.SealEpoch(session, epoch, manifest):
+                self._call(
+                    session,
+                    lambda: self._vault.seal(epoch, manifest),
+                    lambda tensors: ev.Sealed(session, tensors),
+                )
+            case fx.AdoptEpoch(session, epoch, sizes, manifest):
+                fds = self._offered.pop(session, [])
+                self._call(
+                    session,
+                    lambda: self._vault.adopt(epoch, fds, sizes, manifest),
+                    lambda tensors: ev.Adopted(session, tensors),
+                )
             case fx.DiscardOffer(epoch):
                 self._release(epoch, lambda: None)
             case fx.ReleaseEpoch(epoch):
@@ -197,14 +212,6 @@ class DevicePerformer:
 
     # ------------------------------------------------------------------ the driver
 
-    def _open_epoch(self, effect: fx.OpenEpoch) -> None:
-        name = names.epoch_file(self._name, effect.epoch)
-        self._call(
-            effect.session,
-            lambda: self._vault.open_epoch(effect.epoch, name),
-            lambda _: self._handle(ev.EpochOpened(effect.session)),
-        )
-
     def _create_slab(self, effect: fx.CreateSlab) -> None:
         def failed(error: UnderstudyError) -> None:
             is_full = error.code == "gms.device_full"
@@ -224,24 +231,15 @@ class DevicePerformer:
         if unclaimed is not None:
             self._closer.submit(unclaimed.close)
 
-    def _seal_epoch(self, effect: fx.SealEpoch) -> None:
-        self._call(
-            effect.session,
-            lambda: self._vault.seal(effect.epoch, effect.manifest),
-            lambda tensors: self._handle(ev.Sealed(effect.session, tensors)),
-        )
-
-    def _adopt_epoch(self, effect: fx.AdoptEpoch) -> None:
-        fds = self._offered.pop(effect.session, [])
-        self._call(
-            effect.session,
-            lambda: self._vault.adopt(effect.epoch, fds, effect.slab_sizes, effect.manifest),
-            lambda tensors: self._handle(ev.Adopted(effect.session, tensors)),
-        )
-
-    def _call(self, session: int, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+    def _call(
+        self, session: int, work: Callable[[], T], completed: Callable[[T], ev.SessionEvent]
+    ) -> None:
         """Call the driver for a session, which a failure ends."""
-        self._driver.submit(work, done, lambda error: self._handle(ev.DriverFailed(session, error)))
+        self._driver.submit(
+            work,
+            lambda result: self._handle(completed(result)),
+            lambda error: self._handle(ev.DriverFailed(session, error)),
+        )
 
     def _mark_history(self, epoch: str) -> None:
         name = names.epoch_file(self._name, epoch)
