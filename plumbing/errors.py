@@ -1,16 +1,16 @@
-"""Errors that people and programs read: a stable dotted code, one sentence, details.
+"""Errors as users and programs see them: a stable dotted code, one sentence, details.
 
     UnderstudyError            exit 1   the command failed
     ├── UsageError             exit 2   a bad flag, a missing path
-    ├── UnreachableError       exit 3   nobody answers there
+    ├── UnreachableError       exit 3   nothing answers there
     ├── DegradedError          exit 4   it works, without redundancy
     ├── WaitTimeoutError       exit 5   a wait reached its deadline
-    ├── ProtocolError          exit 1   the peer's fault: costs its connection, nothing else
-    └── RemoteError            exit 1   the peer's answer was an error frame
+    ├── ProtocolError          exit 1   the peer's fault: closes its connection only
+    └── RemoteError            exit 1   the peer answered with an error frame
     InvariantError             (not an UnderstudyError) our own fault: crash with a stack trace
 
-The message names the holder or the limit and the way out. HTTP, the command line's `--json` and
-the logs render the same three fields.
+The message names the holder or the limit, and the fix. HTTP, `--json` and the logs have the same
+three fields.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class UnderstudyError(Exception):
-    """An error with a stable `code`, a sentence for people, and machine-readable `details`."""
+    """An error with a stable `code`, a sentence, and machine-readable `details`."""
 
     exit_code = 1
 
@@ -30,7 +30,7 @@ class UnderstudyError(Exception):
         self.details = details
 
     def to_dict(self) -> dict[str, Any]:
-        """`{"code": …, "message": …, "details": {…}}`, the one form in which errors travel."""
+        """`{"code": …, "message": …, "details": {…}}`, the form of errors in JSON."""
         return {"code": self.code, "message": self.message, "details": self.details}
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class WaitTimeoutError(UnderstudyError):
 
 
 class ProtocolError(UnderstudyError):
-    """The peer broke the protocol; its connection is closed and nobody else notices."""
+    """The peer broke the protocol; its connection is closed, and no other is affected."""
 
 
 class RemoteError(UnderstudyError):
@@ -62,4 +62,4 @@ class RemoteError(UnderstudyError):
 
 
 class InvariantError(AssertionError):
-    """Our own fault. Not caught anywhere: a process that is wrong about itself must end."""
+    """Our own fault. Never caught: a process whose state is inconsistent must end."""

@@ -1,6 +1,6 @@
-"""What every command does alike: settings as flags, one sentence per error, one way to run.
+"""What all commands share: settings as flags, one sentence per error, one way to run.
 
-The only file outside the `cli.py` of a package that knows click. An `UnderstudyError` becomes one
+An `UnderstudyError` becomes one
 sentence on stderr and its exit code; any other exception is a bug and keeps its stack trace.
 """
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 OUR_FAULT = 70  # EX_SOFTWARE of sysexits.h
-INTERRUPTED = 130  # what shells report for a program that SIGINT ended
+INTERRUPTED = 130  # what shells report for a program ended by SIGINT
 
 
 def options(declared: Sequence[Option], command: str) -> Callable[[Command], Command]:
@@ -63,8 +63,8 @@ def options(declared: Sequence[Option], command: str) -> Callable[[Command], Com
 def run_async(main: Callable[[], Coroutine[Any, Any, T]], *, as_json: bool = False) -> T:
     """Run `main` on uvloop to its end, with as many descriptors as the machine allows.
 
-    An `UnderstudyError` ends the program as `fail` does, SIGINT with 130. Any other exception, also
-    in a callback of the loop, is our own fault and ends it with its trace.
+    An `UnderstudyError` ends the program as `fail` does, SIGINT with 130. Any other exception, even
+    in a callback of the loop, is our own fault and ends it with a stack trace.
     """
     raise_fd_limit()
     try:
@@ -78,7 +78,7 @@ def run_async(main: Callable[[], Coroutine[Any, Any, T]], *, as_json: bool = Fal
 
 
 def _crash_on_our_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A process that is wrong about itself must not go on, and nothing of it may run any more.
+    """End the process at once: after a bug, nothing of it may run any more.
 
     What the loop reports without an exception, or with a peer's OSError, is only logged.
     """
@@ -92,7 +92,7 @@ def _crash_on_our_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]
 
 
 def plain_errors(function: Command) -> Command:
-    """For commands without `@options`: an `UnderstudyError` ends them with its sentence."""
+    """For commands without `@options`: an `UnderstudyError` ends the program as `fail` does."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **params: Any) -> Any:
@@ -107,7 +107,7 @@ def plain_errors(function: Command) -> Command:
 def fail(error: UnderstudyError, *, as_json: bool = False) -> NoReturn:
     """End the program: `error: <sentence> [<code>]` on stderr, the error's exit code.
 
-    With `as_json` stdout gets `{"error": {code, message, details}}` besides.
+    With `as_json`, stdout also gets `{"error": {code, message, details}}`.
     """
     if as_json:
         click.echo(json.dumps({"error": error.to_dict()}, default=str))

@@ -1,8 +1,11 @@
 """Settings: flag > environment > file > default, each value with where it came from.
 
 A command declares its settings once, as data; `plumbing.service.cli` turns them into flags.
-Must not know any command's settings, nor click. A setting that cannot be understood is refused
-with its origin, so that nobody searches the flags for what an environment variable said.
+Must not know any command's settings, nor click. A bad value is refused with its origin, so that
+it is clear whether a flag, a variable or a file is wrong.
+
+Not by click's `default_map` and `envvar`: that was tried and is longer, because click cuts lists at
+spaces, takes TOML's `true` for 1, and does not say in which file or variable a bad value is.
 """
 
 from __future__ import annotations
@@ -101,15 +104,14 @@ def resolve(
     *,
     command: str = "",
 ) -> Resolved:
-    """Decide every setting.
+    """Determine every setting.
 
     Args:
         flags: by option name; None (or an empty tuple, for `many`) means not given.
         file: a TOML file; its table named `command` is read, the whole file if `command` is "".
 
     Raises:
-        UsageError: a value that is not what its setting takes, an unknown key in the file, a file
-            that is missing or is not TOML.
+        UsageError: a bad value, an unknown key in the file, a file that is missing or not TOML.
     """
     table = _read_table(file, command) if file else {}
     unknown = sorted(set(table) - {option.name for option in options})
@@ -117,7 +119,7 @@ def resolve(
         known = ", ".join(option.name for option in options)
         raise UsageError(
             "config.unknown_key",
-            f"{file} sets {unknown[0]!r} in [{command}], which does not exist; known are {known}",
+            f"unknown setting {unknown[0]!r} in [{command}] of {file}; known are {known}",
             file=file,
             key=unknown[0],
         )
@@ -145,12 +147,12 @@ def size_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = match.group(2).upper() if match else None
     if match is None or unit not in SIZE_UNITS:
-        raise ValueError("a size is a number with one of the units KiB, MiB, GiB, TiB, like 4GiB")
+        raise ValueError("a size is a number and one of the units KiB, MiB, GiB, TiB, such as 4GiB")
     return int(float(match.group(1)) * SIZE_UNITS[unit])
 
 
 def _read_table(file: str, command: str) -> dict[str, Any]:
-    import tomllib  # a process without a configuration file need not carry the parser
+    import tomllib  # only a process with a configuration file loads the parser
 
     try:
         with open(file, "rb") as stream:
@@ -170,28 +172,28 @@ def _read_table(file: str, command: str) -> dict[str, Any]:
 def _convert(option: Option, raw: Any, place: str) -> Any:
     if option.many:
         if isinstance(raw, str) or not isinstance(raw, Sequence):
-            raise _bad(option, raw, place, "it takes a list")
+            raise _bad(option, raw, place, "it must be a list")
         return tuple(_convert_one(option, item, place) for item in raw)
     return _convert_one(option, raw, place)
 
 
 def _convert_one(option: Option, raw: Any, place: str) -> Any:
     if isinstance(raw, bool) != (option.type is bool) and not isinstance(raw, str):
-        raise _bad(option, raw, place, "it takes " + _kind(option))
+        raise _bad(option, raw, place, "it must be " + _kind(option))
     if not isinstance(raw, (str, int, float)):
-        raise _bad(option, raw, place, "it takes " + _kind(option))
+        raise _bad(option, raw, place, "it must be " + _kind(option))
     try:
         value = _to_bool(raw) if option.type is bool else option.type(str(raw))
     except ValueError as error:
-        built_in = option.type in (int, float)  # whose own words are about Python, not about us
-        reason = "it takes " + _kind(option) if built_in else str(error)
+        built_in = option.type in (int, float)  # whose message is about Python
+        reason = "it must be " + _kind(option) if built_in else str(error)
         raise _bad(option, raw, place, reason) from error
     if option.choices and value not in option.choices:
-        raise _bad(option, raw, place, "it takes one of " + ", ".join(option.choices))
+        raise _bad(option, raw, place, "it must be one of " + ", ".join(option.choices))
     if option.minimum is not None and not value >= option.minimum:
-        raise _bad(option, raw, place, f"the least is {option.minimum:g}")
+        raise _bad(option, raw, place, f"the minimum is {option.minimum:g}")
     if option.maximum is not None and not value <= option.maximum:
-        raise _bad(option, raw, place, f"the most is {option.maximum:g}")
+        raise _bad(option, raw, place, f"the maximum is {option.maximum:g}")
     return value
 
 
@@ -202,7 +204,7 @@ def _to_bool(raw: Any) -> bool:
         return True
     if str(raw).lower() in FALSE:
         return False
-    raise ValueError("it takes true or false")
+    raise ValueError("it must be true or false")
 
 
 def _kind(option: Option) -> str:
@@ -210,7 +212,7 @@ def _kind(option: Option) -> str:
         return "true or false"
     if option.type is int:
         return "a whole number"
-    return "a number" if option.type is float else "a text"
+    return "a number" if option.type is float else "a string"
 
 
 def _bad(option: Option, raw: Any, place: str, reason: str) -> UsageError:

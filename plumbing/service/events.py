@@ -1,7 +1,7 @@
-"""The one record of what happened: logs, metrics, status and the event stream derive from it.
+"""The event record of a process, from which logs, metrics, status and the event stream derive.
 
-Owns ids and the bounded ring. Must not know what an event means. Not thread-safe on purpose: a
-process records from one thread, the one that owns its state machine, so ids are the true order.
+Not thread-safe on purpose: a process records from the one thread that owns its state machine, so
+ids are the true order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RING_MAX = 1024  # about an hour of failovers every ten seconds, at some 300 KiB
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened, once."""
+    """Something that happened."""
 
     id: int
     ts: datetime
@@ -44,7 +44,7 @@ class Event:
     data: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as it travels: `mono_ms` is CLOCK_MONOTONIC, `ts` RFC 3339 in UTC."""
+        """The record as JSON: `mono_ms` is CLOCK_MONOTONIC, `ts` RFC 3339 in UTC."""
         return {
             "id": self.id,
             "ts": rfc3339(self.ts),
@@ -61,7 +61,7 @@ Subscriber = Callable[[Event], None]
 
 
 class EventLog:
-    """A ring of events with ids from 1, that writes each to the log and hands it to subscribers."""
+    """A ring of events with ids from 1; each goes to the log and to all subscribers."""
 
     def __init__(self, source: str, clock: Clock, ring_max: int = RING_MAX) -> None:
         self.source = source
@@ -80,7 +80,7 @@ class EventLog:
     ) -> Event:
         """Append one event, log it as one line, then call every subscriber with it.
 
-        `at`: the time of day and the clock's `now_ms` when it happened, if that was not just now.
+        `at`: the time of day and the clock's `now_ms` when it happened, if not now.
         """
         level = SEVERITIES[severity]
         ts, mono_ms = at or (self._clock.wall(), self._clock.now_ms())
@@ -101,10 +101,10 @@ class EventLog:
         return event
 
     def relay(self, record: Mapping[str, Any], data: Mapping[str, Any]) -> Event:
-        """Append what a child process recorded (`Event.to_dict`), with `data` beside its own.
+        """Append what a child process recorded (`Event.to_dict`), with `data` added to its own.
 
-        It keeps its times and its source and gets an id of ours. It is not logged: its own process
-        has done that, mostly into the same stream.
+        It keeps its times and source and gets a new id. It is not logged again: the child has done
+        that, mostly to the same stream.
         """
         self.last_id += 1
         event = Event(
@@ -121,7 +121,7 @@ class EventLog:
         return event
 
     def subscribe(self, callback: Subscriber) -> Callable[[], None]:
-        """Call `callback` with every later event; returns the way to end that (idempotent)."""
+        """Call `callback` with every later event; returns an idempotent function that ends this."""
         self._subscribers.append(callback)
 
         def unsubscribe() -> None:
@@ -133,8 +133,8 @@ class EventLog:
     def since(self, event_id: int) -> list[Event] | None:
         """The events after `event_id`; None if some of them have left the ring.
 
-        None too for an id that was never given out: it is one of an earlier process, whose ids
-        also began at 1. Either way the reader needs a snapshot.
+        Also None for an id that was never assigned: it is from an earlier process, whose ids began
+        at 1, too. Either way the reader needs a snapshot.
         """
         oldest_id = self.last_id - len(self._ring) + 1
         if not oldest_id - 1 <= event_id <= self.last_id:
@@ -142,7 +142,7 @@ class EventLog:
         return list(islice(self._ring, event_id + 1 - oldest_id, None))
 
     def kept_since(self, event_id: int) -> list[Event]:
-        """Those after `event_id` that are still in the ring, for readers that accept a gap."""
+        """The events after `event_id` still in the ring, for readers that accept a gap."""
         return [event for event in self._ring if event.id > event_id]
 
     def newest(self) -> dict[str, Any]:
@@ -153,16 +153,16 @@ class EventLog:
     def _append(self, event: Event) -> None:
         self._ring.append(event)
         for subscriber in tuple(self._subscribers):
-            self._tell(subscriber, event)
+            self._notify(subscriber, event)
 
-    def _tell(self, subscriber: Subscriber, event: Event) -> None:
+    def _notify(self, subscriber: Subscriber, event: Event) -> None:
         try:
             subscriber(event)
         except InvariantError:
             raise
         except Exception:
-            # A listener's bug must not undo what happened, nor hide it from the other listeners;
-            # it is dropped so that the error is reported once, not once per event.
+            # A subscriber's bug must not hide the event from the others. It is dropped, so that the
+            # error is reported once and not for every event.
             logger.exception("a subscriber to events raised and was dropped")
             if subscriber in self._subscribers:
                 self._subscribers.remove(subscriber)

@@ -1,4 +1,4 @@
-"""Small files that must never be seen half-written."""
+"""Small files that are never seen half-written."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def write_atomic(
     """Replace `path` in one step: readers see the old content or the new, also after a power cut.
 
     A dict is written as JSON. The new file is written beside the old one, so it needs room for
-    both. Without `survives_power_cut` nothing waits for the disk: enough for what has no meaning
-    once the machine has gone down.
+    both. Without `survives_power_cut` nothing waits for the disk, which is enough for files that
+    mean nothing after a reboot.
 
     Raises:
-        OSError: no room, no permission: the old content is untouched and nothing is left behind.
+        OSError: no room, no permission; the old content is untouched and no file is left behind.
     """
     if isinstance(content, dict):
         content = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
@@ -43,7 +43,7 @@ def write_atomic(
             os.unlink(temporary)
         raise
     if survives_power_cut:
-        _sync_directory(directory)
+        sync_directory(directory)
 
 
 def read_json(path: str) -> dict[str, Any] | None:
@@ -63,18 +63,17 @@ def read_json(path: str) -> dict[str, Any] | None:
     except ValueError as error:  # also UnicodeDecodeError
         raise _broken(path, str(error)) from error
     if not isinstance(document, dict):
-        raise _broken(path, "it holds no JSON object")
+        raise _broken(path, "it is not a JSON object")
     return document
 
 
 def _broken(path: str, reason: str) -> UnderstudyError:
-    return UnderstudyError(
-        "service.broken_file", f"{path} cannot be understood: {reason}", path=path
-    )
+    return UnderstudyError("service.broken_file", f"{path} is not valid: {reason}", path=path)
 
 
-def _sync_directory(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def sync_directory(directory: str) -> None:
+    """Make the names in `directory` durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

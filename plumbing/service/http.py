@@ -1,8 +1,7 @@
-"""The HTTP side of a process: probes, status, metrics, events and pages, and only reading.
+"""The read-only HTTP server of a process: probes, status, metrics, events and pages.
 
-Probe and status functions are called on the event loop at every request: an answer proves that
-the loop is alive, and it is as fresh as the process knows. They must not block. Whatever changes
-state goes through the Unix sockets, never through here.
+Probe and status functions are called on the event loop at every request, so an answer proves that
+the loop is alive. They must not block. Requests that change state go through the Unix sockets.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service import procfs, sse
 from plumbing.service.events import EventLog
 from plumbing.service.metrics import CONTENT_TYPE, Metrics
-from plumbing.service.page import Page, let_own_pages_read
+from plumbing.service.page import Page, allow_own_pages
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PORT_MAX = 65535
-STOP_GRACE_S = 0.5  # for answers under way, each of which takes milliseconds
+STOP_GRACE_S = 0.5  # for answers in progress, which take milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The answer to one question: yes or no, why in one word, and what a reader needs to know."""
+    """The answer of a probe: yes or no, the reason in one word, and details."""
 
     ok: bool
     reason: str
@@ -45,7 +44,7 @@ class Probe:
 
 
 class HttpServer:
-    """Serves on `host:port` only. `port` 0 takes a free one; `port` tells which after `start`."""
+    """Serves on `host:port`. Port 0 takes a free one; `port` is the actual one after `start`."""
 
     def __init__(
         self,
@@ -75,13 +74,13 @@ class HttpServer:
         """Bind and serve. Loads aiohttp, which holds the loop for 0.1 s: start this early.
 
         Raises:
-            UnderstudyError: `service.port_in_use`, naming the port and who has it.
-            UsageError: `service.cannot_bind`, the address is not one of this machine, or refused.
+            UnderstudyError: `service.port_in_use`, with the port and the process that has it.
+            UsageError: `service.cannot_bind`, not an address of this machine, or no permission.
         """
         from aiohttp import web
 
         if not self.host or not 0 <= self.port <= PORT_MAX:  # "" would bind every interface
-            raise self._cannot_bind("that is no address and port")
+            raise self._cannot_bind("this is not an address and port")
         app = web.Application()
         for name in self._probes:
             app.router.add_get(f"/{name}", self._answer_probe)
@@ -92,14 +91,14 @@ class HttpServer:
         for name in self._pages:
             app.router.add_get(f"/{name}", self._answer_page)
         app.router.add_get("/", self._answer_index)
-        app.on_response_prepare.append(let_own_pages_read)
+        app.on_response_prepare.append(allow_own_pages)
         app.on_shutdown.append(self._cut_streams)
         runner = web.AppRunner(
             app,
             access_log=None,
             logger=logger,
             handle_signals=False,
-            handler_cancellation=True,  # a reader that leaves is known at once, not at a heartbeat
+            handler_cancellation=True,  # a closed connection is noticed at once, not at a heartbeat
             shutdown_timeout=STOP_GRACE_S,
         )
         await runner.setup()
@@ -113,7 +112,7 @@ class HttpServer:
         self.port = runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Stop listening and cut what is still open; idempotent."""
+        """Stop listening and close all connections; idempotent."""
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
@@ -149,7 +148,7 @@ class HttpServer:
         assert self._events is not None  # the route exists only then
         if len(self._streams) >= sse.READERS_MAX:
             self._metrics.limit_hits.labels(limit="event_readers").inc()
-            message = f"{sse.READERS_MAX} readers follow the events already, which is the most"
+            message = f"{sse.READERS_MAX} readers already follow the events, which is the maximum"
             busy = UnderstudyError("service.too_many_readers", message)
             return _json({"error": busy.to_dict()}, status=503)
         task = asyncio.current_task()
@@ -165,7 +164,7 @@ class HttpServer:
             self._streams.discard(task)
 
     async def _cut_streams(self, app: web.Application) -> None:
-        # Event streams never end by themselves; left alone each stop would sit out the grace.
+        # Event streams never end by themselves; every stop would wait for the grace period.
         for task in tuple(self._streams):
             task.cancel()
 
@@ -179,7 +178,7 @@ class HttpServer:
         return UnderstudyError(
             "service.port_in_use",
             f"port {self.port} on {self.host} is in use by {holder}; "
-            "stop that, or choose another with --http-port",
+            "stop it, or choose another port with --http-port",
             host=self.host,
             port=self.port,
             pid=pid,
@@ -196,7 +195,7 @@ class HttpServer:
 
 
 class _NoPeerFaults(logging.Filter):
-    """Bytes that are no HTTP are their sender's fault: it gets 400, we need no stack trace."""
+    """Malformed HTTP is the sender's fault: it gets 400, and no stack trace is logged."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         from aiohttp.http_exceptions import HttpProcessingError

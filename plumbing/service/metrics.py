@@ -1,8 +1,8 @@
-"""Prometheus metrics, one registry per process: zeros from the first scrape, never absent.
+"""Prometheus metrics, one registry per process: zero from the first scrape, never absent.
 
-A metric that appears only when something happened cannot be alerted on: `rate()` over nothing is
-nothing. So every metric with labels is declared with the values it knows, and these are exported
-as zeros at once. States are gauges with a label `state`, one of them 1 (prometheus_client's own
+An alert cannot use a metric that appears only after something has happened: `rate()` over nothing
+is nothing. So a metric with labels is declared with their known values, which are exported as zeros
+at once. States are gauges with a label `state`, one of them 1 (prometheus_client's own
 Enum repeats the metric's name as the label).
 """
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -39,10 +40,11 @@ DURATION_BUCKETS_S = (
 disable_created_metrics()  # type: ignore[no-untyped-call] # the library has no annotation here
 
 Values = Mapping[str, Sequence[str]]
+M = TypeVar("M", Gauge, Counter, Histogram)
 
 
 class OneHot:
-    """A gauge per state, of which exactly one is 1 once `set` was called for these labels."""
+    """One gauge per state; exactly one is 1 once `set` has been called for these labels."""
 
     def __init__(self, gauge: Gauge, states: Sequence[str]) -> None:
         self._gauge = gauge
@@ -51,12 +53,12 @@ class OneHot:
     def set(self, state: str, **labels: str) -> None:
         """Make `state` the current one for `labels`, all labels but `state` given."""
         if state not in self.states:
-            raise ValueError(f"{state!r} is none of {', '.join(self.states)}")
+            raise ValueError(f"{state!r} is not one of {', '.join(self.states)}")
         for each in self.states:
             self._gauge.labels(state=each, **labels).set(1 if each == state else 0)
 
     def clear(self, **labels: str) -> None:
-        """No state is current for `labels`: what they name is gone."""
+        """No state is current for `labels` any more: what they name no longer exists."""
         for each in self.states:
             self._gauge.labels(state=each, **labels).set(0)
 
@@ -74,12 +76,14 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(namespace=PREFIX, registry=self.registry)
         self._build = self.gauge(
-            "build_info", "What runs here; always 1.", ("version", "commit", "python", "driver")
+            "build_info",
+            "Version of this process; always 1.",
+            ("version", "commit", "python", "driver"),
         )
         self.build_info()
         self.limit_hits = self.counter(
             "limit_hits_total",
-            "Times that a limit was reached, by limit.",
+            "Number of times a limit was reached, by limit.",
             ("limit",),
             {"limit": limits},
         )
@@ -92,9 +96,7 @@ class Metrics:
         values: Values | None = None,
     ) -> Gauge:
         metric = Gauge(name, help_text, labels, namespace=PREFIX, registry=self.registry)
-        for known in _products(labels, values):
-            metric.labels(**known)
-        return metric
+        return _with_zeros(metric, labels, values)
 
     def counter(
         self,
@@ -105,9 +107,7 @@ class Metrics:
     ) -> Counter:
         """A counter; `_total` is appended where `name` lacks it."""
         metric = Counter(name, help_text, labels, namespace=PREFIX, registry=self.registry)
-        for known in _products(labels, values):
-            metric.labels(**known)
-        return metric
+        return _with_zeros(metric, labels, values)
 
     def histogram(
         self,
@@ -120,9 +120,7 @@ class Metrics:
         metric = Histogram(
             name, help_text, labels, namespace=PREFIX, registry=self.registry, buckets=buckets
         )
-        for known in _products(labels, values):
-            metric.labels(**known)
-        return metric
+        return _with_zeros(metric, labels, values)
 
     def one_hot(
         self,
@@ -137,7 +135,7 @@ class Metrics:
         return OneHot(self.gauge(name, help_text, (*labels, "state"), known), states)
 
     def build_info(self, driver: str = "none") -> None:
-        """Say what runs here; again once the GPU driver's version is known."""
+        """Export the version; called again once the GPU driver's version is known."""
         self._build.clear()
         self._build.labels(**build_info(), driver=driver).set(1)
 
@@ -147,11 +145,12 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def _products(labels: Sequence[str], values: Values | None) -> Iterator[dict[str, str]]:
-    if not labels or values is None or any(label not in values for label in labels):
-        return
-    for combination in itertools.product(*(values[label] for label in labels)):
-        yield dict(zip(labels, combination, strict=True))
+def _with_zeros(metric: M, labels: Sequence[str], values: Values | None) -> M:
+    """`metric`, exporting zeros for every combination of the labels' known values."""
+    if labels and values is not None and all(label in values for label in labels):
+        for known in itertools.product(*(values[label] for label in labels)):
+            metric.labels(*known)
+    return metric
 
 
 def build_info() -> dict[str, str]:

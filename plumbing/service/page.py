@@ -1,10 +1,9 @@
-"""A static page for a browser: its bytes, and the rules under which a browser may show it.
+"""A static page for a browser, and its security policy.
 
-Owns who may read what. A page runs exactly the script and the style that it came with (their
-hashes are in its policy) and speaks to nobody but the host that it came from, on any port, because
-the parts of a pod are ports of one host. The other way round, a part answers scripts of pages from
-its own host, and only those: a page that somebody has open from elsewhere learns nothing of the
-pod. All of it only reads.
+A page runs only the script and style that it contains (their hashes are in its policy) and connects
+only to the host that it came from, on any port, because the parts of a pod are ports of one host.
+In turn, a part answers scripts of pages from its own host only, so that a page from elsewhere
+cannot read the status of a pod.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _AUTHORITY = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One HTML file. `load` it once: the file may change under a running process."""
+    """One HTML file. `load` it once: the file may change while the process runs."""
 
     body: bytes
-    hashes: Mapping[str, str]  # of what stands in it: "'sha256-…' …" for script and for style
+    hashes: Mapping[str, str]  # of its content: "'sha256-…' …" for script and for style
 
     @classmethod
     def load(cls, path: Path) -> Page:
-        """Read the page at `path`, which belongs to the program: without it nothing should run."""
+        """Read the page at `path`, a file of the program."""
         body = path.read_bytes()
         found: dict[str, list[str]] = {"script": [], "style": []}
         for kind, content in _INLINE.findall(body.decode()):
@@ -42,7 +41,7 @@ class Page:
         return cls(body, {kind: " ".join(each) or "'none'" for kind, each in found.items()})
 
     def headers(self, authority: str) -> dict[str, str]:
-        """What it is sent with to a browser that asked `authority`, the request's Host."""
+        """Its headers for a browser that requested it from `authority` (Host)."""
         host = host_of(authority)
         ports = f" http://{host}:*" if host else ""
         policy = (
@@ -50,25 +49,25 @@ class Page:
             f"script-src {self.hashes['script']}",
             f"style-src {self.hashes['style']}",
             f"connect-src 'self'{ports}",
-            "img-src data:",  # an empty icon, or the browser asks for one
+            "img-src data:",  # an empty icon, or the browser requests one
         )
         return {
             "Content-Type": "text/html; charset=utf-8",
             "Content-Security-Policy": "; ".join(policy),
-            "Cache-Control": "no-cache",  # after an upgrade the next look is at the new page
+            "Cache-Control": "no-cache",  # after an upgrade the new page is shown
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
         }
 
 
 def host_of(authority: str) -> str | None:
-    """`127.0.0.1` of `127.0.0.1:9400`; None if that is no host and port."""
+    """`127.0.0.1` of `127.0.0.1:9400`; None if it is not a host and port."""
     found = _AUTHORITY.fullmatch(authority)
     return found[1].lower() if found else None
 
 
-async def let_own_pages_read(request: web.Request, response: web.StreamResponse) -> None:
-    """Say to a browser that a page from this host, whatever its port, may read this answer."""
+async def allow_own_pages(request: web.Request, response: web.StreamResponse) -> None:
+    """Allow pages from this host, whatever their port, to read this answer."""
     origin = request.headers.get("Origin", "")
     host = host_of(origin.removeprefix("http://"))
     if host is not None and host == host_of(request.headers.get("Host", "")):

@@ -59,12 +59,6 @@ def parent(pid: int) -> int | None:
     return None if fields is None else int(fields[1])
 
 
-def start_time(pid: int) -> int | None:
-    """When `pid` started, in clock ticks since boot: with the pid, it tells two processes apart."""
-    fields = _stat(pid)
-    return None if fields is None else int(fields[19])
-
-
 def rss_bytes(pid: int) -> int | None:
     """Resident memory of `pid`."""
     fields = _read(f"/proc/{pid}/statm").split()

@@ -1,4 +1,4 @@
-"""Signals as messages: a handler only enqueues, one task decides what they mean."""
+"""Signals as messages: the handler only enqueues, and one task decides what they mean."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 class SignalInbox:
-    """The signals that this process got, in order.
+    """The signals that this process has received, in order.
 
-    While it is open, `signals` no longer have their default action: a second SIGTERM is a second
-    message, not a death.
+    While it is open, `signals` do not have their default action: a second SIGTERM is a second
+    message and does not end the process.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class SignalInbox:
         return await self._queue.get()
 
     def close(self) -> None:
-        """Give the signals their default action back."""
+        """Restore the default actions."""
         for signum in self._signals:
             self._loop.remove_signal_handler(signum)
 
 
 async def wait_signals(signals: Sequence[int] = ENDING) -> int:
-    """The first of `signals` to come; after it, they have their default action again."""
+    """The first of `signals` to arrive; afterwards they have their default action again."""
     inbox = SignalInbox(signals=signals)
     try:
         return await inbox.get()

@@ -1,14 +1,10 @@
-"""A small record on disk that a full disk cannot stop: one preallocated file, two slots in turn.
+"""A small record that can be written even on a full disk: one preallocated file with two slots.
 
-Owns bytes and their checksums. Must not know what a record means: it is text of the caller's.
-
-The surprising things:
-
-- A write never needs room: the file has its full size from the start (writing a new file and
-  renaming it failed on a full disk).
-- Both slots are valid from the moment the file exists. So one bad slot means that something was
-  lost, perhaps the newest record; what follows from that is the caller's to say.
-- A failed write is repeated into the same slot; the other one is never touched in between.
+- A write never needs room: the file has its full size from the start. (Writing a new file and
+  renaming it failed on a full disk.)
+- Both slots are valid from the moment the file exists. So one bad slot means that a record was
+  lost, perhaps the newest; the caller decides what follows from that.
+- A failed write is repeated into the same slot; the other slot is untouched meanwhile.
 """
 
 from __future__ import annotations
@@ -22,6 +18,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from plumbing.service.files import sync_directory
+
 SLOT_BYTES = 4096  # one page
 FILE_BYTES = 2 * SLOT_BYTES
 ASIDE_MAX = 20  # unreadable files kept; a loop of failing starts must not fill the disk
@@ -31,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SlotFormat:
-    """How the slots of one kind of file look; `magic` names the kind and its version."""
+    """The layout of the slots of one kind of file; `magic` names the kind and its version."""
 
     magic: str
 
@@ -62,10 +60,10 @@ class SlotFormat:
         return (sequence, text) if is_true else None
 
     def create(self, path: str, text: bytes) -> None:
-        """Make the file whole, with `text` in both slots, before it has its name.
+        """Create the file with `text` in both slots; it gets its name when it is complete.
 
         Raises:
-            OSError: no room, no permission; nothing is left behind.
+            OSError: no room, no permission; no file is left behind.
         """
         fresh = f"{path}.new"
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -81,14 +79,14 @@ class SlotFormat:
             raise
         finally:
             os.close(fd)
-        _sync_directory(path)
+        sync_directory(os.path.dirname(path) or ".")
 
 
 class SlotFile:
-    """An open file with slots, under flock. `write` is durable when it returns."""
+    """An open file with slots, under flock. A `write` is durable when it returns."""
 
     def __init__(self, path: str, form: SlotFormat) -> None:
-        """Open and lock the file that is there; the newest sequence counts.
+        """Open and lock an existing file; the newest sequence counts.
 
         Raises:
             OSError: it cannot be opened; BlockingIOError: another process has locked it.
@@ -107,8 +105,8 @@ class SlotFile:
     def write(self, text: bytes, check_place: Callable[[], None] | None = None) -> None:
         """Write the next slot and wait for the disk.
 
-        A file that was removed or replaced meanwhile is made anew, unless `check_place` raises:
-        what goes to a file without a name is gone with this process.
+        A file that was removed or replaced meanwhile is created anew, unless `check_place` raises:
+        a record in a file without a name would be lost with this process.
 
         Raises:
             OSError: it may or may not be on disk; write again before anything depends on it.
@@ -116,7 +114,7 @@ class SlotFile:
         if not self._is_ours():
             if check_place is not None:
                 check_place()
-            logger.warning("%s was removed or replaced; it is made anew", self.path)
+            logger.warning("%s was removed or replaced; it is created anew", self.path)
             self._replace(text)
             return
         sequence = self._sequence + 1
@@ -127,7 +125,7 @@ class SlotFile:
         self._sequence = sequence
 
     def close(self) -> None:
-        """Let go of the file; again is harmless."""
+        """Close the file; idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -141,7 +139,7 @@ class SlotFile:
 
     def _replace(self, text: bytes) -> None:
         if os.path.lexists(self.path):
-            os.close(_open_locked(self.path))  # BlockingIOError: somebody works with it
+            os.close(_open_locked(self.path))  # BlockingIOError: another process uses it
             put_aside(self.path)
         self._form.create(self.path, text)
         fd = _open_locked(self.path)
@@ -150,9 +148,9 @@ class SlotFile:
 
 
 def put_aside(path: str) -> str:
-    """Give what could not be read a second name; the first one goes when the new file takes it.
+    """Give an unreadable file a second name; a new file will take over its first name.
 
-    Linked, not moved: a crash in between must not lose what can still be read of it.
+    Linked, not moved: a crash in between must not lose what is still readable in it.
     """
     names = [f"{path}.unreadable-{number}" for number in range(1, ASIDE_MAX + 1)]
     aside = next((name for name in names if not os.path.lexists(name)), names[-1])
@@ -174,11 +172,3 @@ def _open_locked(path: str) -> int:
 
 def _checksum(sequence: int, text: bytes) -> str:
     return hashlib.sha256(b"%d\n%s" % (sequence, text)).hexdigest()
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

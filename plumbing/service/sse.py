@@ -1,11 +1,11 @@
 """The event stream, `/events`: server-sent events with a snapshot first and resumption by id.
 
-Owns one bounded queue per reader. A reader that is slower than events come loses its oldest ones
-and is told how many (`event: dropped`); it can then ask again from the last id it saw. Nothing a
-reader does can slow the process down or make it keep more than the queue.
+There is one bounded queue per reader. A reader that is too slow loses the oldest events in it and
+gets their number (`event: dropped`); it can then reconnect from the last id it saw. No reader can
+slow the process down.
 
-The snapshot's `id:` is where its reader stands, which for one that resumes is the id it asked to
-resume from and not the newest: a stream that breaks during the replay then resumes there.
+The snapshot's `id:` is the reader's position. For a reader that resumes, that is the id it resumes
+from and not the newest: a stream that breaks during the replay then resumes there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 HEARTBEAT_S = 15.0  # below the 30–60 s after which proxies cut a silent connection
-QUEUE_MAX = 256  # events kept for a reader that does not read; about 80 KiB
-DIGITS_MAX = 19  # of an id; int() takes some thousand, and no more
-READERS_MAX = 32  # people with a page open, and a few programs
+QUEUE_MAX = 256  # events kept for a slow reader; about 80 KiB
+DIGITS_MAX = 19  # of an id; int() refuses more than some thousand digits
+READERS_MAX = 32  # open pages and a few programs
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which events a reader asked for: `types` are globs, none means all."""
+    """The events that a reader asked for: `types` are globs, none means all."""
 
     types: tuple[str, ...] = ()
     min_severity: str = "debug"
@@ -54,7 +54,7 @@ class Filter:
         return not self.types or any(fnmatchcase(event.type, glob) for glob in self.types)
 
 
-class SseReader:
+class EventQueue:
     """The queue between the event log and one connection."""
 
     def __init__(self, wanted: Filter, queue_max: int) -> None:
@@ -67,12 +67,12 @@ class SseReader:
         if not self._wanted.wants(event):
             return
         if len(self._queue) == self._queue.maxlen:
-            self.dropped += 1  # the deque lets go of its oldest by itself
+            self.dropped += 1  # the deque drops its oldest by itself
         self._queue.append(event)
         self._arrived.set()
 
     async def frames(self, heartbeat_s: float) -> bytes:
-        """Everything that waits, as one piece; a heartbeat if nothing comes for `heartbeat_s`."""
+        """The next event and any notice of drops; a heartbeat if none comes in `heartbeat_s`."""
         if not self._queue:
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
@@ -84,7 +84,7 @@ class SseReader:
         if self.dropped:
             parts.append(frame("dropped", {"dropped": self.dropped}))
             self.dropped = 0
-        # One at a time while the connection is slow, so that what is lost is lost here, counted.
+        # One at a time, so that a slow connection loses events here, where they are counted.
         parts.append(event_frame(self._queue.popleft()))
         return b"".join(parts)
 
@@ -107,10 +107,10 @@ async def stream(
     heartbeat_s: float = HEARTBEAT_S,
     queue_max: int = QUEUE_MAX,
 ) -> web.StreamResponse:
-    """Answer one reader until it leaves.
+    """Answer one reader until it disconnects.
 
     Raises:
-        UsageError: a query that is not understood.
+        UsageError: an invalid query.
     """
     from aiohttp import web
 
@@ -128,8 +128,8 @@ async def stream(
     # From here to the subscription nothing awaits: no event falls between snapshot and stream.
     missed = events.since(position) if position is not None else None
     snapshot = {**status(), "as_of_event_id": events.last_id}
-    reader = SseReader(wanted, queue_max)
-    unsubscribe = events.subscribe(reader.put)
+    queue = EventQueue(wanted, queue_max)
+    unsubscribe = events.subscribe(queue.put)
     stands_at = events.last_id if position is None or missed is None else position
     try:
         await response.write(frame("snapshot", snapshot, stands_at))
@@ -137,9 +137,9 @@ async def stream(
             if wanted.wants(event):
                 await response.write(event_frame(event))
         while True:
-            await response.write(await reader.frames(heartbeat_s))
+            await response.write(await queue.frames(heartbeat_s))
     except ConnectionError:
-        return response  # it left
+        return response  # it disconnected
     finally:
         unsubscribe()
 
@@ -148,5 +148,5 @@ def _position(text: str | None) -> int | None:
     if text is None:
         return None
     if not text.isascii() or not text.isdigit() or len(text) > DIGITS_MAX:
-        raise UsageError("service.bad_since", f"since is {text!r}; it takes the id of an event")
+        raise UsageError("service.bad_since", f"since is {text!r}; it must be the id of an event")
     return int(text)

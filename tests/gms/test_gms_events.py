@@ -17,7 +17,6 @@ from gms.server.metrics import GmsMetrics
 from gms.server.supervisor import Child
 from plumbing.errors import UnderstudyError
 from plumbing.part.observers import KEPT_BYTES_MAX, Observers
-from plumbing.service.clock import FakeClock
 from plumbing.service.events import EventLog
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import Connection
@@ -25,6 +24,7 @@ from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
+from tests.fake_clock import FakeClock
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.gms.test_gms_supervisor import Serve
 from tests.helpers import auntil, until

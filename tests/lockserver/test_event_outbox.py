@@ -6,8 +6,8 @@ import asyncio
 
 from lockserver.core.events import Happened
 from lockserver.server.event_outbox import EventOutbox
-from plumbing.service.clock import FakeClock
 from plumbing.service.events import Event, EventLog
+from tests.fake_clock import FakeClock
 from tests.helpers import auntil
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from plumbing.errors import UnreachableError
 from plumbing.part.observe import EventMsg, StatusReplyMsg
-from plumbing.service.clock import FakeClock
+from tests.fake_clock import FakeClock
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.helpers import auntil
 from understudy.status.events import FollowedPart, follow_events

@@ -5,7 +5,8 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from plumbing.service.clock import FakeClock, SystemClock, rfc3339
+from plumbing.service.clock import SystemClock, rfc3339
+from tests.fake_clock import FakeClock
 
 
 def test_system_clock_is_clock_monotonic_and_utc():

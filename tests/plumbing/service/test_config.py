@@ -87,17 +87,17 @@ def test_describe_lists_every_setting_in_order():
 @pytest.mark.parametrize(
     ("name", "raw", "reason"),
     [
-        ("http_port", "many", "it takes a whole number"),
-        ("http_port", "1.5", "it takes a whole number"),
-        ("http_port", "65536", "the most is 65535"),
-        ("http_port", "-1", "the least is 0"),
-        ("window_ms", "soon", "it takes a number"),
-        ("memory", "disk", "it takes one of host, cuda"),
-        ("verify", "perhaps", "it takes true or false"),
+        ("http_port", "many", "it must be a whole number"),
+        ("http_port", "1.5", "it must be a whole number"),
+        ("http_port", "65536", "the maximum is 65535"),
+        ("http_port", "-1", "the minimum is 0"),
+        ("window_ms", "soon", "it must be a number"),
+        ("memory", "disk", "it must be one of host, cuda"),
+        ("verify", "perhaps", "it must be true or false"),
         ("device_bytes", "4GB", "one of the units KiB, MiB, GiB, TiB"),
     ],
 )
-def test_bad_value_names_the_origin_and_the_mend(name, raw, reason):
+def test_bad_value_names_its_origin_and_the_reason(name, raw, reason):
     """Goal: nobody searches in the wrong place; method: the same value as flag and variable."""
     flag = "--" + name.replace("_", "-")
     with pytest.raises(UsageError, match=reason) as by_flag:

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from plumbing.errors import InvariantError
-from plumbing.service.clock import FakeClock
 from plumbing.service.events import EventLog
+from tests.fake_clock import FakeClock
 
 
 def make_log(ring_max=4):

@@ -101,6 +101,6 @@ def test_read_json_tells_missing_from_broken(tmp_path):
     for content in (b"", b'{"a": ', b"[1]", b"\xff\xfe"):
         path = tmp_path / "broken.json"
         path.write_bytes(content)
-        with pytest.raises(UnderstudyError, match="cannot be understood") as caught:
+        with pytest.raises(UnderstudyError, match="is not valid") as caught:
             read_json(str(path))
         assert caught.value.code == "service.broken_file"

@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.service.clock import FakeClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.metrics import Metrics
+from tests.fake_clock import FakeClock
 from tests.helpers import auntil, open_fds
 
 

@@ -73,7 +73,7 @@ def test_one_hot_has_every_state_and_at_most_one():
 def test_one_hot_refuses_a_state_it_does_not_know():
     """Goal: bounded label values; method: a typo."""
     state = Metrics().one_hot("x_state", "h", ("init",))
-    with pytest.raises(ValueError, match="none of init"):
+    with pytest.raises(ValueError, match="not one of init"):
         state.set("inti")
 
 

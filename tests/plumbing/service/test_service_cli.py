@@ -95,7 +95,7 @@ def test_no_summary_of_a_command_is_cut_at_80_columns(program):
     ("args", "exit_code", "sentence"),
     [
         (("--http-port", "1"), 1, "error: port 1 is in use. [service.port_in_use]\n"),
-        (("--http-port", "x"), 2, "error: --http-port is 'x': it takes a whole number"),
+        (("--http-port", "x"), 2, "error: --http-port is 'x': it must be a whole number"),
         (("--config", "/none"), 2, "error: cannot read /none: No such file or directory"),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 
 from plumbing.errors import UsageError
 from plumbing.service import sse
-from plumbing.service.clock import FakeClock
 from plumbing.service.events import EventLog
+from tests.fake_clock import FakeClock
 from tests.helpers import auntil, open_fds
 from tests.plumbing.service.test_http import fetch, serving
 
