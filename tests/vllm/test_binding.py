@@ -23,7 +23,7 @@ from torch import nn
 
 from engine.backends.vllm.worker import sharing
 from engine.backends.vllm.worker.binding import Binding, forms_of
-from engine.backends.vllm.worker.model_load import Registries, RegistrySnapshot
+from engine.backends.vllm.worker.model_load import Registries
 from engine.backends.vllm.worker.pulse import Meter
 from engine.backends.vllm.worker.rehome import ABOUT, About, name_in_epoch, rehome
 from engine.backends.vllm.worker.tensors import Layout, bytes_of, tensor_at
@@ -309,7 +309,7 @@ def test_registries_are_put_back_as_they_were():
     before = registries.snapshot()
     layers["b"] = 2
     experts.append("b")
-    registries.restore(RegistrySnapshot(before.layers, before.expert_layers, before.rotary))
+    registries.restore(before)
     assert (layers, experts) == ({"a": 1}, ["a"])
     assert compilation.static_forward_context is layers
 

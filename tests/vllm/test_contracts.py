@@ -15,6 +15,8 @@ from engine.backends.vllm.contract_forms import Contract, exists
 from engine.backends.vllm.contract_list import CONTRACTS, PLACES
 from engine.backends.vllm.contracts import Sources
 
+EACH = [contract for contracts_of_file in CONTRACTS.values() for contract in contracts_of_file]
+
 
 class Altered(Sources):
     """vLLM's sources, with `instead` in the place of one class or function."""
@@ -50,11 +52,11 @@ def test_the_installed_vllm_keeps_every_contract(whole):
 
 def test_contracts_name_files_of_ours_that_exist():
     """Whoever reads a report must find the file that needs what is broken."""
-    users = {contract.user for contract in CONTRACTS} | {user for _, user, _ in PLACES}
+    users = set(CONTRACTS) | {user for _, user, _ in PLACES}
     assert {user for user in users if not os.path.exists(f"{contracts.HERE}/{user}")} == set()
 
 
-@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+@pytest.mark.parametrize("contract", EACH, ids=lambda contract: contract.name)
 def test_each_contract_fails_with_its_name(whole, contract: Contract):
     """Take out what a contract names: its name is in the report. Give it another form: likewise,
     unless being there is all that is asked of it."""
@@ -81,7 +83,7 @@ def test_a_name_that_is_in_none_of_its_places_is_named(whole, name: str, monkeyp
 def test_an_import_that_is_gone_is_named(tmp_path, capsys, whole):
     """Copy the files that are imported from, without one of them, and ask by the command line: exit
     code 1, and every name that cannot be imported is said with the file that wants it."""
-    files = {"__init__.py", *(contract.file for contract in CONTRACTS)}
+    files = {"__init__.py", *(contract.file for contract in EACH)}
     for _, module, _ in contracts.imported():
         base = module.removeprefix("vllm").lstrip(".").replace(".", "/")
         files |= {f"{base}.py", f"{base}/__init__.py".lstrip("/")}

@@ -13,18 +13,17 @@ Check = Callable[[Node], bool]
 @dataclass(frozen=True, slots=True)
 class Contract:
     """`name` says what holds: the class or function `qualname` of vLLM's `file` has the form that
-    `check` asks for. `user` is our file that relies on it."""
+    `check` asks for."""
 
     name: str
-    user: str
     file: str
     qualname: str
     check: Check
 
 
-def within(file: str) -> Callable[[str, str, str, Check], Contract]:
+def within(file: str) -> Callable[[str, str, Check], Contract]:
     """Makes the contracts with one file of vLLM's."""
-    return lambda name, user, qualname, check: Contract(name, user, file, qualname, check)
+    return lambda name, qualname, check: Contract(name, file, qualname, check)
 
 
 def exists(node: Node) -> bool:

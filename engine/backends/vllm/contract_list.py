@@ -7,6 +7,7 @@ what must hold, our file that needs it, and where it is.
 from __future__ import annotations
 
 from engine.backends.vllm.contract_forms import (
+    Contract,
     abstract_only,
     contains,
     exists,
@@ -74,260 +75,231 @@ PLACES = (
     ),
 )
 
-CONTRACTS = (
-    # ---------------------------------------------------------------- the plugin
-    engine_core(
-        "plugins are loaded in the engine core before it has workers",
-        "worker/plugin.py",
-        "EngineCore.__init__",
-        contains("load_general_plugins()"),
-    ),
-    worker_base(
-        "plugins are loaded in a worker, which resolves its class by name",
-        "worker/plugin.py",
-        "WorkerWrapperBase.init_worker",
-        contains("load_general_plugins()", "resolve_obj_by_qualname"),
-    ),
-    loaders(
-        "a loader is registered by its load format",
-        "worker/plugin.py",
-        "register_model_loader",
-        takes("load_format"),
-    ),
-    multiproc(
-        "workers are processes named VllmWorker-<rank>",
-        "worker/membership.py",
-        "WorkerProc.make_worker_process",
-        contains("VllmWorker-{rank}"),
-    ),
-    # ---------------------------------------------------------------- weights
-    loader(
-        "a model loader must have download_model and load_weights, no more",
-        "worker/weights.py",
-        "BaseModelLoader",
-        abstract_only("download_model", "load_weights"),
-    ),
-    loader(
-        "a model loader is asked for a whole model",
-        "worker/weights.py",
-        "BaseModelLoader.load_model",
-        takes("vllm_config", "model_config", "prefix"),
-    ),
-    loader_utils(
-        "a model is created without its weights",
-        "worker/weights.py",
-        "initialize_model",
-        takes("vllm_config", "prefix", "model_config"),
-    ),
-    loader_utils(
-        "weights are processed after they are loaded, by one function",
-        "worker/weights.py",
-        "process_weights_after_loading",
-        takes("model", "model_config", "target_device"),
-    ),
-    quantisation(
-        "a quantisation method declares whether processed weights can be shared",
-        "worker/sharing.py",
-        "QuantizeMethodBase",
-        contains("supports_pre_processed_weights"),
-    ),
-    layer_utils(
-        "the CPU build computes an unquantised layer with its cpu_linear",
-        "worker/sharing.py",
-        "cpu_unquantized_gemm",
-        contains("layer.cpu_linear(x, weight, bias)"),
-    ),
-    linear(
-        "the CPU build packs an unquantised layer where its method processes weights",
-        "worker/sharing.py",
-        "UnquantizedLinearMethod.process_weights_after_loading",
-        contains("dispatch_cpu_unquantized_gemm("),
-    ),
-    embedding(
-        "the CPU build packs an embedding where its method processes weights",
-        "worker/sharing.py",
-        "UnquantizedEmbeddingMethod.process_weights_after_loading",
-        contains("dispatch_cpu_unquantized_gemm("),
-    ),
-    loader(
-        "a loader creates its model in a method of its own",
-        "worker/weights.py",
-        "BaseModelLoader.load_model",
-        contains("self.create_model("),
-    ),
-    compilation(
-        "a model's layers are registered in its compilation configuration",
-        "worker/model_load.py",
-        "CompilationConfig",
-        contains("static_forward_context:", "static_all_moe_layers:"),
-    ),
-    worker_base(
-        "a worker knows the address at which its ranks meet",
-        "worker/worker.py",
-        "WorkerBase.__init__",
-        contains("self.distributed_init_method = distributed_init_method"),
-    ),
-    # ---------------------------------------------------------------- the worker
-    gpu_worker(
-        "a worker supplies the context in which its KV cache is allocated",
-        "worker/worker.py",
-        "Worker._maybe_get_memory_pool_context",
-        takes_only("tag"),
-    ),
-    gpu_worker(
-        "a worker passes that context to its model runner",
-        "worker/worker.py",
-        "Worker.initialize_from_config",
-        contains("_maybe_get_memory_pool_context", "'kv_cache'", "kv_cache_allocation_context="),
-    ),
-    worker_utils(
-        "a KV cache is one buffer", "worker/kv_arena.py", "allocate_kv_cache", one_zeros_of_int8
-    ),
-    gpu_runner(
-        "the runner of version 1 allocates inside the context",
-        "worker/kv_arena.py",
-        "GPUModelRunner.initialize_kv_cache_tensors",
-        contains("with allocation_context", "allocate_kv_cache("),
-    ),
-    attention_utils(
-        "the runner of version 2 allocates inside the context",
-        "worker/kv_arena.py",
-        "init_kv_cache",
-        contains("with allocation_context", "allocate_kv_cache("),
-    ),
-    gpu_worker(
-        "a worker's memory is not measured when its KV cache has a given size",
-        "worker/worker.py",
-        "Worker.determine_available_memory",
-        contains("kv_cache_memory_bytes"),
-    ),
-    engine_core(
-        "the engine core registers KV cache kinds, sets the workers' layout, plans the cache",
-        "kv_size.py",
-        "EngineCore._initialize_kv_caches",
-        lambda node: (
-            contains("register_all_kvcache_specs(vllm_config)", "set_kv_cache_layout(")(node)
-            and (contains(KV_PLAN)(node) or contains(*KV_PLAN_OF_GROUPS)(node))
+# By our file that relies on them.
+CONTRACTS: dict[str, tuple[Contract, ...]] = {
+    "worker/plugin.py": (
+        engine_core(
+            "plugins are loaded in the engine core before it has workers",
+            "EngineCore.__init__",
+            contains("load_general_plugins()"),
+        ),
+        worker_base(
+            "plugins are loaded in a worker, which resolves its class by name",
+            "WorkerWrapperBase.init_worker",
+            contains("load_general_plugins()", "resolve_obj_by_qualname"),
+        ),
+        loaders(
+            "a loader is registered by its load format",
+            "register_model_loader",
+            takes("load_format"),
         ),
     ),
-    gpu_worker(
-        "a worker knows its layers' KV cache",
-        "worker/worker.py",
-        "Worker.get_kv_cache_spec",
-        takes_only(),
+    "worker/membership.py": (
+        multiproc(
+            "workers are processes named VllmWorker-<rank>",
+            "WorkerProc.make_worker_process",
+            contains("VllmWorker-{rank}"),
+        ),
     ),
-    gpu_worker(
-        "a worker sleeps at a level", "worker/worker.py", "Worker.sleep", takes_only("level")
+    "worker/weights.py": (
+        loader(
+            "a model loader must have download_model and load_weights, no more",
+            "BaseModelLoader",
+            abstract_only("download_model", "load_weights"),
+        ),
+        loader(
+            "a model loader is asked for a whole model",
+            "BaseModelLoader.load_model",
+            takes("vllm_config", "model_config", "prefix"),
+        ),
+        loader_utils(
+            "a model is created without its weights",
+            "initialize_model",
+            takes("vllm_config", "prefix", "model_config"),
+        ),
+        loader_utils(
+            "weights are processed after they are loaded, by one function",
+            "process_weights_after_loading",
+            takes("model", "model_config", "target_device"),
+        ),
+        loader(
+            "a loader creates its model in a method of its own",
+            "BaseModelLoader.load_model",
+            contains("self.create_model("),
+        ),
     ),
-    gpu_worker("a worker wakes by tags", "worker/worker.py", "Worker.wake_up", takes_only("tags")),
-    gpu_worker(
-        "a worker discards by tags", "worker/worker.py", "Worker.discard", takes_only("tags")
+    "worker/model_load.py": (
+        compilation(
+            "a model's layers are registered in its compilation configuration",
+            "CompilationConfig",
+            contains("static_forward_context:", "static_all_moe_layers:"),
+        ),
     ),
-    gpu_worker(
-        "a worker's KV cache is set up from one configuration",
-        "worker/worker.py",
-        "Worker.initialize_from_config",
-        takes("kv_cache_config"),
+    "worker/sharing.py": (
+        quantisation(
+            "a quantisation method declares whether processed weights can be shared",
+            "QuantizeMethodBase",
+            contains("supports_pre_processed_weights"),
+        ),
+        layer_utils(
+            "the CPU build computes an unquantised layer with its cpu_linear",
+            "cpu_unquantized_gemm",
+            contains("layer.cpu_linear(x, weight, bias)"),
+        ),
+        linear(
+            "the CPU build packs an unquantised layer where its method processes weights",
+            "UnquantizedLinearMethod.process_weights_after_loading",
+            contains("dispatch_cpu_unquantized_gemm("),
+        ),
+        embedding(
+            "the CPU build packs an embedding where its method processes weights",
+            "UnquantizedEmbeddingMethod.process_weights_after_loading",
+            contains("dispatch_cpu_unquantized_gemm("),
+        ),
     ),
-    cpu_worker(
-        "a worker of the CPU build is a Worker",
-        "worker/worker_cpu.py",
-        "CPUWorker",
-        contains("class CPUWorker(Worker)"),
-    ),
-    cpu_worker(
-        "a worker of the CPU build decides whether it warms up",
-        "worker/worker_cpu.py",
-        "CPUWorker._should_warm_up_model",
-        takes_only(),
-    ),
-    cpu_runner(
-        "a model runner of the CPU build warms up",
-        "worker/worker_cpu.py",
-        "CPUModelRunner.warming_up_model",
-        takes_only(),
-    ),
-    *(
+    "worker/worker.py": (
+        worker_base(
+            "a worker knows the address at which its ranks meet",
+            "WorkerBase.__init__",
+            contains("self.distributed_init_method = distributed_init_method"),
+        ),
         gpu_worker(
-            f"a worker has Worker.{name}, which ours refuses",
-            "worker/worker.py",
-            f"Worker.{name}",
-            exists,
-        )
-        for name in (
-            "reload_weights",
-            "update_weights",
-            "init_weight_transfer_engine",
-            "start_weight_update",
-            "finish_weight_update",
-        )
+            "a worker supplies the context in which its KV cache is allocated",
+            "Worker._maybe_get_memory_pool_context",
+            takes_only("tag"),
+        ),
+        gpu_worker(
+            "a worker passes that context to its model runner",
+            "Worker.initialize_from_config",
+            contains(
+                "_maybe_get_memory_pool_context", "'kv_cache'", "kv_cache_allocation_context="
+            ),
+        ),
+        gpu_worker(
+            "a worker's memory is not measured when its KV cache has a given size",
+            "Worker.determine_available_memory",
+            contains("kv_cache_memory_bytes"),
+        ),
+        gpu_worker("a worker knows its layers' KV cache", "Worker.get_kv_cache_spec", takes_only()),
+        gpu_worker("a worker sleeps at a level", "Worker.sleep", takes_only("level")),
+        gpu_worker("a worker wakes by tags", "Worker.wake_up", takes_only("tags")),
+        gpu_worker("a worker discards by tags", "Worker.discard", takes_only("tags")),
+        gpu_worker(
+            "a worker's KV cache is set up from one configuration",
+            "Worker.initialize_from_config",
+            takes("kv_cache_config"),
+        ),
+        *(
+            gpu_worker(f"a worker has Worker.{name}, which ours refuses", f"Worker.{name}", exists)
+            for name in (
+                "reload_weights",
+                "update_weights",
+                "init_weight_transfer_engine",
+                "start_weight_update",
+                "finish_weight_update",
+            )
+        ),
+        executor(
+            "sleep reaches every worker",
+            "Executor.sleep",
+            contains("collective_rpc('sleep'", "level"),
+        ),
+        executor(
+            "waking reaches every worker",
+            "Executor.wake_up",
+            contains("collective_rpc('wake_up'", "tags"),
+        ),
     ),
-    worker_utils(
-        "on a GPU, vLLM requires gpu_memory_utilization of it to be free at start",
-        "api/arguments.py",
-        "request_memory",
-        contains("gpu_memory_utilization", "free_memory"),
+    "worker/worker_cpu.py": (
+        cpu_worker(
+            "a worker of the CPU build is a Worker",
+            "CPUWorker",
+            contains("class CPUWorker(Worker)"),
+        ),
+        cpu_worker(
+            "a worker of the CPU build decides whether it warms up",
+            "CPUWorker._should_warm_up_model",
+            takes_only(),
+        ),
+        cpu_runner(
+            "a model runner of the CPU build warms up",
+            "CPUModelRunner.warming_up_model",
+            takes_only(),
+        ),
     ),
-    # ---------------------------------------------------------------- the engine
-    async_llm(
-        "an engine is created from a configuration and stat loggers",
-        "api/main.py",
-        "AsyncLLM.from_vllm_config",
-        takes("vllm_config", "usage_context", "stat_loggers", "enable_log_requests"),
+    "worker/kv_arena.py": (
+        worker_utils("a KV cache is one buffer", "allocate_kv_cache", one_zeros_of_int8),
+        gpu_runner(
+            "the runner of version 1 allocates inside the context",
+            "GPUModelRunner.initialize_kv_cache_tensors",
+            contains("with allocation_context", "allocate_kv_cache("),
+        ),
+        attention_utils(
+            "the runner of version 2 allocates inside the context",
+            "init_kv_cache",
+            contains("with allocation_context", "allocate_kv_cache("),
+        ),
     ),
-    async_llm(
-        "every worker can be called by method name",
-        "api/backend.py",
-        "AsyncLLM.collective_rpc",
-        takes("method", "timeout", "args"),
+    "kv_size.py": (
+        engine_core(
+            "the engine core registers KV cache kinds, sets the workers' layout, plans the cache",
+            "EngineCore._initialize_kv_caches",
+            lambda node: (
+                contains("register_all_kvcache_specs(vllm_config)", "set_kv_cache_layout(")(node)
+                and (contains(KV_PLAN)(node) or contains(*KV_PLAN_OF_GROUPS)(node))
+            ),
+        ),
     ),
-    async_llm("an engine sleeps at a level", "api/backend.py", "AsyncLLM.sleep", takes("level")),
-    async_llm("an engine wakes", "api/backend.py", "AsyncLLM.wake_up", takes("tags")),
-    async_llm("an engine reports when it is dead", "api/backend.py", "AsyncLLM.errored", exists),
-    executor(
-        "sleep reaches every worker",
-        "worker/worker.py",
-        "Executor.sleep",
-        contains("collective_rpc('sleep'", "level"),
+    "api/arguments.py": (
+        worker_utils(
+            "on a GPU, vLLM requires gpu_memory_utilization of it to be free at start",
+            "request_memory",
+            contains("gpu_memory_utilization", "free_memory"),
+        ),
     ),
-    executor(
-        "waking reaches every worker",
-        "worker/worker.py",
-        "Executor.wake_up",
-        contains("collective_rpc('wake_up'", "tags"),
+    "api/main.py": (
+        async_llm(
+            "an engine is created from a configuration and stat loggers",
+            "AsyncLLM.from_vllm_config",
+            takes("vllm_config", "usage_context", "stat_loggers", "enable_log_requests"),
+        ),
     ),
-    stat_loggers(
-        "a stat logger is called for every step", "api/backend.py", "StatLoggerBase.record", exists
+    "api/backend.py": (
+        async_llm(
+            "every worker can be called by method name",
+            "AsyncLLM.collective_rpc",
+            takes("method", "timeout", "args"),
+        ),
+        async_llm("an engine sleeps at a level", "AsyncLLM.sleep", takes("level")),
+        async_llm("an engine wakes", "AsyncLLM.wake_up", takes("tags")),
+        async_llm("an engine reports when it is dead", "AsyncLLM.errored", exists),
+        stat_loggers("a stat logger is called for every step", "StatLoggerBase.record", exists),
+        output_processor(
+            "requests in flight can be counted",
+            "OutputProcessor.get_num_unfinished_requests",
+            takes_only(),
+        ),
     ),
-    output_processor(
-        "requests in flight can be counted",
-        "api/backend.py",
-        "OutputProcessor.get_num_unfinished_requests",
-        takes_only(),
+    "api/http.py": (
+        launcher(
+            "the server's socket is created from its arguments",
+            "setup_server",
+            takes("args", "reuse_port"),
+        ),
+        launcher(
+            "the server runs on a given socket and can be reached through the application",
+            "serve_http",
+            lambda node: takes("app", "sock")(node) and contains("app.state.server = server")(node),
+        ),
+        application(
+            "the application is built from arguments and tasks",
+            "build_app",
+            takes("args", "supported_tasks", "model_config"),
+        ),
+        app_state(
+            "the application's state is set up from an engine",
+            "init_app_state",
+            takes("engine_client", "state", "args", "supported_tasks"),
+        ),
     ),
-    # ---------------------------------------------------------------- the HTTP server
-    launcher(
-        "the server's socket is created from its arguments",
-        "api/http.py",
-        "setup_server",
-        takes("args", "reuse_port"),
-    ),
-    launcher(
-        "the server runs on a given socket and can be reached through the application",
-        "api/http.py",
-        "serve_http",
-        lambda node: takes("app", "sock")(node) and contains("app.state.server = server")(node),
-    ),
-    application(
-        "the application is built from arguments and tasks",
-        "api/http.py",
-        "build_app",
-        takes("args", "supported_tasks", "model_config"),
-    ),
-    app_state(
-        "the application's state is set up from an engine",
-        "api/http.py",
-        "init_app_state",
-        takes("engine_client", "state", "args", "supported_tasks"),
-    ),
-)
+}

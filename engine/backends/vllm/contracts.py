@@ -121,8 +121,9 @@ def broken(sources: Sources) -> list[BrokenContract]:
         if not any(sources.has_name(module, each) for module, each in places):
             found.append(BrokenContract(name, user, " or ".join(module for module, _ in places)))
     found += [
-        BrokenContract(contract.name, contract.user, f"{contract.file}: {contract.qualname}")
-        for contract in CONTRACTS
+        BrokenContract(contract.name, user, f"{contract.file}: {contract.qualname}")
+        for user, contracts in CONTRACTS.items()
+        for contract in contracts
         if not sources.keep(contract)
     ]
     return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,14 +44,6 @@ def inner_loader(config: LoadConfig) -> BaseModelLoader:
     return get_model_loader(inner)
 
 
-class RegistrySnapshot(NamedTuple):
-    """What is registered at one time."""
-
-    layers: dict[str, Any]
-    expert_layers: list[str]
-    rotary: dict[Any, Any]
-
-
 class Registries:
     """What vLLM registers per process while it builds a model, for one engine's configuration.
 
@@ -62,27 +54,19 @@ class Registries:
 
     def __init__(self, vllm_config: Any) -> None:
         compilation = vllm_config.compilation_config
-        self._live = RegistrySnapshot(
-            compilation.static_forward_context,
-            compilation.static_all_moe_layers,
-            rotary_embedding._ROPE_DICT,
-        )
+        self._mappings = (compilation.static_forward_context, rotary_embedding._ROPE_DICT)
+        self._expert_layers = compilation.static_all_moe_layers
 
-    def snapshot(self) -> RegistrySnapshot:
+    def snapshot(self) -> tuple[list[dict[Any, Any]], list[str]]:
         """A copy of what is registered."""
-        return RegistrySnapshot(
-            dict(self._live.layers), list(self._live.expert_layers), dict(self._live.rotary)
-        )
+        return [dict(each) for each in self._mappings], list(self._expert_layers)
 
-    def restore(self, registered: RegistrySnapshot) -> None:
-        """Register exactly `registered`, in place: other parts of vLLM hold these objects."""
-        self._live.expert_layers[:] = registered.expert_layers
-        for live, wanted in (
-            (self._live.layers, registered.layers),
-            (self._live.rotary, registered.rotary),
-        ):
+    def restore(self, snapshot: tuple[list[dict[Any, Any]], list[str]]) -> None:
+        """Register exactly that, in place: other parts of vLLM hold these objects."""
+        mappings, self._expert_layers[:] = snapshot
+        for live, saved in zip(self._mappings, mappings, strict=True):
             live.clear()
-            live.update(wanted)
+            live.update(saved)
 
 
 class ModelLoad:
