@@ -1,10 +1,10 @@
-"""Build the CPU image on a base made on the spot: for machines that reach no registry, like CI's.
+"""Builds the CPU image without a registry, on a base that it makes itself: for CI and the tests.
 
     python -m hack.container_image            # as root, with podman, runc and debootstrap
 
-The base is Debian with Python, made by debootstrap once and kept as an image. Packages are fetched
-here, by this Python's pip with whatever configuration that has, and handed over as a folder: the
-build itself has no network, and nothing of the configuration gets into an image or a file.
+The base is Debian with Python, made once by debootstrap and kept as an image. Packages are
+downloaded here, with this Python's pip and its configuration, and passed on as a folder: the build
+itself has no network, and no configuration gets into an image or a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONTAINERFILE = ROOT / "deploy/container/Containerfile.cpu"
 
 IMAGE = "localhost/understudy:ci"
 RELEASE = "bookworm"
-# systemd is there for the test of the units, which needs it as PID 1.
+# The test of the units needs systemd as PID 1.
 PACKAGES = ("python3", "python3-venv", "systemd")
 BASE = f"localhost/understudy-base:{RELEASE}-{'-'.join(PACKAGES)}"
 BASE_PYTHON = "3.11"  # of that release; packages are fetched for it, whatever Python runs this
@@ -32,7 +32,7 @@ MIRROR = "http://deb.debian.org/debian"
 WHEELS = "/wheels"  # where the build finds the folder of packages
 
 TOOLS = ("podman", "runc", "debootstrap")
-# runc and cgroupfs: what also works where systemd is not PID 1.
+# runc and cgroupfs also work where systemd is not PID 1.
 PODMAN = ("podman", "--runtime=runc", "--cgroup-manager=cgroupfs")
 STEP_DEADLINE_S = 900.0  # the slowest step, debootstrap over a slow line, takes minutes
 
@@ -46,8 +46,7 @@ def why_not() -> str | None:
 
 
 def build(image: str = IMAGE, mirror: str = MIRROR) -> str:
-    """Build the image from this working tree; returns its id. Layers that have not changed are
-    taken from the last build."""
+    """Build the image from this working tree; returns its id. Unchanged layers are reused."""
     with tempfile.TemporaryDirectory(prefix="understudy-image-") as place:
         if _run(*PODMAN, "image", "exists", BASE, is_question=True).returncode:
             _make_base(Path(place), mirror)
@@ -66,7 +65,7 @@ def _make_base(place: Path, mirror: str) -> None:
     root = place / "root"
     include = f"--include={','.join(PACKAGES)}"
     _run("debootstrap", "--variant=minbase", include, RELEASE, str(root), mirror)
-    # Nothing is installed into it any more.
+    # Nothing more will be installed.
     for folder in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man"):
         shutil.rmtree(root / folder, ignore_errors=True)
     archive = place / "base.tar"
@@ -75,7 +74,7 @@ def _make_base(place: Path, mirror: str) -> None:
 
 
 def _fetch_packages(folder: Path) -> None:
-    """Everything that the image gets from an index, and what its wheel is built with."""
+    """Download what the image gets from an index, and what its wheel is built with."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, build = document["project"], document["build-system"]["requires"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["psk"], *build, "wheel"]
@@ -86,7 +85,7 @@ def _fetch_packages(folder: Path) -> None:
 
 
 def _run(*command: str, is_question: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run `command`; what it said is shown only if it failed, unless failing is an answer."""
+    """Run `command`; raises with its output if it failed, unless failing is an answer."""
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=STEP_DEADLINE_S
     )
@@ -104,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     lack = why_not()
     if lack is not None:
-        sys.exit(f"error: this machine cannot build it: {lack}")
+        sys.exit(f"error: this machine cannot build the image: {lack}")
     print(build(given.image, given.mirror))
 
 

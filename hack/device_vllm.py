@@ -63,7 +63,7 @@ PLATFORM = (
 
 @dataclass(frozen=True)
 class Place:
-    """What there is to run on: GPUs by UUID, none in a rehearsal; and the versions."""
+    """Where to run: GPUs by UUID (none in a rehearsal), and the versions."""
 
     devices: list[str]
     versions: dict[str, str]

@@ -1,6 +1,6 @@
 """Makes the golden files that the reference decoder is checked against, with transformers.
 
-Run it in an environment of its own, since torch and transformers are no dependencies:
+Run it in its own environment, since torch and transformers are not dependencies:
 
     python3 -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers safetensors
     /tmp/golden/bin/python hack/make_golden.py tests/engine/reference/golden

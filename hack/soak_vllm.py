@@ -110,7 +110,7 @@ async def load(
     answers: dict[str, Exchange],
     flags: argparse.Namespace,
 ) -> Soaked:
-    """Stream for so many minutes, and compare the pod with what it was."""
+    """Stream for these minutes, and compare the pod before and after."""
     loop = asyncio.get_running_loop()
     soaked, stopping = Soaked(), asyncio.Event()
     before = Standing.of(await gather(directory))

@@ -1,4 +1,4 @@
-"""A process that holds device memory is killed: every sign of its death, timed from the SIGKILL."""
+"""Kills a process that holds device memory, and times every sign of its death from the SIGKILL."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hack.device.remote import Peer, PeerError
 SIZES_GIB = (1, 20, 40, 80)
 WATCH_S = 30.0
 POLL_S = 0.0005
-SPIN_S = 20.0  # how long the kernel would run that is running when the SIGKILL comes
-LATE_MS = 20.0  # after the witness, beside two looks through NVML: no failover would notice
+SPIN_S = 20.0  # how long the running GPU kernel would take without the SIGKILL
+LATE_MS = 20.0  # after the witness, besides two NVML reads: too little for a failover to notice
 
 
 def death(part: Part) -> None:
     """SIGKILL: when are EOF, the witness, the pidfd and the memory there, by size?"""
     sizes = [gib for gib in SIZES_GIB if part.fits(gib * GIB)]
     if not sizes:
-        raise Skipped("not even 1 GiB may be taken of this device")
+        raise Skipped("this device has less than 1 GiB to spare")
     runs: list[dict[str, Any]] = []
     plan = [(gib, own, busy) for own in (True, False) for busy in (False, True) for gib in sizes]
     for gib, is_own, is_busy in plan:
@@ -57,7 +57,7 @@ def death(part: Part) -> None:
 
 
 def _one(part: Part, gib: int, *, is_own: bool, is_busy: bool) -> dict[str, Any]:
-    """One life and death of a process with memory of its own, or an import of somebody's."""
+    """Kill one process with its own memory, or with an import of another process's."""
     witness = Path(part.directory) / "witness"
     witness.write_bytes(b"")
     owner = None if is_own else part.peer()
@@ -81,9 +81,9 @@ def _one(part: Part, gib: int, *, is_own: bool, is_busy: bool) -> dict[str, Any]
 
 
 def _kill(part: Part, victim: Peer, witness: Path, base: int | None) -> dict[str, float]:
-    """SIGKILL it while threads watch for each sign; milliseconds until each, in their order.
+    """SIGKILL it while threads watch for each sign; milliseconds until each, in order.
 
-    `base`: memory in use without it; None where its death frees none.
+    `base`: memory in use without it; None if its death frees none.
     """
     end = time.monotonic() + min(WATCH_S, part.left_s() - 5)
     seen: dict[str, float] = {}
@@ -112,7 +112,7 @@ def _kill(part: Part, victim: Peer, witness: Path, base: int | None) -> dict[str
     threads = [threading.Thread(target=watch, args=each) for each in signs.items()]
     for thread in threads:
         thread.start()
-    time.sleep(0.05)  # so that all of them are watching, and the kernel runs
+    time.sleep(0.05)  # until all are watching, and the GPU kernel runs
     killed = time.monotonic()
     victim.process.kill()
     for thread in threads:

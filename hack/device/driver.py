@@ -11,10 +11,10 @@ from hack.device.remote import Peer, PeerError
 from plumbing.wire.fds import OwnedFd
 
 SIZE = 64 * MIB
-OURS, THEIRS = 7, 9  # what the owner wrote, what an importer tries to write
-CLOSED = 7  # times as long as "settled" takes: for a device to be torn down by its last close
+OURS, THEIRS = 7, 9  # bytes that the owner wrote, and that an importer tries to write
+CLOSED = 7  # times the settling time: until a device is torn down after its last close
 
-# MiB of one handle, and how many: from the smallest that there is to above our own limit.
+# MiB of one handle, and how many: from the smallest possible to above our own limit.
 HANDLES = ((2, 250), (64, 64), (256, 32), (1024, 12), (2048, 6), (4096, 3))
 
 
@@ -61,7 +61,7 @@ def read_only(part: Part) -> None:
     for rights in ("mapped_read_only", "made_read_only_in_place", "made_writable_again"):
         for how in ("copy", "memset"):
             owner("write", byte=OURS)
-            importer = part.peer(context=True)  # it may not survive its write
+            importer = part.peer(context=True)  # its write may kill it
             importer("adopt", owner.lend(), size_bytes=SIZE)
             importer("map", writable=rights == "made_read_only_in_place")
             if rights != "mapped_read_only":
@@ -150,7 +150,7 @@ def refcount(part: Part) -> None:
 
 
 def lies(part: Part) -> None:
-    """Does the driver refuse a wrong size, and what is no memory, so that the service can tell?"""
+    """Does the driver refuse a wrong size and a foreign descriptor, so that the service notices?"""
     owner, found = part.peer(), {}
     owner("create", size_bytes=SIZE)
     for wrong in (SIZE // 2, 2 * SIZE):
@@ -230,7 +230,7 @@ def alias(part: Part) -> None:
 
 
 def _processes_with_device() -> int:
-    """How many processes that can be seen have a file of the device open."""
+    """How many visible processes have a file of the device open."""
     count = 0
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:

@@ -1,4 +1,4 @@
-"""Which GPUs there are to ask, found without opening the driver in this process."""
+"""Finds the GPUs to check, without opening the driver in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRAM = (
 
 
 def find_devices(wanted: Sequence[str], root: str) -> tuple[list[str], str]:
-    """The UUIDs of the devices to ask, or none and the reason. `root` is the repository."""
+    """The UUIDs of the devices to check, or none and the reason. `root` is the repository."""
     words = [sys.executable, "-c", PROGRAM, *wanted]
     done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,6 +1,6 @@
-"""What a part of the device check works with: peers, NVML, limits, and a place for its findings.
+"""What every part of the device check uses: peers, NVML, limits, and a place for its findings.
 
-What is known is written to the part's result file at once, so that it survives a time limit.
+Findings are written to the part's result file at once, so that they survive a time limit.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 from hack.device.remote import Peer
 
 MIB, GIB = 1 << 20, 1 << 30
-SPARE_BYTES = 4 * GIB  # of the device, which the checks leave to others
+SPARE_BYTES = 4 * GIB  # of the device, which stay free
 NOISE_BYTES = 96 * MIB  # what a driver's own bookkeeping may add to memory in use
-SETTLE_S_MAX = 5.0  # memory of a dead process comes back over some tenths of a second
+SETTLE_S_MAX = 5.0  # memory of a dead process is freed over some tenths of a second
 SETTINGS = ("PersistenceMode", "ComputeMode", "MigMode", "EccMode")
 
 
 class Skipped(Exception):
-    """This part cannot be asked here; the reason is for people."""
+    """This part cannot run here; its text is the reason."""
 
 
 class Nvml:
-    """The device seen from outside. While it is open, this process has the device open."""
+    """The device as NVML sees it. While this is open, this process has the device open."""
 
     def __init__(self, uuid: str, still_s: float) -> None:
         """`still_s`: how long memory in use must not change to count as settled."""
@@ -36,15 +36,15 @@ class Nvml:
         self._device = pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def used(self) -> int:
-        """Bytes in use, by anybody."""
+        """Bytes in use by all processes."""
         return int(self._api.nvmlDeviceGetMemoryInfo(self._device).used)
 
     def free(self) -> int:
-        """Bytes that nobody has."""
+        """Free bytes."""
         return int(self._api.nvmlDeviceGetMemoryInfo(self._device).free)
 
     def settled(self) -> int:
-        """Bytes in use, once they have stood still for a while."""
+        """Bytes in use, once they have not changed for a while."""
         end = time.monotonic() + SETTLE_S_MAX
         value, since = self.used(), time.monotonic()
         while time.monotonic() < min(end, since + self._still_s):
@@ -54,12 +54,12 @@ class Nvml:
         return value
 
     def by_process(self) -> dict[int, int]:
-        """Bytes in use by the processes that are visible from here, by pid."""
+        """Bytes in use by each visible process, by pid."""
         found = self._api.nvmlDeviceGetComputeRunningProcesses(self._device)
         return {int(each.pid): int(each.usedGpuMemory or 0) for each in found}
 
     def facts(self) -> dict[str, Any]:
-        """What the driver and the device are, and how they are set."""
+        """The driver, the device and their settings."""
         found: dict[str, Any] = {
             "name": str(self._api.nvmlDeviceGetName(self._device)),
             "driver": str(self._api.nvmlSystemGetDriverVersion()),
@@ -68,12 +68,12 @@ class Nvml:
             try:
                 found[name] = getattr(self._api, f"nvmlDeviceGet{name}")(self._device)
             except self._api.NVMLError as error:
-                found[name] = f"not said: {error}"
+                found[name] = f"unknown: {error}"
         return found
 
 
 class Part:
-    """What a part is given, and where it puts what it finds."""
+    """The inputs of a part, and its findings."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Part:
         return self._end - time.monotonic()
 
     def note(self, **figures: Any) -> None:
-        """Add to what this part has found."""
+        """Add to this part's findings."""
         self._found["figures"] |= figures
         self._write()
 
@@ -113,7 +113,7 @@ class Part:
         self._write()
 
     def finish(self, status: str, reason: str | None = None) -> None:
-        """The last word: `ok`, or `failed` or `skipped` with a reason."""
+        """Set the result: `ok`, or `failed` or `skipped` with a reason."""
         self._found |= {"status": status, "reason": reason}
         self._write()
 
@@ -125,7 +125,7 @@ class Part:
         return peer
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether so much of the device may be taken."""
+        """Whether the device can spare that much."""
         return size_bytes <= min(self.bytes_max, self.nvml.free() - SPARE_BYTES)
 
     def _write(self) -> None:

@@ -1,7 +1,7 @@
-"""The parts of the device check, in the order in which they are asked, and their process.
+"""The parts of the device check, in the order in which they run, and their process.
 
-`python -m hack.device.parts NAME JSON` runs one: a crash, a hang or a lost context costs its answer
-only. This process opens no CUDA; its peers do, and they die with it.
+`python -m hack.device.parts NAME JSON` runs one, so that a crash, a hang or a lost context costs
+only its findings. This process does not open CUDA; its peers do, and they die with it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hack.device import death, driver, service
 from hack.device.part import Part, Skipped
 from plumbing.service.process import arm_from_environment, raise_fd_limit
 
-# Each with its limit in seconds. What everything rests on comes first: what the budget leaves no
-# time for is skipped. The first line of a function's docstring is its question.
+# Each with its limit in seconds, the most important first: the budget may not suffice for the last.
+# The first line of a function's docstring is its question.
 PARTS = {
     "device": (driver.device, 30.0),
     "context": (driver.context, 40.0),
@@ -32,7 +32,7 @@ PARTS = {
 
 
 def question(name: str) -> str:
-    """What the part called `name` asks."""
+    """The question of the part called `name`."""
     return (PARTS[name][0].__doc__ or "").partition("\n")[0]
 
 

@@ -1,9 +1,9 @@
-"""The process that opens CUDA for a device check and does what it is told, one request at a time.
+"""The process that opens CUDA for a device check and serves requests, one at a time.
 
 Started by `remote.Peer`: `python -m hack.device.peer FD DEVICE WITNESS`. A request is one JSON
-object `{"do": name, …}` with descriptors; `do_<name>` serves it. An answer says `value` or `error`,
-and `calls`: what each driver call took, which is where every figure of a cost comes from. Memory is
-the project's own `CudaMemory`; the driver is called directly only where the question is about it.
+object `{"do": name, …}` with descriptors; `do_<name>` serves it. An answer has `value` or `error`,
+and `calls`: how long each driver call took, the source of all cost figures. Memory is the project's
+own `CudaMemory`; the driver is called directly only where it is what the question is about.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from plumbing.wire.fds import OwnedFd
 
 FDS_MAX = 250  # in one message: Linux takes at most 253
 REQUEST_BYTES_MAX = 64 << 10
-PAGE = 4096  # how much is written and read at one place
+PAGE = 4096  # bytes of each read and write
 IDENTITY = {"model": "device-check", "shards": {"a": "1"}}
 
-# Keeps a GPU busy for so many nanoseconds; the driver compiles it, so no toolkit is needed.
+# Keeps a GPU busy for `ns` nanoseconds; the driver compiles it, so no toolkit is needed.
 SPIN = b"""
 .version 7.0
 .target sm_70
@@ -51,7 +51,7 @@ BLOCKS, THREADS = 132, 256  # every multiprocessor of an H200
 
 
 class Recorder:
-    """Stands in front of `Driver.call` and notes how long each call took."""
+    """Wraps `Driver.call` and notes how long each call took."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -65,7 +65,7 @@ class Recorder:
             self._us.setdefault(name, []).append((time.perf_counter() - began) * 1e6)
 
     def take(self) -> dict[str, dict[str, float]]:
-        """What was noted since the last time, by the name of the call."""
+        """The notes since the last time, by the name of the call."""
         taken, self._us = self._us, {}
         return {
             name: {
@@ -78,7 +78,7 @@ class Recorder:
         }
 
 
-class Obeying:
+class Requests:
     """What this process holds, and a method for each request."""
 
     def __init__(self, device: str) -> None:
@@ -92,11 +92,11 @@ class Obeying:
         self.memory = CudaMemory(self.device, context=context)
         self.driver = self.memory.driver
         self.call = Recorder(self.driver.call)
-        self.driver.call = self.call  # type: ignore[method-assign]  # everybody's calls are timed
+        self.driver.call = self.call  # type: ignore[method-assign]  # all calls are timed
         return {**self.memory.facts(), "capacity_bytes": self.memory.capacity_bytes}
 
     def do_has_context(self) -> bool:
-        """Whether the driver made one, by our wish or of itself."""
+        """Whether there is one, created by us or by the driver itself."""
         _, _, is_active = self.driver.api.cuDevicePrimaryCtxGetState(self.driver.ordinal)
         return self.driver.has_context or bool(is_active)
 
@@ -107,11 +107,11 @@ class Obeying:
             self.slabs.append(self.memory.create(size_bytes, "check"))
 
     def do_lend(self) -> None:
-        """Copies of the descriptors by which it is held, as the service lends them."""
+        """Copies of the memory's descriptors, as the service lends them."""
         self.outgoing = [slab.export(writable=False) for slab in self.slabs]
 
     def do_export(self) -> None:
-        """A descriptor that the driver makes anew, of the first handle."""
+        """A new descriptor of the first handle, made by the driver."""
         handle = self.slabs[0].handle
         fd = self.driver.call("MemExportToShareableHandle", handle, self.memory._fd_type, 0)
         self.outgoing = [OwnedFd(int(fd))]
@@ -130,7 +130,7 @@ class Obeying:
     # -- mappings and what they show
 
     def do_map(self, writable: bool, each: bool = False, times: int = 1) -> None:
-        """All in one range, `times` over; or each in a range of its own."""
+        """All in one range, repeated `times`; or each in its own range."""
         for slabs in [[slab] for slab in self.slabs] if each else [self.slabs * times]:
             self.ranges.append(self.memory.reserve(sum(slab.size_bytes for slab in slabs)))
             self.ranges[-1].map(0, slabs, writable=writable)
@@ -219,8 +219,8 @@ class Obeying:
         )
 
 
-def serve(sock: socket.socket, obeying: Obeying) -> None:
-    """Obey until the other end closes."""
+def serve(sock: socket.socket, requests: Requests) -> None:
+    """Serve requests until the other end closes."""
     while True:
         words, fds, _, _ = socket.recv_fds(sock, REQUEST_BYTES_MAX, FDS_MAX)
         if not words:
@@ -228,25 +228,25 @@ def serve(sock: socket.socket, obeying: Obeying) -> None:
         request = json.loads(words) | ({"fds": fds} if fds else {})
         answer: dict[str, Any] = {}
         try:
-            answer["value"] = getattr(obeying, f"do_{request.pop('do')}")(**request)
+            answer["value"] = getattr(requests, f"do_{request.pop('do')}")(**request)
         except UnderstudyError as error:
             answer["error"] = f"{error.code}: {error.message}"
         except Exception as error:
             answer["error"] = f"{type(error).__name__}: {error}"
-        answer["calls"] = obeying.call.take() if obeying.call else {}
-        lent = [fd.fileno() for fd in obeying.outgoing]
+        answer["calls"] = requests.call.take() if requests.call else {}
+        lent = [fd.fileno() for fd in requests.outgoing]
         socket.send_fds(sock, [json.dumps(answer).encode()], lent)
-        while obeying.outgoing:
-            obeying.outgoing.pop().close()
+        while requests.outgoing:
+            requests.outgoing.pop().close()
 
 
 def main() -> None:
     arm_from_environment()
     if sys.argv[3] == "witness":
-        fcntl.flock(0, fcntl.LOCK_SH)  # before anything of the device is opened
+        fcntl.flock(0, fcntl.LOCK_SH)  # before the device is opened
     raise_fd_limit()
     with socket.socket(fileno=int(sys.argv[1])) as sock:
-        serve(sock, Obeying(sys.argv[2]))
+        serve(sock, Requests(sys.argv[2]))
 
 
 if __name__ == "__main__":

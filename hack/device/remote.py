@@ -1,4 +1,4 @@
-"""The other end of a peer: starts the process that opens CUDA, tells it what to do, ends it."""
+"""The other end of a peer: starts the process that opens CUDA, sends it requests, ends it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from plumbing.wire.fds import OwnedFd, close_all
 
 ANSWER_BYTES_MAX = 64 << 10
 ANSWER_S = 60.0
-END_S = 20.0  # a process that had 80 GiB of a device takes seconds to go
+END_S = 20.0  # a process that had 80 GiB of a device takes seconds to exit
 
 
 class PeerError(RuntimeError):
-    """A peer refused, or ended, or said nothing."""
+    """A peer refused, ended, or did not answer."""
 
 
 class NotOffered(PeerError):
-    """This driver has no such call: the stand-in of the tests has only those in use."""
+    """This driver lacks the call: the tests' stand-in has only those in use."""
 
 
 class Peer:
     """One process with CUDA; `peer("create", size_bytes=…)` is `do_create` there.
 
-    `calls` says what the driver calls of the last answer took.
+    `calls` has the durations of the driver calls of the last answer.
     """
 
     def __init__(self, device: str, witness: str | None = None) -> None:
-        """`witness`: a file that it holds locked, shared, on descriptor 0, while it lives."""
+        """`witness`: a file on which it holds a shared lock, on descriptor 0, while it lives."""
         self.calls: dict[str, dict[str, float]] = {}
         self._fds: list[OwnedFd] = []
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -56,12 +56,12 @@ class Peer:
         """What it answers to this request; takes `fds`.
 
         Raises:
-            PeerError: it refused, it ended, or nothing came.
+            PeerError: it refused, ended, or did not answer.
         """
         self._sock.settimeout(ANSWER_S)
         try:
             lent, request = [fd.fileno() for fd in fds], json.dumps({"do": do, **more})
-            # Of a peer that has ended, what is received says so.
+            # If the peer has ended, receiving shows that.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(self._sock, [request.encode()], lent)
             words, received, _, _ = socket.recv_fds(self._sock, ANSWER_BYTES_MAX, FDS_MAX)
@@ -82,7 +82,7 @@ class Peer:
         return reply["value"]
 
     def attempt(self, do: str, fds: Sequence[OwnedFd] = (), **more: Any) -> str:
-        """`ok`, or why not; for what may be refused."""
+        """`ok`, or why not; for requests that may be refused."""
         try:
             self(do, fds, **more)
         except PeerError as error:
@@ -96,7 +96,7 @@ class Peer:
         return fds
 
     def close(self) -> None:
-        """End it in order, or else at once."""
+        """End it in an orderly way, or kill it."""
         self._sock.close()
         try:
             self.process.wait(END_S)

@@ -1,4 +1,4 @@
-"""The project's own memory service on the device: what it takes, survives and costs."""
+"""The memory service on the device: its memory, its survival and its costs."""
 
 from __future__ import annotations
 

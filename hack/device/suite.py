@@ -1,4 +1,4 @@
-"""The tests of the memory service on the real driver: pytest, and what it counts."""
+"""The tests of the memory service on the real driver: runs pytest, and counts results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 from plumbing.service.process import parent_environment
 
-# Read by tests/standin/build.py: leave the stand-in out, use this device of the real driver.
+# Read by tests/standin/build.py: use this device of the real driver instead of the stand-in.
 REAL_ENV = "UNDERSTUDY_TEST_GPU"
 # Arming takes the parent's id out of the environment, which pytest's own children would inherit.
 PYTEST = """
@@ -29,7 +29,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 def run_suite(tests: Sequence[str], device: str, limit_s: float) -> dict[str, Any]:
-    """Run pytest on those of `tests` that use a device, and count: a part of the report."""
+    """Run those of `tests` that use a device; a part of the report."""
     if importlib.util.find_spec("pytest") is None:
         return {"status": "skipped", "reason": "pytest is not installed (the `dev` extra)"}
     with tempfile.TemporaryDirectory() as directory, open(f"{directory}/out", "w+b") as out:
@@ -45,7 +45,7 @@ def run_suite(tests: Sequence[str], device: str, limit_s: float) -> dict[str, An
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # it still writes its report
+            process.send_signal(signal.SIGINT)  # it writes its report before it exits
             try:
                 code = process.wait(20)
             except subprocess.TimeoutExpired:
@@ -61,7 +61,7 @@ def run_suite(tests: Sequence[str], device: str, limit_s: float) -> dict[str, An
 
 
 def _counted(report: Path) -> dict[str, Any]:
-    """How many tests ended how, which failed, and why others were skipped."""
+    """The number of each result, the failures, and why tests were skipped."""
     count: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     failures = []

@@ -74,7 +74,7 @@ def test_rehearsal_answers_every_part(tmp_path: Path):
     assert written() == before
 
 
-def test_driver_that_refuses_costs_one_answer_and_the_exit_code(tmp_path: Path):
+def test_driver_error_fails_one_part_and_sets_the_exit_code(tmp_path: Path):
     """The first import of every process fails: that part fails with its reason, another claims
     what does not hold, others go on; exit 1, and the figures so far are kept."""
     failing = "cuMemImportFromShareableHandle:1:999"
@@ -89,7 +89,7 @@ def test_driver_that_refuses_costs_one_answer_and_the_exit_code(tmp_path: Path):
     assert report["parts"]["alias"]["status"] == "ok"
 
 
-def test_parts_without_time_are_skipped_and_say_so(tmp_path: Path):
+def test_parts_without_time_are_skipped_with_the_reason(tmp_path: Path):
     """A budget of a second: nothing is started, everything says why, the file is written."""
     _, report = rehearse(tmp_path / "r.json", "--budget-s", "1")
     assert {part["reason"] for part in report["parts"].values()} == {"out of time"}
@@ -108,7 +108,7 @@ def test_part_that_hangs_is_ended_with_its_peers(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("flags", "code"), [((), 0), (("--require",), 1)])
-def test_without_a_gpu_it_says_so_and_writes_nothing(flags: tuple[str, ...], code: int):
+def test_without_a_gpu_nothing_is_written(flags: tuple[str, ...], code: int):
     """No driver, or no device visible: one line with the reason and what was skipped."""
     before = written()
     done = run(*flags, CUDA_VISIBLE_DEVICES="")
@@ -119,7 +119,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(flags: tuple[str, ...], cod
     assert written() == before
 
 
-def test_rehearsal_is_never_written_where_devices_are(tmp_path: Path):
+def test_rehearsal_is_never_written_to_bench_device(tmp_path: Path):
     """`--out` into bench/device is refused; a stand-in that came by the environment is noticed."""
     before = written()
     done = run("--stand-in", "--out", str(device_check.BENCH / "forged.json"))

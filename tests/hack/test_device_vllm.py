@@ -25,7 +25,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(("words", "code"), [((), 0), (("--require",), 1)])
-def test_what_is_missing_is_said_in_a_sentence(words: tuple[str, ...], code: int):
+def test_what_is_missing_is_printed_in_one_sentence(words: tuple[str, ...], code: int):
     """No such GPU: one line that says why, nothing written, and a failure only where it is
     required."""
     before = sorted(device_vllm.BENCH.glob("*"))
@@ -36,7 +36,7 @@ def test_what_is_missing_is_said_in_a_sentence(words: tuple[str, ...], code: int
     assert sorted(device_vllm.BENCH.glob("*")) == before
 
 
-def test_a_rehearsal_is_never_written_where_devices_reports_are():
+def test_a_rehearsal_is_never_written_to_bench_device():
     """`--rehearse --out bench/device/…`: refused before anything is started."""
     done = run("--rehearse", "--out", str(device_vllm.BENCH / "x.json"))
     assert done.returncode == 2

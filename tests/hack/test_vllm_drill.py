@@ -42,7 +42,7 @@ SOUND = Figures(
 )
 
 
-def test_gap_is_where_two_candidates_are_closest():
+def test_gap_is_the_smallest_distance_of_two_candidates():
     """Goal: prompts that rounding may change are left out. Method: both kinds of answers, and one
     without log probabilities."""
     steps = [{"a": -0.5, "b": -2.0}, {"c": -1.0, "d": -1.25}]
@@ -107,7 +107,7 @@ def test_cpu_of_a_process_that_waits_is_little():
     assert 0 <= percent < 100
 
 
-def test_sound_figures_have_no_problem_and_each_unsound_one_has():
+def test_good_figures_have_no_problem_and_each_bad_one_has():
     """Goal: every promise is judged. Method: one figure at a time is otherwise."""
     assert SOUND.problems() == []
     for name, value in {
@@ -140,7 +140,7 @@ def test_drill_of_vllm_has_its_own_defaults():
     assert config["target"] == ("api", "core", "worker")
 
 
-def test_soak_asks_longer_than_the_drill():
+def test_soak_prompts_are_longer_than_the_drills():
     """Goal: prefills and answers that take their time. Method: what becomes of the drill's bank."""
     prompts = all_prompts("m")
     made = heavy(prompts)

@@ -27,7 +27,8 @@ def main(model: str, answer_path: str) -> None:
         "max_model_len": 512,
         "distributed_executor_backend": "mp",
     }
-    proposed = kv_size.propose_bytes(EngineArgs(model=model, **arguments).create_engine_config())
+    config = EngineArgs(model=model, **arguments).create_engine_config()
+    proposed = kv_size.propose(config).size_bytes
     engine = LLM(model, kv_cache_memory_bytes=proposed, worker_cls=WORKER, **arguments)
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 

@@ -85,14 +85,14 @@ def test_variables_that_the_runtime_owns(variable, value, is_refused):
 @pytest.mark.parametrize(
     "given", [["--no-such-flag"], ["--tensor-parallel-size", "many"], ["--version"]]
 )
-def test_what_vllm_does_not_understand_is_a_usage_error(given):
+def test_arguments_that_vllm_rejects_are_a_usage_error(given):
     """Goal: a sentence and exit code 2 instead of a usage text; method: vLLM's own refusals."""
     with pytest.raises(UsageError) as refused:
         arguments.parse([MODEL, *given], {})
     assert refused.value.code == "vllm.arguments"
 
 
-def test_what_is_not_owned_passes_and_what_is_owned_is_set():
+def test_other_flags_pass_and_owned_flags_are_set():
     """Goal: users write what they know; method: the namespace that vLLM gets."""
     given = ["--load-format", "dummy", "--middleware", "their.own", "-tp", "2"]
     given += ["--kv-cache-memory-bytes", "64M", "--max-model-len", "128"]

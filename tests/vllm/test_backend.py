@@ -86,7 +86,7 @@ def _backend(engine):
     return VllmBackend(engine, Front(), StepCounter())
 
 
-def test_a_prepared_engine_is_parked_before_it_says_so(engine):
+def test_an_engine_is_parked_before_it_reports_prepared(engine):
     """Goal: no KV memory is held by whoever says `prepared`; method: the order of the calls."""
     prepared = asyncio.run(_backend(engine).prepare())
     assert engine.asked == [("sleep", 1), ("understudy_status",)]
@@ -106,7 +106,7 @@ def test_a_rank_that_fails_is_named(engine):
     assert error.value.code == "engine.kv_memory_busy"
 
 
-def test_a_parked_engine_that_falls_silent_is_given_up(engine, monkeypatch):
+def test_a_parked_engine_that_falls_silent_is_reported_dead(engine, monkeypatch):
     """Goal: a standby that could not take over is found before it is needed; method: a call to the
     ranks that never ends, after the engine has been prepared."""
     monkeypatch.setattr(backend_module, "PARKED_WAIT_S", 0.01)
@@ -133,7 +133,7 @@ def test_a_parked_engine_that_falls_silent_is_given_up(engine, monkeypatch):
     ("token", "logprob", "what"),
     [(5, float("nan"), "nan"), (5, float("inf"), "inf"), (5, 0.5, "0.5"), (100, -1.0, "100")],
 )
-def test_a_token_that_is_none_fails_the_canary_and_is_reported(engine, token, logprob, what):
+def test_an_invalid_token_fails_the_canary_and_is_reported(engine, token, logprob, what):
     """Goal: damaged weights do not serve, and their epoch is distrusted; method: numbers that no
     sound model gives."""
 
@@ -170,7 +170,7 @@ def test_every_step_of_the_engine_core_is_progress(engine):
     assert backend.health().progress == 1
 
 
-def test_logits_are_no_log_probabilities(engine):
+def test_logits_are_not_judged_as_log_probabilities(engine):
     """Goal: a user who wants logits gets an engine that passes its canaries; method: a positive
     number, which is none of a log-probability."""
     engine.model_config.logprobs_mode = "raw_logits"
@@ -185,7 +185,7 @@ def test_logits_are_no_log_probabilities(engine):
     assert asyncio.run(scenario()).ok
 
 
-def test_a_standby_that_could_not_serve_does_not_become_one(engine):
+def test_an_engine_that_fails_its_trial_does_not_become_a_standby(engine):
     """Goal: what would fail at the takeover fails before; method: a trial canary without a number,
     on the CPU, where the KV cache is real while the engine prepares."""
     engine.logprob = float("nan")

@@ -186,7 +186,7 @@ def test_tensor_that_is_a_plain_attribute_is_found():
     ],
     ids=["shape", "type"],
 )
-def test_model_that_is_made_otherwise_is_an_error(there: torch.Tensor, here: str):
+def test_model_of_another_form_is_an_error(there: torch.Tensor, here: str):
     """The writer's fresh model had another shape, or type, of a tensor: its name and both."""
 
     def made(form: torch.Tensor) -> Tied:
@@ -265,7 +265,7 @@ def test_flags_of_the_load_are_set():
     assert model.has_own_lm_head is True
 
 
-def test_record_about_a_model_is_no_tensor_of_it():
+def test_record_about_a_model_is_not_bound_as_a_tensor():
     """No parameter can have its name."""
     memory, about = moved(Tied())
     memory.place(name_in_epoch(0, ABOUT), 2, (2,), "uint8")
@@ -300,7 +300,7 @@ def test_tensor_survives_the_way_through_bytes(tensor: torch.Tensor):
     assert strides is None or back.stride() == tensor.stride()
 
 
-def test_registries_are_put_back_as_they_were():
+def test_registries_are_restored_in_place():
     """In place, because vLLM's parts hold the objects."""
     layers: dict[str, Any] = {"a": 1}
     experts = ["a"]
@@ -314,7 +314,7 @@ def test_registries_are_put_back_as_they_were():
     assert compilation.static_forward_context is layers
 
 
-def test_list_of_what_can_be_shared_is_vllms_own():
+def test_list_of_shareable_methods_matches_vllm():
     """Read vLLM's sources: the classes that say that their processed weights can be taken over are
     those that the list names, so that documents and errors say what is so."""
     import vllm.model_executor.layers as layers

@@ -72,7 +72,7 @@ def test_each_contract_fails_with_its_name(whole, contract: Contract):
 
 
 @pytest.mark.parametrize("name", [name for name, _, _ in PLACES])
-def test_a_name_that_is_in_none_of_its_places_is_named(whole, name: str, monkeypatch):
+def test_a_name_missing_from_all_its_places_is_reported(whole, name: str, monkeypatch):
     """Take a name out of wherever this vLLM has it: the report says so."""
     [places] = [places for each, _, places in PLACES if each == name]
     there = whole.has_name
@@ -80,7 +80,7 @@ def test_a_name_that_is_in_none_of_its_places_is_named(whole, name: str, monkeyp
     assert name in [each.name for each in contracts.broken(whole)]
 
 
-def test_an_import_that_is_gone_is_named(tmp_path, capsys, whole):
+def test_a_missing_import_is_reported(tmp_path, capsys, whole):
     """Copy the files that are imported from, without one of them, and ask by the command line: exit
     code 1, and every name that cannot be imported is said with the file that wants it."""
     files = {"__init__.py", *(contract.file for contract in EACH)}
@@ -100,7 +100,7 @@ def test_an_import_that_is_gone_is_named(tmp_path, capsys, whole):
     assert "every worker can be called by method name" in said
 
 
-def test_a_place_without_vllm_is_refused_with_a_sentence(tmp_path, capsys):
+def test_a_place_without_vllm_is_refused(tmp_path, capsys):
     """Name an empty directory, and a file that is no wheel: exit code 2 and what is wrong."""
     assert contracts.main([str(tmp_path)]) == 2
     assert "name a wheel of vLLM" in capsys.readouterr().err

@@ -64,7 +64,7 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_drain_serves_what_it_has_accepted_and_nothing_else(http: str):
+def test_drain_finishes_accepted_requests_and_no_others(http: str):
     """Goal: a drain loses and refuses nobody. Method: while one request is under way, a kept
     connection and one that had said nothing ask: answered, and told to close; a connection that is
     made meanwhile is in the backlog afterwards, its request in it; an idle one is closed last."""

@@ -54,7 +54,7 @@ def allocate(arena: KVArena) -> torch.Tensor:
         return torch.zeros(SIZE, dtype=torch.int8, device=torch.device("cpu"))
 
 
-def test_buffer_is_over_our_addresses_and_other_tensors_are_torchs(
+def test_kv_buffer_lies_at_our_addresses_and_other_tensors_do_not(
     arena: KVArena, addresses: HostRange
 ):
     """vLLM's one call, among others like it: only that one is ours, and only inside the context."""
@@ -116,9 +116,7 @@ def test_wake_from_scratch_leaves_nothing_of_the_warm_up(arena: KVArena):
     assert int(buffer.count_nonzero()) == 0
 
 
-def test_wake_without_room_leaves_it_parked_and_may_be_tried_again(
-    arena: KVArena, room: SimpleNamespace
-):
+def test_wake_without_room_stays_parked_and_may_be_retried(arena: KVArena, room: SimpleNamespace):
     """The deadline passes: a sentence, still parked; then room, and it is taken."""
     buffer = allocate(arena)
     arena.release()
@@ -131,7 +129,7 @@ def test_wake_without_room_leaves_it_parked_and_may_be_tried_again(
     assert int(buffer.count_nonzero()) == 0
 
 
-def test_taking_before_there_is_a_cache_is_our_own_fault(arena: KVArena):
+def test_taking_memory_before_the_allocation_is_an_invariant_error(arena: KVArena):
     """No allocation yet: nothing that could be woken."""
     with pytest.raises(InvariantError):
         arena.take(0)
@@ -192,7 +190,7 @@ def test_worker_without_a_size_is_refused(
     assert len(reported) == 2
 
 
-def test_cpu_size_is_what_was_asked_whatever_is_free():
+def test_cpu_size_is_the_given_one_regardless_of_free_memory():
     """vLLM demands that so much be free; the active engine has it, so we do not."""
     found = make_worker(1 << 60)
     found._should_warm_up_model = lambda: False
@@ -258,7 +256,7 @@ def test_waking_without_memory_is_refused_and_repeating_is_harmless(
     assert arena.backing is Backing.PARKED
 
 
-def test_methods_that_the_backend_calls_answer_whatever_happens(
+def test_methods_that_the_backend_calls_never_raise(
     arena: KVArena, room: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ):
     """No room: a code and a sentence. A bug: a code and its text. Never an exception, which would
@@ -270,7 +268,7 @@ def test_methods_that_the_backend_calls_answer_whatever_happens(
     room.free_bytes = 0
     answer = found.understudy_take_kv(0.0)
     assert (answer["ok"], answer["rank"], answer["code"]) == (False, 1, "engine.kv_memory_busy")
-    assert "needs 4 MiB and 0 MiB are free" in answer["error"]
+    assert "needs 4.0 MiB and 0 B are free" in answer["error"]
     answer = found.understudy_distrust("why")  # these weights cannot be distrusted
     assert (answer["ok"], answer["code"]) == (False, "vllm.worker_failed")
     assert "AttributeError" in answer["error"]
@@ -288,7 +286,7 @@ HARMLESS = {
 }
 
 
-def test_nothing_that_vllm_can_be_told_changes_shared_weights():
+def test_no_method_of_vllms_worker_changes_shared_weights():
     """Every method of vLLM's worker that speaks of weights refuses, or is known not to change any:
     a new one in a later version is found here."""
     names = {name for name in dir(StockGPUWorker) if "weight" in name} - HARMLESS

@@ -41,7 +41,7 @@ def config(model: Any) -> Any:
     return made
 
 
-def test_size_is_refused_up_to_the_last_byte_that_is_missing(config: Any):
+def test_size_is_refused_to_the_last_missing_byte(config: Any):
     """The sentence has both sizes and both ways out; what it asks for is taken, a byte less not."""
     check_holds_a_sequence(config, layers(), NEEDED_BYTES)
     for given in (0, 1, NEEDED_BYTES - 1):
@@ -75,7 +75,7 @@ def test_answer_is_the_engine_cores_own(config: Any, given: int):
         assert is_enough
 
 
-def test_length_that_fits_itself_to_the_size_is_left_alone(config: Any):
+def test_automatic_max_model_len_is_left_unchanged(config: Any):
     """With `--max-model-len auto` the engine core shortens it, for everybody, and not we."""
     config.model_config.original_max_model_len = -1
     check_holds_a_sequence(config, layers(), NEEDED_BYTES // 2)
@@ -87,7 +87,7 @@ def test_model_without_a_cache_needs_none(config: Any):
 
 
 @pytest.mark.parametrize("kind", [CPUWorker, GPUWorker])
-def test_worker_tells_the_supervisor_before_it_measures(
+def test_worker_reports_to_the_supervisor_before_it_measures(
     config: Any, kind: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """The engine core asks its workers for sizes first: ours reports the refusal, and raises."""

@@ -37,7 +37,7 @@ def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(answer.read_text())
 
 
-def test_proposed_size_holds_what_it_says(report: Any):
+def test_proposed_size_holds_the_proposed_sequences(report: Any):
     """The engine was started with the proposal: room for its four sequences of full length."""
     assert report["blocks"] * report["block_tokens"] >= 4 * 512
 
@@ -61,11 +61,11 @@ def test_answers_are_the_same_before_and_after(report: Any):
     assert others == [first] * 3
 
 
-def test_machine_without_room_is_told_in_the_answer(report: Any):
+def test_machine_without_room_is_reported_in_the_answer(report: Any):
     """The deadline passes on a real rank: a code and both numbers; the engine lives."""
     refused = report["refused"]
     assert (refused["ok"], refused["code"]) == (False, "engine.kv_memory_busy")
-    assert "MiB and 0 MiB are free" in refused["error"]
+    assert "MiB and 0 B are free" in refused["error"]
 
 
 def test_weights_are_not_reloaded(report: Any):

@@ -50,7 +50,7 @@ def test_proposal_is_a_few_full_sequences_in_round_numbers(configure: Any):
     assert kv_size.propose(configure(max_num_seqs=1)).sequences == 1
 
 
-def test_refusal_does_the_arithmetic(configure: Any):
+def test_refusal_shows_the_arithmetic(configure: Any):
     """A flag to copy, and every factor of it."""
     error = kv_size.refusal(configure())
     assert (error.code, error.exit_code) == ("vllm.no_kv_size", 2)

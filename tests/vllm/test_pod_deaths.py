@@ -18,14 +18,14 @@ from tests.helpers import auntil
 
 
 @pytest.mark.parametrize("target", ["api", "core", "worker", "worker-1"])
-def test_death_of_a_process_is_a_takeover_that_refuses_nobody(home: PodHome, target: str):
+def test_death_of_a_process_is_a_takeover_without_refusals(home: PodHome, target: str):
     """Goal: whoever dies, the other engine says the same, after all of the old one is gone and with
     nothing of it left in shared memory. Method: SIGKILL under load; pidfds, tokens, names."""
     home.run(lambda pod: taken_over(pod, target, signal.SIGKILL, "child_exit"))
 
 
 @pytest.mark.parametrize("target", ["worker", "core"])
-def test_process_that_hangs_is_found_fenced_and_taken_over_from(home: PodHome, target: str):
+def test_process_that_hangs_is_detected_fenced_and_replaced(home: PodHome, target: str):
     """Goal: no token for a while is a death. Method: SIGSTOP under load; the supervisor kills what
     cannot die by itself."""
     home.run(lambda pod: taken_over(pod, target, signal.SIGSTOP, "unhealthy"))
@@ -56,7 +56,7 @@ async def taken_over(pod: Pod, target: str, number: int, cause: str) -> None:
     assert (await pod.engine(before.engine))["deaths"][-1]["cause"] == cause
 
 
-def test_switchover_loses_and_refuses_nobody(home: PodHome):
+def test_switchover_loses_and_refuses_no_request(home: PodHome):
     """Goal: a planned switchover of vLLM costs no request. Method: under streams and under clients
     that keep their connections, have the active engine hand over; it is back as the standby."""
 
@@ -80,7 +80,7 @@ def test_switchover_loses_and_refuses_nobody(home: PodHome):
     home.run(scenario)
 
 
-def test_memory_service_killed_under_load_is_noticed_by_nobody(home: PodHome):
+def test_memory_service_killed_under_load_disturbs_no_request(home: PodHome):
     """Goal: a crash without loss, with vLLM's readers. Method: SIGKILL gms's supervisor; both
     devices have the same epoch and the same readers again, and no engine is another one."""
 

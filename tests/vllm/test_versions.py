@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("version", ["0.30.9", "0.34.0", "1.31.0", "dev", ""])
-def test_an_untried_version_is_refused_with_both_and_the_way_out(version: str):
+def test_an_untested_version_is_refused_with_both_versions_and_the_fix(version: str):
     """A minor version outside the range, and a build that does not know its own: refused, with the
     range and the flag; taken where somebody insists."""
     with pytest.raises(UsageError) as refused:
@@ -31,12 +31,12 @@ def test_an_untried_version_is_refused_with_both_and_the_way_out(version: str):
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.33.1.dev7+cpu", "0.33.9"])
-def test_any_release_of_a_tried_minor_version_is_taken(version: str):
+def test_any_release_of_a_supported_minor_version_is_accepted(version: str):
     """Patches, development builds and local versions of the range's ends."""
     versions.check_version(allow_any=False, version=version)
 
 
-def test_the_installed_version_is_taken_and_its_parser_found():
+def test_the_installed_version_is_accepted_and_its_parser_found():
     """No override: the version that these tests run with, its flags, and vLLM's own checks."""
     versions.check_version(allow_any=False)
     args = versions.make_arg_parser(FlexibleArgumentParser()).parse_args(["some-model"])

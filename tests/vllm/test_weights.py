@@ -221,7 +221,7 @@ def test_another_tensor_parallel_size_is_refused(rank: Callable[[str], Rank], ch
     assert "parallel.tensor is 1 there and 2 here" in said
 
 
-def test_a_draft_model_that_the_other_has_not_is_refused(
+def test_a_draft_model_that_the_other_engine_lacks_is_refused(
     rank: Callable[[str], Rank], checkpoint: Path, draft: Path
 ):
     """By name, not with a page of settings."""
@@ -246,7 +246,7 @@ def test_checkpoint_that_changes_while_it_is_loaded_is_not_published(
     until(lambda: gms.status()["state"] == "empty", "the staging epoch to be dropped")
 
 
-def test_tensor_that_nobody_wrote_is_named(
+def test_tensor_that_was_never_written_is_named(
     rank: Callable[[str], Rank], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A writer that forgets a tensor finds out itself, before anything is published."""
@@ -261,7 +261,7 @@ def test_tensor_that_nobody_wrote_is_named(
     assert error.value.details == {"tensor": lost}
 
 
-def test_model_of_other_shapes_is_refused_where_its_identity_says_the_same(
+def test_model_of_other_shapes_is_refused_despite_an_equal_identity(
     rank: Callable[[str], Rank], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """What no field of the identity tells apart: the tensor is named, with both shapes."""
@@ -283,7 +283,7 @@ def test_device_that_is_too_small_is_named_with_both_sizes(
     """Weights of more than the device's 64 MiB: the sentence has what they need and what it has."""
     model = tmp_path / "large"
     write_random_model(str(model), hidden=512, heads=8, intermediate=2048, layers=6)
-    with pytest.raises(UnderstudyError, match=r"need 8\d\.\d\d MiB .* has 64\.00 MiB") as found:
+    with pytest.raises(UnderstudyError, match=r"need 8\d\.\d MiB .* has 64\.0 MiB") as found:
         rank("engine-0").load(model)
     assert found.value.code == "gms.larger_than_device"
 
@@ -295,7 +295,7 @@ def in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "obstacle", lambda model, device: "layer x uses GPTQ")
 
 
-def test_unshareable_model_is_refused_with_the_way_out(
+def test_unshareable_model_is_refused_with_both_fixes(
     rank: Callable[[str], Rank], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """By default: no engine holds a second copy that nobody asked for."""
@@ -305,7 +305,7 @@ def test_unshareable_model_is_refused_with_the_way_out(
     assert found.value.code == "model.unshareable"
 
 
-def test_unshareable_model_is_loaded_privately_by_each_if_asked(
+def test_unshareable_model_is_loaded_privately_on_request(
     rank: Callable[[str], Rank], checkpoint: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Every engine loads for itself, on one epoch that says what it is: another model is refused

@@ -60,12 +60,12 @@ def test_a_response_carries_engine_and_token(traffic):
     ]
 
 
-def test_before_the_first_grant_there_is_nothing_to_say(traffic):
+def test_responses_before_the_first_grant_have_no_headers(traffic):
     """Goal: the trial on the private socket claims no token; method: the headers."""
     assert asyncio.run(_call(traffic, App()))[0]["headers"] == [(b"a", b"b")]
 
 
-def test_a_drain_serves_what_comes_and_closes_what_it_has_answered(traffic):
+def test_a_drain_serves_open_connections_and_closes_them_after_the_answer(traffic):
     """Goal: nobody on an open connection is refused, and each asks elsewhere next. Method: one
     request held in the application while a second one comes."""
 
@@ -101,7 +101,7 @@ def test_a_request_that_fails_is_no_longer_in_flight(traffic):
     assert traffic.idle.is_set()
 
 
-def test_what_is_no_request_passes(traffic):
+def test_scopes_that_are_not_requests_pass(traffic):
     """Goal: lifespan events reach vLLM, also while draining; method: one of them."""
     traffic.is_draining = True
     app = App()
@@ -128,7 +128,7 @@ def test_a_websocket_is_counted_and_marked_and_refused_in_a_drain(traffic):
     assert refused == [{"type": "websocket.close", "code": gate.TRY_AGAIN_LATER}]
 
 
-def test_a_request_that_says_it_is_too_large_is_not_read(traffic):
+def test_a_request_that_declares_too_large_a_body_is_not_read(traffic):
     """Goal: one client cannot stop the engine by what it sends; method: its Content-Length."""
     traffic.engine = "engine-0"
     app, left = App(), [b"x"] * 3
@@ -146,7 +146,7 @@ def test_a_request_that_says_it_is_too_large_is_not_read(traffic):
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_a_request_that_does_not_say_is_read_to_the_limit(traffic, parts):
+def test_a_body_of_undeclared_length_is_read_to_the_limit(traffic, parts):
     """Goal: the same for a body in pieces; method: an application that reads them all."""
     left = [b"x" * (BODY_MAX // 2)] * parts
 
@@ -165,14 +165,14 @@ def test_a_request_that_does_not_say_is_read_to_the_limit(traffic, parts):
     assert traffic.in_flight == 0
 
 
-def test_the_limit_follows_from_the_model():
+def test_the_default_limit_depends_on_the_model():
     """Goal: what a model can use is read; method: a small model, a large one, one with pictures."""
     assert gate.body_bytes_max(2048, is_multimodal=False) > 8 << 20
     assert gate.body_bytes_max(1 << 20, is_multimodal=False) > 32 << 20
     assert gate.body_bytes_max(2048, is_multimodal=True) == 64 << 20
 
 
-def test_a_dead_engine_answers_nothing_and_takes_nothing(traffic):
+def test_a_dead_engine_answers_and_accepts_nothing(traffic):
     """Goal: clients of an engine that dies see a cut and ask again, and none gets a 500 that it
     takes for final; method: one request under way, whose application fails, and a new one."""
 

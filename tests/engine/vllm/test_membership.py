@@ -19,12 +19,12 @@ from plumbing.errors import InvariantError
         ("EngineCore_DP0", "core"),
     ],
 )
-def test_processes_are_named_by_what_they_are(theirs, ours):
+def test_processes_are_named_by_their_role(theirs, ours):
     """Goal: kill targets and pids in status mean something; method: a table."""
     assert membership.name_of(theirs) == ours
 
 
-def test_a_process_that_nobody_spawned_does_not_join():
+def test_a_process_that_was_not_spawned_does_not_join():
     """Goal: vLLM's main process, which has joined by itself, and a vLLM without a supervisor are
     left alone; method: this process."""
     assert membership.join() is None

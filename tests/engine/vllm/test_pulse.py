@@ -29,7 +29,7 @@ def pulse_of(writer: Writer) -> tuple[Meter, Pulse]:
     return meter, Pulse(meter)
 
 
-def test_computing_is_a_sign_of_life_and_waiting_is_none():
+def test_computing_is_a_sign_of_life_and_waiting_is_not():
     """The thread that loads burns time: a beat. It sleeps in a poll: none, and nothing is said."""
     writer = Writer()
     _, pulse = pulse_of(writer)
@@ -53,7 +53,7 @@ def test_reading_from_the_disk_is_a_sign_of_life():
     assert len(writer.told) == 1
 
 
-def test_what_is_told_only_grows():
+def test_reported_progress_only_grows():
     """The service takes nothing else for progress: also where nothing is counted."""
     writer = Writer()
     meter, pulse = pulse_of(writer)

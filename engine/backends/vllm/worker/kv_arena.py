@@ -82,7 +82,7 @@ class KVArena(TorchFunctionMode):
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
         if exc_info[0] is None:
-            self.check_allocated()
+            self._check(is_over=True)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -96,13 +96,8 @@ class KVArena(TorchFunctionMode):
         self.backing = Backing.SCRATCH
         return bytes_at(self._addresses.address, self.kv_bytes, self._device).view(torch.int8)
 
-    def check_allocated(self) -> None:
-        """Raises:
-        UsageError: `vllm.kv_contract`, this vLLM allocates its KV cache in an unknown way.
-        """
-        self._check(is_over=True)
-
     def _check(self, *, is_over: bool) -> None:
+        """Refuse a vLLM that allocates its KV cache in an unknown way."""
         expected = [self.kv_bytes]
         if self._seen_bytes == expected or (not is_over and self._seen_bytes == expected[:0]):
             return

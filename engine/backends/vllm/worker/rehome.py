@@ -115,7 +115,7 @@ def rehome(
         # A buffer is small and may be shared with a bound model (rotary tables).
         if storage not in buffers:
             move.free(tensors[views[0]])
-    move.finish()
+    move.release_cached()
 
 
 class _Move:
@@ -145,12 +145,9 @@ class _Move:
         self._freed_bytes += storage.nbytes()
         storage.resize_(0)
         if self._freed_bytes >= RELEASE_BYTES:
-            self._release_cached()
+            self.release_cached()
 
-    def finish(self) -> None:
-        self._release_cached()
-
-    def _release_cached(self) -> None:
+    def release_cached(self) -> None:
         self._freed_bytes = 0
         if self._device.type == "cuda":
             torch.cuda.synchronize()
