@@ -30,13 +30,13 @@ from understudy.settings import DRILL_OPTIONS, NOT_WITH_MANIFEST, POD_OPTIONS, U
 from understudy.status import cli as looking
 from understudy.up import manifest_pod, sessions
 from understudy.up.local_pod import LocalPod
-from understudy.up.manifest_pod import Asked
+from understudy.up.manifest_pod import PodRequest
 from understudy.up.ports import Ports
 from understudy.up.terminal import Terminal
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 backend_arguments = click.argument(
-    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- BACKEND'S FLAGS]"
+    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- BACKEND FLAGS]"
 )
 
 
@@ -60,10 +60,10 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     """
     directory = Path(runtime_dir(config["dir"]))
     backoff_max_s = config["restart_backoff_max"]
-    asked = _asked(config, UP_OPTIONS, arguments, backoff_max_s=backoff_max_s)
-    if asked is not None:
+    request = _request(config, UP_OPTIONS, arguments, backoff_max_s=backoff_max_s)
+    if request is not None:
         with Terminal() as terminal:
-            run_async(lambda: manifest_pod.stay_up(asked, directory, terminal.say))
+            run_async(lambda: manifest_pod.stay_up(request, directory, terminal.say))
         return
     model = _model(config["model"])
     first = config["engine_port"]
@@ -122,9 +122,9 @@ def drill(
     def say(line: str) -> None:
         click.echo(line, err=True)
 
-    asked = _asked(config, DRILL_OPTIONS, arguments, attach=attach)
+    request = _request(config, DRILL_OPTIONS, arguments, attach=attach)
     if attach:
-        _refuse_own_pod_flags(config, arguments)
+        _refuse_pod_flags(config, arguments)
         directory = Path(os.path.abspath(config["dir"]))
         _ask_first(directory, plan, yes=yes)
         result = run_async(
@@ -133,11 +133,11 @@ def drill(
     elif config.origin("dir") == "flag":
         raise UsageError(
             "drill.needless_flag",
-            "--dir names the pod that --attach drills; without --attach a drill starts a pod of "
-            "its own, in a new directory: leave out --dir, or add --attach",
+            "--dir requires --attach: without it, a drill starts its own pod in a new directory; "
+            "remove --dir, or add --attach",
         )
-    elif asked is not None:
-        result = run_async(lambda: manifest_pod.drill(asked, plan, say), as_json=as_json)
+    elif request is not None:
+        result = run_async(lambda: manifest_pod.drill(request, plan, say), as_json=as_json)
     else:
         model = _model(config["model"])
         result = run_async(
@@ -157,7 +157,7 @@ def drill(
         click.echo(f"error: {problem}", err=True)
     if page is not None:
         result.write_page(page, backend)
-        click.echo(f"the report is in {page}", err=True)
+        click.echo(f"report written to {page}", err=True)
     sys.exit(0 if result.report.passed else 1)
 
 
@@ -198,37 +198,35 @@ def _setting_line(setting: dict[str, Any]) -> str:
 
 
 def _model(given: str | None) -> Path | None:
-    """The checkpoint's absolute path. Whether it is a good one, the engine says."""
+    """The absolute path of the checkpoint, which the engine validates."""
     if given is None:
         return None
     path = Path(os.path.abspath(given))
     if not path.is_dir():
         raise UsageError(
-            "pod.no_model", f"{path} is not a directory; --model takes a Hugging Face checkpoint"
+            "pod.no_model", f"{path} is not a directory; --model must be a Hugging Face checkpoint"
         )
     return path
 
 
 def _log_env() -> dict[str, str]:
-    """Whoever reads this terminal reads text; a log collector sets LOG_FORMAT itself."""
-    is_read_here = sys.stdout.isatty() and "LOG_FORMAT" not in os.environ
-    return {"LOG_FORMAT": "text"} if is_read_here else {}
+    """Text logs on a terminal, unless LOG_FORMAT is set."""
+    is_text = sys.stdout.isatty() and "LOG_FORMAT" not in os.environ
+    return {"LOG_FORMAT": "text"} if is_text else {}
 
 
-def _asked(
+def _request(
     config: Resolved,
     declared: Sequence[Option],
     arguments: tuple[str, ...],
     *,
     attach: bool = False,
     backoff_max_s: float | None = None,
-) -> Asked | None:
-    """The manifest's pod, if one is asked for. Flags that say the same otherwise are refused."""
+) -> PodRequest | None:
+    """The manifest's pod, if -f is given. Flags that contradict it are refused."""
     if config["file"] is None:
         if config["set"]:
-            raise UsageError(
-                "pod.needless_flag", "--set changes what a manifest says; name one with -f"
-            )
+            raise UsageError("pod.needless_flag", "--set requires a manifest; add -f FILE")
         return None
     given = [each for each in declared if config.origin(each.name) == "flag"]
     needless = [each.flag for each in given if each.name in NOT_WITH_MANIFEST]
@@ -237,10 +235,10 @@ def _asked(
     if needless:
         raise UsageError(
             "pod.needless_flag",
-            f"{', '.join(needless)} cannot be used with -f: the manifest says what runs; change "
-            "what it says with --set, or leave out -f",
+            f"{', '.join(needless)} cannot be used with -f, where the manifest says what runs; use "
+            "--set instead, or remove -f",
         )
-    return Asked(
+    return PodRequest(
         Path(config["file"]),
         Choices.of(config["set"]),
         config["pid_namespaces"],
@@ -249,29 +247,29 @@ def _asked(
     )
 
 
-def _refuse_own_pod_flags(config: Resolved, arguments: tuple[str, ...]) -> None:
-    """A pod that runs has its model, devices and backend: a flag for them would change nothing."""
+def _refuse_pod_flags(config: Resolved, arguments: tuple[str, ...]) -> None:
+    """Refuse flags that describe a pod to start: they have no effect on a running one."""
     needless = [each.flag for each in POD_OPTIONS if config.origin(each.name) == "flag"]
     needless += arguments[:1]
     if needless:
         raise UsageError(
             "drill.needless_flag",
-            f"{', '.join(needless)} cannot be used with --attach: they say what pod to start, and "
-            "the one in --dir runs already; leave them out, or leave out --attach",
+            f"{', '.join(needless)} cannot be used with --attach: the pod in --dir is already "
+            "running; remove them, or remove --attach",
         )
 
 
 def _refuse_with_upgrade(config: Resolved, *, attach: bool) -> None:
-    """An upgrade kills nobody, and relaunches containers that only a pod of its own has."""
+    """An upgrade has no kills, and can relaunch only containers that the drill started."""
     needless = [f"--{name}" for name in ("kills", "target") if config.origin(name) == "flag"]
     needless += ["--attach"] if attach else []
     needless += ["-f"] if config.origin("file") == "flag" else []
     if needless:
         raise UsageError(
             "drill.needless_flag",
-            f"{', '.join(needless)} cannot be used with --upgrade, which starts a pod of its own"
-            " and kills nobody; a pod that runs is upgraded step by step, as docs/operations.md"
-            " says",
+            f"{', '.join(needless)} cannot be used with --upgrade, which starts its own pod and "
+            "has no"
+            " kills; to upgrade a running pod, follow docs/operations.md",
         )
 
 
@@ -286,7 +284,7 @@ def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:
     question = f"Kill {what} of the pod in {directory} {plan.kills} times?"
     try:
         is_meant = click.confirm(question, err=True)
-    except click.Abort:  # Ctrl-C; click's own exit code for it is that of a drill that failed
+    except click.Abort:  # Ctrl-C; click would exit with the code of a failed drill
         click.echo(err=True)
         sys.exit(INTERRUPTED)
     if not is_meant:

@@ -19,14 +19,14 @@ LOCKSERVER_PORT = 9400
 GMS_PORT = 9401
 ENGINE_PORT = 9410  # engine n: this plus n
 
-OURS = range(15_000, 32_000)  # below what the kernel gives away
+OURS = range(15_000, 32_000)  # below the kernel's ephemeral range
 TRIES = 100
-ANYWHERE = "0.0.0.0"  # a port that somebody has at any address of this machine is taken
+ANYWHERE = "0.0.0.0"  # a port in use at any address counts as taken
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Every TCP port of a pod. `engines[n]` is engine n's probe port."""
+    """The TCP ports of a pod. `engines[n]`: engine n's probe port."""
 
     service: int = SERVICE_PORT
     lockserver: int = LOCKSERVER_PORT
@@ -34,7 +34,7 @@ class Ports:
     engines: tuple[int, ...] = (ENGINE_PORT, ENGINE_PORT + 1)
 
     def by_flag(self) -> list[tuple[str, int]]:
-        """Every port with the flag of `understudy up` that moves it."""
+        """Every port with the flag of `understudy up` that changes it."""
         return [
             ("--service-port", self.service),
             ("--lockserver-port", self.lockserver),
@@ -52,34 +52,33 @@ class Ports:
 
 
 def check_port(port: int, address: str, flag: str) -> None:
-    """Raise if nobody could listen at `address`, `port` now; `flag` is what moves it.
+    """Raise if `port` cannot be bound at `address`; `flag` is what changes it.
 
     Raises:
-        UnderstudyError: `pod.port_in_use`, with the number and the way out.
+        UnderstudyError: `pod.port_in_use`, with the number and the fix.
     """
     with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no owner
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT does not count
         try:
             sock.bind((address, port))
         except OSError as error:
             raise UnderstudyError(
                 "pod.port_in_use",
-                f"port {port} on {address} cannot be used: {error.strerror}; "
-                f"{_way_out(error, flag)}",
+                f"cannot listen on port {port} of {address}: {error.strerror}; {_fix(error, flag)}",
                 port=port,
             ) from error
 
 
-def _way_out(error: OSError, flag: str) -> str:
+def _fix(error: OSError, flag: str) -> str:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return "name an IPv4 address of this machine with --host or --http-host"
+        return "choose an IPv4 address of this machine with --host or --http-host"
     if error.errno == errno.EACCES:
-        return f"choose a port from 1024 on with {flag}, or be root"
+        return f"choose a port of 1024 or above with {flag}, or run as root"
     return f"is another pod running? Stop it, or choose another port with {flag}"
 
 
 def free_ports(count: int) -> range:
-    """`count` ports in a row that nobody listens on now: for pods that must not meet another one.
+    """`count` consecutive ports that are free, for a pod beside others.
 
     Raises:
         UnderstudyError: `pod.no_free_ports`.
@@ -94,23 +93,22 @@ def free_ports(count: int) -> range:
         return range(first, first + count)
     raise UnderstudyError(
         "pod.no_free_ports",
-        f"of the ports from {OURS.start} to {OURS.stop} no {count} in a row were found free; stop"
-        " what has them",
+        f"found no {count} consecutive free ports from {OURS.start} to {OURS.stop}; stop the"
+        " processes that use them",
     )
 
 
 def free_pod_ports(engines: int = 2) -> Ports:
-    """Ports for a whole pod."""
+    """Free ports for a whole pod."""
     service, lockserver, gms, *rest = free_ports(3 + engines)
     return Ports(service, lockserver, gms, tuple(rest))
 
 
 def check_ports(ports: Ports, host: str = "127.0.0.1", http_host: str = "127.0.0.1") -> None:
-    """Raise if somebody already has one of `ports`; `host` is where the service will listen,
-    `http_host` where the probes will.
+    """Raise if one of `ports` is in use; the service listens at `host`, the probes at `http_host`.
 
     Raises:
-        UnderstudyError: `pod.port_in_use`, with the number and the way out.
+        UnderstudyError: `pod.port_in_use`, with the number and the fix.
     """
     for flag, port in ports.by_flag():
         check_port(port, host if port == ports.service else http_host, flag)

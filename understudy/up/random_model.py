@@ -1,7 +1,6 @@
-"""A small random checkpoint for a pod that was given none, and what serving it takes.
+"""A small random checkpoint for a pod without a model, and the flags for serving it.
 
-Owns what each backend needs of such a model and of its own flags. The model itself is made by
-`engine.backends.reference.random_model`, in a process of its own.
+The checkpoint is written by `engine.backends.reference.random_model`, in a separate process.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from pathlib import Path
 from plumbing.errors import UnderstudyError
 from understudy.up.local_pod import LocalPod
 
-# A drill measures failover, not BLAS. Without this, the threads of the engine that loads steal the
-# cores from the one that takes over. Users' own settings win.
+# A drill measures failover, not BLAS: threads of a loading engine would take the cores from the one
+# that takes over. The user's own settings win.
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -27,9 +26,9 @@ ONE_THREAD = {
 
 @dataclass(frozen=True, slots=True)
 class RandomModel:
-    """What a small random model must be like for a backend, and how that serves it.
+    """The random model for a backend, and how the backend serves it.
 
-    `shape`: flags of the maker; `arguments`: of the backend, before the user's, which win.
+    `shape`: flags for creating it; `arguments`: for the backend, before the user's, which win.
     """
 
     shape: tuple[str, ...] = ()
@@ -38,21 +37,21 @@ class RandomModel:
 
     @classmethod
     def of(cls, backend: str) -> RandomModel:
-        """Of `backend`; one that nobody here knows gets what the reference backend gets."""
+        """For `backend`; an unknown one gets the same as the reference backend."""
         return VLLM_RANDOM_MODEL if backend == "vllm" else cls()
 
 
 VLLM_RANDOM_MODEL = RandomModel(
-    shape=("--hidden=256",),  # heads of 64: vLLM's attention on a CPU knows none below 32
+    shape=("--hidden=256",),  # heads of 64: vLLM's CPU attention needs at least 32
     arguments=(
-        "--dtype=float32",  # greedy answers in bfloat16 depend on who else is being served
-        "--enforce-eager",  # compiling a model this small takes longer than using it
+        "--dtype=float32",  # in bfloat16, greedy answers depend on the rest of the batch
+        "--enforce-eager",  # compiling would take longer than running
         "--max-model-len=1024",
-        f"--kv-cache-memory-bytes={96 * 2**20}",  # dozens of requests; not the size of any heap
+        f"--kv-cache-memory-bytes={96 * 2**20}",  # enough for dozens of requests
     ),
     env={
         **ONE_THREAD,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it wants a NUMA node for every rank
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it needs a NUMA node per rank
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     },
@@ -60,9 +59,9 @@ VLLM_RANDOM_MODEL = RandomModel(
 
 
 async def make_random_model(directory: Path, shape: Sequence[str] = ()) -> Path:
-    """A small random checkpoint in `directory`, unless one is there; made by a process of its own.
+    """Create a small random checkpoint in `directory`, unless there is one.
 
-    Importing numpy here would cost this process memory and time that it needs for measuring.
+    In a separate process: importing numpy would cost this one memory and time while it measures.
     """
     if (directory / "config.json").exists():
         return directory
@@ -77,13 +76,13 @@ async def make_random_model(directory: Path, shape: Sequence[str] = ()) -> Path:
     )
     output, _ = await process.communicate()
     if process.returncode:
-        said = output.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise UnderstudyError("pod.no_model", f"the random model was not made: {said[-1]}")
+        lines = output.decode(errors="replace").strip().splitlines() or ["no error message"]
+        raise UnderstudyError("pod.no_model", f"cannot create the random model: {lines[-1]}")
     return directory
 
 
 async def with_random_model(pod: LocalPod, directory: Path) -> LocalPod:
-    """`pod` with a random model that its backend can serve; what users asked for wins."""
+    """`pod` with a random model for its backend; the user's own settings win."""
     random = RandomModel.of(pod.backend)
     env = {name: os.environ.get(name, value) for name, value in random.env.items()}
     return replace(

@@ -1,6 +1,6 @@
-"""The two long sessions of the command line: a pod that stays up, and a drill.
+"""Runs a pod until a signal, or drills one: the wiring of pod, runner and drill.
 
-Owns the wiring of runner, pod and drill, and where their files lie. Prints only through `say`.
+Prints only through `say`.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from understudy.up.random_model import with_random_model
 
 Say = Callable[[str], None]
 
-SETTLE_DEADLINE_S = 2.0  # closing a connection takes milliseconds; what stays longer has leaked
+SETTLE_DEADLINE_S = 2.0  # connections close within milliseconds; what stays longer has leaked
 SETTLE_POLL_S = 0.05
 
-WATCHED = ("lockserver", "gms")  # whose descriptors and memory must not grow with kills
+WATCHED = ("lockserver", "gms")  # their descriptors and memory must not grow with kills
 
 
 @dataclass(slots=True)
 class DrillResult:
-    """What a drill found, and what the watched containers used before and after.
+    """What a drill found, and the resources of the watched containers before and after.
 
-    `backend`: what the engines say they run; None if they do not say.
+    `backend`: as reported by the engines. `conditions`: further facts for the report.
     """
 
     report: DrillReport
     usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = field(default_factory=dict)
     backend: str | None = None
     records: Records = field(default_factory=Records)
-    conditions: dict[str, Any] = field(default_factory=dict)  # under which it was found
+    conditions: dict[str, Any] = field(default_factory=dict)
 
     def write_page(self, path: Path, backend: str) -> None:
-        """Write the report as a page; `backend` is what it shall be called.
+        """Write the report page; `backend` is the name to show.
 
         Raises:
             UnderstudyError: `drill.report_not_written`.
@@ -70,10 +70,10 @@ class DrillResult:
 
 
 async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
-    """Run `pod` until a signal; `say` gets the containers' lines and where to send requests."""
+    """Run `pod` until a signal; `say` gets its output and where to send requests."""
     check_ports(pod.ports, pod.host, pod.http_host)
     await refuse_second_pod(pod.directory)
-    # What engines remember of themselves is of one pod, and this is a new one. Tokens go on.
+    # Engines' state files belong to the previous pod; the lock server keeps its tokens.
     for state_file in pod.directory.glob("engine_*.json"):
         state_file.unlink(missing_ok=True)
     if model is None:
@@ -84,8 +84,8 @@ async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
 async def keep_up(
     containers: Sequence[Container], log_dir: Path, directory: Path | None, say: Say
 ) -> None:
-    """Run the containers until a signal. `directory` is what a pod's parts share; None: the
-    containers are not ours, and nothing can be said of them."""
+    """Run the containers until a signal. `directory` is shared by the parts of the pod; None: the
+    containers are not Understudy's."""
 
     async def body() -> None:
         for line in await _welcome(directory, containers) if directory is not None else ():
@@ -101,7 +101,7 @@ async def keep_up(
 
 
 async def refuse_second_pod(directory: Path) -> None:
-    """Raise if a pod runs in `directory`.
+    """Raise if a pod is running in `directory`.
 
     Raises:
         UnderstudyError: `pod.already_running`.
@@ -110,8 +110,7 @@ async def refuse_second_pod(directory: Path) -> None:
         named = ", ".join((await pids_of(directory)).named()) or "in another PID namespace"
         raise UnderstudyError(
             "pod.already_running",
-            f"a pod is already running in {directory}: {named}; stop that one, or choose another"
-            " --dir",
+            f"a pod is already running in {directory}: {named}; stop it, or choose another --dir",
         )
 
 
@@ -122,10 +121,10 @@ async def drill_own_pod(
     say: Say,
     backend_args: Sequence[str] = (),
 ) -> DrillResult | None:
-    """Start a pod in a directory and on ports of its own, drill it, stop it. None: interrupted.
+    """Start a pod in a new directory and on free ports, drill it, stop it. None: interrupted.
 
-    `config` are the settings of `POD_OPTIONS`. The directory, with the containers' logs, is kept
-    when the drill did not pass.
+    `config`: the settings of `POD_OPTIONS`. The directory, with the containers' logs, is kept
+    unless the drill passes.
     """
     base = Path(tempfile.mkdtemp(prefix="understudy-drill-"))
     directory = base / "pod"
@@ -153,11 +152,11 @@ async def drill_own_pod(
         if passed:
             shutil.rmtree(base, ignore_errors=True)
         else:
-            say(f"what its parts wrote is kept in {directory / 'log'}")
+            say(f"the logs are kept in {directory / 'log'}")
 
 
 async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillResult | None:
-    """Drill the pod in `directory`, which somebody else started and goes on running."""
+    """Drill the running pod in `directory`, which keeps running."""
     return await run_drill(Drill(directory, plan, say), PodRunner([], directory / "log"), plan, say)
 
 
@@ -168,9 +167,9 @@ async def run_drill(
     say: Say,
     look: Callable[[Target], Awaitable[None]] | None = None,
 ) -> DrillResult | None:
-    """Start what `runner` has, drill it, stop it. None: interrupted.
+    """Start the containers of `runner`, drill them, stop them. None: interrupted.
 
-    `look` is awaited once the pod is whole and idle, before the first kill.
+    `look` is awaited once the pod is ready and idle, before the first kill.
     """
     usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = {}
     failure: list[str] = []
@@ -205,7 +204,7 @@ def _usages(runner: PodRunner) -> dict[str, ResourceUsage]:
 
 
 async def _settled(runner: PodRunner, before: dict[str, ResourceUsage]) -> dict[str, ResourceUsage]:
-    """The usage once our own last connections are closed at the other end, too."""
+    """The usage after, once the pod has closed our last connections."""
     end = asyncio.get_running_loop().time() + SETTLE_DEADLINE_S
     while True:
         after = _usages(runner)
@@ -216,7 +215,7 @@ async def _settled(runner: PodRunner, before: dict[str, ResourceUsage]) -> dict[
 
 
 async def _welcome(directory: Path, containers: Sequence[Container]) -> list[str]:
-    """What to do with a pod that is up: one request to copy, and how to look at it."""
+    """How to use the pod: a request to copy, and commands to look at it."""
     whole = await wait_whole(directory)
     host, _, port = whole.service.rpartition(":")
     service_url = f"http://{reachable(host.strip('[]'))}:{port}"
@@ -226,7 +225,7 @@ async def _welcome(directory: Path, containers: Sequence[Container]) -> list[str
     body = {"model": models[0].get("id", "?"), "prompt": "Hello", "max_tokens": 16}
     return [
         "",
-        f"{whole.engine} serves and {', '.join(whole.standbys)} stands by. Send requests to "
+        f"{whole.engine} is active, {', '.join(whole.standbys)} is in standby. Send requests to "
         f"{service_url}, for example:",
         f"  curl {service_url}/v1/completions -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'",
@@ -238,7 +237,7 @@ async def _welcome(directory: Path, containers: Sequence[Container]) -> list[str
 
 
 def _live_pages(containers: Sequence[Container]) -> list[str]:
-    """Where the lock server shows the pod: beside its probes."""
+    """The lock server's page about the pod, on the port of its probes."""
     return [
         f"http://{urlsplit(each.startup.url).netloc}/ui"
         for each in containers

@@ -1,9 +1,8 @@
-"""What `understudy up` prints, written by a thread of its own.
+"""The output of `understudy up`, written by a thread of its own.
 
-Owns the lines that nobody has read yet, as many as have room. A terminal that is stopped with
-Ctrl-S, or a pager that is at its first page, takes no more than a pipe holds. Whoever wrote to it
-from the event loop would stop there, and with him the probes, the restarts and SIGTERM. What has no
-room is left out here and told of later; the containers' logs have it.
+A terminal stopped with Ctrl-S, or a pager at its first page, blocks its writer. In the event loop
+that would stop probes, restarts and SIGTERM handling. So lines are buffered up to a limit; beyond
+it they are dropped and counted. The containers' logs have them all.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ import threading
 from collections import deque
 from types import TracebackType
 
-PENDING_MAX_BYTES = 1 << 20  # some ten thousand lines: more than anybody scrolls back
-LAST_WORDS_S = 1.0  # how long the end waits for a reader
+PENDING_MAX_BYTES = 1 << 20  # some ten thousand lines
+FLUSH_S = 1.0  # how long the end waits for a reader
 
 
 class Terminal:
-    """Lines to the descriptor `fd`, which stays the caller's. `say` never waits."""
+    """Writes lines to the descriptor `fd`, which stays the caller's. `say` never blocks."""
 
     def __init__(self, fd: int = 1, pending_max_bytes: int = PENDING_MAX_BYTES) -> None:
         self._fd = fd
         self._room_bytes = pending_max_bytes
         self._pending: deque[bytes] = deque()
-        self._left_out = 0
+        self._dropped = 0
         self._is_closing = False
         self._is_broken = False
         self._changed = threading.Condition()
@@ -44,15 +43,15 @@ class Terminal:
         with self._changed:
             self._is_closing = True
             self._changed.notify()
-        self._writer.join(LAST_WORDS_S)
+        self._writer.join(FLUSH_S)
 
     def say(self, line: str) -> None:
         raw = f"{line}\n".encode(errors="replace")
         with self._changed:
             if self._is_broken:
                 return
-            if self._left_out or len(raw) > self._room_bytes:
-                self._left_out += 1  # as what was before it: there is one gap, and it is told of
+            if self._dropped or len(raw) > self._room_bytes:
+                self._dropped += 1  # until the gap has been reported
                 return
             self._append(raw)
 
@@ -71,21 +70,21 @@ class Terminal:
                 raw = self._pending.popleft()
             try:
                 self._write_all(raw)
-            except OSError:  # whoever read this is gone, and nobody comes after him
+            except OSError:  # the reader has closed it
                 with self._changed:
                     self._is_broken = True
                     self._pending.clear()
                 return
             with self._changed:
                 self._room_bytes += len(raw)
-                if self._left_out and not self._pending:
-                    note = f"({self._left_out} lines are not shown: nobody read them in time)\n"
-                    self._left_out = 0
+                if self._dropped and not self._pending:
+                    note = f"({self._dropped} lines dropped: the terminal did not read them)\n"
+                    self._dropped = 0
                     self._append(note.encode())
 
     def _write_all(self, raw: bytes) -> None:
         while raw:
             try:
                 raw = raw[os.write(self._fd, raw) :]
-            except BlockingIOError:  # who shares it with us has made it so
+            except BlockingIOError:  # made non-blocking by a process that shares it
                 select.select([], [self._fd], [])

@@ -205,7 +205,7 @@ def test_status_of_no_pod_is_unreachable(directory):
         (["drill", "--attach", "--yes", "--tensor-parallel", "2"], "--tensor-parallel cannot be"),
         (["drill", "--attach", "--model", "/tmp", "--backend", "reference"], "--model, --backend "),
         (["up", "--service-port", "x"], "whole number"),
-        (["up", "--set", "port.http=8001"], "name one with -f"),
+        (["up", "--set", "port.http=8001"], "add -f FILE"),
         (["up", "-f", "x.yaml", "--set", "port.http=0"], "from 1 to 65535"),
         (["up", "-f", "x.yaml", "--set", "http=8001"], "must be one of volume.NAME=VALUE"),
         (["drill", "-f", "x.yaml", "--model", "/tmp"], "--model cannot be used with -f"),
@@ -237,5 +237,5 @@ def test_drill_of_a_manifest_that_cannot_be_read_leaves_nothing(tmp_path, monkey
     result = invoke("drill", "-f", "/no/such/file")
     assert result.exit_code == 2
     assert "cannot read the manifest /no/such/file" in result.output
-    assert "is kept" not in result.output
+    assert "kept in" not in result.output
     assert os.listdir(tmp_path) == []
