@@ -28,7 +28,7 @@ def test_machine_runs_the_corpus(path: Path):
 
 @settings(max_examples=EXAMPLES or 150, deadline=None)
 @given(st.binary(min_size=60, max_size=3 * STEPS + 1))
-def test_machine_keeps_its_tables_whatever_is_said(script: bytes):
+def test_machine_keeps_its_tables_under_any_script(script: bytes):
     """Goal: no order of messages, completions, deaths and frees breaks an invariant, and a refused
     message changes nothing. Method: scripts by Hypothesis, which cuts a failing one down."""
     try:

@@ -35,7 +35,7 @@ def test_reader_sees_the_servers_death_and_keeps_its_memory(gms: GmsProcess):
         assert reader.read("t") == b"\7" * 64
 
 
-def test_client_that_waits_hears_of_the_servers_death(gms: GmsProcess, client: Start):
+def test_waiting_client_notices_the_servers_death(gms: GmsProcess, client: Start):
     """SIGKILL the server under a client that queues: an error at once, not at its deadline."""
     with gms.writer():
         waiter = client(engine="engine-1")
@@ -44,7 +44,9 @@ def test_client_that_waits_hears_of_the_servers_death(gms: GmsProcess, client: S
         assert waiter.expect("refused")["code"] == "wire.closed"
 
 
-def test_restarted_server_is_recovering_until_nobody_maps_the_epoch(gms: GmsProcess, client: Start):
+def test_restarted_server_is_recovering_until_no_process_maps_the_epoch(
+    gms: GmsProcess, client: Start
+):
     """Kill and restart under a reader: nobody is granted, status names it; then it is empty."""
     gms.load().close()
     survivor = client("ro", engine="engine-0")
@@ -146,7 +148,7 @@ def test_commit_waits_for_a_journal_that_cannot_be_written(gms: GmsProcess, clie
     assert record.epoch == gms.status()["epoch"]
 
 
-def test_journal_keeps_what_it_is_given(directory: str):
+def test_journal_returns_what_was_written(directory: str):
     """Write, read, clear; `peek` of a broken one leaves it alone; one lost slot is said."""
     path = names.journal_path(directory, DEVICE)
     assert journal.peek(path) is None

@@ -286,7 +286,7 @@ def test_context_can_be_asked_for_at_once():
 
 
 @stand_in_only
-def test_failed_initialisation_says_what_to_do_and_whether_it_may_pass(directory: str):
+def test_failed_initialisation_names_the_fix_and_whether_to_retry(directory: str):
     """cuInit fails in a fresh server: the name and the mend. No GPU is a mistake (exit code 2);
     what is only not ready is tried again (1)."""
     expected = {

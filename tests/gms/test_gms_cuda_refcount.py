@@ -74,7 +74,7 @@ def shared(server: Holder, client: Holder) -> None:
     client.do("map")
 
 
-def test_memory_is_free_when_the_last_of_all_processes_lets_go(holder: Callable[[], Holder]):
+def test_memory_is_free_when_the_last_process_releases_it(holder: Callable[[], Holder]):
     """The table: baseline, create and import, server releases, client releases, death."""
     server, client = holder(), holder()
     expect_used(0, "baseline")
@@ -129,7 +129,7 @@ def test_descriptor_alone_keeps_the_memory(holder: Callable[[], Holder]):
 
 
 @stand_in_only  # slabs of 2 MiB are counted, which on a real device are lost in the noise
-def test_service_frees_as_the_table_says(directory: str):
+def test_service_frees_according_to_the_table(directory: str):
     """The same through the service: a replaced epoch, the server's death, its readers' deaths."""
     gms = GmsProcess(directory, device=GPU, device_bytes=SIZE).start()
     reader = None

@@ -41,7 +41,7 @@ def serve(visible: str | None, *wanted: str) -> list[str]:
     )
 
 
-def test_every_gpu_is_served_unless_told_otherwise():
+def test_every_gpu_is_served_by_default():
     """Nothing said: NVML's list."""
     assert serve(None) == GPUS
 
@@ -61,7 +61,7 @@ def test_visible_devices_are_served_by_uuid(visible: str, expected: list[str]):
     assert serve(visible) == expected
 
 
-def test_indices_follow_the_order_that_cuda_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_indices_follow_the_order_that_cuda_uses(monkeypatch: pytest.MonkeyPatch):
     """CUDA_DEVICE_ORDER turns CUDA's order into NVML's: the same index is another device."""
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     assert serve("0") == [GPUS[0]]
@@ -165,7 +165,7 @@ def test_serving_cuda_where_there_is_none_is_one_sentence(directory: str, word: 
     assert os.listdir(directory) == []
 
 
-def test_probe_without_cuda_python_says_what_to_install():
+def test_probe_without_cuda_python_names_the_package_to_install():
     """The child that asks CUDA, where cuda-python cannot be imported."""
     program = (
         "import sys; sys.modules['cuda'] = None; from gms.vmm.cuda_visible import main; main()"

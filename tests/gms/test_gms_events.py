@@ -110,7 +110,7 @@ class Watched:
         self.observers.leave(conn)
 
 
-def test_an_observer_that_does_not_read_is_dropped_and_nobody_waits_for_it(directory: str):
+def test_an_observer_that_does_not_read_is_dropped_without_delaying_others(directory: str):
     """Goal: observers cost a bounded share and no time. Method: one that never reads, while there
     is more and more to tell; then the ring is all that is left of it, and another reads on."""
 
@@ -135,7 +135,7 @@ def test_an_observer_that_does_not_read_is_dropped_and_nobody_waits_for_it(direc
     asyncio.run(main())
 
 
-def test_a_relayed_event_is_counted_once_and_a_gap_is_told():
+def test_a_relayed_event_is_counted_once_and_a_gap_is_recorded():
     """Goal: the supervisor's record has each event of a server once, and says what it missed.
     Method: records with a gap between them, as after a drop that lasted too long."""
     ours, theirs = EventLog("gms", FakeClock(5)), EventLog("gms-HOST-0", FakeClock(start_ms=9))

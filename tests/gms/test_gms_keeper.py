@@ -60,7 +60,7 @@ def test_keeper_outlives_the_limit_of_open_files(gms: GmsProcess):
 
 
 @host_only
-def test_offer_that_finds_no_descriptors_is_made_again(
+def test_offer_without_free_descriptors_is_repeated(
     gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
 ):
     """The connection can be made and the 40 copies cannot, as at a hard limit."""
@@ -101,7 +101,7 @@ def test_commit_in_doubt_outlives_a_driver_call_that_fails_once(
 # ---------------------------------------------------------------------- what was reported
 
 
-def test_report_that_died_with_the_server_is_made_again(gms: GmsProcess):
+def test_report_lost_with_the_server_is_repeated(gms: GmsProcess):
     """The server is stopped, so that it has not read the report when it is killed."""
     with gms.load() as reader, kept(reader) as keeper:
         os.kill(gms.pid, signal.SIGSTOP)

@@ -42,7 +42,7 @@ def refused_with(call: Callable[..., object], *args: object) -> str:
 
 
 @host_only
-def test_after_a_commit_nobody_can_write(gms: GmsProcess):
+def test_after_a_commit_no_process_can_write(gms: GmsProcess):
     """Try every way to write to committed memory: descriptors old and new, mappings, truncation."""
     with gms.writer() as writer:
         address = writer.place("t", PAGE, (PAGE,), "uint8")
@@ -90,7 +90,7 @@ def test_writing_to_a_view_after_the_commit_ends_the_process(gms: GmsProcess, cl
 
 
 @host_only
-def test_commit_is_refused_while_somebody_can_still_write(gms: GmsProcess):
+def test_commit_is_refused_while_a_process_can_still_write(gms: GmsProcess):
     """A second writable mapping of a slab: the commit fails and says why, nothing is published."""
     with gms.writer() as writer:
         writer.place("t", PAGE, (PAGE,), "uint8")
@@ -224,7 +224,7 @@ def test_sealed_memory_is_never_exported_writable():
     allocation.release()
 
 
-def test_epoch_file_is_held_until_the_last_process_lets_go(directory: str):
+def test_epoch_file_is_held_until_the_last_process_releases_it(directory: str):
     """Shared flocks keep it; the last one gone it is removed; a late joiner is told to go away."""
     path = f"{directory}/e"
     epoch_file.create(path)

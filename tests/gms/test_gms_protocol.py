@@ -142,7 +142,7 @@ def test_impossible_manifest_is_refused(gms: GmsProcess):
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\0" * 64])
-def test_garbage_disturbs_nobody(gms: GmsProcess, garbage: bytes):
+def test_garbage_does_not_disturb_other_clients(gms: GmsProcess, garbage: bytes):
     """Bytes that are no frame: that connection ends, a session beside it reads on."""
     with gms.load() as reader:
         with socket.socket(socket.AF_UNIX) as sock:
@@ -163,7 +163,7 @@ def test_epoch_file_name_from_a_server_is_not_followed_anywhere():
         assert not names.is_epoch_file(bad)
 
 
-def test_second_server_on_one_path_says_who_has_it(gms: GmsProcess):
+def test_second_server_on_one_path_names_the_first(gms: GmsProcess):
     """Start another server on the same device: one sentence with the pid, exit code 1."""
     flags = ["--dir", gms.directory, "--device", gms.device, "--memory", gms.kind]
     second = subprocess.run(

@@ -246,7 +246,7 @@ def test_watch_tells_each_error_once(tmp_path: Path):
     asyncio.run(scenario())
 
 
-def test_survivor_that_is_stopped_keeps_newcomers_waiting_until_it_goes_on(
+def test_stopped_survivor_keeps_newcomers_waiting_until_it_continues(
     gms: GmsProcess, client: Start
 ):
     """SIGSTOP the only survivor: nobody gets RW, status names it; SIGCONT: recovered."""
@@ -267,7 +267,7 @@ def test_survivor_that_is_stopped_keeps_newcomers_waiting_until_it_goes_on(
 
 
 @pytest.mark.parametrize("first", ["old", "new"])
-def test_survivor_of_a_superseded_epoch_is_kept_whoever_comes_first(gms: GmsProcess, first: str):
+def test_survivor_of_a_superseded_epoch_is_kept_in_any_order(gms: GmsProcess, first: str):
     """Two epochs are mapped when the server dies: the journalled one is committed, the other kept
     until its reader leaves, then freed."""
     old = gms.load()
@@ -316,7 +316,7 @@ def test_writer_in_doubt_whose_commit_was_journalled_becomes_a_reader(gms: GmsPr
             assert inodes(other) == inodes(reader)
 
 
-def test_writer_in_doubt_whose_commit_was_not_journalled_is_told(gms: GmsProcess):
+def test_writer_in_doubt_whose_commit_was_not_journalled_gets_an_error(gms: GmsProcess):
     """The server dies before it has heard the commit: an error at once, and RW for the next."""
     writer = gms.writer()
     writer.place("t", 64, (64,), "uint8")
@@ -342,7 +342,7 @@ def test_lost_journal_lets_the_survivors_decide(gms: GmsProcess):
         assert is_committed_with(gms, 1)
 
 
-def test_survivor_whose_files_were_removed_is_registered_all_the_same(gms: GmsProcess):
+def test_survivor_whose_files_were_removed_is_still_registered(gms: GmsProcess):
     """Somebody removed the epoch's file and the journal: the reader serves on as a reader."""
     with gms.load() as reader:
         gms.kill()
@@ -375,7 +375,7 @@ def test_rejoin_to_a_live_server_is_a_reader_again(gms: GmsProcess):
         assert len(status["sessions"]) == 1
 
 
-def test_keeper_says_when_the_service_is_lost_and_when_it_is_back(gms: GmsProcess):
+def test_keeper_reports_when_the_service_is_lost_and_when_it_is_back(gms: GmsProcess):
     """Kill and restart: two sentences, and the state between them."""
     said: list[str] = []
     with gms.load() as reader, kept(reader, on_change=said.append) as keeper:

@@ -34,7 +34,7 @@ def drop(gms: GmsProcess) -> None:
 
 
 @host_only
-def test_status_says_that_there_are_two_copies_and_who_maps_the_old_one(gms: GmsProcess):
+def test_status_shows_two_copies_and_who_maps_the_old_one(gms: GmsProcess):
     """Drop what two engines map, then load anew: both times the old copy and its readers are
     shown; that the next load doubles the weights is said for as long as it is to come."""
     assert "superseded" not in words(gms)
@@ -126,7 +126,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @host_only
-def test_drop_says_what_is_not_there_before_it_asks_for_yes(gms: GmsProcess, tmp_path: Path):
+def test_drop_reports_a_missing_device_before_it_asks_for_confirmation(
+    gms: GmsProcess, tmp_path: Path
+):
     """No service, no such device, then a device that is there: only the last one asks."""
     nowhere = run("drop", "--dir", str(tmp_path))
     assert (nowhere.returncode, "gms.no_devices" in nowhere.stderr) == (3, True)
@@ -136,7 +138,7 @@ def test_drop_says_what_is_not_there_before_it_asks_for_yes(gms: GmsProcess, tmp
     assert (known.returncode, "--yes" in known.stderr) == (2, True)
 
 
-def test_status_says_how_often_a_server_was_restarted(directory: str):
+def test_status_shows_how_often_a_server_was_restarted(directory: str):
     """`gms serve`, its device's server killed twice: none, then `restarts 2` and since when."""
     with subprocess.Popen(
         [sys.executable, "-m", "gms.cli", "serve", "--dir", directory, "--http-port", "0"],

@@ -25,7 +25,7 @@ def hasty(directory: str, device: str) -> Iterator[GmsProcess]:
     server.stop()
 
 
-def test_stalled_writer_is_told_why_and_the_next_one_writes(hasty: GmsProcess, client: Start):
+def test_stalled_writer_gets_the_reason_and_the_next_one_writes(hasty: GmsProcess, client: Start):
     """A writer that says nothing: at its deadline it is told so, its memory is given up, and who
     waited is granted RW as soon as it has let go."""
     with hasty.writer() as writer:

@@ -121,7 +121,7 @@ def four(gms: GmsProcess) -> Iterator[list[GmsProcess]]:
 
 
 @host_only  # what becomes of several devices is all the same to it
-def test_verify_says_of_every_device_what_became_of_it(four: list[GmsProcess]):
+def test_verify_reports_a_result_for_every_device(four: list[GmsProcess]):
     """Intact, empty, recovering and down: four results; each answer of a worse one is graver."""
     intact, _, recovering, down = four
     with intact.load() as reader, kept(reader), recovering.load(), down.load():
@@ -159,7 +159,7 @@ def test_stopped_server_is_neither_waited_for_nor_obeyed_later(
         assert gms.status()["epoch"] == gms.status()["epoch"] == reader.epoch
 
 
-def test_drop_names_the_readers_and_frees_what_nobody_maps(gms: GmsProcess):
+def test_drop_names_the_readers_and_frees_an_unmapped_epoch(gms: GmsProcess):
     """Mapped: refused, unless that is meant. Not mapped: gone, and the next loads anew."""
     with gms.load() as reader:
         code, said = command(gms, "drop", "--yes")
@@ -189,7 +189,7 @@ def test_drop_of_an_epoch_whose_file_cannot_be_opened_costs_its_sender_only(gms:
     os.rmdir(path)
 
 
-def test_drop_of_another_epoch_says_which_one_is_committed(gms: GmsProcess):
+def test_drop_of_another_epoch_names_the_committed_one(gms: GmsProcess):
     """A stale id, while the committed one is mapped: not that it is mapped."""
     with gms.load() as reader:
         code, said = command(gms, "drop", "--yes", "--epoch", "a" * 32)

@@ -155,7 +155,7 @@ def test_row_5_driver_call_that_blocks_delays_no_reader(faulty: FaultyGms, call:
         done[0].close()
 
 
-def test_row_5_release_that_blocks_delays_nobody(faulty: FaultyGms):
+def test_row_5_blocked_release_delays_no_client(faulty: FaultyGms):
     """The memory of an engine that left is being freed, for as long as the test likes: meanwhile
     status answers, a reader attaches and a client that wants to write is told what it waits for;
     it is granted when the memory is free."""

@@ -49,7 +49,7 @@ def run(world: World, fault_rate: float = 0.05) -> World:
     return world
 
 
-def test_crash_simulation_nothing_committed_is_lost_and_everybody_is_whole_again():
+def test_crash_simulation_loses_nothing_committed_and_every_engine_recovers():
     """Goal: a committed epoch is never lost or altered, never doubled, and every engine that can
     be whole becomes whole. Method: crashes of servers (also between journal and answer), deaths,
     stops, cut sessions, broken offers, failing drivers, changed checkpoints, bad pages."""
@@ -131,7 +131,7 @@ def test_a_writer_that_gives_up_in_doubt_loads_again(monkeypatch: pytest.MonkeyP
     assert epochs_loaded(world) == [2, 2]
 
 
-def test_a_survivor_that_is_stopped_keeps_everybody_from_loading_until_it_goes_on():
+def test_a_stopped_survivor_keeps_all_engines_from_loading_until_it_continues():
     """Goal: no deadline ends recovery. Method: the only survivor sleeps for an hour; a newcomer
     waits, and then reads the epoch that it brings back."""
     world = pod(Role.AUTO, Role.PRIMARY)

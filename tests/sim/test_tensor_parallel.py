@@ -189,7 +189,7 @@ def test_roles_alone_are_enough_for_a_primary_and_a_shadow():
     planted((Role.PRIMARY, Role.SHADOW), fault_rate=0.03, loading_type=NoLoader)
 
 
-def test_memory_of_a_dying_process_that_is_not_waited_for_is_a_second_copy(monkeypatch):
+def test_not_waiting_for_a_dying_process_makes_a_second_copy(monkeypatch):
     """Goal: the simulation sees a doubling. Method: grants forget what is `releasing`."""
 
     def hasty(request, epochs, writer):
@@ -201,7 +201,7 @@ def test_memory_of_a_dying_process_that_is_not_waited_for_is_a_second_copy(monke
         planted((Role.AUTO, Role.AUTO), fault_rate=0.05)
 
 
-def test_ranks_that_nobody_compares_become_a_mixed_engine():
+def test_ranks_that_are_not_compared_become_a_mixed_engine():
     """Goal: the comparison is what prevents it. Method: leave it out, change the checkpoint."""
     world = World(0, (Role.AUTO,), devices=2, has_barrier=False)
     world.loading_type = Incurious

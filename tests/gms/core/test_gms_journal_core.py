@@ -71,7 +71,7 @@ def test_record_of_a_commit_names_what_it_replaces_until_it_is_answered():
     assert bench.journal.previous is None
 
 
-def test_commit_that_nobody_has_does_not_cost_what_it_was_to_replace():
+def test_lost_commit_does_not_lose_the_epoch_it_replaces():
     """Its writer died with the server: once the kernel says so, the older epoch is asked for."""
     bench = restarted()
     assert rejoin(bench, 1, OLD) is None, "not before it is known"
@@ -83,7 +83,7 @@ def test_commit_that_nobody_has_does_not_cost_what_it_was_to_replace():
     assert (bench.journal.epoch, bench.journal.previous) == (OLD, None)
 
 
-def test_commit_that_its_writer_has_makes_the_older_one_history():
+def test_commit_that_its_writer_hands_back_makes_the_older_one_history():
     """The writer hands it back: the reader of the older epoch is kept as that."""
     bench = restarted()
     assert rejoin(bench, 1, OLD) is None
@@ -96,7 +96,7 @@ def test_commit_that_its_writer_has_makes_the_older_one_history():
     assert (bench.journal.epoch, bench.journal.previous) == (NEW, None)
 
 
-def test_older_epoch_that_nobody_maps_is_forgotten():
+def test_older_epoch_without_processes_is_forgotten():
     """Both are gone: empty, and the disk says so."""
     bench = restarted()
     bench.unmap(OLD)
@@ -106,7 +106,7 @@ def test_older_epoch_that_nobody_maps_is_forgotten():
 
 
 @pytest.mark.parametrize("how", ["condemned", "dropped"])
-def test_what_went_out_of_service_is_written_until_the_disk_takes_it(how: str):
+def test_retired_epoch_is_journalled_again_until_the_write_succeeds(how: str):
     """The journal fails twice: a problem that people see, and no answer before it is on disk."""
     bench = Bench(auto=False)
     bench.load_by_hand(1)
@@ -159,7 +159,7 @@ def test_newcomers_that_wait_do_not_keep_survivors_out():
     assert all(isinstance(bench.last(session), fx.SendEpoch) for session in range(100, 164))
 
 
-def test_survivor_that_was_asked_in_vain_lets_the_others_pass():
+def test_survivor_that_failed_to_offer_is_asked_last():
     """It says nothing and comes back: whoever was not asked yet is asked before it."""
     bench = restarted()
     rejoin(bench, 1, NEW)

@@ -52,7 +52,7 @@ def test_dead_writer_costs_only_its_staging_and_the_waiter_becomes_the_writer():
     assert bench.device.staging.id != first.id
 
 
-def test_nobody_writes_while_a_dead_writers_memory_is_mapped():
+def test_no_session_writes_while_a_dead_writers_memory_is_mapped():
     """The dead writer's file is still held: the waiter waits, names its pids, then writes."""
     bench = Bench()
     bench.attach(1)
@@ -157,7 +157,7 @@ def test_rw_or_ro_with_replace_writes_only_where_the_identity_differs():
     assert isinstance(bench.attach(3, replace=True, identity=OTHER), fx.GrantWriting)
 
 
-def test_replace_without_room_frees_an_epoch_that_nobody_reads():
+def test_replace_without_room_frees_an_epoch_without_readers():
     """Two copies do not fit and nobody reads the old one: it goes, and the slab waits for that."""
     bench = Bench(capacity_bytes=10 * MIB)
     old = bench.load(1, 6 * MIB)
@@ -246,7 +246,7 @@ def test_failed_driver_call_refuses_the_writer_and_loses_its_staging():
     assert bench.device.epochs == {}
 
 
-def test_recovering_device_grants_nobody_until_the_old_epoch_is_free():
+def test_recovering_device_grants_nothing_until_the_old_epoch_is_free():
     """A restarted server with an orphan: RW and RO wait, without a deadline of its own."""
     orphan = Epoch("a" * 32, EpochPhase.ORPHANED, [MIB], IDENTITY)
     bench = Bench(orphans=[orphan])
@@ -272,7 +272,7 @@ def test_too_many_waiters_are_refused():
     assert len(bench.device.waiting) == WAITERS_MAX
 
 
-def test_epoch_in_use_that_is_said_to_be_free_is_our_own_fault():
+def test_reporting_an_epoch_in_use_as_free_is_our_own_fault():
     """A shell that reports a live epoch as free would lose weights: it crashes instead."""
     bench = Bench()
     epoch = bench.load(1)

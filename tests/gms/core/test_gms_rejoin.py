@@ -38,7 +38,7 @@ def replaced_and_cut(capacity_bytes: int = 100 * MIB) -> tuple[Bench, str]:
     return bench, old
 
 
-def test_a_reader_that_comes_back_to_a_given_up_epoch_keeps_nobody_from_writing():
+def test_a_reader_that_rejoins_a_given_up_epoch_does_not_block_writers():
     """Goal: an active engine whose connection broke is no reason to wait. Method: the next writer
     that replaces is granted at once, and the memory goes with that reader. (It waited for ever.)
     """
@@ -61,7 +61,7 @@ def test_room_that_a_reader_keeps_is_not_on_its_way():
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_lost_journal_is_over_when_nobody_is_left_who_could_tell(others: int):
+def test_a_lost_journal_is_rewritten_when_no_survivor_is_left(others: int):
     """Goal: a lost journal is written anew at the right time. Method: free every orphan, one after
     the other; only the last one's end is written down."""
     orphans = [Epoch(f"{number:032x}", EpochPhase.ORPHANED) for number in range(1 + others)]

@@ -60,7 +60,7 @@ def test_verification_asks_one_reader_after_the_other():
     assert answer.reader.startswith("engine-4")
 
 
-def test_verification_that_nobody_can_do_is_refused():
+def test_verification_without_a_free_reader_is_refused():
     """Every reader is busy: the asker hears so, and may ask again."""
     bench = loaded(1)
     verify(bench)
@@ -161,7 +161,7 @@ def full(bench: Bench) -> None:
     bench.tell(ev.DeviceFull(create.session, FULL))
 
 
-def test_full_device_is_waited_for_and_says_who_holds_what():
+def test_writer_waits_for_a_full_device_and_the_message_names_its_holders():
     """The driver has no memory: the writer is told why, asked for again, and served in the end."""
     bench = Bench(auto=False)
     bench.attach(1)
