@@ -27,10 +27,10 @@ from plumbing.service import procfs
 from plumbing.service.clock import Clock, rfc3339
 
 SCHEMA = 1
-# A document is one frame: more are counted, not named. A pod has a handful.
+# The document must fit into one frame: more are counted, not listed. A pod has a handful.
 WAITERS_NAMED_MAX = 100
 SUPERVISORS_NAMED_MAX = 100
-PIDS_MAX = 32  # processes named in one place; a backend with 8 ranks has a dozen
+PIDS_MAX = 32  # processes listed in one place; a backend with 8 ranks has a dozen
 
 
 def processes_of(file: WitnessFile) -> list[dict[str, Any]]:
@@ -149,13 +149,13 @@ def wait_document(wait: LockWait, clock: Clock) -> dict[str, Any]:
         "pid": wait.pid,
         **moment(wait.since_ms, clock),
         "evidence": list(wait.evidence),
-        "mend": wait.mend,
+        "mend": wait.fix,
         "is_fault": wait.is_fault,
     }
 
 
 def _look(lock: Lock, here: Here, now_ms: float) -> Seen:
-    """What there is to see of a lock's holder, and /proc only where somebody should look."""
+    """What shows of a lock's holder; /proc is read only if its end is in question."""
     holder, machine, leases = lock.holder, here.machine, here.members.leases
     if holder is None:
         if not lock.is_unknown:
@@ -174,7 +174,7 @@ def _look(lock: Lock, here: Here, now_ms: float) -> Seen:
 
 
 def _strangers(lock: Lock, machine: LockMachine, directory: str) -> dict[str, list[dict[str, Any]]]:
-    """The witnesses that keep a lock unknown, by name, each with who holds it."""
+    """The witnesses that keep a lock unknown, by name, each with the processes that hold it."""
     known = {
         each.witness_name
         for each in machine.supervisors.values()
@@ -188,7 +188,7 @@ def _strangers(lock: Lock, machine: LockMachine, directory: str) -> dict[str, li
 
 
 def supervisor_documents(machine: LockMachine, clock: Clock) -> list[dict[str, Any]]:
-    """The `supervisors` part: who is known here, connected or not, the first of them."""
+    """The `supervisors` part: those known here, connected or not, up to a limit."""
     now_ms = clock.now_ms()
     return [
         {
@@ -207,7 +207,7 @@ def supervisor_documents(machine: LockMachine, clock: Clock) -> list[dict[str, A
 
 
 def moment(mono_ms: float, clock: Clock) -> dict[str, Any]:
-    """`since` and `for_ms`. A grant on file may be of a machine whose clock ran ahead of this."""
+    """`since` and `for_ms`. A grant on file may be from a machine whose clock was ahead."""
     for_ms = max(0.0, clock.now_ms() - mono_ms)
     since = clock.wall() - timedelta(milliseconds=for_ms)
     return {"since": rfc3339(since), "for_ms": round(for_ms)}
@@ -217,7 +217,7 @@ WHOLE, WAITING, ENDING = "whole", "waiting", "ending"
 
 
 def member_documents(members: Members, now_ms: float) -> dict[str, Any]:
-    """The `members` part of the status document, by engine; empty where nobody comes over TCP."""
+    """The `members` part of the status document, by engine; empty without members over TCP."""
     engines = sorted({*members.groups, *members.roll.engines()})
     return {engine: _engine_document(engine, members, now_ms) for engine in engines}
 
@@ -272,7 +272,7 @@ def state_of(group: Group | None) -> str:
 
 
 def count_of(engine: str, members: Members) -> int:
-    """How many members the engine has, as they say themselves, or as is on file."""
+    """How many members the engine has, by their own wants or by the file."""
     said = [m.count for (name, _), m in members.roll.known.items() if name == engine]
     group = members.groups.get(engine)
     return max([*said, len(group.terms.members) if group is not None else 0])
@@ -292,7 +292,7 @@ def missing_of(holder: Holder | None, members: Members) -> int:
 
 
 def longest_left_ms(holder: Holder | None, members: Members, now_ms: float) -> float:
-    """How long a holder may live at the most if nothing more is heard of it; 0 without a lease."""
+    """How long a holder may live at most without another message; 0 without a lease."""
     if holder is None or holder.lease is None:
         return 0.0
     return max(members.leases.remaining_ms(holder.lease, now_ms).values(), default=0.0)

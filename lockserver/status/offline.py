@@ -1,7 +1,7 @@
-"""The status document while no server answers: what its state file says, and what can be seen.
+"""The status document while no server answers: the state file's contents, and what can be seen.
 
-Reads, changes nothing. Must not guess: whether a holder lives is the witness's word, and who waits
-nobody knows until a server is back.
+Read-only. Must not guess: only the witness proves whether a holder is alive, and the waiters are
+unknown until a server is back.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from lockserver.core.machine import KINDS
 from lockserver.core.names import WitnessState
 from lockserver.status.document import SCHEMA, moment, processes_of, wait_document
 from lockserver.status.wait import LockWait, named
+from plumbing.part.format import duration
 from plumbing.service.clock import Clock, SystemClock
 
-UNANSWERED = "no lock server answers; this is what its state file says"
+UNANSWERED = "no lock server answers; this is its state file"
 
 
 def offline(directory: str, clock: Clock | None = None) -> dict[str, Any] | None:
@@ -68,7 +69,7 @@ def _lock_document(
         "waits": [],
         "problem": UNANSWERED,
     }
-    evidence = "nobody is on file" if name not in record.unknown else "who holds it is not on file"
+    evidence = "no holder is on file" if name not in record.unknown else "the holder is not on file"
     if holder is not None:
         processes = processes_of(holder.witness)
         state = _witness_state(directory, holder)
@@ -82,21 +83,19 @@ def _lock_document(
         }
         document["waiting_for"] = processes
         who = f" by {named(processes)}" if state == str(WitnessState.HELD) else ""
-        evidence = f"witness {holder.witness.name} {state}{who}"
+        evidence = f"witness {holder.witness.name} is {state}{who}"
         if holder.lease is not None:
-            count, lease_s = len(holder.lease.members), holder.lease.lease_ms / 1000
-            evidence = (
-                f"leases of {count} members over TCP, {lease_s:g} s each, which they cannot renew"
-            )
-    goes_on = "who serves goes on meanwhile, and nobody is granted"
+            count, length = len(holder.lease.members), duration(holder.lease.lease_ms)
+            evidence = f"{count} members over TCP cannot renew their leases of {length}"
+    meanwhile = "meanwhile the active engine goes on serving and no other is granted the lock"
     if holder is not None and holder.lease is not None:
-        goes_on = "who serves stops before its lease has run out"
+        meanwhile = "the active engine stops before its lease expires"
     wait = LockWait(
         "no_server",
         UNANSWERED,
         since_ms,
         (evidence,),
-        f"start it: lockserver serve --dir {directory}; {goes_on}",
+        f"start it: lockserver serve --dir {directory}; {meanwhile}",
         engine=holder.engine if holder else None,
         incarnation=holder.incarnation if holder else None,
         token=holder.token if holder else None,

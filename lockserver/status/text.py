@@ -1,7 +1,6 @@
-"""The status document for people, at the width of a terminal. Owns words and lines, no facts.
+"""The status document as text, at the width of a terminal. Owns words and lines, no facts.
 
-Long lines are folded between words and never inside one: names and commands are there to be
-copied.
+Long lines are folded between words and never inside one, so that names and commands can be copied.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from plumbing.part.format import duration
 
 Document = dict[str, Any]
 
-COLUMNS_MIN = 60  # narrower, nothing would be left beside the labels
+COLUMNS_MIN = 60  # narrower, there would be no room beside the labels
 INDENT, LABEL = 9, 12
 TOGETHER = "\u00a0"  # a space at which no line is broken
 
 
 def text_of(document: Document, columns: int | None = None) -> str:
-    """`document` for people; `columns`: the terminal's unless given."""
+    """`document` as text; `columns`: the terminal's unless given."""
     width = max(COLUMNS_MIN, columns or shutil.get_terminal_size().columns)
     lines = list(_lines(document))
     return "\n".join(folded for label, text in lines for folded in _fold(label, text, width))
@@ -34,11 +33,11 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
     for name, lock in document["locks"].items():
         yield _head(name, f"{lock['state']:<{LABEL}}{_who(lock)}")
         for waiter in lock["waiters"]:
-            mark = "  silent: passed over" if waiter["silent"] else ""
-            yield _line("in line", f"{waiter['engine']}  {_since(waiter)}{mark}")
+            mark = "  silent: skipped" if waiter["silent"] else ""
+            yield _line("waiting", f"{waiter['engine']}  {_since(waiter)}{mark}")
         more = lock["waiters_total"] - len(lock["waiters"])
         if more:
-            yield _line("in line", f"and {more} more")
+            yield _line("waiting", f"and {more} more")
         for wait in lock["waits"]:
             yield from _wait(wait)
     if document["tcp"] is not None:
@@ -54,7 +53,7 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
 def _who(lock: Document) -> str:
     holder = lock["holder"]
     if holder is None:
-        return f"nobody  {_since(lock)}"
+        return f"no holder  {_since(lock)}"
     pid = f"pid {holder['pid']}  " if holder.get("pid") else ""
     return f"{holder['engine']}  token {holder['token']}  {pid}{_since(lock)}"
 
@@ -81,7 +80,7 @@ def _wait(wait: Document) -> Iterator[tuple[str, str]]:
     yield _line("problem" if wait["is_fault"] else "waits", wait["message"])
     token = f"token {wait['token']}" if wait["token"] else ""
     pid = f"supervisor pid {wait['pid']}" if wait["pid"] else ""
-    who = [wait["engine"] or "nobody", wait["incarnation"] or "", token, pid]
+    who = [wait["engine"] or "no engine", wait["incarnation"] or "", token, pid]
     yield _line("who", "  ".join(each for each in who if each))
     yield _line("since", _since(wait).removeprefix(f"since{TOGETHER}"))
     for evidence in wait["evidence"]:

@@ -18,16 +18,17 @@ from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SupervisorRecord
 from lockserver.core.switchover import Switchover
+from plumbing.part.format import duration
 
-NAMED_MAX = 8  # engines or witnesses named in one sentence
+NAMED_MAX = 8  # engines or witnesses named in one message
 
 Process = Mapping[str, Any]  # {"pid", "name"}
 
 
 @dataclass(frozen=True, slots=True)
 class SeenMember:
-    """One member over TCP. `left_ms`: of its lease and the margin, None once that has ended;
-    `heard_ms`: how long ago, None: not since the server's start."""
+    """One member over TCP. `left_ms`: until its lease and the margin end, None without a lease;
+    `heard_ms`: since its last message, None: not since the server's start."""
 
     index: int
     name: str = ""
@@ -38,17 +39,21 @@ class SeenMember:
     @property
     def sentence(self) -> str:
         who = f"member {self.index}" + (f" ({self.name})" if self.name else "")
-        lease = "no lease" if self.left_ms is None else f"lease ends in {self.left_ms:.0f} ms"
+        lease = "no lease" if self.left_ms is None else f"lease expires in {duration(self.left_ms)}"
         here = "" if self.is_connected else ", not connected"
-        heard = "never heard" if self.heard_ms is None else f"heard {self.heard_ms:.0f} ms ago"
+        heard = "no message yet"
+        if self.heard_ms is not None:
+            heard = f"last message {duration(self.heard_ms)} ago"
         return f"{who}: {lease}{here}, {heard}"
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a look at the evidence showed. Of a holder over TCP it is its members; of a lock whose
-    holder is not on file it is `strangers`, the held witnesses that no connected engine accounts
-    for, each with its processes, and for how long members may live that were not heard yet."""
+    """What a look at the evidence showed.
+
+    `members`: those of a holder over TCP. Where the holder is not on file, `strangers` are the held
+    witnesses that belong to no connected engine, each with its processes, and `strangers_ms` is
+    how long members that have not connected may still be alive."""
 
     is_same_file: bool = True
     probe: WitnessState = WitnessState.UNPROVEN
@@ -60,13 +65,13 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class LockWait:
-    """One thing that is waited for. `is_fault`: somebody should look; else all is well."""
+    """One thing that is waited for. `is_fault`: an operator should look; otherwise all is well."""
 
     reason: str
     message: str
     since_ms: float
     evidence: tuple[str, ...]
-    mend: str
+    fix: str
     engine: str | None = None
     incarnation: str | None = None
     token: int | None = None
@@ -75,11 +80,11 @@ class LockWait:
 
     @property
     def sentence(self) -> str:
-        return f"{self.message}: {'; '.join(self.evidence)}; {self.mend}"
+        return f"{self.message}: {'; '.join(self.evidence)}; {self.fix}"
 
 
 def since_ms(lock: Lock, machine: LockMachine) -> float:
-    """When the lock came into the state that it is in."""
+    """When the lock entered its present state."""
     if lock.state is LockState.HELD and lock.holder is not None:
         return lock.holder.since_mono_ms
     entered = lock.lost_ms if lock.state is LockState.RELEASING else lock.fenced_ms
@@ -94,29 +99,29 @@ def named(processes: Sequence[Process]) -> str:
 
 
 def pid_of(supervisor: SupervisorRecord) -> str:
-    return f"pid {supervisor.pid}" if supervisor.pid else "whose pid is not visible here"
+    return f"pid {supervisor.pid}" if supervisor.pid else "pid not visible here"
 
 
 def pidfd_of(supervisor: SupervisorRecord) -> str:
-    """What the kernel says of a supervisor that is known here."""
+    """What the kernel shows of a known supervisor."""
     if supervisor.lease is not None:
-        return "over TCP: leases stand for its processes"
+        return "over TCP: its leases count instead of its processes"
     if not supervisor.has_process:
-        return "no pidfd: its connection stands for its supervisor"
-    return f"pidfd of its supervisor, {pid_of(supervisor)}, not readable: it lives"
+        return "no pidfd: the supervisor counts as alive while it is connected"
+    return f"its supervisor ({pid_of(supervisor)}) is alive"
 
 
-def kill(
+def kill_command(
     engine: str, processes: Sequence[Process], supervisor: SupervisorRecord | None = None
 ) -> str:
-    """The command that ends what remains, with the pids that are visible. Never pid 0, which
-    would be the whole process group of whoever types it."""
+    """How to kill the remaining processes, by their visible pids; never pid 0, which would be the
+    process group of the operator's shell."""
     pids = [int(each["pid"]) for each in processes]
     if supervisor is not None and supervisor.pid and supervisor.pid not in pids:
         pids.insert(0, supervisor.pid)
     if not pids:
-        return f"if it hangs, end the container of {engine} (kubectl delete pod, podman kill)"
-    return f"if it hangs: kill -9 {' '.join(map(str, pids))} (if it was stopped: kill -CONT)"
+        return f"if it hangs, kill the container of {engine} (kubectl delete pod, podman kill)"
+    return f"if it hangs: kill -9 {' '.join(map(str, pids))} (if it was only stopped: kill -CONT)"
 
 
 def holder_waits(
@@ -124,21 +129,21 @@ def holder_waits(
 ) -> Iterator[LockWait]:
     supervisor = machine.supervisors.get(holder.supervisor)
     evidence = _evidence(lock, holder, supervisor, seen)
-    lives = "its leases last" if holder.lease is not None else "its processes live"
+    lives = "its leases are valid" if holder.lease is not None else "its processes are alive"
 
-    def wait(reason: str, message: str, since: float, mend: str) -> LockWait:
+    def wait(reason: str, message: str, since: float, fix: str) -> LockWait:
         pid = supervisor.pid if supervisor is not None and supervisor.pid else None
         who = (holder.engine, holder.incarnation, holder.token, pid)
-        return LockWait(reason, message, since, evidence, mend, *who)
+        return LockWait(reason, message, since, evidence, fix, *who)
 
     if lock.is_fenced and holder.lease is None and not seen.is_same_file:
         yield wait(
             "witness_lost",
-            f"the witness {holder.witness.name} was removed or replaced, so the end of"
-            f" {holder.engine} cannot be proven and nobody can be granted after it",
+            f"the witness {holder.witness.name} was removed or replaced, so it cannot be proven"
+            f" that {holder.engine} is gone, and no other engine can be granted the lock",
             since_ms(lock, machine),
-            "once none of its processes lives, stop the lock server, move lockserver.json away and"
-            " start it again",
+            f"make sure that no process of {holder.engine} is alive, then stop the lock server,"
+            " move lockserver.json away and start the server again",
         )
     elif (
         seen.probe is WitnessState.FREE
@@ -148,9 +153,9 @@ def holder_waits(
         yield wait(
             "witness_unsealed",
             f"no process holds the witness {holder.witness.name}, but it cannot be sealed against"
-            " late ones",
+            " processes that would open it later",
             since_ms(lock, machine),
-            f"make {directory} and the files in it writable; it is tried again all the time",
+            f"make {directory} and the files in it writable; the server keeps retrying",
         )
         return
     if lock.state is LockState.RECOVERING:
@@ -158,15 +163,16 @@ def holder_waits(
         if left_ms > 0:
             yield wait(
                 "recovering",
-                f"waiting up to {left_ms / 1000:.0f} s to hear from {holder.engine}, which held it"
-                " before this server started",
+                f"waiting up to {duration(left_ms)} for {holder.engine} to reconnect, which held"
+                " the lock before this server started",
                 machine.started_ms,
-                "nothing yet: engines connect again by themselves; then whom to kill is said here",
+                "nothing yet: engines reconnect on their own; if this one does not, its pids are"
+                " shown here",
             )
         else:
             yield wait(
                 "unresponsive",
-                f"{holder.engine} is unresponsive since this server started and is not replaced"
+                f"{holder.engine} has not reconnected since this server started and is not replaced"
                 f" while {lives}",
                 machine.started_ms,
                 _end(holder, seen),
@@ -185,21 +191,21 @@ def holder_waits(
 
 
 def _releasing(lock: Lock, holder: Holder, supervisor: SupervisorRecord | None) -> str:
-    """What a lock that is going still waits for."""
+    """What a lock in `releasing` still waits for."""
     engine = holder.engine
     if holder.lease is not None:
-        how = "gave it back" if lock.is_ended else "is no longer whole"
-        return f"{engine} {how}, and leases of that launch still last"
+        how = "has released the lock" if lock.is_ended else "has lost a member"
+        return f"{engine} {how}, but leases of that launch are still valid"
     if lock.is_ended:
-        return f"{engine} gave it back, and processes of that launch are still alive"
+        return f"{engine} has released the lock, but processes of that launch are still alive"
     if supervisor is not None:
         return (
-            f"{engine} is no longer connected, and its supervisor lives: waiting for it to connect"
-            " again or to end"
+            f"{engine} is no longer connected, but its supervisor is alive: waiting for it to"
+            " reconnect or to exit"
         )
     if lock.cause == Signal.CONNECTION_CLOSED:
-        return f"{engine} is no longer connected, and its processes are still alive"
-    return f"{engine}'s supervisor has ended, and what it started is still alive"
+        return f"{engine} is no longer connected, but its processes are still alive"
+    return f"{engine}'s supervisor has exited, but processes that it started are still alive"
 
 
 def _evidence(
@@ -214,56 +220,60 @@ def _witness(holder: Holder, seen: Seen) -> str:
     name = holder.witness.name
     if not seen.is_same_file:
         alive = f"; {named(seen.processes)} had it open" if seen.processes else ""
-        return f"witness {name} removed or replaced{alive}"
+        return f"witness {name} was removed or replaced{alive}"
     if seen.probe is WitnessState.HELD:
-        return f"witness {name} held by {named(seen.processes)}"
-    what = "free" if seen.probe is WitnessState.FREE else "sealed, or not to be opened"
-    return f"witness {name} {what}"
+        return f"witness {name} is held by {named(seen.processes)}"
+    what = "free" if seen.probe is WitnessState.FREE else "sealed, or cannot be opened"
+    return f"witness {name} is {what}"
 
 
 def _process(lock: Lock, supervisor: SupervisorRecord | None) -> str:
     if lock.is_ended:
-        return "its supervisor says that this launch is over"
+        return "its supervisor has ended this launch"
     if supervisor is not None:
         return pidfd_of(supervisor)
     if lock.state is LockState.RECOVERING:
-        return "its supervisor has not been heard by this server"
-    return "its supervisor has ended" if lock.cause == Signal.PROCESS_GONE else "no pidfd"
+        return "its supervisor has not connected to this server"
+    return "its supervisor has exited" if lock.cause == Signal.PROCESS_GONE else "no pidfd"
 
 
 def _end(holder: Holder, seen: Seen, supervisor: SupervisorRecord | None = None) -> str:
-    """What ends the wait."""
+    """What would end the wait."""
     if holder.lease is None:
-        return kill(holder.engine, seen.processes, supervisor)
+        return kill_command(holder.engine, seen.processes, supervisor)
     alive = [member for member in seen.members if member.left_ms is not None]
     left_ms = max((member.left_ms or 0.0 for member in alive), default=0.0)
     who = ", ".join(str(member.index) for member in alive) or "none"
     return (
-        f"nothing: the last lease ends in {left_ms / 1000:.1f} s, unless it is renewed; if a member"
-        f" ({who}) hangs and renews, end its container or host"
+        f"nothing: the last lease expires in {duration(left_ms)} unless it is renewed; if a member"
+        f" ({who}) hangs and keeps renewing it, kill its container or host"
     )
 
 
 def switchover_wait(found: Switchover, machine: LockMachine, now_ms: float) -> LockWait:
-    source, left_s = found.source, max(0.0, found.deadline_ms - now_ms) / 1000
+    source, left_ms = found.source, max(0.0, found.deadline_ms - now_ms)
     supervisor = machine.supervisors.get(source.supervisor)
-    mend = f"nothing: {found.to} has it as soon as the requests of {source.engine} are finished"
+    fix = f"nothing: {found.to} is granted the lock once {source.engine} has finished its requests"
     if found.is_overdue:
-        mend = (
-            f"nobody waits for it any more, and it still comes; look with engine status --engine-id"
-            f" {source.engine}, ask again, or end {source.engine}: requests in flight are lost then"
+        fix = (
+            "nothing: the request timed out and the handover continues; to see why it takes long,"
+            f" run engine status --engine-id {source.engine}; request it again, or stop"
+            f" {source.engine} and lose its requests in flight"
         )
     return LockWait(
         "switchover",
-        f"{source.engine} hands it over to {found.to}, as {sentences.requester(found.pid)} asked",
+        f"{source.engine} is handing the lock over to {found.to}, as requested by"
+        f" {sentences.requester(found.pid)}",
         found.since_ms,
         (
-            "it has given the lock back"
+            "it has released the lock"
             if found.is_released
-            else "it finishes its requests: its processes live",
-            "its time is up" if found.is_overdue else f"{left_s:.0f} s of its time are left",
+            else "it is finishing its requests: its processes are alive",
+            "its deadline has passed"
+            if found.is_overdue
+            else f"{duration(left_ms)} until its deadline",
         ),
-        mend,
+        fix,
         source.engine,
         source.incarnation,
         source.token,
@@ -274,20 +284,20 @@ def switchover_wait(found: Switchover, machine: LockMachine, now_ms: float) -> L
 
 def unknown_wait(lock: Lock, machine: LockMachine, seen: Seen) -> LockWait:
     named_here = list(seen.strangers.items())[:NAMED_MAX]
-    evidence = [f"witness {name} held by {named(processes)}" for name, processes in named_here]
+    evidence = [f"witness {name} is held by {named(processes)}" for name, processes in named_here]
     if len(seen.strangers) > len(named_here):
         evidence.append(f"and {len(seen.strangers) - len(named_here)} more")
     if seen.strangers_ms > 0:
-        left_s = seen.strangers_ms / 1000
-        evidence.append(f"leases that began before this server may last for {left_s:.1f} s more")
+        left = duration(seen.strangers_ms)
+        evidence.append(f"leases granted before this server started may be valid for {left} more")
     pids = [each["pid"] for _, processes in named_here for each in processes]
-    end = f"kill -9 {' '.join(map(str, pids))}" if pids else "end their containers"
-    mend = f"if they should not run: {end}; " if seen.strangers else ""
+    end = f"kill -9 {' '.join(map(str, pids))}" if pids else "kill their containers"
+    fix = f"if these should not be running: {end}; " if seen.strangers else ""
     return LockWait(
         "unknown_holder",
-        "who holds it is not on file: waiting for a claim, or until no process outside the"
-        " connected engines holds a witness in the directory, and no lease can last",
+        "the holder is not on file: waiting for an engine to claim the lock, or until no process"
+        " outside the connected engines holds a witness and no lease can be valid",
         machine.started_ms,
-        tuple(evidence) or ("no witness is held by a stranger",),
-        f"{mend}nothing else: engines that live connect and claim by themselves",
+        tuple(evidence) or ("no unknown process holds a witness",),
+        f"{fix}nothing else: running engines connect and claim the lock on their own",
     )

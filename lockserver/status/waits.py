@@ -20,15 +20,16 @@ from lockserver.status.wait import (
     Seen,
     SeenMember,
     holder_waits,
-    kill,
+    kill_command,
     pid_of,
     pidfd_of,
     since_ms,
     switchover_wait,
     unknown_wait,
 )
+from plumbing.part.format import duration
 
-SILENT_NAMED_MAX = 16  # silent waiters told one by one; `waiters` has all of them
+SILENT_NAMED_MAX = 16  # silent waiters listed one by one; `waiters` has all of them
 
 
 def write_failed_wait(lock: Lock, machine: LockMachine, directory: str) -> LockWait:
@@ -36,10 +37,10 @@ def write_failed_wait(lock: Lock, machine: LockMachine, directory: str) -> LockW
     waiter = _next(lock, machine)
     return LockWait(
         "write_failed",
-        "nobody can be granted",
+        "no engine can be granted the lock, because the grant cannot be written",
         machine.ledger.problem_ms,
         (machine.ledger.problem,),
-        f"mend the disk under {directory} (df -h {directory}); then it goes on by itself",
+        f"fix the disk under {directory} (df -h {directory}); the server retries every second",
         engine=waiter.engine if waiter else None,
         incarnation=waiter.incarnation if waiter else None,
     )
@@ -51,14 +52,14 @@ def silent_waits(lock: Lock, machine: LockMachine) -> Iterator[LockWait]:
     for waiter, supervisor in silent[:SILENT_NAMED_MAX]:
         yield LockWait(
             "waiter_silent",
-            f"{waiter.engine} is silent, and passed over until it is heard; it keeps its place",
+            f"{waiter.engine} is silent and skipped until it sends heartbeats; it keeps its place",
             supervisor.heard_ms,
-            ("connected, and no heartbeat since", pidfd_of(supervisor)),
-            kill(waiter.engine, (), supervisor),
+            ("connected, but no heartbeat since", pidfd_of(supervisor)),
+            kill_command(waiter.engine, (), supervisor),
             waiter.engine,
             waiter.incarnation,
             pid=supervisor.pid,
-            is_fault=lock.state is LockState.FREE,  # else nothing waits for this one
+            is_fault=lock.state is LockState.FREE,  # otherwise nothing is delayed by it
         )
 
 
@@ -66,21 +67,21 @@ def queue_waits(lock: Lock, machine: LockMachine, now_ms: float) -> Iterator[Loc
     waiter = _next(lock, machine)
     if waiter is None:
         return
-    holder, evidence = lock.holder, f"the lock is {lock.state}, as said above"
-    mend = f"nothing more: {waiter.engine} is granted once the lock is free"
+    holder, evidence = lock.holder, f"the lock is {lock.state}: see above"
+    fix = f"nothing more: {waiter.engine} is granted the lock once it is free"
     supervisor = machine.supervisors.get(holder.supervisor) if holder is not None else None
     if holder is not None and supervisor is not None and lock.state is LockState.HELD:
-        heard_ms = now_ms - supervisor.heard_ms
-        evidence = f"{holder.engine} holds it, token {holder.token}, heard {heard_ms:.0f} ms ago"
-        mend = f"nothing: {waiter.engine} is granted when {holder.engine} gives it back or is gone"
+        heard = duration(now_ms - supervisor.heard_ms)
+        evidence = f"{holder.engine} holds it, token {holder.token}, last heartbeat {heard} ago"
+        fix = f"nothing: {waiter.engine} is granted when {holder.engine} releases it or is gone"
         if lock.is_fenced and not supervisor.is_silent:
-            mend += f"; to change over now: lockserver switchover --to {waiter.engine}"
+            fix += f"; to switch now: lockserver switchover --to {waiter.engine}"
     yield LockWait(
         "queue",
-        f"{waiter.engine} is next of {len(lock.waiters)}",
+        f"{waiter.engine} is waiting, first of {len(lock.waiters)}",
         waiter.since_ms,
         (evidence,),
-        mend,
+        fix,
         waiter.engine,
         waiter.incarnation,
         pid=machine.supervisors[waiter.supervisor].pid,
@@ -94,43 +95,43 @@ def nobody_asks_wait(
     connected = [each for each in machine.supervisors.values() if each.conn is not None]
     evidence = [
         f"{each.engine} ({pid_of(each)}) "
-        + ("has no launch" if each.incarnation is None else f"prepares {each.incarnation}")
+        + ("has not launched" if each.incarnation is None else f"is preparing {each.incarnation}")
         for each in connected[:NAMED_MAX]
     ]
-    evidence += [f"{each} over TCP, not whole" for each in members.roll.engines()[:NAMED_MAX]]
-    mend = f"start one: engine run --dir {directory}"
+    evidence += [f"{each} over TCP, incomplete" for each in members.roll.engines()[:NAMED_MAX]]
+    fix = f"start one: engine run --dir {directory}"
     if connected:
         engine = connected[0].engine
-        mend = f"ask it why: engine status --dir {directory} --engine-id {engine}"
+        fix = f"see why: engine status --dir {directory} --engine-id {engine}"
     return LockWait(
         "nobody_asks",
-        "nobody asks for it: no engine is prepared",
+        "no engine has requested the lock: none is ready",
         since_ms(lock, machine),
         tuple(evidence) or ("no engine is connected",),
-        mend,
+        fix,
         is_fault=False,
     )
 
 
 def address_away_wait(address: str, problem: str | None, machine: LockMachine) -> LockWait:
-    """After a restart: the service address of a lock is still with the engines, or a stranger's."""
+    """After a restart: an engine, or another process, still has the service address of a lock."""
     return LockWait(
         "address_away",
-        f"{address} is waited for: an engine that has it hands it back when it connects",
+        f"waiting for {address}: the engine that has it hands it back when it connects",
         machine.started_ms,
         (problem or "it is in use",),
-        "nothing if an engine has it; else stop who has it, or choose another --service",
+        "nothing if an engine has it; otherwise stop that process, or choose another --service",
     )
 
 
 def unreachable_wait(problem: str, since: float, directory: str) -> LockWait:
-    """Engines that are connected are served, and who is not cannot come."""
+    """No engine can connect; those that are connected are served."""
     return LockWait(
         "unreachable",
-        "engines that are not connected cannot ask for it",
+        "engines that are not connected cannot request the lock",
         since,
         (problem,),
-        f"remove what is there instead (ls -la {directory}); then it goes on by itself",
+        f"remove the file that replaced it (ls -la {directory}); the server retries on its own",
     )
 
 
@@ -164,7 +165,7 @@ def see_members(
 def missing_members_waits(
     lock: Lock, machine: LockMachine, members: Members, now_ms: float
 ) -> Iterator[LockWait]:
-    """Each engine that would wait for this lock if it were whole."""
+    """Each engine that would wait for this lock if it were complete."""
     for engine in members.roll.engines():
         group = members.groups.get(engine)
         is_holder = lock.holder is not None and lock.holder.engine == engine
@@ -177,35 +178,35 @@ def missing_members_waits(
         since_ms = now_ms - max(lost) if lost else machine.started_ms
         yield LockWait(
             "members_missing",
-            f"{engine} is not whole: {_what_lacks(seen, absent)}",
+            f"{engine} is incomplete: {_what_is_missing(seen, absent)}",
             since_ms,
             tuple(each.sentence for each in seen),
-            _mend(engine, seen, absent),
+            _fix(engine, seen, absent),
             engine,
             next((each.incarnation for each in known if each.incarnation is not None), None),
-            is_fault=bool(lost),  # else it is being started
+            is_fault=bool(lost),  # otherwise it is being started
         )
 
 
-def _what_lacks(seen: Sequence[SeenMember], absent: Sequence[SeenMember]) -> str:
+def _what_is_missing(seen: Sequence[SeenMember], absent: Sequence[SeenMember]) -> str:
     if not absent:
-        return "a member has no launch that could be granted"
+        return "a member has no launch that can be granted the lock"
     who = ", ".join(str(each.index) for each in absent)
     return f"member {who} of {len(seen)} is not connected"
 
 
-def _mend(engine: str, seen: Sequence[SeenMember], absent: Sequence[SeenMember]) -> str:
+def _fix(engine: str, seen: Sequence[SeenMember], absent: Sequence[SeenMember]) -> str:
     flags = f"--engine-id {engine}"
     if not absent:
-        return f"nothing, if it is being launched; on each host: engine status {flags}"
+        return f"nothing if it is being launched; otherwise, on each host: engine status {flags}"
     member = f"--members {len(seen)} --member {absent[0].index}"
-    return f"on its host: engine status {flags}; if it does not run: engine run {flags} {member}"
+    return f"on its host: engine status {flags}; if it is not running: engine run {flags} {member}"
 
 
 def waits_of(
     lock: Lock, machine: LockMachine, members: Members, seen: Seen, now_ms: float, directory: str
 ) -> list[LockWait]:
-    """Everything that this lock, and those who want it, wait for; the gravest first."""
+    """Everything that this lock and its waiters wait for; the gravest first."""
     found: list[LockWait] = []
     if lock.holder is not None:
         found += holder_waits(lock, lock.holder, machine, seen, now_ms, directory)

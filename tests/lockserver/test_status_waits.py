@@ -38,7 +38,7 @@ UNREACHABLE = 3
 STATES = (
     holder.silent_holder,
     holder.orphans,
-    holder.given_back_too_early,
+    holder.released_too_early,
     holder.cut_connection,
     restart.recovering_in_the_window,
     restart.recovering_after_the_window,
@@ -118,7 +118,7 @@ def check_document(document: Any, told: Told) -> None:
     assert wait["for_ms"] >= 0
     evidence = "; ".join(wait["evidence"])
     assert [words for words in told.evidence if words not in evidence] == [], evidence
-    assert [words for words in told.mend if words not in wait["mend"]] == [], wait["mend"]
+    assert [words for words in told.fix if words not in wait["mend"]] == [], wait["mend"]
     assert wait["is_fault"] == told.is_fault
     faults = [each for each in lock["waits"] if each["is_fault"]]
     if told.reason not in ("address_away", "unreachable"):  # which are told elsewhere, too
@@ -133,7 +133,7 @@ def check_text(text: str, document: Any, told: Told) -> None:
     assert too_long == []  # what is one word is there to be copied
     block = [line for line in lines if line.startswith(" ")]
     plain = " ".join(" ".join(block).split())
-    who = wait["engine"] or "nobody"
+    who = wait["engine"] or "no engine"
     parts = [who, wait["incarnation"], wait["token"] and f"token {wait['token']}"]
     parts += [wait["pid"] and f"supervisor pid {wait['pid']}"]
     assert f"who {' '.join(each for each in parts if each)}" in plain

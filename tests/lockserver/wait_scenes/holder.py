@@ -1,4 +1,4 @@
-"""The lock server hears no more from a holder, or hears that it is over, and processes live."""
+"""A holder falls silent, disconnects, exits or releases its lock while its processes live."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ async def silent_holder(scene: Scene) -> AsyncIterator[Told]:
     await auntil(lambda: server.lock()["holder"]["unresponsive"], "the silence to be seen")
     supervisor, *backends = holder.pids
     evidence = (*with_names(backends), lives(supervisor))
-    mend = ("kill -9", *map(str, holder.pids))
-    yield Told("unresponsive", "engine-0", evidence, mend, token=1, pid=supervisor)
+    fix = ("kill -9", *map(str, holder.pids))
+    yield Told("unresponsive", "engine-0", evidence, fix, token=1, pid=supervisor)
 
 
 @asynccontextmanager
@@ -37,22 +37,22 @@ async def orphans(scene: Scene) -> AsyncIterator[Told]:
     holder.signal(signal.SIGKILL, tree=False)
     await auntil(lambda: server.lock()["cause"] == "process_gone", "the death to be seen")
     pids = backends_of(holder)
-    evidence = (*with_names(pids), "its supervisor has ended")
+    evidence = (*with_names(pids), "its supervisor has exited")
     yield Told("releasing", "engine-0", evidence, (kills(*pids),), token=1)
 
 
 @asynccontextmanager
-async def given_back_too_early(scene: Scene) -> AsyncIterator[Told]:
-    """A supervisor says that its launch is over, and a process of it lives."""
+async def released_too_early(scene: Scene) -> AsyncIterator[Told]:
+    """A supervisor ends its launch while one of its processes is alive."""
     async with scene.held_from_here() as (server, holder):
         incarnation = holder.incarnation
         holder.relent()
-        await auntil(lambda: server.lock()["state"] == "releasing", "the lock to be given back")
+        await auntil(lambda: server.lock()["state"] == "releasing", "the lock to be released")
         lock = server.lock()
         assert lock["cause"] == "not_wanted"
         assert lock["waits"][0]["incarnation"] == incarnation
         pid = holder.backends[0].pid
-        evidence = (*with_names([pid]), "says that this launch is over")
+        evidence = (*with_names([pid]), "its supervisor has ended this launch")
         yield Told("releasing", "engine-0", evidence, (kills(pid),), token=1, pid=os.getpid())
 
 

@@ -1,4 +1,4 @@
-"""The line for the lock: a waiter in it, a waiter that is passed over, and nobody in it."""
+"""The queue for the lock: a waiter, a waiter that is skipped, and no waiter."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ async def silent_waiter(scene: Scene) -> AsyncIterator[Told]:
     await auntil(lambda: server.lock()["waiters"][0]["silent"], "the silence to be seen")
     pid = waiter.pids[0]
     evidence = ("no heartbeat since", lives(pid))
-    mend = (kills(pid), "kill -CONT")
-    yield Told("waiter_silent", "engine-1", evidence, mend, pid=pid, is_fault=False)
+    fix = (kills(pid), "kill -CONT")
+    yield Told("waiter_silent", "engine-1", evidence, fix, pid=pid, is_fault=False)
 
 
 @asynccontextmanager
 async def nobody_is_there(scene: Scene) -> AsyncIterator[Told]:
     scene.server()
-    mend = (f"engine run --dir {scene.directory}",)
-    yield Told("nobody_asks", None, ("no engine is connected",), mend, is_fault=False)
+    fix = (f"engine run --dir {scene.directory}",)
+    yield Told("nobody_asks", None, ("no engine is connected",), fix, is_fault=False)
 
 
 @asynccontextmanager
@@ -39,17 +39,17 @@ async def nobody_is_prepared(scene: Scene) -> AsyncIterator[Told]:
         first.want()
         async with Engine(scene.directory, "engine-1"):
             await auntil(lambda: len(server.status()["supervisors"]) == 2, "both to be known")
-            evidence = (f"prepares {incarnation}", "engine-1", "has no launch")
-            mend = ("engine status", "--engine-id engine-0")
-            yield Told("nobody_asks", None, evidence, mend, is_fault=False)
+            evidence = (f"is preparing {incarnation}", "engine-1", "has not launched")
+            fix = ("engine status", "--engine-id engine-0")
+            yield Told("nobody_asks", None, evidence, fix, is_fault=False)
 
 
 @asynccontextmanager
 async def queue(scene: Scene) -> AsyncIterator[Told]:
     _, _, waiter = await scene.contested()
-    evidence = ("engine-0 holds it, token 1, heard", "ms ago")
-    mend = ("nothing: engine-1 is granted when engine-0", "lockserver switchover --to engine-1")
-    yield Told("queue", "engine-1", evidence, mend, pid=waiter.pids[0], is_fault=False)
+    evidence = ("engine-0 holds it, token 1, last heartbeat", "ago")
+    fix = ("nothing: engine-1 is granted when engine-0", "lockserver switchover --to engine-1")
+    yield Told("queue", "engine-1", evidence, fix, pid=waiter.pids[0], is_fault=False)
 
 
 @asynccontextmanager
@@ -64,15 +64,15 @@ async def queue_for_the_weights(scene: Scene) -> AsyncIterator[Told]:
         await auntil(lambda: server.lock("loader")["waiters"], "the waiter to be in line")
         assert "switchover" not in server.lock("loader")["waits"][0]["mend"]
         evidence = ("engine-0 holds it, token 1",)
-        mend = ("nothing: engine-1 is granted when engine-0",)
+        fix = ("nothing: engine-1 is granted when engine-0",)
         me = os.getpid()
-        yield Told("queue", "engine-1", evidence, mend, "loader", pid=me, is_fault=False)
+        yield Told("queue", "engine-1", evidence, fix, "loader", pid=me, is_fault=False)
 
 
 @asynccontextmanager
 async def queue_behind_the_dead(scene: Scene) -> AsyncIterator[Told]:
     async with orphans(scene):
         waiter = scene.engine("engine-1")
-        evidence = ("the lock is releasing, as said above",)
-        mend = ("engine-1 is granted once the lock is free",)
-        yield Told("queue", "engine-1", evidence, mend, pid=waiter.pids[0], is_fault=False)
+        evidence = ("the lock is releasing: see above",)
+        fix = ("engine-1 is granted the lock once it is free",)
+        yield Told("queue", "engine-1", evidence, fix, pid=waiter.pids[0], is_fault=False)

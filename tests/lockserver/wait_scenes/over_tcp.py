@@ -11,7 +11,7 @@ from tests.lockserver.members import Member
 from tests.lockserver.processes import ServerProcess, free_port
 from tests.lockserver.wait_scenes.scene import Scene, Told
 
-HOUR = ("--lease-margin-ms", "3600000")  # so that no lease ends while it is looked at
+HOUR = ("--lease-margin-ms", "3590000")  # so that no lease expires while it is looked at
 
 
 @asynccontextmanager
@@ -45,9 +45,13 @@ async def member_missing(scene: Scene) -> AsyncIterator[Told]:
     async with members_of(scene, 1) as (server, (member,)):
         member.launch("active")
         await auntil(lambda: server.lock()["state"] == "free", "the time of strangers to end")
-        evidence = ("member 0", "lease ends in", "member 1: no lease, not connected, never heard")
-        mend = ("engine status --engine-id engine-0", "--members 2 --member 1")
-        yield Told("members_missing", "engine-0", evidence, mend, is_fault=False)
+        evidence = (
+            "member 0",
+            "lease expires in",
+            "member 1: no lease, not connected, no message yet",
+        )
+        fix = ("engine status --engine-id engine-0", "--members 2 --member 1")
+        yield Told("members_missing", "engine-0", evidence, fix, is_fault=False)
 
 
 @asynccontextmanager
@@ -57,9 +61,9 @@ async def member_that_does_not_end(scene: Scene) -> AsyncIterator[Told]:
         members[1].reap()
         await members[0].lost()
         await auntil(lambda: server.lock()["state"] == "releasing", "the loss to be seen")
-        evidence = ("member 0", "lease ends in", "member 1", "no lease", "ms ago")
-        mend = ("the last lease ends in", "a member (0) hangs and renews", "host")
-        yield Told("releasing", "engine-0", evidence, mend, token=token)
+        evidence = ("member 0", "lease expires in", "member 1", "no lease", "ago")
+        fix = ("the last lease expires in", "a member (0) hangs and keeps renewing", "host")
+        yield Told("releasing", "engine-0", evidence, fix, token=token)
 
 
 @asynccontextmanager
@@ -69,20 +73,20 @@ async def leases_on_file(scene: Scene) -> AsyncIterator[Told]:
         server.kill()
         server.flags = (*server.flags, *HOUR)
         await asyncio.to_thread(server.start)
-        evidence = tuple(f"member {index}: lease ends in 3" for index in range(2))
-        yield Told("recovering", "engine-0", evidence, ("connect again",), token=token)
+        evidence = tuple(f"member {index}: lease expires in 59m" for index in range(2))
+        yield Told("recovering", "engine-0", evidence, ("reconnect on their own",), token=token)
 
 
 @asynccontextmanager
 async def leases_of_strangers(scene: Scene) -> AsyncIterator[Told]:
     async with members_of(scene, 0, *HOUR):
-        evidence = ("leases that began before this server may last for 3",)
-        yield Told("unknown_holder", None, evidence, ("connect and claim by themselves",))
+        evidence = ("leases granted before this server started may be valid for 59m",)
+        yield Told("unknown_holder", None, evidence, ("connect and claim the lock on their own",))
 
 
 @asynccontextmanager
 async def no_server_over_tcp(scene: Scene) -> AsyncIterator[Told]:
     async with held_by_members(scene) as (server, _, token):
         server.kill()
-        evidence = ("leases of 2 members over TCP, 0.3 s each",)
-        yield Told("no_server", "engine-0", evidence, ("who serves stops",), token=token)
+        evidence = ("2 members over TCP cannot renew their leases of 300 ms",)
+        yield Told("no_server", "engine-0", evidence, ("the active engine stops",), token=token)

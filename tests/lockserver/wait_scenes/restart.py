@@ -31,8 +31,10 @@ async def restarted(
 @asynccontextmanager
 async def recovering_in_the_window(scene: Scene) -> AsyncIterator[Told]:
     async with restarted(scene, "--window-ms", "3600000", "--silent-ms", "300") as (_, holder):
-        evidence = (*with_names(backends_of(holder)), "has not been heard by this server")
-        yield Told("recovering", "engine-0", evidence, ("nothing yet", "connect again"), token=1)
+        evidence = (*with_names(backends_of(holder)), "has not connected to this server")
+        yield Told(
+            "recovering", "engine-0", evidence, ("nothing yet", "reconnect on their own"), token=1
+        )
 
 
 @asynccontextmanager
@@ -40,7 +42,7 @@ async def recovering_after_the_window(scene: Scene) -> AsyncIterator[Told]:
     async with restarted(scene, *QUICK) as (server, holder):
         await auntil(lambda: server.lock()["holder"]["unresponsive"], "the window to end")
         pids = backends_of(holder)
-        evidence = (*with_names(pids), "has not been heard by this server")
+        evidence = (*with_names(pids), "has not connected to this server")
         yield Told("unresponsive", "engine-0", evidence, (kills(*pids),), token=1)
 
 
@@ -49,8 +51,8 @@ async def unknown_holder(scene: Scene) -> AsyncIterator[Told]:
     """The state file is gone, and the holder, which could claim, does not speak."""
     async with restarted(scene, *QUICK, is_file_lost=True) as (_, holder):
         pids = backends_of(holder)
-        evidence = (f"witness {scene.witness()} held by", *with_names(pids))
-        yield Told("unknown_holder", None, evidence, (kills(*pids), "claim by themselves"))
+        evidence = (f"witness {scene.witness()} is held by", *with_names(pids))
+        yield Told("unknown_holder", None, evidence, (kills(*pids), "claim the lock on their own"))
 
 
 @asynccontextmanager
@@ -58,12 +60,12 @@ async def no_server(scene: Scene) -> AsyncIterator[Told]:
     server, holder = scene.held()
     server.kill()
     evidence = ("held by", *with_names(backends_of(holder)))
-    mend = (f"lockserver serve --dir {scene.directory}", "nobody is granted")
-    yield Told("no_server", "engine-0", evidence, mend, token=1)
+    fix = (f"lockserver serve --dir {scene.directory}", "no other is granted the lock")
+    yield Told("no_server", "engine-0", evidence, fix, token=1)
 
 
 @asynccontextmanager
 async def no_server_and_no_holder(scene: Scene) -> AsyncIterator[Told]:
     scene.server().kill()
-    mend = (f"lockserver serve --dir {scene.directory}",)
-    yield Told("no_server", None, ("nobody is on file",), mend, "loader")
+    fix = (f"lockserver serve --dir {scene.directory}",)
+    yield Told("no_server", None, ("no holder is on file",), fix, "loader")

@@ -58,12 +58,12 @@ class Scene:
 
 @dataclass
 class Told:
-    """What must be told. Words of `evidence` and `mend` are all to be there."""
+    """What must be told. Words of `evidence` and `fix` are all to be there."""
 
     reason: str
     engine: str | None
     evidence: tuple[str, ...]
-    mend: tuple[str, ...]
+    fix: tuple[str, ...]
     lock: str = "active"
     token: int | None = None
     pid: int | None = None
@@ -72,7 +72,7 @@ class Told:
 
 
 def backends_of(engine: EngineProcess) -> list[int]:
-    """Without its supervisor, in the order in which a mend names them."""
+    """Without its supervisor, in the order in which a fix names them."""
     return sorted(engine.pids[1:])
 
 
@@ -83,8 +83,8 @@ def with_names(pids: Iterable[int]) -> tuple[str, ...]:
 
 
 def lives(supervisor_pid: int) -> str:
-    """As evidence says that a supervisor lives: its pidfd is not readable."""
-    return f"pid {supervisor_pid}, not readable"
+    """As evidence states that a supervisor is alive: its pidfd is not readable."""
+    return f"(pid {supervisor_pid}) is alive"
 
 
 def kills(*pids: int) -> str:

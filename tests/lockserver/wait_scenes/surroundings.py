@@ -27,9 +27,9 @@ async def without_witness(scene: Scene, *, is_replaced: bool) -> AsyncIterator[T
     if is_replaced:
         Path(path).touch()
     pid = holder.pids[0]
-    evidence = (f"witness {name} removed or replaced", lives(pid))
-    mend = ("once none of its processes lives", "move lockserver.json away")
-    yield Told("witness_lost", "engine-0", evidence, mend, token=1, pid=pid)
+    evidence = (f"witness {name} was removed or replaced", lives(pid))
+    fix = ("make sure that no process of engine-0 is alive", "move", "lockserver.json away")
+    yield Told("witness_lost", "engine-0", evidence, fix, token=1, pid=pid)
 
 
 def witness_removed(scene: Scene) -> AbstractAsyncContextManager[Told]:
@@ -66,7 +66,7 @@ async def witness_that_cannot_be_sealed(scene: Scene) -> AsyncIterator[Told]:
     await auntil(holder.is_gone, "the end of the holder")
     name = scene.witness()
     await auntil(lambda: server.lock()["cause"] == "process_gone", "the death to be seen")
-    evidence = (f"witness {name} free", "its supervisor has ended")
+    evidence = (f"witness {name} is free", "its supervisor has exited")
     yield Told("witness_unsealed", "engine-0", evidence, ("make", "writable"), token=1)
 
 
@@ -93,4 +93,4 @@ async def address_of_a_stranger(scene: Scene) -> AsyncIterator[Told]:
         await asyncio.to_thread(server.start)
         assert server.status()["service"]["active"]["state"] == "waiting_for_hand_back"
         evidence = (f"127.0.0.1:{port} is in use by pid {os.getpid()}",)
-        yield Told("address_away", None, evidence, ("stop who has it", "--service"))
+        yield Told("address_away", None, evidence, ("stop that process", "--service"))

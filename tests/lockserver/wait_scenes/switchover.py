@@ -26,7 +26,7 @@ async def hand_over(scene: Scene, timeout_s: float) -> AsyncIterator[tuple[Proce
     )
     try:
         await auntil(lambda: server.lock()["switchover"], "the switchover to begin")
-        pid, evidence = holder.pids[0], ("it finishes its requests",)
+        pid, evidence = holder.pids[0], ("it is finishing its requests",)
         yield asker, Told("switchover", "engine-0", evidence, (), token=1, pid=pid)
     finally:
         if asker.returncode is None:
@@ -37,9 +37,9 @@ async def hand_over(scene: Scene, timeout_s: float) -> AsyncIterator[tuple[Proce
 @asynccontextmanager
 async def switchover(scene: Scene) -> AsyncIterator[Told]:
     async with hand_over(scene, 3600) as (asker, told):
-        evidence = (*told.evidence, "s of its time are left")
-        mend = ("nothing: engine-1 has it as soon as",)
-        yield replace(told, evidence=evidence, mend=mend, is_fault=False)
+        evidence = (*told.evidence, "until its deadline")
+        fix = ("nothing: engine-1 is granted the lock once",)
+        yield replace(told, evidence=evidence, fix=fix, is_fault=False)
         assert asker.returncode is None
 
 
@@ -47,6 +47,6 @@ async def switchover(scene: Scene) -> AsyncIterator[Told]:
 async def switchover_that_takes_too_long(scene: Scene) -> AsyncIterator[Told]:
     async with hand_over(scene, 0.05) as (asker, told):
         assert await asker.wait() == TIMEOUT
-        evidence = (*told.evidence, "its time is up")
-        mend = ("engine status --engine-id engine-0", "ask again")
-        yield replace(told, evidence=evidence, mend=mend)
+        evidence = (*told.evidence, "its deadline has passed")
+        fix = ("engine status --engine-id engine-0", "request it again")
+        yield replace(told, evidence=evidence, fix=fix)
