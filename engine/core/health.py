@@ -1,13 +1,14 @@
 """Health of generation: does the active engine still make tokens?
 
-Owns the rule of DESIGN §7: the backend answers within 1 s; with requests in flight something moved
-within `hang_ms`; idle, a canary every 30 s. Must not know how questions travel. The surprising
-things: only what moved, or a canary that passed, proves anything. That requests come and go proves
-nothing, so when the last one goes and nothing has moved since it was seen, a canary runs at once:
-clients that give up and try again do not hide a hang. A hang is measured from when this side *saw*
-work in flight, so the first look at a request never counts the idle time before it. And whoever did
-not run himself (stopped, thawed, starved) cannot say that others were silent: after a late look,
-every deadline begins anew.
+Owns the rule of DESIGN §7: the backend answers within 1 s; requests in flight make progress within
+`hang_ms`; idle, a canary every 30 s. Must not know how requests travel.
+
+The surprising things: only progress, or a canary that passed, proves anything. Requests that arrive
+and leave prove nothing, so when the last one leaves without progress since it was seen, a canary
+runs at once: clients that give up and retry do not hide a hang. A hang is measured from when this
+side *saw* work in flight, so the first look at a request never counts the idle time before it. And
+a supervisor that did not run itself (stopped, thawed, starved) cannot blame the backend: after a
+late look, every deadline starts again.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from enum import StrEnum
 ANSWER_MS = 1_000
 HANG_MS = 3_000
 IDLE_CANARY_MS = 30_000
-# Of the five seconds that a hang may cost, hang_ms takes three: it is seen at most twice this
-# later, since what one look says may be as old as the look before it. The questions cost nothing.
+# Of the five seconds that a hang may cost, hang_ms takes three: it is seen at most two intervals
+# later, since an answer may be as old as the look before it. Asking costs nothing.
 INTERVAL_MS = 250
 # A loop that is this late was not running; a busy one is late by a few milliseconds.
 LATE_MS = 250
@@ -59,15 +60,15 @@ class GenerationHealth:
         self._looked_ms = now_ms
         self._proven_ms = now_ms  # the canary that gated `active` has just passed
         self._progress = -1
-        # How long requests were seen waiting since something moved, over all looks; None: nobody.
+        # How long requests have waited since the last progress, over all looks; None: none have.
         self._silent_ms: float | None = None
         self._saw_work = False
-        # From when the canary that runs has `hang_ms`: its start, or what moved since.
+        # From when the running canary has `hang_ms`: its start, or the last progress since.
         self._canary_ms: float | None = None
         self.in_flight = 0
 
     def tick(self, now_ms: float) -> list[Action] | Unhealthy:
-        """What to do now; call it at `next_ms` at the latest, and after whatever was heard."""
+        """What to do now; call it at `next_ms` at the latest, and after every answer."""
         self._forgive_a_gap(now_ms)
         if self._asked_ms is not None and now_ms - self._asked_ms >= self._answer_ms:
             return Unhealthy(f"the backend did not answer within {self._answer_ms} ms")
@@ -82,12 +83,12 @@ class GenerationHealth:
         return actions
 
     def next_ms(self) -> float:
-        """When `tick` has something to say again."""
+        """When `tick` is due again."""
         look_ms = self._next_ask_ms if self._asked_ms is None else self._asked_ms + self._answer_ms
         return min(look_ms, self._canary_due_ms())
 
     def answered(self, now_ms: float, in_flight: int, progress: int) -> Unhealthy | None:
-        """The backend's answer; a hang is judged here, by what it says, never by its silence."""
+        """The backend's answer; a hang is judged by answers, never by silence."""
         self._forgive_a_gap(now_ms)
         self._asked_ms = None
         if progress != self._progress:
@@ -111,7 +112,7 @@ class GenerationHealth:
         return None if ok else Unhealthy(f"the idle canary failed: {detail or 'wrong tokens'}")
 
     def _canary_due_ms(self) -> float:
-        """At once when requests have gone and nothing has moved since they were seen."""
+        """At once when requests have left without progress since they were seen."""
         if self.in_flight or self._canary_ms is not None:
             return math.inf
         if self._silent_ms is not None:
@@ -119,7 +120,7 @@ class GenerationHealth:
         return max(self._looked_ms, self._proven_ms + self._idle_canary_ms)
 
     def _prove(self, now_ms: float) -> None:
-        """It generates: a canary that waits behind requests has its time again."""
+        """There is progress: a canary queued behind requests gets its full time again."""
         self._proven_ms = now_ms
         self._silent_ms = None
         if self._canary_ms is not None:

@@ -1,8 +1,8 @@
 """The probe table of DESIGN §7, to the letter: four questions, six states, and why.
 
 Owns TABLE. Must not know HTTP. "First" means that no incarnation of this engine has reached
-standby in this pod yet: until then kubelet's startup probe is in charge, afterwards an engine that
-comes back must not take the serving pod out of its Service.
+standby in this pod yet: until then kubelet's startup probe decides, afterwards an engine that
+relaunches must not take the serving pod out of its Service.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ TABLE: Mapping[str, Mapping[State, Rule]] = {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the probes look at."""
+    """What the probes depend on."""
 
     state: State
     was_standby: bool  # some incarnation of this engine, in this pod
     is_budget_spent: bool  # of this state; while dead, of reaping
     is_healthy: bool
     is_crash_loop: bool
-    takes_traffic: bool = True  # False: a member that only works for the one that does
+    takes_traffic: bool = True  # False: a member that works for another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def answer(endpoint: str, view: View) -> ProbeAnswer:
 
 
 def _objection(rule: Rule, view: View) -> str | None:
-    """What `rule` has against a 200, in one word; None for nothing."""
+    """Why `rule` does not allow a 200, in one word; None if it does."""
     first = None if view.was_standby else "never_standby_yet"
     spent = "budget_spent" if view.is_budget_spent else None
     match rule:

@@ -1,8 +1,8 @@
-"""When a dead engine may be launched again, and when it must not be.
+"""When a dead engine is launched again, and when it must not be.
 
-Owns back-off, the pause that leaves the machine to whoever takes over, and the verdict of a crash
-loop. Must not know why an incarnation died. The surprising thing: a planned death (a drill, a
-switchover) counts for nothing, neither for the verdict nor for back-off, however many there are.
+Owns back-off, the pause that leaves the machine to the engine that takes over, and the verdict of a
+crash loop. Must not know why an incarnation died. The surprising thing: planned deaths (drills,
+switchovers) never count, neither for the verdict nor for back-off.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ DEATHS_MAX = 5
 DEATHS_WINDOW_MS = 600_000
 # Loading is the heaviest thing that an engine does; a takeover takes a fraction of this.
 YIELD_MS = 2_000
-# Its first answers take most of what it needs, and they come after it is active: the requests that
-# have waited are prefilled all at once.
+# After it is active the other engine needs the machine most: it prefills all waiting requests.
 SETTLE_MS = 500
 
 
@@ -38,7 +37,7 @@ class Due:
 
 
 class Relaunch:
-    """The deaths so far and what follows from them."""
+    """The deaths so far, and when the next launch is due."""
 
     def __init__(
         self,
@@ -56,20 +55,20 @@ class Relaunch:
         self._yield_ms = yield_ms
         self._counted: deque[Death] = deque(maxlen=deaths_max)
         self._died_ms: float | None = None
-        self._vacant_ms: float | None = None  # the last look since then that found nobody active
+        self._vacant_ms: float | None = None  # the last look since then that found no engine active
         self.failures = 0  # in a row before standby
 
     def died(self, death: Death) -> None:
         self._died_ms, self._vacant_ms = death.at_ms, None
         if death.reached_standby:
-            self.failures = 0  # what failed before has been overcome, however it ended now
+            self.failures = 0  # earlier failures have been overcome, however it ended now
         if death.is_planned:
             return
         self.failures += not death.reached_standby
         self._counted.append(death)
 
     def verdict(self) -> str | None:
-        """Why there shall be no further launch, if so."""
+        """Why there will be no further launch, if so."""
         if len(self._counted) < self._deaths_max:
             return None
         first, last = self._counted[0], self._counted[-1]
@@ -89,8 +88,8 @@ class Relaunch:
         return min(doubled, self._backoff_max_ms)
 
     def due(self, now_ms: float, *, is_other_active: bool) -> Due:
-        """When to launch, as it looks now: after the back-off, and once another engine is active
-        and has had a moment to answer, or `yield_ms`. Ask again until it is past."""
+        """When to launch, as of now: after the back-off, and once another engine is active and has
+        had a moment to answer, or after `yield_ms`. Ask again until then."""
         if self._died_ms is None:
             return Due(0.0, "first launch")
         if not is_other_active:

@@ -1,16 +1,15 @@
 """The size of the KV cache on which a pod's engines agree, and the record of it.
 
-Owns `kv_layout.json` in the shared directory. Whoever has prepared a backend holds a shared flock
-on it from then until its supervisor ends; who finds nobody else holding it writes the record, and
-everybody else compares. So a record of the dead binds nobody, and two engines that could take over
-from each other are of one size, unless `--kv-change` says that an upgrade is meant: then the
-newcomer's size is the one that counts for all that come later. Must not know what a backend does
-with its memory.
+Owns `kv_layout.json` in the shared directory. A supervisor whose backend is prepared holds a shared
+flock on it until it exits. The first holder writes the record, all others compare. So a record of
+dead engines binds no one, and two engines that could take over from each other have the same size,
+unless `--kv-change` allows an upgrade: then the newcomer's size replaces the record. Must not know
+what a backend does with its memory.
 
-Two surprising things. The flock is of the supervisor, not of the backend: an engine whose backend
-is being launched anew comes back with the same size, so it still has its say. And changing an
-exclusive flock into a shared one lets go of it in between (man 2 flock): whoever has written reads
-again what is there once the shared one is held.
+Two surprising things. The supervisor holds the flock, not the backend: an engine that relaunches
+comes back with the same size, so its record stays valid. And changing an exclusive flock into a
+shared one releases it in between (man 2 flock), so the writer reads the record again once it holds
+the shared one.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from plumbing.errors import UsageError
 from plumbing.wire.fds import OwnedFd
 
 NAME = "kv_layout.json"
-RECORD_BYTES_MAX = 4096  # an engine's id is short; more than this is not ours
+RECORD_BYTES_MAX = 4096  # an engine's id is short: a longer file is not ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +51,14 @@ class KvLayout:
         self._may_change = may_change
         self._fd: OwnedFd | None = None
         self._mine: KvRecord | None = None
-        self.note: str | None = None  # what people should know of it: status and the log show it
+        self.note: str | None = None  # for the user, in status and the log
 
     def agree(self, kv_bytes: int, ranks: int) -> bool:
-        """Hold to this size with the others; False while another engine is just writing the
-        record, which takes it no time unless it is stopped: ask again.
+        """Agree on this size with the other engines; False while another one is writing the record,
+        which is instant unless its supervisor is stopped: ask again.
 
         Raises:
-            UsageError: `engine.kv_differs`; this engine holds to nothing then.
+            UsageError: `engine.kv_differs`; this engine has agreed to nothing then.
         """
         mine = KvRecord(kv_bytes, ranks, self._engine)
         if self._mine is not None and mine.agrees_with(self._mine):
@@ -79,13 +78,13 @@ class KvLayout:
             return True
 
     def close(self) -> None:
-        """Hold to nothing any more; harmless to repeat."""
+        """Withdraw from the agreement; harmless to repeat."""
         if self._fd is not None:
             self._fd.close()
         self._fd = self._mine = None
 
     def _hold(self, mine: KvRecord) -> bool:
-        """Whether we hold the shared lock; if nobody else holds it, with our record written."""
+        """Whether we hold the shared flock; our record is written if no other engine holds it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._fd = fd = self._fd or OwnedFd(os.open(self._path, flags, 0o600))
         if _lock(fd, fcntl.LOCK_EX):
@@ -94,29 +93,29 @@ class KvLayout:
 
     def _compare(self, mine: KvRecord) -> None:
         assert self._fd is not None
-        theirs = _read(self._fd)
+        agreed = _read(self._fd)
         self.note = None
-        if theirs is None:
-            self.note = f"{self._path} cannot be understood, so the KV cache's size is not compared"
-        elif not mine.agrees_with(theirs):
+        if agreed is None:
+            self.note = f"{self._path} is not valid, so the size of the KV cache is not compared"
+        elif not mine.agrees_with(agreed):
             if not self._may_change:
-                raise _differs(mine, theirs)
+                raise _differs(mine, agreed)
             self.note = (
-                f"--kv-change: the KV cache has {mine} here and {theirs} on {theirs.engine};"
-                " restart the other engines with this size too"
+                f"--kv-change: the KV cache is {mine} here and {agreed} on {agreed.engine};"
+                " restart the other engines with this size, too"
             )
             _write(self._fd, mine)
 
 
-def _differs(mine: KvRecord, theirs: KvRecord) -> UsageError:
+def _differs(mine: KvRecord, agreed: KvRecord) -> UsageError:
     return UsageError(
         "engine.kv_differs",
-        f"{mine.engine} has a KV cache of {mine}, and {theirs.engine} set {theirs} for the engines"
-        " of this pod that live: give every engine the same size (--kv-cache-memory-bytes of vLLM;"
-        " --kv-bytes, --slots and --max-context of the reference backend), or pass --kv-change to"
-        " `engine run` if an upgrade is meant",
+        f"{mine.engine} has a KV cache of {mine}, but the running engines of this pod agreed on"
+        f" {agreed}, set by {agreed.engine}: give every engine the same size"
+        " (--kv-cache-memory-bytes of vLLM; --kv-bytes, --slots and --max-context of the reference"
+        " backend), or pass --kv-change to `engine run` for an upgrade",
         mine=asdict(mine),
-        theirs=asdict(theirs),
+        theirs=asdict(agreed),
     )
 
 
@@ -129,7 +128,7 @@ def _lock(fd: OwnedFd, kind: int) -> bool:
 
 
 def _read(fd: OwnedFd) -> KvRecord | None:
-    """The record, None where it is none of ours."""
+    """The record; None where it is not valid."""
     try:
         found = json.loads(os.pread(fd.fileno(), RECORD_BYTES_MAX, 0))
         return KvRecord(int(found["kv_bytes"]), int(found["ranks"]), str(found["engine"]))
@@ -138,7 +137,7 @@ def _read(fd: OwnedFd) -> KvRecord | None:
 
 
 def _write(fd: OwnedFd, record: KvRecord) -> None:
-    """In place, since the locks are on this very file. A write that fails leaves an empty file,
-    which binds nobody, rather than a record of somebody else's."""
+    """In place, since the flocks are on this very file. A write that fails leaves an empty file,
+    which binds no one, rather than another engine's record."""
     os.ftruncate(fd.fileno(), 0)
     os.pwrite(fd.fileno(), json.dumps(asdict(record)).encode() + b"\n", 0)

@@ -52,7 +52,7 @@ class EngineMetrics:
                 self._transitions.labels(from_state=source, to_state=row.target, **self._id)
         self._durations = page.histogram(
             "engine_state_duration_seconds",
-            "How long a state lasted that was left.",
+            "How long each state lasted.",
             ("state",),
             {"state": states},
             buckets=STATE_BUCKETS_S,
@@ -65,21 +65,20 @@ class EngineMetrics:
         self._attempts.inc(saved.failover_attempts)
         self._successes = page.counter(
             "failover_successes_total",
-            "Of these, those that led to active; kept across restarts.",
+            "Grants won from another engine that led to active; kept across restarts.",
             ("engine_id",),
         ).labels(**self._id)
         self._successes.inc(saved.failover_successes)
         self._lost = page.counter(
             "engine_lock_lost_total",
-            "Times that this engine had to end because the lock, its lease or one of its other"
-            " members was lost.",
+            "Deaths of this engine because it lost the lock, its lease or another member.",
             ("reason",),
             {"reason": LOST},
         )
         self._phases = page.histogram(
             "failover_phase_duration_seconds",
-            "Parts of a failover as this process sees them: wake and serve, and of a rehearsed"
-            " death also detect; fence and grant are the lock server's to see.",
+            "Phases of a failover as this process sees them: wake and serve, and detect of a"
+            " rehearsed death; the lock server measures fence and grant.",
             ("phase",),
             {"phase": PHASES},
         )
@@ -90,7 +89,7 @@ class EngineMetrics:
             {"result": ("ok", "failed")},
         )
         self._in_flight = page.gauge(
-            "engine_inflight_requests", "Requests that the backend works on."
+            "engine_inflight_requests", "Requests in flight in the backend."
         )
         self._rejected = page.counter(
             "engine_rejected_requests_total",
@@ -108,8 +107,8 @@ class EngineMetrics:
 
         self.page.gauge(
             "engine_lease_valid_seconds",
-            "How long this engine may yet count on its lease, unless it is renewed; only where the"
-            " lock server is reached over TCP.",
+            "How long the engine's lease is valid unless it is renewed; only with a lock server"
+            " over TCP.",
         ).set_function(seconds)
 
     def observe(self, event: Event) -> None:

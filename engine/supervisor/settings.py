@@ -1,6 +1,6 @@
-"""The settings of `engine run`, as data, and what follows from them.
+"""The settings of `engine run`: their defaults, their checks, and the values they lead to.
 
-Owns defaults and their reasons. Must not know what they are used for beyond that.
+Owns defaults and their reasons. Must not know how they are used.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ SECURITY = (
     "lockserver_tls_ca",
     "lockserver_psk_file",
 )
-# vLLM can span nodes, but then its processes find one another by means of their own, and what we
-# have it share and park is arranged for ranks on one node.
+# vLLM can span nodes, but by means of its own; sharing and parking here assume ranks on one node.
 ONE_NODE_BACKENDS = frozenset({"vllm"})
 
 
@@ -181,7 +180,7 @@ class EngineSettings:
     lockserver_security: Security | None
     member: int
     members: int
-    service_address: TcpAddress | None  # None: the lock server lends a socket, or nothing is served
+    service_address: TcpAddress | None  # None: the lock server lends it, or none serves
     gms_socket_dir: str
     http_port: int
     budgets_ms: Mapping[State, int]
@@ -218,7 +217,7 @@ def settle(config: Resolved, command: list[str], directory: str) -> EngineSettin
         lockserver_security=_security(config, address) if is_remote else None,
         member=member,
         members=config["members"],
-        # The others serve nothing, whatever an environment that they share may say.
+        # Other members serve nothing, even where they share an environment that sets it.
         service_address=_service_address(config["service_address"] if member == 0 else None),
         gms_socket_dir=config["gms_socket_dir"] or directory,
         http_port=port if port is not None else PORT_FIRST + number_of(engine),
@@ -232,38 +231,38 @@ def settle(config: Resolved, command: list[str], directory: str) -> EngineSettin
 
 
 def _check_members(config: Resolved, *, is_remote: bool) -> None:
-    """What goes with the lock over TCP, and only there."""
+    """Check the settings that belong to a lock server over TCP, and only there."""
     member, members = config["member"], config["members"]
     if member >= members:
         raise UsageError(
             "engine.bad_member",
-            f"--member {member} is none of {members}: they count from 0 to --members less 1",
+            f"--member must be 0–{members - 1}, and is {member}: --members is {members}",
         )
     if members > 1 and config["backend"] in ONE_NODE_BACKENDS:
         raise UsageError(
             "engine.cannot_span",
             f"--members {members}: the {config['backend']} backend keeps all ranks of an engine on"
-            " one node, so there would be nothing for the others to do; leave --members out",
+            " one node; leave --members out",
         )
     if is_remote:
         if member == 0 and config["service_address"] is None:
             raise UsageError(
                 "engine.no_service_address",
-                "a lock server over TCP has no socket to lend: say with --service-address"
-                " HOST:PORT where this engine is to serve when it is active",
+                "a lock server over TCP has no socket to lend: set --service-address HOST:PORT,"
+                " where this engine serves when it is active",
             )
         return
     for name in (*SECURITY, "service_address"):
         if config[name] is not None:
             raise UsageError(
                 "engine.only_over_tcp",
-                f"--{name.replace('_', '-')} is for a lock server over TCP, and this one is a"
-                " socket of this host; give --lockserver-socket tcp://HOST:PORT, or leave it out",
+                f"--{name.replace('_', '-')} needs a lock server over TCP, and this one is a Unix"
+                " socket; set --lockserver-socket tcp://HOST:PORT, or leave it out",
             )
     if members > 1:
         raise UsageError(
             "engine.only_over_tcp",
-            f"an engine of {members} members needs a lock server that each can reach: give"
+            f"an engine of {members} members needs a lock server that all nodes reach: set"
             " --lockserver-socket tcp://HOST:PORT",
         )
 
@@ -271,26 +270,26 @@ def _check_members(config: Resolved, *, is_remote: bool) -> None:
 def _security(config: Resolved, address: str) -> Security | None:
     security = settle_security(TcpAddress.parse(address), *(config[name] for name in SECURITY))
     if security is not None:
-        security.client_context()  # files that cannot be used are better refused now than later
+        security.client_context()  # refuse unusable files now rather than later
     return security
 
 
 def _service_address(text: str | None) -> TcpAddress | None:
-    """With a numeric host, so that nothing is looked up when the engine is to serve."""
+    """With a numeric host, so that no name is resolved during a takeover."""
     if text is None:
         return None
     try:
         address = TcpAddress.parse(f"{SCHEME}{text}")
         if not address.port:
-            raise ValueError("a port of 0 is known to nobody")
+            raise ValueError("port 0 is not a fixed port")
         found = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (UsageError, ValueError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "an IPv6 address in brackets"
+        reason = error.strerror if isinstance(error, OSError) else "an IPv6 address needs brackets"
         raise UsageError(
             "engine.bad_service_address",
-            f"--service-address is {text!r}: it takes HOST:PORT of this host ({reason})",
+            f"--service-address must be HOST:PORT of this host, not {text!r} ({reason})",
         ) from error
     return TcpAddress(str(found[0][4][0]), address.port)
 

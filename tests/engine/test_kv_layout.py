@@ -50,7 +50,12 @@ def test_same_size_is_agreed_and_another_is_refused_with_both(layouts: Layouts):
     for wrong in ((LARGE, 2), (SMALL, 1)):
         with pytest.raises(UsageError, match=r"engine\.kv_differs") as caught:
             layouts.of("engine-2").agree(*wrong)
-        for words in ("engine-2 has", "engine-0 set", f"{SMALL} bytes on 2 ranks", "--kv-change"):
+        for words in (
+            "engine-2 has",
+            "set by engine-0",
+            f"{SMALL} bytes on 2 ranks",
+            "--kv-change",
+        ):
             assert words in caught.value.message
         assert f"{wrong[0]} bytes on {wrong[1]} rank" in caught.value.message
     assert layouts.of("engine-2").agree(SMALL, 2)
@@ -114,7 +119,7 @@ def test_change_that_is_meant_binds_those_that_come_later(layouts: Layouts):
     later = layouts.of("engine-2")
     assert later.agree(LARGE, 1)
     assert later.note is None
-    with pytest.raises(UsageError, match="engine-1 set"):
+    with pytest.raises(UsageError, match="set by engine-1"):
         layouts.of("engine-3").agree(SMALL, 1)
 
 
@@ -139,7 +144,7 @@ def test_damaged_record_stops_no_engine(layouts: Layouts, damage: bytes):
     layouts.path.write_bytes(damage)
     assert second.agree(LARGE, 1)
     assert second.note is not None
-    assert "cannot be understood" in second.note
+    assert "is not valid" in second.note
 
 
 def test_disk_that_fails_stops_no_engine(layouts: Layouts):
@@ -208,11 +213,12 @@ def test_engine_of_another_size_ends_with_a_sentence(pod: Pod):
     refused = pod.engine("engine-2", "--kv-bytes", "4096")
     assert refused.wait() == 2
     text = refused.errors.read_text()
-    assert "engine-2 has a KV cache of 4096 bytes on 1 rank, and engine-0 set 1024 bytes" in text
+    assert "engine-2 has a KV cache of 4096 bytes on 1 rank" in text
+    assert "agreed on 1024 bytes on 1 rank, set by engine-0" in text
     assert text.rstrip().endswith("[engine.kv_differs]")
     changed = pod.engine("engine-3", "--kv-bytes", "4096", flags=("--kv-change",))
     (problem,) = changed.until("standby")["problems"]
-    assert "--kv-change: the KV cache has 4096 bytes" in problem
+    assert "--kv-change: the KV cache is 4096 bytes" in problem
     assert first.state == "active"
 
 

@@ -114,7 +114,7 @@ def test_engine_with_another_size_of_kv_cache_is_refused_with_both(home: PodHome
         where = (f"--dir={pod.directory}", "--http-port=0")
         command = ("engine", "run", *where, "--", "--model", str(pod.local.model))
         engine = {"ENGINE_ID": "engine-9"}
-        words = ("engine-9 has a KV cache of", f"set {known} bytes on 1 rank", "--kv-change")
+        words = ("engine-9 has a KV cache of", f"agreed on {known} bytes on 1 rank", "--kv-change")
         async with pod.load() as load:
             await refuse_all([Refusal((*command, "--kv-bytes", "1000000"), USAGE, words, engine)])
             await load.answers()
