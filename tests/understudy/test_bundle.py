@@ -139,7 +139,7 @@ def test_bundle_keeps_the_end_of_what_is_too_long_and_stops_when_it_is_full(
     assert len(bundle.entries["long"]) < 150
     bundle.add("more", "b" * 100, 100)
     assert list(bundle.entries) == ["long"]
-    assert "has 200 B already" in bundle.missing["more"]
+    assert "limit of 200 B" in bundle.missing["more"]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""`understudy support-bundle`: what somebody needs who helps from afar, in one file.
+"""`understudy support-bundle`: diagnostics in one file.
 
-Owns what goes in and how much of it. Every source is asked for itself: one that fails or hangs
-costs its own entry, and `contents.txt` says so. So it works with parts of the pod down, or all of
-them: then the parts' own commands answer from their state files, the offline view. What must not
-leave the machine is `redact.py`'s business.
+Decides what goes in and how much of it. Each source is collected separately: if it fails or hangs,
+its entry is missing, and `contents.txt` says why. So it works with any part of the pod down; the
+parts' own commands then answer from their state files. `redact.py` removes secrets and prompts.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from understudy.up.ports import Ports
 
 Say = Callable[[str], None]
 
-COMMAND_S = 15.0  # a part that hangs is one of the reasons for a bundle
-LOG_TAIL_BYTES = 1 << 20  # some ten thousand lines of each container: hours, or a crash loop
-FILE_BYTES_MAX = 256 << 10  # a state file is a few KiB, a journal of a large model some more
-FILES_MAX = 128  # of one kind; a pod has a dozen, and stale ones of many launches are alike
-ENTRY_BYTES_MAX = 4 << 20  # of any other entry: a thousand events of ten parts
-BUNDLE_BYTES_MAX = 32 << 20  # before compression: what mail and issue trackers take afterwards
+COMMAND_S = 15.0  # a part may hang: that is a reason for a bundle
+LOG_TAIL_BYTES = 1 << 20  # ten thousand lines per container: hours, or a crash loop
+FILE_BYTES_MAX = 256 << 10  # state files have a few KiB, the journal of a large model more
+FILES_MAX = 128  # of one kind; a pod has a dozen, plus stale ones
+ENTRY_BYTES_MAX = 4 << 20  # of other entries: a thousand events of ten parts
+BUNDLE_BYTES_MAX = 32 << 20  # before compression: the result fits mail and issue trackers
 
 COMMANDS = {
     "lockserver-status.json": ("lockserver.cli", "status"),
@@ -49,19 +48,19 @@ COMMANDS = {
 
 
 class Bundle:
-    """The entries so far, within `BUNDLE_BYTES_MAX`, and what is missing, each with its reason."""
+    """The entries, up to `BUNDLE_BYTES_MAX`, and the reasons for missing ones."""
 
     def __init__(self) -> None:
         self.entries: dict[str, bytes] = {}
         self.missing: dict[str, str] = {}
 
     def add(self, name: str, content: str, bytes_max: int = ENTRY_BYTES_MAX) -> None:
-        """Keep `content`, its end if it is too long: what happened last is why people look."""
+        """Add `content`; if it is too long, its end: the latest matters most."""
         raw = redact.text(content).encode(errors="replace")
         if len(raw) > bytes_max:
-            raw = b"(the beginning is cut off)\n" + raw[-bytes_max:]
+            raw = b"(truncated at the beginning)\n" + raw[-bytes_max:]
         if self.size_bytes + len(raw) > BUNDLE_BYTES_MAX:
-            self.missing[name] = f"the bundle has {size(BUNDLE_BYTES_MAX)} already"
+            self.missing[name] = f"the bundle has reached its limit of {size(BUNDLE_BYTES_MAX)}"
             return
         self.entries[name] = raw
 
@@ -70,14 +69,14 @@ class Bundle:
         return sum(map(len, self.entries.values()))
 
     def contents(self) -> list[str]:
-        """What is in it and what is not, for people."""
+        """What is in it and what is missing, as lines."""
         rows = [(name, size(len(raw))) for name, raw in sorted(self.entries.items())]
         missing = (f"missing: {name}: {why}" for name, why in self.missing.items())
         return [printable(line) for line in (*table(rows), *missing)]
 
 
 async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say) -> Path:
-    """Write a bundle of the pod in `directory`; `say` is told what is in it, and where it is.
+    """Write a bundle of the pod in `directory`; `say` gets its contents and its path.
 
     Raises:
         UsageError: `bundle.exists`, `bundle.not_written`.
@@ -92,11 +91,11 @@ async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say)
             bundle.entries["contents.txt"] = "".join(f"{line}\n" for line in contents).encode()
             _write(file, name, bundle.entries)
     except BaseException:
-        path.unlink(missing_ok=True)  # half of one looks like a bundle
+        path.unlink(missing_ok=True)  # do not leave half a bundle
         raise
     for line in contents:
         say(line)
-    say(f"{path}  {size(path.stat().st_size)}; look into it before you pass it on")
+    say(f"{path}  {size(path.stat().st_size)}; review it before you share it")
     return path
 
 
@@ -108,7 +107,7 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
             async with asyncio.timeout(COMMAND_S):
                 bundle.add(name, await ask())
         except TimeoutError:
-            bundle.missing[name] = f"it took more than {COMMAND_S:g} s"
+            bundle.missing[name] = f"timed out after {COMMAND_S:g} s"
         except UnderstudyError as error:
             bundle.missing[name] = error.message
         except OSError as error:
@@ -132,8 +131,8 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
     _add_files(bundle, "state", directory, "*.json*", FILE_BYTES_MAX)
     _add_files(bundle, "log", log_dir, "*.log*", LOG_TAIL_BYTES)
     if not any(name.startswith("log/") for name in (*bundle.entries, *bundle.missing)):
-        found = bundle.missing.get("log", f"{log_dir}: no log in it")
-        bundle.missing["log"] = f"{found}; where they are, --log-dir says"
+        found = bundle.missing.get("log", f"no logs in {log_dir}")
+        bundle.missing["log"] = f"{found}; pass their directory with --log-dir"
     return bundle
 
 
@@ -149,9 +148,9 @@ async def _events(directory: Path) -> str:
     return "".join(f"{json.dumps(each, default=str)}\n" for each in await past_events(directory))
 
 
-async def _run(words: tuple[str, str], directory: Path) -> str:
-    """What one of our commands says, also from the state files of who is down."""
-    module, verb = words
+async def _run(command: tuple[str, str], directory: Path) -> str:
+    """The output of one of our commands, which falls back to state files."""
+    module, verb = command
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, verb, "--json", "--dir", str(directory)),
         stdin=asyncio.subprocess.DEVNULL,
@@ -159,16 +158,16 @@ async def _run(words: tuple[str, str], directory: Path) -> str:
         stderr=asyncio.subprocess.STDOUT,
     )
     try:
-        said, _ = await process.communicate()
+        output, _ = await process.communicate()
     except asyncio.CancelledError:
         process.kill()
         await process.wait()
         raise
-    return said.decode(errors="replace")
+    return output.decode(errors="replace")
 
 
 def _add_files(bundle: Bundle, kind: str, folder: Path, pattern: str, bytes_max: int) -> None:
-    """The end of each file of a folder, which may be away, or somebody else's."""
+    """Add the end of each matching file; the folder may be missing or not readable."""
     try:
         names = fnmatch.filter(sorted(os.listdir(folder)), pattern)
     except OSError as error:
@@ -183,26 +182,26 @@ def _add_files(bundle: Bundle, kind: str, folder: Path, pattern: str, bytes_max:
 
 
 def printable(name: str) -> str:
-    """A file's name without what ends a line, moves a cursor or is no text at all."""
+    """`name` with control and other non-printable characters replaced."""
     return "".join(each if each.isprintable() else "?" for each in name)
 
 
 def _tail(path: Path, bytes_max: int) -> str:
-    """The last `bytes_max` bytes of a plain file; a pipe under that name must not stop us."""
+    """The last `bytes_max` bytes of a regular file; opening a pipe must not block."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     with open(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(f"{path} is no plain file")
+            raise OSError(f"{path} is not a regular file")
         skipped = file.seek(max(0, found.st_size - bytes_max))
         raw = file.read(bytes_max)
-    # Of half a line nobody knows what it is: it may be the value of a secret's name.
+    # Half a line may be a secret without its name, so it is dropped.
     _, _, whole_lines = raw.partition(b"\n")
     return (whole_lines if skipped and whole_lines else raw).decode(errors="replace")
 
 
 def _listing(directory: Path) -> str:
-    """The directory as `ls -l` shows it, with inodes: whether two parts have the same."""
+    """The directory as `ls -l` shows it, with inodes, to compare it between parts."""
     about = os.stat(directory)
     rows: list[tuple[str, ...]] = [("inode", "mode", "uid", "bytes", "changed", "name")]
     rows.append(_row(about, f"{directory} (device {about.st_dev})"))
@@ -222,17 +221,17 @@ def _json(content: Any) -> str:
 
 
 def _create(path: Path) -> io.BufferedWriter:
-    """A new file that is ours alone, before anything is collected for it."""
+    """Create the file, private, before anything is collected."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:
         raise UsageError(
-            "bundle.exists", f"{path} is there already; name another file with --output"
+            "bundle.exists", f"{path} already exists; choose another file with --output"
         ) from error
     except OSError as error:
         raise UsageError(
             "bundle.not_written",
-            f"cannot write {path}: {error.strerror}; name another file with --output",
+            f"cannot write {path}: {error.strerror}; choose another file with --output",
         ) from error
     return open(fd, "wb")
 

@@ -1,6 +1,6 @@
-"""What a support bundle says of the machine and of the pod's processes: versions, limits, /proc.
+"""The machine and the pod's processes in a support bundle: versions, limits, /proc.
 
-Thin, like the probes of the check-up. Command lines and environments come through `redact`.
+Command lines and environments pass through `redact`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from understudy.bundle import redact
 from understudy.host import descriptors, installed, machine
 
 PROCESSES_MAX = 256  # a pod of eight ranks and two engines has some fifty
-READ_BYTES_MAX = 64 << 10  # of a file in /proc; an environment can be two megabytes
+READ_BYTES_MAX = 64 << 10  # per file in /proc; an environment can have two megabytes
 MACHINE_FILES = (
     *("/proc/version", "/proc/meminfo", "/proc/loadavg", "/proc/uptime", "/proc/self/mountinfo"),
     *("/proc/pressure/memory", "/proc/pressure/cpu", "/proc/sys/fs/file-nr", "/etc/os-release"),
@@ -31,7 +31,7 @@ PACKAGES = (
 
 
 def machine_facts() -> dict[str, Any]:
-    """Versions, kernel, memory, limits, and our own environment."""
+    """Versions, kernel, memory, limits, and this command's environment."""
     return {
         "build": build_info(),
         "machine": machine(),
@@ -46,7 +46,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def process_facts(pids: Collection[int]) -> list[dict[str, Any]]:
-    """What /proc has of each process; one that ends meanwhile is left out."""
+    """What /proc has of each process; one that exits meanwhile is left out."""
     found = []
     for pid in sorted(pids)[:PROCESSES_MAX]:
         words = _read(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
@@ -69,7 +69,7 @@ def process_facts(pids: Collection[int]) -> list[dict[str, Any]]:
 
 
 def _kinds(targets: Collection[str]) -> dict[str, int]:
-    """How many descriptors there are of each kind: `socket`, `memfd`, `anon_inode`, `file`."""
+    """The number of descriptors by kind: `socket`, `memfd`, `anon_inode`, `file`."""
     counts: dict[str, int] = {}
     for target in targets:
         kind = "memfd" if target.startswith("/memfd:") else target.partition(":")[0]

@@ -1,9 +1,8 @@
-"""What may leave the machine in a support bundle: values that are known to be harmless.
+"""Removes secrets and prompts from a support bundle.
 
-Pure. The environment is kept by an allow-list, because nobody can list the names of all secrets;
-and what has the name of one is not kept even then. Texts (logs, command lines) are kept and combed
-for what looks like a secret or like a prompt. What is taken out is replaced, so that one sees that
-something was there.
+Pure. Environment values are kept by an allow-list, minus names that look like secrets, because no
+list of secrets is complete. In text (logs, command lines) anything that looks like a secret or a
+prompt is replaced by a marker.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 NOT_KEPT = "(not kept)"
 
-# Whose settings explain a pod's behaviour. Of everything else the name alone is kept.
+# Settings that explain a pod's behaviour. Of all others only the name is kept.
 _KNOWN = re.compile(
     r"UNDERSTUDY_|ENGINE_|GMS_|LOCKSERVER_|LOG_|CUDA_|NVIDIA_|NCCL_|VLLM_|TORCH|PYTORCH_|OMP_|MKL_"
     r"|OPENBLAS_|MALLOC_|LD_|PYTHON|(PATH|HOME|TMPDIR|TZ|LANG|HOSTNAME|POD_NAME|NODE_NAME)$"
@@ -22,13 +21,13 @@ _SECRET_NAME = re.compile(
     r"(?i)token(?!s|iz)|(^|[_-])key|apikey|secret|passw|passphrase|(^|[_-])pwd|credential|auth|cookie|private|signature"
 )
 
-# A secret in running text, by its name. Our own tokens are numbers, and everybody who helps needs
-# them. Every repetition is bounded: a log may hold a megabyte of anything.
+# A secret in text, by its name. Our own tokens are numbers and stay: they are needed for diagnosis.
+# Every repetition is bounded: a log may hold a megabyte of anything.
 _SECRETS = r"""(?: api[_-]?key | access[_-]?key | private[_-]?key | secret | passw(?:or)?d
     | passphrase | credentials? | signature )"""
 _TOKEN = r"(?: token (?! s\b | iz | \w{0,64}_ids ) )"
 _IS = r"""\\{0,8}["']? \s{0,8} [:=] \s{0,8}"""  # quotes of JSON in JSON are escaped
-# A list, a quoted text, one whose quotes are escaped, or a word; what begins it is a group.
+# A list, a quoted string (with plain or escaped quotes), or a word; its beginning is a group.
 _VALUE = r"""(?: (\[) [^\]\n]{0,4096} | (?: bearer \s{1,8} )? (?:
     (") (?:[^"\\\n]|\\.){0,4096} | (') (?:[^'\\\n]|\\.){0,4096}
     | (\\{1,8}["']) (?:[^"'\\\n]|\\{1,8}[^"'\\\n]){0,4096}
@@ -44,7 +43,7 @@ _FLAG_IN_TEXT = re.compile(
     rf"(?ix) ( (?<![\w-]) --? (?: [\w-]{{1,64}} [_-] )? (?: {_SECRETS} | {_TOKEN} ) [ ]{{1,8}} ) "
     r"(?! - ) \S+"
 )
-# Whole headers: what follows the scheme is the secret.
+# Whole headers: everything after the scheme is secret.
 _HEADER = re.compile(
     rf"(?ix) \b ( (?: proxy- )? authorization | (?: set- )? cookie ) ( {_IS} \[? \\{{0,8}}[\"']?"
     r"(?: (?:bearer|basic|digest|negotiate|token) \s{1,8} )? ) "
@@ -58,8 +57,7 @@ _SHAPED = re.compile(
 )
 _BEARER = re.compile(r"(?i)\bbearer\s+[\w.~+/=-]{8,}")
 
-# What vLLM and others call a request's text when they are told to log requests: the rest of the
-# line is not kept, whatever it holds.
+# Names of a request's text in the logs of vLLM and others: the rest of the line is dropped.
 _PROMPT = re.compile(
     r"""(?i)\b(prompts?|prompt_token_ids|messages|content|input_ids|text)"""
     r"""(\\{0,8}["']?\s*[:=]\s*)\\{0,8}["'\[{(].*"""
@@ -67,7 +65,7 @@ _PROMPT = re.compile(
 
 
 def environment(values: Mapping[str, str]) -> dict[str, str]:
-    """The environment, with the values of what is known and no secret; sorted by name."""
+    """The environment sorted by name; only known, harmless values are kept."""
     return {
         name: text(value) if _KNOWN.match(name) and not _is_secret(name) else NOT_KEPT
         for name, value in sorted(values.items())
@@ -75,7 +73,7 @@ def environment(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def command_line(words: Sequence[str]) -> list[str]:
-    """The words of a command, without the values of flags that are named like secrets."""
+    """The arguments of a command, without the values of flags named like secrets."""
     kept: list[str] = []
     is_value = False
     for word in words:
@@ -91,7 +89,7 @@ def command_line(words: Sequence[str]) -> list[str]:
 
 
 def text(value: str) -> str:
-    """Running text, without what looks like a secret or a prompt in it."""
+    """`value` without anything that looks like a secret or a prompt."""
     found = _PROMPT.sub(rf"\1\2{NOT_KEPT}", value)
     found = _HEADER.sub(rf"\1\2{NOT_KEPT}", found)
     found = _NAMED_IN_TEXT.sub(rf"\1\2\3\4\5{NOT_KEPT}", found)

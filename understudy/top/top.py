@@ -1,6 +1,6 @@
-"""`understudy top`: the pod, live in a terminal, or as repeated lines where there is none.
+"""`understudy top`: the pod live in a terminal, or as repeated lines without one.
 
-Owns the terminal: what it was is restored however this ends. What is shown is `top_view`'s.
+Owns the terminal, whose state is always restored. `view.py` decides what is shown.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 REFRESH_S = 1.0
-ANSWER_S = 2.0  # a part that hangs costs the picture no more
-EVENTS_MAX = 10_000  # what ten parts remember; older ones only count for the time in states
-LOG_LINES = 200  # of each part, more than a screen
-LOG_LINE_BYTES = 200  # what a line has on average; the tail that is read is a guess
-PLAIN_HEIGHT = 60  # where there is no terminal, everything has room
+ANSWER_S = 2.0  # the longest wait for a part that hangs
+EVENTS_MAX = 10_000  # the history of ten parts
+LOG_LINES = 200  # per part, more than a screen
+LOG_LINE_BYTES = 200  # an average, to guess how much of the file to read
+PLAIN_HEIGHT = 60  # without a terminal there is no limit
 QUIT = "q"
 
 
 class Top:
-    """What is known of the pod, refreshed by `look`, and which page of it is asked for."""
+    """The state of the pod, refreshed by `look`, and the current page."""
 
     def __init__(self, directory: Path, log_dir: Path) -> None:
         self.which = TopPage.POD
@@ -47,11 +47,11 @@ class Top:
         self._view: dict[str, Any] | None = None
 
     async def follow(self) -> None:
-        """Collect events until cancelled; a pod that is not there yet is waited for."""
+        """Collect events until cancelled; wait for a pod that is not running yet."""
         while True:
             with contextlib.suppress(UnreachableError):
                 self._events.extend(await past_events(self._directory))
-                await follow_events(self._directory, self._heard)
+                await follow_events(self._directory, self._on_event)
             await asyncio.sleep(REFRESH_S)
 
     async def look(self) -> None:
@@ -59,17 +59,17 @@ class Top:
 
     def lines(self, height: int) -> list[Line]:
         if self._view is None:
-            return [("looking …", "dim")]
+            return [("loading …", "dim")]
         logs = _logs(self._log_dir) if self.which is TopPage.LOGS else []
         shown = Shown(self._view, list(self._events), logs, datetime.now(UTC), height)
         return page(self.which, shown)
 
-    def _heard(self, record: Record) -> None:
+    def _on_event(self, record: Record) -> None:
         self._events.append(record)
 
 
 async def run(directory: Path, log_dir: Path, say: Say) -> None:
-    """Show the pod until `q` is pressed, or for ever where nobody can press it."""
+    """Show the pod until `q` is pressed; without a terminal, until interrupted."""
     top = Top(directory, log_dir)
     following = asyncio.create_task(top.follow(), name="events")
     try:
@@ -109,7 +109,7 @@ async def _live(top: Top) -> None:
                 live.update(_renderable(top.lines(console.height)), refresh=True)
                 key = await pressed.get()
                 if looking.done():
-                    looking.result()  # its failure is ours
+                    looking.result()  # re-raise its error
         finally:
             looking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -117,7 +117,7 @@ async def _live(top: Top) -> None:
 
 
 async def _keep_looking(top: Top, pressed: asyncio.Queue[str]) -> None:
-    """Look once a second; an empty key asks for the new picture."""
+    """Refresh once a second; an empty key triggers a redraw."""
     try:
         while True:
             await top.look()
@@ -129,7 +129,7 @@ async def _keep_looking(top: Top, pressed: asyncio.Queue[str]) -> None:
 
 @contextlib.contextmanager
 def _keys(pressed: asyncio.Queue[str]) -> Iterator[None]:
-    """Each key as it is pressed, without Enter; Ctrl-C stays what it is, and SIGTERM is a `q`."""
+    """Put each key into `pressed`, without Enter; Ctrl-C works as usual, SIGTERM counts as `q`."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, pressed.put_nowait, QUIT)
     if not sys.stdin.isatty():
@@ -140,7 +140,7 @@ def _keys(pressed: asyncio.Queue[str]) -> Iterator[None]:
 
     def read() -> None:
         raw = os.read(fd, 64)
-        if not raw:  # the terminal is gone
+        if not raw:  # the terminal was closed
             loop.remove_reader(fd)
             raw = QUIT.encode()
         for key in raw.decode(errors="replace"):
@@ -165,7 +165,7 @@ def _renderable(lines: list[Line]) -> RenderableType:
 
 
 def _logs(log_dir: Path) -> list[str]:
-    """The last lines of each part's log, part after part."""
+    """The last lines of each part's log."""
     found = []
     for path in sorted(log_dir.glob("*.log")):
         try:

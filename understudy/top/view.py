@@ -1,7 +1,7 @@
 """What `understudy top` shows: documents and records in, lines out.
 
-Pure: no terminal, no clock. A line is its text and a style by the name that rich knows, so that
-what is shown can be read in a test, and printed plainly where there is no terminal.
+Pure: no terminal, no clock. A line is a text and the name of a rich style, so that it can be
+checked in tests and printed without a terminal.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ KEYS = "q quit   e events   l logs   p pod   ? help"
 
 HELP = (
     "q       quit",
-    "p       the pod: engines, lock, memory, failovers (where it starts)",
-    "e       what happened last, and as it happens",
-    "l       the last lines of each part's log, where `understudy up` keeps them",
-    "?       this list",
+    "p       the pod: engines, lock, memory, failovers (the first page)",
+    "e       the latest events, live",
+    "l       the last lines of each part's log, as kept by `understudy up`",
+    "?       this help",
     "",
-    "Time in states is counted from the events that the engines remember.",
-    "Phases of a failover: fence, until nobody of the old engine lives; grant;",
-    "wake, until a real inference has passed; serve, until requests are taken.",
-    "`understudy drill` measures detection, too.",
+    "Time in states is computed from the events that the engines still have.",
+    "Phases of a failover: fence, until the old engine's processes are gone; grant;",
+    "wake, until a test inference has passed; serve, until requests are accepted.",
+    "`understudy drill` also measures detection.",
 )
 
 
 class TopPage(StrEnum):
-    """What is shown; the value is the key that asks for it."""
+    """A page; the value is its key."""
 
     POD = "p"
     EVENTS = "e"
@@ -51,7 +51,7 @@ class TopPage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Everything that a page may need. `height` is how many lines there is room for."""
+    """Everything that a page may need. `height`: the number of lines."""
 
     view: Document
     events: Sequence[Mapping[str, Any]]
@@ -61,7 +61,7 @@ class Shown:
 
 
 def page(which: TopPage, shown: Shown) -> list[Line]:
-    """The whole screen, in as many lines as there is room for."""
+    """The whole screen, in at most `shown.height` lines."""
     state = str(shown.view["state"])
     title = pod.lines(shown.view, shown.now)[0]
     head = [(title, STYLES.get(state, ""))]
@@ -105,19 +105,19 @@ def _event(record: Mapping[str, Any]) -> Line:
 
 
 def log_line(part: str, line: str) -> str:
-    """A line of a part's log for people: of JSON what was said, and when."""
+    """A line of a part's log as text: time, level and message of a JSON record."""
     try:
         record = json.loads(line)
-        told = f"{record['ts'][11:23]} {record['level'].upper():<7} {record['msg']}"
+        text = f"{record['ts'][11:23]} {record['level'].upper():<7} {record['msg']}"
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        told = line  # text already, or what others write, or cut off
-    return f"{part} | {told}"
+        text = line  # text, other JSON, or truncated
+    return f"{part} | {text}"
 
 
 def times_in_states(
     engines: Sequence[Document], events: Sequence[Mapping[str, Any]], now: datetime
 ) -> list[str]:
-    """How long each engine was in each state, the present one included."""
+    """The time of each engine in each state, including the current one."""
     rows: list[tuple[str, ...]] = []
     for part in engines:
         about = part.get("engine") or {}
@@ -161,7 +161,7 @@ def memory_bars(gms: Sequence[Document]) -> list[str]:
         kinds |= {"superseded_bytes": "~", "releasing_bytes": "~"}
         used = {key: int(device.get(key) or 0) for key in kinds}
         cells = "".join(
-            # What is there has a cell, however little it is.
+            # At least one cell for anything above zero.
             mark * max(used[key] > 0, round(BAR_CELLS * used[key] / capacity))
             for key, mark in kinds.items()
         )[:BAR_CELLS]
@@ -171,10 +171,10 @@ def memory_bars(gms: Sequence[Document]) -> list[str]:
 
 
 def failovers(view: Document, now: datetime) -> list[str]:
-    """The last grants of `active` that took it from another engine, the newest first."""
+    """The last grants of `active` that took it from another engine, newest first."""
     granted = view["lockserver"].get("last_grants") or ()
     taken = [each for each in granted if each.get("lock") == "active" and each.get("contended")]
-    own = {}  # what the engine that won knows of its takeover, by token
+    own = {}  # each engine's own account of its takeover, by token
     for part in view["engines"]:
         last = part.get("last_failover")
         if last:
