@@ -39,7 +39,6 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
 }
 ROPE_TYPES = ("default", "linear", "llama3")
 
-TensorShapes = dict[str, tuple[int, ...]]
 Count = Annotated[int, Meta(gt=0, lt=1 << 31)]
 Positive = Annotated[float, Meta(gt=0, lt=1e30)]
 TokenId = Annotated[int, Meta(ge=0)]
@@ -141,11 +140,13 @@ class LlamaConfig:
             head_rows=head_span(self.vocab_size, rank, ranks),
         )
 
-    def tensor_shapes(self) -> TensorShapes:
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the decoder reads, by its Hugging Face name, in the order of use."""
         hidden, inner = self.hidden_size, self.intermediate_size
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        shapes: TensorShapes = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, hidden)
+        }
         per_layer = {
             "input_layernorm": (hidden,),
             "self_attn.q_proj": (query, hidden),

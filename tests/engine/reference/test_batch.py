@@ -95,9 +95,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_are_all_accounted_for(self) -> None:
-        assert self.scheduler.running + self.scheduler.slots_free == 3
-        assert self.scheduler.running + self.scheduler.waiting == len(self.unfinished)
-        assert not self.scheduler.waiting or not self.scheduler.slots_free
+        assert self.scheduler.running + len(self.scheduler._free) == 3
+        assert self.scheduler.running + len(self.scheduler._waiting) == len(self.unfinished)
+        assert not len(self.scheduler._waiting) or not len(self.scheduler._free)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
@@ -125,7 +125,7 @@ def test_cancel_running_request_gives_its_slot_to_the_first_waiting_one():
     work = scheduler.next_work()
     assert work is not None
     assert work.request.id == 2
-    assert scheduler.waiting == 1
+    assert len(scheduler._waiting) == 1
 
 
 @pytest.mark.parametrize(

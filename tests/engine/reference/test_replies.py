@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 
-from engine.backends.reference.http.replies import Reply, TokenUsage, sse
+from engine.backends.reference.http.replies import OpenAiReply, TokenUsage, sse
 
 USAGE = TokenUsage(prompt_tokens=3, completion_tokens=2)
 USAGE_BODY = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
 
-def completion(*, wants_usage: bool = False) -> Reply:
-    return Reply(False, "cmpl-1", "m", 7, wants_usage)
+def completion(*, wants_usage: bool = False) -> OpenAiReply:
+    return OpenAiReply(False, "cmpl-1", "m", 7, wants_usage)
 
 
-def chat(*, wants_usage: bool = False) -> Reply:
-    return Reply(True, "chatcmpl-1", "m", 7, wants_usage)
+def chat(*, wants_usage: bool = False) -> OpenAiReply:
+    return OpenAiReply(True, "chatcmpl-1", "m", 7, wants_usage)
 
 
 def test_completion_whole():

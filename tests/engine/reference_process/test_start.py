@@ -11,15 +11,10 @@ import pytest
 from engine.backends.reference.config import read_config
 from engine.backends.reference.http.main import parse
 from engine.backends.reference.link import ConfigureMsg
-from engine.backends.reference.model.rank import DEFAULT_CONTEXT, choose_context
+from engine.backends.reference.model.decoder import KVCache
+from engine.backends.reference.model.rank import DEFAULT_CONTEXT, size_kv
 from plumbing.errors import UsageError
 from tests.engine.reference_process.rig import COMMAND, DEADLINE_S
-
-PER_POSITION = 1000
-
-
-def settings(max_context: int | None = None, kv_bytes: int | None = None) -> ConfigureMsg:
-    return ConfigureMsg("dir", 4, max_context, kv_bytes)
 
 
 def test_arguments_have_defaults_and_sizes():
@@ -52,14 +47,21 @@ def test_help_of_the_backend_is_printed_and_nothing_is_started(tmp_path: Path, w
 def test_context_is_what_was_asked_or_what_fits(model: Path):
     """Goal: the context's length never surprises. Method: a model of 2048 positions."""
     config = read_config(str(model))
+    position_bytes = KVCache.bytes_needed(config, 4, 1)
+
+    def context(max_context: int | None = None, kv_bytes: int | None = None) -> int:
+        found, size_bytes = size_kv(config, ConfigureMsg("dir", 4, max_context, kv_bytes))
+        assert size_bytes == found * position_bytes
+        return found
+
     assert config.max_position == 2048 < DEFAULT_CONTEXT
-    assert choose_context(config, settings(), PER_POSITION) == 2048
-    assert choose_context(config, settings(max_context=100), PER_POSITION) == 100
-    assert choose_context(config, settings(kv_bytes=50_000), PER_POSITION) == 50
-    assert choose_context(config, settings(kv_bytes=1 << 40), PER_POSITION) == 2048
-    for wrong in (settings(max_context=4096), settings(100, 50_000), settings(kv_bytes=1000)):
+    assert context() == 2048
+    assert context(max_context=100) == 100
+    assert context(kv_bytes=50 * position_bytes) == 50
+    assert context(kv_bytes=1 << 40) == 2048
+    for wrong in ((4096, None), (100, 50 * position_bytes), (None, position_bytes)):
         with pytest.raises(UsageError):
-            choose_context(config, wrong, PER_POSITION)
+            context(*wrong)
 
 
 def test_start_by_hand_names_the_command_to_use():

@@ -33,7 +33,7 @@ class TokenUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class OpenAiReply:
     """One answer, whole or as chunks of a stream, with the same id, time and model in each."""
 
     is_chat: bool

@@ -93,21 +93,22 @@ class ChatBody(CommonBody, kw_only=True):
 
 Body = TypeVar("Body", bound=CommonBody)
 
-# Parameters of OpenAI and vLLM that are not implemented, by the values that change nothing, besides
-# null. `logprobs` 0 is not among them: in a completion it asks for the chosen token's.
+# Parameters of OpenAI and vLLM that are not implemented, also of messages and stream_options, with
+# the values that change nothing, besides null. 0 is not among those of `logprobs`: in a completion
+# it asks for the chosen token's.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("audio", "chat_template", "prompt_logprobs", "tool_call_id"), ()),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
-    **dict.fromkeys(("structured_outputs",), ()),
+    **dict.fromkeys(("structured_outputs", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
     **dict.fromkeys(("min_p", "min_tokens", "top_logprobs"), (0,)),
     **dict.fromkeys(("best_of", "n", "length_penalty", "repetition_penalty"), (1,)),
     **dict.fromkeys(("continue_final_message", "echo", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("logprobs", "return_token_ids", "use_beam_search"), (False,)),
-    **dict.fromkeys(("return_tokens_as_token_ids",), (False,)),
+    **dict.fromkeys(("continuous_usage_stats", "logprobs", "return_token_ids"), (False,)),
+    **dict.fromkeys(("return_tokens_as_token_ids", "use_beam_search"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "documents", "functions"), ([],)),
-    **dict.fromkeys(("stop_token_ids", "tools"), ([],)),
+    **dict.fromkeys(("stop_token_ids", "tool_calls", "tools"), ([],)),
     **dict.fromkeys(("chat_template_kwargs", "logit_bias"), ({},)),
     **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
     "modalities": (["text"],),
@@ -115,19 +116,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "top_k": (-1, 0),
 }
-NEUTRAL_STREAM_OPTIONS: Mapping[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,)}
-NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("audio", "function_call", "tool_call_id"), ()),
-    "tool_calls": ([],),
-}
 
 # Whatever their value, the answer is the same.
 IGNORED = frozenset(
-    {"metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "request_id"}
+    {"annotations", "include_obfuscation", "metadata", "parallel_tool_calls", "prediction"}
+    | {"priority", "prompt_cache_key", "reasoning_content", "refusal", "request_id"}
     | {"safety_identifier", "service_tier", "store", "user"}
 )
-IGNORED_STREAM_OPTIONS = frozenset({"include_obfuscation"})
-IGNORED_IN_MESSAGE = frozenset({"annotations", "reasoning_content", "refusal"})
 
 _warned: set[str] = set()
 
@@ -159,8 +154,7 @@ def parse_chat(document: Mapping[str, Any]) -> ChatBody:
     """The body of `/v1/chat/completions`; `max_tokens` has its limit. Raises ApiError."""
     body = _convert(document, ChatBody, "messages")
     for index, message in enumerate(document["messages"]):
-        where = f"messages[{index}]."
-        _check_others(message, ChatMessage, NEUTRAL_IN_MESSAGE, IGNORED_IN_MESSAGE, where)
+        _check_others(message, ChatMessage, f"messages[{index}].")
     new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old is not None and new != old:
         raise bad_value(
@@ -182,28 +176,20 @@ def _convert(document: Mapping[str, Any], kind: type[Body], required: str) -> Bo
         what, _, path = str(error).rpartition(" - at `$.")
         param = path.removesuffix("`")
         raise bad_value(param, f"{param}: {what[:ERROR_CHARS_MAX]}.") from None
-    _check_others(document, kind, NEUTRAL, IGNORED)
-    options = document.get("stream_options", {})
-    where = "stream_options."
-    _check_others(options, StreamOptions, NEUTRAL_STREAM_OPTIONS, IGNORED_STREAM_OPTIONS, where)
+    _check_others(document, kind)
+    _check_others(document.get("stream_options", {}), StreamOptions, "stream_options.")
     return body
 
 
-def _check_others(
-    document: Mapping[str, Any],
-    implemented: type[Struct],
-    neutral: Mapping[str, tuple[Any, ...]],
-    ignored: frozenset[str],
-    where: str = "",
-) -> None:
+def _check_others(document: Mapping[str, Any], implemented: type[Struct], where: str = "") -> None:
     """Refuse values that would change the answer; warn of names that are not known."""
     for name, value in document.items():
-        if value is None or name in ignored or name in implemented.__struct_fields__:
+        if value is None or name in IGNORED or name in implemented.__struct_fields__:
             continue
-        if name not in neutral:
+        if name not in NEUTRAL:
             _warn_once(name)
-        elif not any(_same(value, accepted) for accepted in neutral[name]):
-            accepted = "".join(f" or send {json.dumps(item)}" for item in neutral[name])
+        elif not any(_same(value, accepted) for accepted in NEUTRAL[name]):
+            accepted = "".join(f" or send {json.dumps(item)}" for item in NEUTRAL[name])
             what = f"{where}{name} is not supported with the value {reprlib.repr(value)}"
             raise ApiError(
                 400,

@@ -24,7 +24,7 @@ from engine.backends.reference.http.model_link import Generation, ModelLink
 from engine.backends.reference.http.replies import (
     DONE,
     ApiError,
-    Reply,
+    OpenAiReply,
     bad_value,
     from_understudy,
     sse,
@@ -192,7 +192,7 @@ class _Routes:
         limits = self._served.limits
         prompt = await self._prompt_tokens(body, limits)
         is_chat = isinstance(body, ChatBody)
-        reply = Reply(
+        reply = OpenAiReply(
             is_chat=is_chat,
             id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             model=self._served.model_name,
@@ -259,7 +259,7 @@ async def _pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[P
 
 
 async def _stream(
-    request: web.Request, pieces: AsyncIterator[Piece], answer: AnswerText, reply: Reply
+    request: web.Request, pieces: AsyncIterator[Piece], answer: AnswerText, reply: OpenAiReply
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers=SSE_HEADERS)
     async for piece in pieces:

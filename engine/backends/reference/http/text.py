@@ -191,10 +191,8 @@ class StopStrings:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
 def _read_template(directory: str, settings: dict[str, Any]) -> str | None:

@@ -76,14 +76,6 @@ class Scheduler:
     def running(self) -> int:
         return len(self._running)
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def slots_free(self) -> int:
-        return len(self._free)
-
     def submit(self, request: Request) -> None:
         """Start a request, or queue it. The HTTP process has checked it and limits their number."""
         fits = 0 < len(request.prompt) < self._max_context and request.max_tokens > 0

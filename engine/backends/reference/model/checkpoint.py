@@ -239,13 +239,11 @@ def _part(stored: StoredTensor, shape: tuple[int, ...], rank: int, ranks: int) -
 def _refuse_unknown(directory: str, unknown: list[str], config: LlamaConfig) -> None:
     """A tensor that is not read is a part of the model that would silently not be computed."""
     for name in sorted(unknown):
-        if name.endswith(IGNORED_SUFFIXES):
-            continue
-        if name == "lm_head.weight" and config.tie_embeddings:
-            continue  # some exporters store the tied tensor twice
-        _unsupported(
-            directory, f"tensor {name} is not part of the Llama that config.json describes"
-        )
+        # Some exporters store the tied tensor twice.
+        is_tied = name == "lm_head.weight" and config.tie_embeddings
+        if not is_tied and not name.endswith(IGNORED_SUFFIXES):
+            what = f"tensor {name} is not part of the Llama that config.json describes"
+            _unsupported(directory, what)
 
 
 def _broken(directory: str, reason: str) -> NoReturn:

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.reference.config import LlamaConfig, Rope
-from plumbing.errors import UnderstudyError
 
 Array = NDArray[np.float32]
 
@@ -57,19 +56,11 @@ class KVCache:
     def __init__(
         self, config: LlamaConfig, buffer: Any, slots: int, max_context: int, number: int = 0
     ) -> None:
-        needed = self.bytes_needed(config, slots, max_context)
-        given = memoryview(buffer).nbytes
-        if given < needed:
-            raise UnderstudyError(
-                "engine.kv_too_small",
-                f"{slots} sequences of {max_context} tokens need {needed} bytes of KV memory and "
-                f"{given} were given; lower the context or the number of sequences.",
-            )
         self.slots = slots
         self.max_context = max_context
         self.number = number
         shape = (slots, config.layers, 2, config.kv_heads, max_context, config.head_dim)
-        self._memory: Array = np.frombuffer(buffer, np.float32, needed // 4).reshape(shape)
+        self._memory: Array = np.frombuffer(buffer, np.float32, math.prod(shape)).reshape(shape)
 
     @staticmethod
     def bytes_needed(config: LlamaConfig, slots: int, max_context: int) -> int:

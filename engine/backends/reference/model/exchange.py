@@ -15,7 +15,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,7 @@ DISTRUST = 0xFFFF_FFFF  # in place of a cache: the canary failed
 DONE = b"\0"
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardStep:
+class ForwardStep(NamedTuple):
     """One call of `Decoder.forward`, by the number of the cache."""
 
     cache: int

@@ -38,24 +38,10 @@ REPORT_WAIT_S = 2.0
 def size_kv(config: LlamaConfig, settings: ConfigureMsg) -> tuple[int, int]:
     """Positions per slot, and bytes of KV memory, of one rank: from settings and model alone.
 
+    The context is the number asked for, or as many positions as the model and --kv-bytes allow.
+
     Raises:
         UsageError: `engine.context_too_long`, `engine.kv_too_small`, `engine.kv_too_large`.
-    """
-    bytes_per_position = KVCache.bytes_needed(config, settings.slots, 1)
-    context = choose_context(config, settings, bytes_per_position)
-    kv_bytes = context * bytes_per_position
-    # Simulated devices share the machine's memory, so there must be room for every rank's.
-    free_memory.check_can_ever_fit(
-        kv_bytes * settings.ranks, free_memory.read_room(), "lower --max-context or --slots"
-    )
-    return context, kv_bytes
-
-
-def choose_context(config: LlamaConfig, settings: ConfigureMsg, bytes_per_position: int) -> int:
-    """Positions per slot: the number asked for, or as many as the model and the limit allow.
-
-    Raises:
-        UsageError: `engine.context_too_long`, `engine.kv_too_small`.
     """
     asked = settings.max_context
     if asked is not None and asked > config.max_position:
@@ -65,24 +51,24 @@ def choose_context(config: LlamaConfig, settings: ConfigureMsg, bytes_per_positi
             " was trained for; lower it",
         )
     context = asked or min(config.max_position, DEFAULT_CONTEXT)
-    if settings.kv_bytes is None:
-        return context
-    fits = settings.kv_bytes // bytes_per_position
-    if asked is None and fits >= 2:
-        return min(context, fits)
-    if context > fits:
-        raise UsageError(
-            "engine.kv_too_small",
-            f"{settings.slots} slots of {context} positions need"
-            f" {context * bytes_per_position} bytes, and --kv-bytes is {settings.kv_bytes};"
-            " raise it, or lower --slots or --max-context",
-        )
-    return context
-
-
-def name_of(rank: int) -> str:
-    """The supervisor's name for the process of `rank`."""
-    return "model" if rank == 0 else f"model-{rank}"
+    position_bytes = KVCache.bytes_needed(config, settings.slots, 1)
+    if settings.kv_bytes is not None:
+        fits = settings.kv_bytes // position_bytes
+        if asked is None and fits >= 2:
+            context = min(context, fits)
+        if context > fits:
+            raise UsageError(
+                "engine.kv_too_small",
+                f"{settings.slots} slots of {context} positions need {context * position_bytes}"
+                f" bytes, and --kv-bytes is {settings.kv_bytes}; raise it, or lower --slots or"
+                " --max-context",
+            )
+    kv_bytes = context * position_bytes
+    # Simulated devices share the machine's memory, so there must be room for every rank's.
+    free_memory.check_can_ever_fit(
+        kv_bytes * settings.ranks, free_memory.read_room(), "lower --max-context or --slots"
+    )
+    return context, kv_bytes
 
 
 class Rank:
@@ -94,7 +80,7 @@ class Rank:
         Raises:
             UnderstudyError: with the reason, from the supervisor, the service or the checkpoint.
         """
-        member = process.enter(name_of(settings.rank))
+        member = process.enter(f"model-{settings.rank}" if settings.rank else "model")
         checkpoint = open_checkpoint(settings.directory, settings.rank, settings.ranks)
         config = checkpoint.config
         self._settings = settings
