@@ -17,6 +17,7 @@ from gms import names
 from gms.client import Reader, Writer, open_session
 from lockserver import messages as lock_messages
 from plumbing.errors import UnderstudyError
+from plumbing.part.paths import lockserver_socket
 from plumbing.service import procfs
 from plumbing.service.process import parent_environment
 from plumbing.wire.blocking import BlockingClient
@@ -122,7 +123,7 @@ class LockServer(ServerProcess):
         return False
 
     def status(self) -> dict[str, Any]:
-        path = os.path.join(self.directory, "lockserver.sock")
+        path = lockserver_socket(self.directory)
         with BlockingClient(path, lock_messages.CATALOGUE) as client:
             reply: Any = client.request(lock_messages.StatusMsg()).message
         document: dict[str, Any] = reply.document

@@ -17,6 +17,7 @@ from engine.supervisor.over_tcp import OwnListener
 from engine.supervisor.settings import EngineSettings
 from lockserver.client import LockCallbacks, LockClient
 from plumbing.errors import UnderstudyError
+from plumbing.part.format import duration
 from plumbing.service.events import EventLog
 from plumbing.wire.fds import OwnedFd
 
@@ -179,7 +180,7 @@ class LockSide:
         lease = self.client.lease
         how_long = "continuing"
         if lease is not None and lease["is_held"]:
-            how_long = f"continuing for {lease['valid_for_ms']:.0f} ms under the lease"
+            how_long = f"continuing for {duration(lease['valid_for_ms'])} under the lease"
         self._events.record(
             "engine.lock",
             f"lost the lock server ({reason}); {how_long} and reconnecting",

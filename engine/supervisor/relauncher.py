@@ -10,6 +10,7 @@ from engine.supervisor import state_file
 from engine.supervisor.lock_side import LockSide
 from engine.supervisor.settings import EngineSettings
 from engine.supervisor.timers import Timers
+from plumbing.part.format import duration
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 
@@ -64,7 +65,7 @@ class Relauncher:
             return
         if self.plan is None or self.plan["reason"] != due.reason:
             self.plan = {"in_ms": round(rest_ms), "reason": due.reason}
-            text = f"relaunch in at most {rest_ms / 1000:.1f} s: {due.reason}"
+            text = f"relaunch in at most {duration(rest_ms)}: {due.reason}"
             self._events.record("engine.relaunch", text, data=self.plan)
         self._timers.after(TIMER, min(rest_ms, POLL_MS), self.schedule)
 

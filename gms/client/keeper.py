@@ -20,6 +20,7 @@ from collections.abc import Callable
 from gms import messages as msg
 from gms.client.reader import Reader
 from plumbing.errors import UnderstudyError
+from plumbing.part.format import duration
 
 # The first attempts fall into the restart of a server, which takes half a second; after that the
 # whole container is being restarted. A failed attempt costs microseconds, and a pause as long as
@@ -157,7 +158,7 @@ class Keeper:
                 continue
             self.state = ATTACHED
             took_ms = (time.monotonic() - began) * 1000
-            self._on_change(f"attached to the memory service again after {took_ms:.0f} ms")
+            self._on_change(f"attached to the memory service again after {duration(took_ms)}")
             return
 
     def _repeat_reports(self) -> None:

@@ -21,6 +21,7 @@ from gms import names
 from gms.core.restart import GiveUp, Restarts
 from gms.server.metrics import GmsMetrics
 from plumbing.errors import UnreachableError
+from plumbing.part.format import duration
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
@@ -242,14 +243,14 @@ class GmsSupervisor:
             lived_ms = self.clock.now_ms() - child.started_ms
             verdict = child.restarts.died(lived_ms, returncode, had_answered=had_answered)
             how = signal.Signals(-returncode).name if returncode < 0 else f"code {returncode}"
-            ended = f"the server of {child.device} ended ({how}) after {lived_ms / 1000:.1f} s"
+            ended = f"the server of {child.device} ended ({how}) after {duration(lived_ms)}"
             data = {"device_uuid": child.device, "returncode": returncode}
             if isinstance(verdict, GiveUp):
                 ended += f"; giving up after {child.restarts.deaths} short runs in a row"
                 self.log.record("gms.child_exit", ended, "error", data)
                 self._end(verdict.exit_code)
                 return
-            ended += f"; restarting it in {verdict.delay_ms:g} ms"
+            ended += f"; restarting it in {duration(verdict.delay_ms)}"
             self.log.record("gms.child_exit", ended, "warning", data)
             self.metrics.restarted(child.device)
             await asyncio.sleep(verdict.delay_ms / 1000)

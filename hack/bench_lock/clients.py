@@ -13,6 +13,8 @@ import struct
 
 import msgpack
 
+from plumbing.part.paths import lockserver_socket
+
 TYPE_CHECKING = False  # importing typing costs 1 MiB
 if TYPE_CHECKING:
     from typing import Any
@@ -37,7 +39,7 @@ class LockServerClient:
         self.directory, self.engine = directory, engine
         self._supervisor = os.urandom(8).hex()
         self._sock = socket.socket(socket.AF_UNIX)
-        self._sock.connect(os.path.join(directory, "lockserver.sock"))
+        self._sock.connect(lockserver_socket(directory))
         self._sock.settimeout(BEAT_S)
         self._received, self._progress = b"", 0
         self.incarnation = self.witness = ""

@@ -27,6 +27,7 @@ from hack.report import ROOT, spread
 from lockserver import witness
 from lockserver.client import LockCallbacks, LockClient
 from plumbing.errors import UnderstudyError
+from plumbing.part.paths import lockserver_socket
 from plumbing.service.process import arm_from_environment, parent_environment, raise_fd_limit
 
 PER_PROCESS = 250  # of the crowd: four processes are enough for a thousand
@@ -102,7 +103,7 @@ class Waiter:
         self.is_answered = asyncio.Event()
         name = f"crowd-{number}"
         self.client = LockClient(
-            os.path.join(directory, "lockserver.sock"),
+            lockserver_socket(directory),
             LockCallbacks(on_granted=lambda *_: self._answered("queued"), on_refused=self._refused),
             engine=name,
         )

@@ -16,6 +16,7 @@ import uvloop
 
 from lockserver import witness
 from lockserver.client import LockCallbacks, LockClient
+from plumbing.part.paths import lockserver_socket
 from plumbing.service.process import die_with_parent
 
 Report = Callable[[str, Any], None]
@@ -39,7 +40,7 @@ class Supervisor:
         if not self.is_remote:
             self.witness, fd = witness.create(address, self.incarnation)
             os.close(fd)  # its processes hold it, not the supervisor
-            address = os.path.join(address, "lockserver.sock")
+            address = lockserver_socket(address)
         self.client = LockClient(address, LockCallbacks(on_granted=self._granted), engine=name)
 
     def _granted(self, lock: str, incarnation: str, token: int) -> None:

@@ -23,6 +23,7 @@ import uvloop
 
 from lockserver import witness
 from lockserver.client import LockCallbacks, LockClient
+from plumbing.part.paths import lockserver_socket
 from plumbing.service import procfs
 from plumbing.service.process import die_with_parent
 
@@ -52,7 +53,7 @@ class Supervisor:
         self.pids = [self._fork() for _ in range(plan.backends)]
         if not self.pids:
             self._join()
-        path = os.path.join(directory, "lockserver.sock")
+        path = lockserver_socket(directory)
         self.client = LockClient(path, LockCallbacks(on_granted=self._granted), engine=plan.engine)
         self._watched: dict[int, int] = {}  # pid → pidfd
         self._watched_witness: int | None = None

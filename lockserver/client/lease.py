@@ -33,6 +33,7 @@ from typing import Any, Protocol
 
 from lockserver.client import dead_man
 from lockserver.messages import RenewedMsg
+from plumbing.part.format import duration
 
 STOP_FRACTION = 0.6  # from here to 80 % the engine kills and reaps its tree by itself
 KILL_FRACTION = 0.8  # the last fifth is for the processes that die with the supervisor
@@ -242,7 +243,7 @@ class LeaseWatch:
             return "the lease has ended"
         silent_ms = now_ms - lease.sent_ms
         return (
-            f"the lock server has not answered for {silent_ms:.0f} ms; this engine must stop before"
-            f" its lease of {lease.lease_ms} ms expires, because another engine may be granted the"
-            " lock then"
+            f"the lock server has not answered for {duration(silent_ms)}; this engine must stop"
+            f" before its lease of {duration(lease.lease_ms)} expires, because another engine may"
+            " be granted the lock then"
         )

@@ -10,6 +10,7 @@ from lockserver.core.supervisors import check_want
 from lockserver.members.events import MemberWanted
 from lockserver.members.group import Group, NodeMember
 from lockserver.members.leases import Leases
+from plumbing.part.format import duration
 
 SUPERVISOR = re.compile(r"[0-9a-f]{16}")  # filed, and a slot has room for this length
 MEMBERS_KNOWN_MAX = 256  # of all engines together; each may be remembered while its lease lives
@@ -169,6 +170,6 @@ def _taken(want: MemberWanted, left_ms: float | None) -> RefuseConnection:
         return RefuseConnection(want.conn, "lock.engine_id_taken", why)
     why = (
         f"another supervisor of {which} may still be alive: its lease expires in"
-        f" {left_ms / 1000:.1f} s unless it is renewed; if two are running, stop one of them"
+        f" {duration(left_ms)} unless it is renewed; if two are running, stop one of them"
     )
     return RefuseConnection(want.conn, "lock.engine_id_taken", why, {"left_ms": round(left_ms)})

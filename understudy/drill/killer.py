@@ -16,6 +16,7 @@ from pathlib import Path
 from engine import messages as engine_messages
 from engine.supervisor.tree import HELPERS
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.part.format import duration
 from plumbing.part.paths import engine_sockets
 from plumbing.part.peers import Answered, ask
 from plumbing.service.clock import SystemClock
@@ -82,7 +83,7 @@ async def wait_whole(
         if clock.now_ms() - said_ms > WHOLE_SAID_EVERY_S * 1000:
             said_ms = clock.now_ms()
             missing = "; ".join(view["problems"]) or "no standby is queued for the lock"
-            say(f"waiting for a standby, {(said_ms - began_ms) / 1000:.0f} s: {missing}")
+            say(f"waiting for a standby, {duration(said_ms - began_ms)}: {missing}")
         await asyncio.sleep(WHOLE_POLL_S)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from gms.client import messages as gms_messages
 from plumbing.errors import UnderstudyError, WaitTimeoutError
+from plumbing.part.format import duration
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import descendants, parent
 from plumbing.wire.peer import is_gone
@@ -152,7 +153,7 @@ async def wait_recovered(directory: Path, kill: MemoryKill, say: Say) -> None:
             )
         if now_ms > said_ms + SAID_EVERY_S * 1000:
             said_ms = now_ms
-            say(f"waiting for {kill.device}, {(now_ms - kill.killed_ms) / 1000:.0f} s: {missing}")
+            say(f"waiting for {kill.device}, {duration(now_ms - kill.killed_ms)}: {missing}")
         await asyncio.sleep(POLL_S)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from plumbing.part.format import size
+from plumbing.part.format import duration, size
 from understudy.drill.records import PHASES, Upgrade
 from understudy.drill.verdict import DrillReport, Spread
 from understudy.host import ResourceUsage, machine
@@ -68,8 +68,8 @@ def _print_upgrade(upgrade: Upgrade, pause_ms: float | None, console: Console) -
     engines = ", ".join(name for name, is_upgraded in upgrade.engines.items() if is_upgraded)
     console.print(f"upgraded         {engines or 'no engine'}, to {upgrade.setting}")
     if upgrade.switchover_ms is not None:
-        took = f"{upgrade.source} to {upgrade.target} in {upgrade.switchover_ms:.0f} ms"
-        pause = "" if pause_ms is None else f", {pause_ms:.0f} ms of it without a token"
+        took = f"{upgrade.source} to {upgrade.target} in {duration(upgrade.switchover_ms)}"
+        pause = "" if pause_ms is None else f", {duration(pause_ms)} of it without a token"
         console.print(f"switchover       {took}{pause}")
 
 

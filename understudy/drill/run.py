@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.part.format import duration
 from plumbing.part.paths import engine_sockets
 from plumbing.service.clock import SystemClock
 from understudy.drill.clients import Target, send, stream_without_pause
@@ -227,7 +228,7 @@ class Drill:
         await self._answers(2 * self._plan.clients)
         await self._compare(what, before)
         took_ms = (kill.back_ms or kill.killed_ms) - kill.killed_ms
-        self._say(f"kill {number}/{self._plan.kills}  {what}  back after {took_ms:.0f} ms")
+        self._say(f"kill {number}/{self._plan.kills}  {what}  back after {duration(took_ms)}")
 
     async def _compare(self, what: str, before: Standing) -> None:
         """Record what the death of `what` has changed."""
@@ -247,7 +248,7 @@ class Drill:
         took_ms = (kill.recovered_ms or kill.killed_ms) - kill.killed_ms
         self._say(
             f"kill {number}/{self._plan.kills}  gms server of {kill.device}  "
-            f"recovered after {took_ms:.0f} ms"
+            f"recovered after {duration(took_ms)}"
         )
 
     async def _kill(
@@ -258,7 +259,7 @@ class Drill:
         took_ms = await self._probe(kill, target)
         self._say(
             f"kill {number}/{self._plan.kills}  {what} of {kill.engine}  "
-            f"{kill.new_engine or 'its successor'} answered after {took_ms:.0f} ms"
+            f"{kill.new_engine or 'its successor'} answered after {duration(took_ms)}"
         )
 
     async def _answers(self, count: int) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError
+from plumbing.part.format import duration
 from plumbing.part.paths import LOCKSERVER_SOCKET
 from plumbing.part.peers import ask
 from plumbing.service.clock import SystemClock
@@ -76,7 +77,7 @@ class Upgrader:
         await self._runner.replace(replace(container, env=env))
         await wait_whole(self._directory, self._say)
         took_ms = clock.now_ms() - began_ms
-        self._say(f"{engine} is in standby with {SETTING}={VALUE} after {took_ms:.0f} ms")
+        self._say(f"{engine} is in standby with {SETTING}={VALUE} after {duration(took_ms)}")
 
     async def _switch_over(self, before: Whole, to: str, upgrade: Upgrade) -> None:
         tree = OldTree.of(backend_processes(self._runner.pids()[before.engine]))

@@ -19,6 +19,7 @@ import signal
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Mapping
 
+from plumbing.part.format import duration
 from plumbing.service.process import parent_environment
 from understudy.kubelet import namespaces
 from understudy.kubelet.containers import Backoff, Container, Kind, grace_left_s
@@ -119,7 +120,7 @@ class RunningContainer:
                 self.settled.set()
                 return
             delay_ms = backoff.next_delay_ms((loop.time() - began) * 1000)
-            when = f"in {delay_ms / 1000:g} s" if delay_ms else "now"
+            when = f"in {duration(delay_ms)}" if delay_ms else "now"
             self.log.note(f"(runner) {self.ended}; restarting {when}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_ms / 1000)

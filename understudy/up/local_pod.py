@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from plumbing.errors import UsageError
+from plumbing.part.paths import lockserver_socket
 from understudy.kubelet.containers import QUICK, Container, Kind, Pace
 from understudy.kubelet.probes import quick_startup
 from understudy.manifest.files import read_manifest_file
@@ -64,7 +65,7 @@ class LocalPod:
             env={
                 "UNDERSTUDY_DIR": str(self.directory),
                 "UNDERSTUDY_HTTP_HOST": self.http_host,
-                "LOCKSERVER_SOCKET": str(self.directory / "lockserver.sock"),
+                "LOCKSERVER_SOCKET": lockserver_socket(str(self.directory)),
                 "GMS_SOCKET_DIR": str(self.directory),
                 **self.env,
             },
