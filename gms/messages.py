@@ -49,7 +49,7 @@ class WaitingMsg(Message, frozen=True, tag="waiting"):
     message: str
 
 
-class AttachedMsg(Message, frozen=True, tag="attached"):
+class EpochAttachedMsg(Message, frozen=True, tag="attached"):
     """The committed epoch, with read-only descriptors of slabs `first`, `first` + 1, …"""
 
     FDS = (0, FDS_PER_FRAME_MAX)
@@ -108,7 +108,7 @@ class CommitMsg(Message, frozen=True, tag="commit"):
 
 
 class CommittedMsg(Message, frozen=True, tag="committed"):
-    """Published, sealed and on disk; the session goes on as RO."""
+    """Published, sealed and on disk; the session continues as RO."""
 
     epoch: str
 
@@ -207,7 +207,7 @@ class InspectReplyMsg(Message, frozen=True, tag="inspect_reply"):
 CATALOGUE = Catalogue(
     AttachMsg,
     WaitingMsg,
-    AttachedMsg,
+    EpochAttachedMsg,
     SlabsMsg,
     WritingMsg,
     AllocateMsg,

@@ -43,7 +43,7 @@ class Reader(WeightsSession):
         client: BlockingClient,
         attachment: Attachment,
         request: msg.AttachMsg,
-        epoch: msg.AttachedMsg,
+        epoch: msg.EpochAttachedMsg,
         *,
         is_author: bool = False,
     ) -> None:
@@ -90,7 +90,7 @@ class Reader(WeightsSession):
         return [slab.fileno() for slab in self._attachment.slabs]
 
     def digest(self, may_go_on: Callable[[], bool] = lambda: True) -> str | None:
-        """SHA-256, in hex, of all slabs in order; None once `may_go_on` says no. Takes half a
+        """SHA-256, in hex, of all slabs in order; None once `may_go_on` is false. Takes half a
         second per GiB, and other threads run meanwhile."""
         whole = hashlib.sha256()
         for first in range(0, self.size_bytes, DIGEST_PIECE_BYTES):
@@ -142,7 +142,7 @@ class Reader(WeightsSession):
         """Register as this epoch's reader with a restarted service, and hand the memory back if it
         asks. The mapping stays as it is throughout.
 
-        `interrupt`, from another thread, ends it once `may_go_on` says no.
+        `interrupt`, from another thread, ends it once `may_go_on` is false.
 
         Raises:
             UnreachableError, WaitTimeoutError, RemoteError, ProtocolError: try again later, but

@@ -44,7 +44,7 @@ class Opening:
         *,
         on_wait: OnWait = lambda reason: None,
         layout_hash: str | None = None,
-    ) -> tuple[BlockingClient, msg.WritingMsg | msg.AttachedMsg]:
+    ) -> tuple[BlockingClient, msg.WritingMsg | msg.EpochAttachedMsg]:
         """Wait for the grant and let `attachment`, which has nothing mapped, hold the epoch.
 
         Args:
@@ -60,7 +60,7 @@ class Opening:
             reply = _wait_for_grant(client, request, wait_s, on_wait)
             grant = reply.message
             stack.callback(attachment.unmap)
-            if isinstance(grant, msg.AttachedMsg) and layout_hash in (None, grant.layout_hash):
+            if isinstance(grant, msg.EpochAttachedMsg) and layout_hash in (None, grant.layout_hash):
                 self._take_slabs(client, reply.fds, grant, attachment, placeholder)
             elif isinstance(grant, msg.WritingMsg) and layout_hash is None:
                 attachment.hold(self._join(grant.epoch_file, placeholder))
@@ -68,7 +68,7 @@ class Opening:
                 attachment.reserve(grant.capacity_bytes)
             else:
                 close_all(reply.fds)
-                if isinstance(grant, msg.AttachedMsg):
+                if isinstance(grant, msg.EpochAttachedMsg):
                     raise _stale_layout(grant.epoch)
                 raise unexpected_answer(grant.TYPE, "attach")
             stack.pop_all()
@@ -78,7 +78,7 @@ class Opening:
         self,
         client: BlockingClient,
         first: Sequence[OwnedFd],
-        grant: msg.AttachedMsg,
+        grant: msg.EpochAttachedMsg,
         attachment: Attachment,
         placeholder: OwnedFd,
     ) -> None:

@@ -119,7 +119,7 @@ class Writer(WeightsSession):
         return self._attachment.range.address + self._records[name].offset
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
-        """Report that the load goes on; without it, the writer's deadline runs out."""
+        """Report that the load proceeds; without it, the writer's deadline runs out."""
         self._client.notify(msg.ProgressMsg(done_bytes, total_bytes))
 
     def commit(self, identity: Mapping[str, Any]) -> Reader:
@@ -132,7 +132,7 @@ class Writer(WeightsSession):
         computed = layout_hash(sizes, manifest)
         self._attachment.make_read_only()
         is_answered = self._request_commit(msg.CommitMsg(dict(identity), manifest, computed))
-        epoch = msg.AttachedMsg(
+        epoch = msg.EpochAttachedMsg(
             epoch=self.epoch,
             epoch_file=self._grant.epoch_file,
             identity=dict(identity),

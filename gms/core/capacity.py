@@ -43,15 +43,15 @@ def fit(
     free = free_bytes(everything, capacity_bytes)
     if size_bytes <= free:
         return Fit.NOW
-    going = sum(e.size_bytes for e in everything if e.is_going)
-    if size_bytes <= free + going:
+    being_freed = sum(e.size_bytes for e in everything if e.is_being_freed)
+    if size_bytes <= free + being_freed:
         return Fit.LATER
     committed = next((e for e in everything if e.phase is EpochPhase.COMMITTED), None)
     if (
         may_replace
         and committed is not None
         and not committed.readers
-        and size_bytes <= free + going + committed.size_bytes
+        and size_bytes <= free + being_freed + committed.size_bytes
     ):
         return Fit.WITHOUT_COMMITTED
     return _out_of_memory(size_bytes, free, everything, capacity_bytes, sessions)

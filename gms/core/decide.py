@@ -2,7 +2,7 @@
 
 It is speculative (called for every waiter at every change), so it changes nothing and logs
 nothing. The order of its checks is the order of priorities: a committed epoch is never doubled or
-lost by accident, and nobody writes while memory without an owner may still be mapped.
+lost by accident, and no session writes while memory without an owner may still be mapped.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def decide(request: AttachMsg, epochs: Iterable[Epoch], writer: Session | None) 
         return KeepWaiting("writer", f"{writer.label} is loading the weights")
     if request.mode == Mode.RO:
         return KeepWaiting("not_committed", "nothing is committed and no engine is loading")
-    # A given-up epoch that a reader has come back to has an owner again (`Epoch.is_going`).
-    unowned = [epoch for epoch in everything if epoch.is_going]
+    # A given-up epoch that a reader has come back to has an owner again (`Epoch.is_being_freed`).
+    unowned = [epoch for epoch in everything if epoch.is_being_freed]
     if unowned:
         return KeepWaiting(
             "releasing", f"memory of a session that has ended is not free yet: {_holders(unowned)}"

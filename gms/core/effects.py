@@ -118,7 +118,7 @@ class WriteJournal(Effect):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseEpoch(Effect):
-    """Close what we hold of it, then watch its file; `EpochFree` when nobody holds that."""
+    """Close what we hold of it, then watch its file; `EpochFree` when no process holds that."""
 
     epoch: str
 

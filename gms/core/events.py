@@ -33,7 +33,7 @@ class SessionState(StrEnum):
     OPENING = "opening"  # granted RW; the epoch's file is being made
     WRITING = "writing"
     ALLOCATING = "allocating"
-    SEALING = "sealing"  # committing: nobody may write from here on
+    SEALING = "sealing"  # committing: no process may write from here on
     JOURNALLING = "journalling"  # committing: sealed, being written to disk
     READING = "reading"
     REJOINING = "rejoining"  # came back after a server's death; not registered yet
@@ -78,7 +78,7 @@ class SessionEvent(DeviceEvent):
 
 @dataclass(frozen=True, slots=True)
 class Received(SessionEvent):
-    """A message from a client, which need not have a session; the rest is what the kernel says."""
+    """A message from a client, which need not have a session, with facts from the kernel."""
 
     request_id: int
     message: Message
@@ -98,7 +98,7 @@ class SlabCreated(SessionEvent):
 
 @dataclass(frozen=True, slots=True)
 class Sealed(SessionEvent):
-    """The manifest is valid and every slab is sealed: nobody can write any more."""
+    """The manifest is valid and every slab is sealed: no process can write any more."""
 
     tensors: int
 

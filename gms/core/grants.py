@@ -102,13 +102,13 @@ class Grants:
             # Memory that was given up is being freed; the session's deadline is running.
             self.device.oom_waits_total += not session.has_waited
             session.has_waited = True
-            effects = self._send_reason(session, "releasing", _going(self.device))
+            effects = self._send_reason(session, "releasing", _being_freed(self.device))
             if fit is Fit.WITHOUT_COMMITTED and self.device.committed is not None:
                 effects += self.device.retire(self.device.committed) + self.device.journal()
             return effects
         session.has_waited = False
         session.is_issued, session.deadline_ms = True, None
-        epoch.slab_sizes.append(size)  # counted from now on: nobody else may be promised it
+        epoch.slab_sizes.append(size)  # counted from now on, so that it is promised once
         return [fx.CreateSlab(session.id, epoch.id, size)]
 
     def refuse(self, session: Session, error: UnderstudyError, now_ms: float) -> Effects:
@@ -126,10 +126,12 @@ class Grants:
         ]
 
 
-def _going(device: Device) -> str:
-    going = [e for e in device.epochs.values() if e.is_going]
+def _being_freed(device: Device) -> str:
+    epochs = [e for e in device.epochs.values() if e.is_being_freed]
     return "room is being made: " + (
-        "; ".join(f"epoch {e.id[:8]}" + "".join(f", pid {pid}" for pid in e.holders) for e in going)
+        "; ".join(
+            f"epoch {e.id[:8]}" + "".join(f", pid {pid}" for pid in e.holders) for e in epochs
+        )
         or "the replaced epoch is being given up"
     )
 

@@ -93,7 +93,7 @@ class Epoch:
     tensors: int = 0  # how many the manifest lists; known once it is checked
     layout_hash: LayoutHash = UNKNOWN_LAYOUT
     readers: set[int] = field(default_factory=set)  # sessions
-    holders: tuple[int, ...] = ()  # pids seen with its file open, while nobody here owns it
+    holders: tuple[int, ...] = ()  # pids seen with its file open, while no session owns it
     expected: ev.JournalRecord | None = None  # what an offer of this orphan must match
     fallback: ev.JournalRecord | None = None  # the same, if the journalled one is gone
     is_history: bool = False  # its file is marked: out of service
@@ -106,7 +106,7 @@ class Epoch:
         return sum(self.slab_sizes)
 
     @property
-    def is_going(self) -> bool:
+    def is_being_freed(self) -> bool:
         """Given up, and no session reads it: it ends when its processes do."""
         return self.phase is P.RELEASING and not self.readers
 

@@ -177,7 +177,7 @@ def _read_here(directory: str, device: str) -> tuple[str, str | None, str]:
                 "gms.stale_epoch", "another epoch was committed meanwhile; verify again"
             )
         found = session.digest()
-        assert found is not None  # it was not told to stop
+        assert found is not None  # it was not asked to stop
         digest = status["digest"]
         return session.epoch, None if digest == PENDING else str(digest), found
 

@@ -25,7 +25,7 @@ from plumbing.errors import UnderstudyError, UsageError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-# cuInit takes seconds on a machine with eight GPUs that nobody holds open; a broken one hangs.
+# cuInit takes seconds on a machine with eight GPUs that no process holds open; a broken one hangs.
 PROBE_S = 60.0
 
 # nvmlComputeMode_t of nvml.h

@@ -183,7 +183,7 @@ class DevicePerformer:
             # These may be the last copies: closing them may free memory, which is not for the loop.
             self._closer.submit(lambda: close_all(fds))
             return
-        answer = msg.AttachedMsg(
+        answer = msg.EpochAttachedMsg(
             epoch=epoch.id,
             epoch_file=names.epoch_file(self._name, epoch.id),
             identity=dict(epoch.identity or {}),

@@ -3,7 +3,7 @@
 It relays the servers' events, so that one address serves all devices. It holds no memory and
 decides nothing about it. The servers die with it (PDEATHSIG), so none is ever left unwatched. A
 server that does not answer is killed: its memory lives on in its readers, and a restarted server is
-better than one that newcomers wait for in vain.
+better than one that never answers newcomers.
 """
 
 from __future__ import annotations

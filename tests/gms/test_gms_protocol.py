@@ -66,7 +66,7 @@ def test_attach_is_one_request_and_one_frame_per_250_slabs(
         with gms.client() as client:
             replies = [client.request(attach("ro"))]
             first = replies[0].message
-            assert isinstance(first, msg.AttachedMsg)
+            assert isinstance(first, msg.EpochAttachedMsg)
             assert len(first.slab_sizes) == len(WeightsManifest(first.manifest)) == count
             while sum(len(reply.fds) for reply in replies) < count:
                 replies.append(client.receive())
@@ -193,7 +193,7 @@ def test_client_refuses_a_server_that_sends_too_few_slabs(directory: str):
         client = BlockingClient.from_socket(sock, msg.CATALOGUE)
         request = client.receive()
         fd = OwnedFd(os.memfd_create("slab"))
-        answer = msg.AttachedMsg("e", "f", {}, "h", (PAGE, PAGE), b"")
+        answer = msg.EpochAttachedMsg("e", "f", {}, "h", (PAGE, PAGE), b"")
         client._send(answer, request.request_id, [fd], float("inf"))
         client._send(msg.WaitingMsg("r", "m"), request.request_id, [], float("inf"))
         os._exit(0)

@@ -29,7 +29,7 @@ from gms.core.manifest import (
     encode,
     layout_hash,
 )
-from gms.messages import CATALOGUE, REQUEST_BYTES_MAX, AttachedMsg
+from gms.messages import CATALOGUE, REQUEST_BYTES_MAX, EpochAttachedMsg
 from plumbing.errors import ProtocolError, RemoteError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import close_all
@@ -148,7 +148,7 @@ def records(count: int, name_chars: int) -> list[TensorRecord]:
 def test_manifest_is_limited_so_that_readers_can_be_sent_it(host: GmsProcess):
     """The largest manifest that is taken, with the largest identity and every slab, still fits
     the answer that readers get; one that would not is refused at commit with the limit."""
-    answer = AttachedMsg(
+    answer = EpochAttachedMsg(
         epoch=EPOCH,
         epoch_file="f" * 255,
         identity={"x": "\N{SNOWMAN}" * (IDENTITY_CHARS_MAX // 6 - 10)},
