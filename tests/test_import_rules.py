@@ -52,8 +52,8 @@ NOT_IN_A_CORE = (
     *("asyncio", "uvloop", "aiohttp", "socket", "select", "selectors", "signal", "subprocess"),
     *("threading", "multiprocessing", "logging", "time", "datetime", "click"),
     *("plumbing.service", "plumbing.wire.connection", "plumbing.wire.server"),
-    *("plumbing.wire.client", "plumbing.wire.blocking", "plumbing.wire.fds"),
-    *("plumbing.wire.listener", "plumbing.wire.unix_connection", "plumbing.wire.tcp.server"),
+    *("plumbing.wire.blocking", "plumbing.wire.fds"),
+    *("plumbing.wire.base_server", "plumbing.wire.unix_connection", "plumbing.wire.tcp.server"),
     *("plumbing.wire.tcp.connection", "plumbing.wire.tcp.security", "ssl"),
 )
 

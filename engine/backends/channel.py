@@ -30,10 +30,10 @@ from engine.messages import (
     WokenMsg,
 )
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.wire.client import from_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
+from plumbing.wire.unix_connection import UnixConnection
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.backend: BackendHandler | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._conn = from_socket(sock, CHANNEL, self)
+        self._conn = UnixConnection(sock, CHANNEL, self)
 
     def prepared(self, backend: BackendHandler, prepared: PreparedMsg) -> None:
         """From now on `backend` takes requests."""

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from engine.messages import CHANNEL
 from plumbing.errors import ProtocolError
-from plumbing.wire.client import from_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
+from plumbing.wire.unix_connection import UnixConnection
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -39,7 +39,7 @@ class BackendChannel:
         self._on_closed = on_closed
         self._ids = itertools.count(1)
         self._asked: dict[int, tuple[Message, type[Message], Callable[[Any], object]]] = {}
-        self._conn: Connection = from_socket(sock, CHANNEL, self)
+        self._conn: Connection = UnixConnection(sock, CHANNEL, self)
         self.is_closed = False
 
     def ask(

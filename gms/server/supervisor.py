@@ -27,11 +27,11 @@ from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.process import parent_environment
 from plumbing.service.signals import SignalInbox
-from plumbing.wire.client import connect
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import HelloMsg, Message, WelcomeMsg
 from plumbing.wire.server import PathGuard
+from plumbing.wire.unix_connection import connect
 
 PING_S = 1.0
 SILENT_MS = 5000.0  # several pings: a server that is silent for longer is not ready

@@ -31,11 +31,11 @@ from lockserver.messages import (
     WantMsg,
 )
 from plumbing.errors import RemoteError, UnderstudyError
-from plumbing.wire.client import connect
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.tcp.address import SCHEME, TcpAddress
+from plumbing.wire.unix_connection import connect
 
 if TYPE_CHECKING:
     from plumbing.wire.tcp.security import Security
@@ -207,7 +207,7 @@ class LockClient:
         if not self.address.startswith(SCHEME):
             await connect(self.address, CATALOGUE, self, CONNECT_DEADLINE_S)
             return
-        from plumbing.wire.tcp.server import connect_tcp  # the Unix socket needs no TLS
+        from plumbing.wire.tcp.connection import connect_tcp  # the Unix socket needs no TLS
 
         where = TcpAddress.parse(self.address)
         await connect_tcp(where, CATALOGUE, self, self._security, TCP_CONNECT_DEADLINE_S)

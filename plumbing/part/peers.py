@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
-from plumbing.wire.client import connect
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Catalogue, FaultMsg, Message
+from plumbing.wire.unix_connection import connect
 
 ASK_TIMEOUT_S = 5.0
 RECONNECT_S = 0.05  # a restarted supervisor takes some 200 ms to listen again

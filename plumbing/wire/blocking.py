@@ -1,7 +1,7 @@
-"""The asking side without an event loop: for engine workers, whose loops belong to vLLM or numpy.
+"""A client without an event loop: for engine workers, whose threads belong to vLLM or numpy.
 
-The same frames as everywhere. One request at a time (a lock sees to it); notifications that come
-in between are kept in order for `receive`.
+The frames are the same. A lock allows one request at a time; notifications that arrive meanwhile
+are kept in order for `receive`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from plumbing.errors import ProtocolError, RemoteError, UnreachableError, WaitTi
 from plumbing.wire import sockets
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import Frame, FrameDecoder, encode_frame
-from plumbing.wire.limits import RETRY_S
+from plumbing.wire.limits import CONNECT_DEADLINE_S, RETRY_S
 from plumbing.wire.messages import Catalogue, FaultMsg, Message
 
-CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 30.0
 
-# Frames that nobody has asked for yet. A server that floods a client is at fault.
+# Notifications kept for `receive`. A server that sends more while it owes an answer is at fault.
 _PENDING_MAX = 1024
 
 
@@ -44,13 +43,13 @@ class BlockingClient:
     """A connection whose calls block, each with a deadline."""
 
     def __init__(
-        self, path: str, catalogue: Catalogue, connect_timeout_s: float = CONNECT_TIMEOUT_S
+        self, path: str, catalogue: Catalogue, connect_timeout_s: float = CONNECT_DEADLINE_S
     ) -> None:
         """Connect to `path`.
 
         Raises:
-            UnreachableError: `wire.unreachable`, with the reason; `wire.no_descriptors`, this
-                process is at its limit.
+            UnreachableError: `wire.unreachable`, with the reason; `wire.no_descriptors`: this
+                process is at its limit of open files.
         """
         sockets.check_path(path)
         try:
@@ -80,12 +79,12 @@ class BlockingClient:
         self._next_id = 1
 
     def fileno(self) -> int:
-        """Lend the socket's number, to poll for its end."""
+        """The socket's descriptor, borrowed, to poll for the end of the connection."""
         return self._sock.fileno()
 
     @property
     def has_pending(self) -> bool:
-        """Whether `receive` has something to give that was read already: no poll shows that."""
+        """Whether a message that was already read waits for `receive`: no poll shows that."""
         return bool(self._pending)
 
     def request(
@@ -94,12 +93,12 @@ class BlockingClient:
         fds: Sequence[OwnedFd] = (),
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> Reply:
-        """Ask and wait for the answer; takes `fds`, the answer's belong to the caller.
+        """Send `message` and wait for the answer; takes `fds`, the answer's are the caller's.
 
         Raises:
             RemoteError: the answer is an error frame.
             WaitTimeoutError: `wire.timeout`.
-            UnreachableError: `wire.closed`, the peer is gone.
+            UnreachableError: `wire.closed`: the peer is gone.
         """
         with self._lock:
             request_id, self._next_id = self._next_id, self._next_id + 1
@@ -108,7 +107,7 @@ class BlockingClient:
             return self._answer(message, request_id, end)
 
     def notify(self, message: Message, fds: Sequence[OwnedFd] = (), *, request_id: int = 0) -> None:
-        """Say something that has no answer, or that is one (to the peer's `request_id`); takes
+        """Send a message that has no answer, or that answers the peer's `request_id`; takes
         `fds`."""
         with self._lock:
             self._send(message, request_id, fds, time.monotonic() + REQUEST_TIMEOUT_S)
@@ -121,9 +120,9 @@ class BlockingClient:
             return _raise_fault(self._pending.popleft())
 
     def interrupt(self) -> None:
-        """End the connection under a call that waits on another thread, which raises
-        `wire.closed`; that thread closes."""
-        with contextlib.suppress(OSError):  # not connected any more
+        """Shut the connection down while another thread waits in a call: the call raises
+        `wire.closed`, and that thread must close this client."""
+        with contextlib.suppress(OSError):  # no longer connected
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -147,16 +146,16 @@ class BlockingClient:
     # ------------------------------------------------------------------ inside
 
     def _answer(self, message: Message, request_id: int, end: float) -> Reply:
-        """The answer to `request_id`; what comes before it is kept for `receive`."""
+        """The answer to `request_id`; messages that arrive before it are kept for `receive`."""
         while True:
             for reply in self._pending:
-                is_last_word = isinstance(reply.message, FaultMsg) and reply.request_id == 0
-                if reply.request_id == request_id or is_last_word:
+                is_final = isinstance(reply.message, FaultMsg) and reply.request_id == 0
+                if reply.request_id == request_id or is_final:
                     self._pending.remove(reply)
                     return _raise_fault(reply)
             if len(self._pending) >= _PENDING_MAX:
                 raise ProtocolError(
-                    "wire.flood", f"{_PENDING_MAX} messages came while one was awaited"
+                    "wire.flood", f"{_PENDING_MAX} messages arrived instead of an answer"
                 )
             self._read(end, f"the answer to {message.TYPE}")
 
@@ -171,16 +170,16 @@ class BlockingClient:
                     carried = ()
                 except BlockingIOError as error:
                     if error.errno == errno.ETOOMANYREFS:
-                        time.sleep(RETRY_S)  # ends when another receiver takes its descriptors
+                        time.sleep(RETRY_S)  # until other receivers have taken their descriptors
                     self._poll(select.POLLOUT, end, f"room to send {message.TYPE}")
                 except OSError as error:
-                    self._read_last_words()
+                    self._raise_final_fault()
                     raise _closed(error) from error
         finally:
             close_all(fds)
 
-    def _read_last_words(self) -> None:
-        """A server that closed on us may have said why before it did: raise that."""
+    def _raise_final_fault(self) -> None:
+        """Raise the reason that a server may have sent before it closed the connection."""
         with contextlib.suppress(UnreachableError, WaitTimeoutError, ProtocolError):
             while True:
                 self._read(time.monotonic(), "")
@@ -188,7 +187,7 @@ class BlockingClient:
             _raise_fault(reply)
 
     def _read(self, end: float, what: str) -> None:
-        """Read until at least one more frame is complete and pending."""
+        """Read until at least one more message is pending."""
         while True:
             try:
                 data, fds = sockets.receive(self._sock)
@@ -221,7 +220,7 @@ class BlockingClient:
         poll.register(self._sock.fileno(), events)
         rest_ms = (end - time.monotonic()) * 1000
         if rest_ms <= 0 or not poll.poll(max(1, rest_ms)):
-            raise WaitTimeoutError("wire.timeout", f"waited in vain for {what}")
+            raise WaitTimeoutError("wire.timeout", f"timed out waiting for {what}")
 
 
 def _connect(sock: socket.socket, path: str, timeout_s: float) -> None:
@@ -230,12 +229,12 @@ def _connect(sock: socket.socket, path: str, timeout_s: float) -> None:
         try:
             sock.settimeout(max(0.001, end - time.monotonic()))
             sock.connect(path)
-            # Python waits inside recvmsg for a socket with a timeout, in spite of MSG_DONTWAIT.
+            # With a timeout set, Python would wait inside recvmsg in spite of MSG_DONTWAIT.
             sock.settimeout(None)
             return
         except OSError as error:
-            full = isinstance(error, BlockingIOError | TimeoutError)
-            if not full or time.monotonic() > end:
+            is_full = isinstance(error, BlockingIOError | TimeoutError)  # the backlog
+            if not is_full or time.monotonic() > end:
                 raise sockets.unreachable(path, error) from error
             time.sleep(RETRY_S)
 

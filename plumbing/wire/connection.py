@@ -1,9 +1,9 @@
-"""One connection on an event loop, either end of it, whatever carries it.
+"""One connection on an event loop, either end of it, over either transport.
 
-Here is what Unix sockets and TCP have in common: frames, their deadlines and their turns, words
-that are queued, and the end. `unix_connection` and `tcp_connection` move the bytes. A connection is
-closed in exactly one place, `close`, and its handler hears of it exactly once, from the loop, never
-from inside its own call.
+Here is what Unix sockets and TCP have in common: frames, their deadlines and turns, the queue, and
+closing. `unix_connection` and `tcp.connection` move the bytes. A connection is closed in exactly
+one place, `close`; its handler's `closed` is called exactly once, by the loop and never from inside
+a call of the handler's own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Handler(Protocol):
         """Handle one message and take its descriptors.
 
         An `UnderstudyError` raised here becomes an error frame and ends this connection; any
-        other exception is our own fault and reaches the loop's exception handler.
+        other exception is a bug and reaches the loop's exception handler.
         """
 
     def closed(self, conn: Connection, reason: str) -> None: ...
@@ -51,7 +51,7 @@ class Connection(abc.ABC):
     """A stream of messages. `state` belongs to the handler."""
 
     def __init__(self, peer: Peer, catalogue: Catalogue, handler: Handler, fds_max: int) -> None:
-        """`fds_max`: descriptors that a frame may carry here."""
+        """`fds_max`: how many descriptors one frame may carry here."""
         self.id = next(_ids)
         self.peer = peer
         self.state: Any = None
@@ -61,14 +61,14 @@ class Connection(abc.ABC):
         self._handler = handler
         self._fds_max = fds_max
         self._decoder = FrameDecoder(catalogue.frame_bytes_max, fds_max)
-        self._arrived: deque[Frame] = deque()  # complete, not yet handled; reading pauses for them
+        self._unhandled: deque[Frame] = deque()  # complete frames; reading is paused meanwhile
         self._is_paused = False
         self._queued_bytes_max = max(2 * catalogue.frame_bytes_max, QUEUED_BYTES_FRAMES * 1024)
-        self._last_words: str | None = None
+        self._closing_reason: str | None = None  # set while the last frames are being sent
         self._frame_deadline: asyncio.TimerHandle | None = None
         self._flush_deadline: asyncio.TimerHandle | None = None
 
-    # ------------------------------------------------------------------ what carries it
+    # ------------------------------------------------------------------ the transport
 
     @abc.abstractmethod
     def _write(self, data: bytes, fds: Sequence[OwnedFd]) -> None:
@@ -76,8 +76,8 @@ class Connection(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def _is_deaf(self) -> bool:
-        """Whether the peer is known to read no more: what is said to it is dropped."""
+    def _can_write(self) -> bool:
+        """False once the peer is known to read no more: what is sent then is dropped."""
 
     @abc.abstractmethod
     def _pause_reading(self) -> None: ...
@@ -87,18 +87,18 @@ class Connection(abc.ABC):
 
     @abc.abstractmethod
     def _finish(self) -> bool:
-        """Nothing more will be said or heard: end by `close` when what is queued has been sent.
-        False: nothing is queued, end now."""
+        """Send what is queued, handle nothing more, and then call `close`. False: nothing is
+        queued, so the caller must close now."""
 
     @abc.abstractmethod
-    def _abandon(self) -> None:
-        """Give up the socket and what is queued."""
+    def _discard(self) -> None:
+        """Close the socket and drop what is queued."""
 
     # ------------------------------------------------------------------ sending
 
     def send(self, message: Message, request_id: int = 0, fds: Sequence[OwnedFd] = ()) -> None:
         """Queue `message`; takes `fds`. Never blocks; a peer that does not read is dropped."""
-        if self.is_closed or self._is_deaf or self._last_words is not None:
+        if self.is_closed or self._closing_reason is not None or not self._can_write:
             close_all(fds)
             return
         try:
@@ -116,63 +116,63 @@ class Connection(abc.ABC):
             self.close_soon(str(error))
 
     def close_soon(self, reason: str) -> None:
-        """Stop reading, and close when what is queued has been sent or the deadline comes."""
-        if self.is_closed or self._last_words is not None:
+        """Stop reading; close when the queue has been sent or the flush deadline passes."""
+        if self.is_closed or self._closing_reason is not None:
             return
-        self._last_words = reason
+        self._closing_reason = reason
         if self._finish():
             self._flush_deadline = self._loop.call_later(FLUSH_DEADLINE_S, self.close, reason)
         else:
             self.close(reason)
 
     def limit_queue(self, queued_bytes_max: int) -> None:
-        """Drop the peer at so much unsent from now on: one that is told things unasked may be slow
-        for as long as it lives."""
+        """Drop the peer once this much is queued for it. For observers: they get messages they
+        did not ask for, and may be slow for as long as they live."""
         self._queued_bytes_max = queued_bytes_max
 
     # ------------------------------------------------------------------ receiving
 
     def limit_frames(self, frame_bytes_max: int) -> None:
-        """Take no larger frames than this from now on: what a peer may say depends on who it is."""
+        """Accept no larger frames than this from now on; the limit may depend on the peer."""
         self._decoder.frame_bytes_max = frame_bytes_max
 
-    def _take(self, data: bytes, fds: list[OwnedFd]) -> None:
-        """Bytes that arrived, in order, with the descriptors that came with them."""
+    def _received(self, data: bytes, fds: list[OwnedFd]) -> None:
+        """Take bytes in the order of arrival, with the descriptors that arrived with them."""
         try:
             frames = self._decoder.receive(data, fds)
         except ProtocolError as error:
             self.fault(error)
             return
-        self._arrived.extend(frames)
-        self._watch_frame(has_ended=bool(frames))
-        if not self._is_paused:  # else the rest of them is due to be delivered anyway
-            self._deliver()
+        self._unhandled.extend(frames)
+        self._update_frame_deadline(has_ended=bool(frames))
+        if not self._is_paused:  # else `_handle_some` is scheduled already
+            self._handle_some()
 
-    def _deliver(self) -> None:
-        """Hand over a few of the frames that arrived; the rest when others have had their turn."""
+    def _handle_some(self) -> None:
+        """Handle a few of the frames that arrived; the rest when other peers had their turn."""
         try:
             for _ in range(FRAMES_PER_TURN):
-                if self._arrived and not self.is_closed and self._last_words is None:
-                    self._handle(self._arrived.popleft())
+                if self._unhandled and not self.is_closed and self._closing_reason is None:
+                    self._handle(self._unhandled.popleft())
         finally:
-            self._pause_or_go_on()
+            self._pause_or_resume()
 
-    def _pause_or_go_on(self) -> None:
-        if self.is_closed or self._last_words is not None:
-            self._drop_arrived()
-        elif self._arrived:
+    def _pause_or_resume(self) -> None:
+        if self.is_closed or self._closing_reason is not None:
+            self._drop_unhandled()
+        elif self._unhandled:
             if not self._is_paused:
                 self._is_paused = True
                 self._pause_reading()
-            self._loop.call_soon(self._deliver)
+            self._loop.call_soon(self._handle_some)
         elif self._is_paused:
             self._is_paused = False
             self._resume_reading()
 
-    def _drop_arrived(self) -> None:
-        for frame in self._arrived:
+    def _drop_unhandled(self) -> None:
+        for frame in self._unhandled:
             close_all(frame.fds)
-        self._arrived.clear()
+        self._unhandled.clear()
 
     def _handle(self, frame: Frame) -> None:
         request_id = 0
@@ -188,38 +188,38 @@ class Connection(abc.ABC):
             close_all(frame.fds)
             self.fault(error, request_id)
 
-    def _watch_frame(self, *, has_ended: bool) -> None:
-        """A frame that has begun must end before its deadline; with the next one it begins anew."""
+    def _update_frame_deadline(self, *, has_ended: bool) -> None:
+        """A frame that has begun must end before its deadline; each frame has its own."""
         if self._frame_deadline is not None and has_ended:
             self._frame_deadline.cancel()
             self._frame_deadline = None
         if self._frame_deadline is None and self._decoder.is_mid_frame:
-            self._frame_deadline = self._loop.call_later(FRAME_DEADLINE_S, self._frame_late)
+            self._frame_deadline = self._loop.call_later(FRAME_DEADLINE_S, self._frame_timed_out)
 
-    def _frame_late(self) -> None:
-        if self._is_paused:  # we are the slow one: the rest may have arrived
-            self._frame_deadline = self._loop.call_later(FRAME_DEADLINE_S, self._frame_late)
+    def _frame_timed_out(self) -> None:
+        if self._is_paused:  # we are the slow side: the rest may have arrived
+            self._frame_deadline = self._loop.call_later(FRAME_DEADLINE_S, self._frame_timed_out)
             return
         self.fault(
             ProtocolError(
                 "wire.frame_deadline",
-                f"half a frame arrived and the rest did not within {FRAME_DEADLINE_S:g} s",
+                f"the rest of a frame did not arrive within {FRAME_DEADLINE_S:g} s",
             )
         )
 
-    # ------------------------------------------------------------------ ending
+    # ------------------------------------------------------------------ closing
 
     def close(self, reason: str) -> None:
-        """Close now; what is queued is lost. Again is harmless."""
+        """Close now and drop what is queued. Calling it again does nothing."""
         if self.is_closed:
             return
         self.is_closed = True
         for timer in (self._frame_deadline, self._flush_deadline):
             if timer is not None:
                 timer.cancel()
-        self._abandon()
+        self._discard()
         self._decoder.close()
-        self._drop_arrived()
+        self._drop_unhandled()
         self._loop.call_soon(self._closed, reason)
 
     def _closed(self, reason: str) -> None:

@@ -1,7 +1,7 @@
 """One owner per file descriptor, in a type.
 
-A function that takes an `OwnedFd` owns it from then on and closes it whatever happens; one that
-borrows takes an `int`. Descriptors that leak keep device memory alive, so a forgotten one warns.
+A function that takes an `OwnedFd` owns it from then on and closes it whatever happens; a function
+that borrows takes an `int`. A leaked descriptor keeps device memory alive, so leaks warn.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class OwnedFd:
         return self._fd < 0
 
     def detach(self) -> int:
-        """Give the number away; the caller closes it."""
+        """Hand the number over; the caller must close it."""
         fd = self.fileno()
         self._fd = -1
         return fd
 
     def duplicate(self) -> OwnedFd:
-        """A second descriptor of the same open file, close-on-exec, with an owner of its own."""
+        """A second descriptor of the same open file, close-on-exec, with its own owner."""
         return OwnedFd(os.dup(self.fileno()))
 
     def close(self) -> None:
-        """Close once; again is harmless."""
+        """Close the descriptor. Calling it again does nothing."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -78,7 +78,7 @@ class OwnedFd:
 def close_all(fds: Iterable[OwnedFd]) -> None:
     """Close every one of `fds`, whatever closing any of them raises."""
     failed: BaseException | None = None
-    for fd in fds:  # plain, because there may be thousands
+    for fd in fds:  # no ExitStack: there may be thousands
         try:
             fd.close()
         except BaseException as error:

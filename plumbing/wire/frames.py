@@ -7,10 +7,10 @@
     6       2     zero
     8       4     payload length in bytes, big endian
 
-Sans-IO: bytes and descriptors in, frames out. The surprising thing is how descriptors travel on a
+Sans-IO: bytes and descriptors in, frames out. What is surprising is how descriptors travel on a
 stream: they are attached to a byte, the kernel merges neighbouring writes, and `A`, `B+fd`, `C`
-arrives as (`AB`, fd), (`C`). So they queue first in, first out, and each header says how many are
-its own. They are attached to the header's first byte, so they are here when the header is here.
+arrives as (`AB`, fd), (`C`). So they are queued first in, first out, and each header says how many
+belong to it. They are attached to the header's first byte, so they arrive no later than the header.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def encode_frame(
     frame_bytes_max: int = FRAME_BYTES_MAX,
     fds_max: int = FDS_PER_FRAME_MAX,
 ) -> bytes:
-    """Header and payload. Refuses what the other side would refuse.
+    """Header and payload. Refuses what the receiver would refuse.
 
     Raises:
         ProtocolError: `wire.frame_too_large` or `wire.too_many_fds`.
@@ -52,13 +52,13 @@ def encode_frame(
         raise ProtocolError(
             "wire.too_many_fds",
             f"a frame carries at most {fds_max} descriptors here, not {fd_count}; send the rest in"
-            " further frames, and none over TCP",
+            " further frames (over TCP, none can be sent)",
         )
     return HEADER.pack(MAGIC, VERSION, fd_count, 0, len(payload)) + payload
 
 
 class FrameDecoder:
-    """Turns what `recvmsg` returns into frames. After an error it is good for nothing else."""
+    """Turns what `recvmsg` returns into frames. After an error it must not be used again."""
 
     def __init__(
         self, frame_bytes_max: int = FRAME_BYTES_MAX, fds_max: int = FDS_PER_FRAME_MAX
@@ -70,7 +70,7 @@ class FrameDecoder:
 
     @property
     def is_mid_frame(self) -> bool:
-        """Whether a frame has begun and not ended: the peer owes the rest."""
+        """Whether part of a frame has arrived and the rest has not."""
         return bool(self._buffer)
 
     def receive(self, data: bytes, fds: list[OwnedFd]) -> list[Frame]:
@@ -78,7 +78,7 @@ class FrameDecoder:
 
         Raises:
             ProtocolError: the peer broke the framing. Complete frames of the same call are lost
-                and every descriptor is closed: the connection is over anyway.
+                and every descriptor is closed: the connection must end anyway.
         """
         self._buffer += data
         self._fds.extend(fds)
@@ -99,7 +99,7 @@ class FrameDecoder:
         return frames
 
     def close(self) -> None:
-        """Forget half a frame and close the descriptors that waited for the rest of it."""
+        """Drop an incomplete frame and the descriptors that arrived for it."""
         self._buffer.clear()
         close_all(self._fds)
         self._fds.clear()
@@ -113,8 +113,8 @@ class FrameDecoder:
         if version != VERSION or zero:
             raise ProtocolError(
                 "wire.version",
-                f"the peer speaks protocol version {version}, this side speaks {VERSION}; run the"
-                " same release of understudy in every container",
+                f"the peer uses protocol version {version}, this side uses {VERSION}; run the same"
+                " release of understudy in every container",
                 theirs=version,
                 ours=VERSION,
             )
@@ -123,7 +123,7 @@ class FrameDecoder:
             raise ProtocolError(
                 "wire.too_many_fds",
                 f"a frame announced {fd_count} descriptors; the limit here is {self._fds_max}"
-                " (none travel over TCP)",
+                " (over TCP, none can be sent)",
             )
         if len(self._fds) < fd_count:
             raise ProtocolError(
@@ -140,13 +140,13 @@ class FrameDecoder:
 
 def _check_magic(start: bytes) -> None:
     if not MAGIC.startswith(start):
-        raise ProtocolError("wire.bad_magic", "what arrived is not a frame of this protocol")
+        raise ProtocolError("wire.bad_magic", "received data that is not a frame of this protocol")
 
 
 def _check_length(length: int, frame_bytes_max: int) -> None:
     if length > frame_bytes_max:
         raise ProtocolError(
             "wire.frame_too_large",
-            f"a frame of {length} bytes; the limit here is {frame_bytes_max}",
+            f"a frame of {length} bytes exceeds the limit of {frame_bytes_max}",
             limit_bytes=frame_bytes_max,
         )

@@ -1,9 +1,9 @@
-"""Who is at the other end: of a Unix socket uid, pid, and a pidfd that cannot be recycled.
+"""The peer of a connection: on a Unix socket its uid, pid, and a pidfd, which is never recycled.
 
-`SO_PEERPIDFD` (socket option 77, Linux 6.5) names the process that connected, also across PID
-namespaces, where `SO_PEERCRED` says pid 0. Older kernels: `pidfd_open` of the pid where it is
-visible, which is right unless the pid was recycled in between. Over TCP the kernel knows of no
-process: there is a name, its certificate's or its address.
+`SO_PEERPIDFD` (socket option 77, Linux 6.5) identifies the process that connected, even across PID
+namespaces, where `SO_PEERCRED` reports pid 0. On older kernels, `pidfd_open` of the pid where it is
+visible, which is right unless the pid was recycled in between. Over TCP the kernel knows no
+process: the peer has the name in its certificate, or its address.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid (man 7 unix)
 
 @dataclass
 class Peer:
-    """The process that connected. `pid` is 0 where its PID namespace is not visible, and over TCP,
-    where `uid` is `NO_UID` and `name` says who it is."""
+    """The process that connected. `pid` is 0 where its PID namespace is not visible. Over TCP,
+    `pid` is 0, `uid` is `NO_UID`, and `name` identifies the peer."""
 
     uid: int
     pid: int
     pidfd: OwnedFd | None
     pidfd_source: str  # "SO_PEERPIDFD", "pidfd_open" or "none"
     name: str = ""
-    host: str = ""  # the address that it connects from, over TCP
+    host: str = ""  # over TCP: the address that it connects from
 
     def take_pidfd(self) -> OwnedFd | None:
-        """Give the pidfd away; the connection no longer closes it."""
+        """Hand the pidfd over; the connection no longer closes it."""
         pidfd, self.pidfd = self.pidfd, None
         return pidfd
 
@@ -49,7 +49,7 @@ class Peer:
 
 
 def identify(sock: socket.socket) -> Peer:
-    """Ask the kernel who connected `sock` (borrowed)."""
+    """Ask the kernel which process connected `sock` (borrowed)."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(raw)
     try:
@@ -69,7 +69,7 @@ def identify(sock: socket.socket) -> Peer:
 
 
 def is_gone(pidfd: int) -> bool:
-    """Whether the process behind `pidfd` (borrowed) has ended (man 2 pidfd_open: it polls in)."""
+    """Whether the process behind `pidfd` (borrowed) has ended (man 2 pidfd_open: POLLIN)."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))

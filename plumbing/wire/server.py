@@ -1,8 +1,8 @@
-"""A server on a Unix socket: one per path, the owner's processes only, a bounded number of them.
+"""A server on a Unix socket: one per path, for its owner's processes only, and a bounded number.
 
-The path is guarded by a flock on a file beside it, which also says who has it: a socket file alone
-cannot tell a living server from a dead one's leftovers. The socket is 0600 from the moment it
-exists (umask, not chmod afterwards) in a directory that is its owner's alone.
+The path is guarded by a flock on a file beside it, which also holds the server's pid: the socket
+file alone cannot tell a running server from one that died. The socket is 0600 from the moment it
+exists (umask, not chmod afterwards), in a directory that only its owner can access.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import stat
 
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError
 from plumbing.wire import sockets
+from plumbing.wire.base_server import BaseServer
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import CONNECTIONS_MAX, CONNECTIONS_PER_PROCESS_MAX
-from plumbing.wire.listener import Listener
 from plumbing.wire.messages import Catalogue
 from plumbing.wire.unix_connection import UnixConnection
 
-GUARD_BYTES = 32  # `pid N` and spaces: written over what a dead server left, whatever its length
+GUARD_BYTES = 32  # `pid N`, padded: overwrites what a dead server wrote
 
 
 class PathGuard:
     """An exclusive flock beside a path, with the holder's pid written into it."""
 
     def __init__(self, guard_path: str, what: str) -> None:
-        """Take the guard of `guard_path`, or say who has it.
+        """Lock `guard_path` for `what`, which the errors name.
 
         Raises:
-            UnderstudyError: `wire.address_in_use`; `wire.no_guard`, the file cannot be had.
+            UnderstudyError: `wire.address_in_use`, with the holder; `wire.no_guard`: the file
+                cannot be created or opened.
         """
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -40,8 +41,8 @@ class PathGuard:
         except OSError as error:
             raise UnderstudyError(
                 "wire.no_guard",
-                f"{what} cannot be guarded against a second one: {guard_path}: {error.strerror};"
-                " it must be a plain file in a directory that can be written to",
+                f"{what} cannot open its lock file {guard_path}: {error.strerror}; it must be a"
+                " regular file in a writable directory",
                 path=guard_path,
             ) from error
         try:
@@ -51,25 +52,25 @@ class PathGuard:
             self._fd.close()
             raise UnderstudyError(
                 "wire.address_in_use",
-                f"{what} is already running here: {holder or 'an unknown process'} has"
-                f" {guard_path}; stop that one, or choose another --dir",
+                f"{what} is already running here: {holder or 'an unknown process'} holds"
+                f" {guard_path}; stop it, or choose another --dir",
                 holder=holder,
                 path=guard_path,
             ) from error
-        with contextlib.suppress(OSError):  # for people: a full disk must not stop a restart
+        with contextlib.suppress(OSError):  # informational: a full disk must not stop a restart
             os.pwrite(self._fd.fileno(), f"pid {os.getpid()}".ljust(GUARD_BYTES).encode(), 0)
 
     def close(self) -> None:
         self._fd.close()
 
     def is_at(self, guard_path: str) -> bool:
-        """Whether that is still the file that we hold."""
+        """Whether the file at `guard_path` is still the one that we hold."""
         found = os.fstat(self._fd.fileno())
         return _identity(guard_path) == (found.st_dev, found.st_ino)
 
 
-class Server(Listener):
-    """Listens on `path`, answers `hello`, and hands every other message to `handler`."""
+class Server(BaseServer):
+    """Listens on `path`, answers `hello`, and passes every other message to `handler`."""
 
     def __init__(
         self,
@@ -87,13 +88,13 @@ class Server(Listener):
         self._guard_path = guard_path or f"{path.removesuffix('.sock')}.lock"
         self._per_process_max = per_process_max
         self._guard: PathGuard | None = None
-        self._bound: tuple[int, int] | None = None  # which file at `path` is ours
+        self._bound: tuple[int, int] | None = None  # identity of our socket file
 
     async def start(self) -> None:
         """Bind and listen.
 
         Raises:
-            UnderstudyError: `wire.address_in_use`, another server has this path.
+            UnderstudyError: `wire.address_in_use`: another server has this path.
             UsageError: `wire.path_too_long`, `wire.directory`, `wire.not_a_socket`.
         """
         sockets.check_path(self.path)
@@ -110,13 +111,13 @@ class Server(Listener):
         self._listen(sock)
 
     def reclaim_guard(self) -> str | None:
-        """Make the guard anew if it was removed or replaced; its path if so.
+        """Recreate the guard file if it was removed or replaced; its path if so.
 
-        To be called now and then, as `reclaim_socket`: nothing announces it, and whoever is
-        connected does not notice.
+        Call this and `reclaim_socket` periodically: nothing else reveals that a file is gone, since
+        existing connections are not affected.
 
         Raises:
-            UnderstudyError: `wire.address_in_use`, another server has it now; `wire.no_guard`.
+            UnderstudyError: `wire.address_in_use`: another server has it now; `wire.no_guard`.
         """
         assert self._guard is not None
         if self._guard.is_at(self._guard_path):
@@ -129,9 +130,11 @@ class Server(Listener):
     def reclaim_socket(self) -> str | None:
         """Listen at the path again if its socket was removed or replaced; the path if so.
 
+        Connections in the old backlog are accepted.
+
         Raises:
-            UnderstudyError: as `start`; whoever is in the old backlog still gets in.
-            OSError: no room, no permission.
+            UnderstudyError: as for `start`.
+            OSError: no space, no permission.
         """
         if _identity(self.path) == self._bound:
             return None
@@ -142,11 +145,11 @@ class Server(Listener):
         return self.path
 
     async def close(self) -> None:
-        """Stop listening, close every connection and give the path up."""
+        """Stop listening, close every connection and release the path."""
         if self._sock is None or self._guard is None:
             return
         self._stop_listening()
-        if _identity(self.path) == self._bound:  # it may be another's by now
+        if _identity(self.path) == self._bound:  # it may have been replaced
             os.unlink(self.path)
         await self._close_connections()
         self._guard.close()
@@ -162,24 +165,23 @@ class Server(Listener):
         conn.fault(
             ProtocolError(
                 "wire.forbidden",
-                f"uid {conn.peer.uid} may not speak to {self._service}, which runs as uid"
-                f" {os.geteuid()}; every part of a pod runs as one user",
+                f"uid {conn.peer.uid} may not connect to {self._service}, which runs as uid"
+                f" {os.geteuid()}; every part of a pod must run as the same user",
             )
         )
 
-    def _crowd(self, conn: Connection) -> str | None:
-        """One process must not take every place; where its pid is hidden, only all are counted."""
+    def _over_quota(self, conn: Connection) -> str | None:
         pid = conn.peer.pid
         if not pid or sum(c.peer.pid == pid for c in self.connections) <= self._per_process_max:
             return None
         return (
-            f"pid {pid} has {self._per_process_max} connections to {self._service}, which is the"
-            " limit for one process; close some"
+            f"pid {pid} has {self._per_process_max} connections to {self._service}, the limit for"
+            " one process; close some"
         )
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Which file is at `path`, if any."""
+    """Device and inode of the file at `path`, if there is one."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -192,13 +194,14 @@ def _check_directory(directory: str) -> None:
         found = os.stat(directory)
     except FileNotFoundError as error:
         raise UsageError(
-            "wire.directory", f"the directory {directory} does not exist; make it, mode 0700"
+            "wire.directory", f"the directory {directory} does not exist; create it with mode 0700"
         ) from error
     if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.geteuid():
         raise UsageError(
             "wire.directory",
-            f"{directory} must belong to uid {os.geteuid()} alone (it is uid {found.st_uid}, mode"
-            f" {stat.S_IMODE(found.st_mode):04o}); chmod 700 it or choose another --dir",
+            f"{directory} has uid {found.st_uid} and mode {stat.S_IMODE(found.st_mode):04o}, and"
+            f" must have uid {os.geteuid()} and mode 0700; run `chmod 700 {directory}`, or choose"
+            " another --dir",
         )
 
 
@@ -208,27 +211,27 @@ def _answers(path: str) -> bool:
         try:
             probe.connect(path)
         except BlockingIOError:
-            return True  # a full backlog: somebody listens
+            return True  # a full backlog: a server is listening
         except OSError:
             return False
         return True
 
 
 def _bind(path: str, backlog: int) -> socket.socket:
-    """A listening socket at `path`. What a dead server left there is removed.
+    """A listening socket at `path`, in place of the socket of a dead server.
 
-    `backlog` is how many may wait to be accepted: after a restart everybody comes at once.
+    `backlog` is how many may wait to be accepted: after a restart, all clients connect at once.
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise UsageError(
-                "wire.not_a_socket", f"{path} exists and is not a socket; move it out of the way"
+                "wire.not_a_socket", f"{path} exists and is not a socket; move it elsewhere"
             )
-        if _answers(path):  # the guard is ours, so somebody has removed the one it had
+        if _answers(path):  # we hold the guard, so that server's guard file was removed
             raise UnderstudyError(
                 "wire.address_in_use",
-                f"a server answers on {path} although its guard file was removed; stop it, or"
-                " choose another --dir",
+                f"another server is listening on {path}, and its lock file was removed; stop that"
+                " server, or choose another --dir",
                 path=path,
             )
         os.unlink(path)

@@ -1,7 +1,7 @@
-"""The two system calls of the wire, for the event loop and for the blocking client alike.
+"""The two system calls of the wire, for the event loop and the blocking client alike.
 
-Both are non-blocking whatever the socket's own flags say (MSG_DONTWAIT), so that nothing here ever
-changes a flag of an open file that somebody else may share.
+Neither blocks, whatever the socket's own flags are (MSG_DONTWAIT): nothing here ever changes the
+flags of an open file, which other processes may share.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from plumbing.errors import ProtocolError, UnreachableError, UsageError
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, RECEIVE_BYTES, SOCKET_PATH_BYTES_MAX
 
-_SCM_MAX_FD = 253  # the kernel's own limit: room for everything that it could deliver
+_SCM_MAX_FD = 253  # the kernel's own limit: room for everything it can deliver
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_SCM_MAX_FD * array.array("i").itemsize)
-# Plain numbers: an operation on an enum's members is a dozen calls, and these are for each message.
+# Plain numbers: an operation on enum members is a dozen calls, and this is done per message.
 _RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _CTRUNC = int(socket.MSG_CTRUNC)
+_RAISE_LIMIT = "raise the limit (ulimit -n) or find the leak"
 
 
 def receive(sock: socket.socket) -> tuple[bytes, list[OwnedFd]]:
@@ -31,7 +32,7 @@ def receive(sock: socket.socket) -> tuple[bytes, list[OwnedFd]]:
     Raises:
         BlockingIOError: nothing has arrived.
         ProtocolError: `wire.truncated_fds`: descriptors were lost because this process has no
-            room for them; the rest has been closed.
+            room for them; the others have been closed.
     """
     data, ancillary, flags, _ = sock.recvmsg(RECEIVE_BYTES, _ANCILLARY_BYTES, _RECEIVE_FLAGS)
     fds: list[OwnedFd] = []
@@ -47,8 +48,8 @@ def receive(sock: socket.socket) -> tuple[bytes, list[OwnedFd]]:
         close_all(fds)
         raise ProtocolError(
             "wire.truncated_fds",
-            "descriptors were lost on the way in: this process is at its limit of open files;"
-            " raise the limit (ulimit -n) or close what leaks",
+            "received descriptors were lost because this process is at its limit of open files;"
+            f" {_RAISE_LIMIT}",
         )
     return data, fds
 
@@ -58,7 +59,7 @@ def send(sock: socket.socket, data: memoryview, fds: Sequence[OwnedFd]) -> int:
 
     Raises:
         BlockingIOError: the peer reads too slowly, or too many descriptors are in flight
-            (ETOOMANYREFS, man 7 unix): both end by themselves.
+            (ETOOMANYREFS, man 7 unix). Both are temporary.
     """
     ancillary = []
     if fds:
@@ -74,7 +75,7 @@ def send(sock: socket.socket, data: memoryview, fds: Sequence[OwnedFd]) -> int:
 
 
 def check_path(path: str) -> None:
-    """Refuse a socket path that the kernel could not hold.
+    """Refuse a socket path that is too long for the kernel.
 
     Raises:
         UsageError: `wire.path_too_long`.
@@ -83,33 +84,30 @@ def check_path(path: str) -> None:
     if length > SOCKET_PATH_BYTES_MAX:
         raise UsageError(
             "wire.path_too_long",
-            f"the socket path {path} has {length} bytes; the kernel allows"
-            f" {SOCKET_PATH_BYTES_MAX}: choose a shorter --dir",
+            f"the socket path {path} is {length} bytes long and the kernel allows"
+            f" {SOCKET_PATH_BYTES_MAX}; choose a shorter --dir",
         )
 
 
 def no_descriptors(what: str, error: OSError) -> UnreachableError:
-    """Why `what` could not be done for want of a descriptor: it can be tried again."""
+    """The error for `what`, which could not be done for lack of a descriptor. It can be retried."""
     why = os.strerror(error.errno) if error.errno else str(error)
     if error.errno == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        why = (
-            f"this process is at its limit of {limit} open files; raise the limit (ulimit -n) or"
-            " close what leaks"
-        )
+        why = f"this process is at its limit of {limit} open files; {_RAISE_LIMIT}"
     elif error.errno == errno.ENFILE:
         why = "this machine is at its limit of open files (sysctl fs.file-max)"
     return UnreachableError("wire.no_descriptors", f"cannot {what}: {why}")
 
 
 def unreachable(path: str, error: OSError) -> UnreachableError:
-    """Why nobody could be reached at `path`, in a sentence."""
+    """The error for a server that cannot be reached at `path`."""
     if isinstance(error, FileNotFoundError):
-        why = "there is no such socket; is the server running, and in this directory?"
+        why = "there is no such socket; is the server running, and with this --dir?"
     elif isinstance(error, ConnectionRefusedError):
-        why = "the socket is there but nobody listens; its server has died or is restarting"
+        why = "no server is listening on the socket; it has died or is restarting"
     elif isinstance(error, PermissionError):
-        why = "permission denied; every part of a pod runs as one user"
+        why = "permission denied; every part of a pod must run as the same user"
     else:
         why = os.strerror(error.errno) if error.errno else str(error)
     return UnreachableError("wire.unreachable", f"cannot reach {path}: {why}", path=path)

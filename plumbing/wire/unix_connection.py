@@ -1,11 +1,12 @@
-"""A connection over a Unix socket, with descriptors.
+"""A connection over a Unix socket, with descriptors, and how to open one on an event loop.
 
 asyncio's and uvloop's transports read the bytes and drop the descriptors, so the raw socket is
-owned here (`add_reader` and `recvmsg`; both loops).
+handled here (`add_reader` and `recvmsg`, which both loops support).
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 from collections import deque
@@ -16,7 +17,7 @@ from plumbing.errors import ProtocolError
 from plumbing.wire import sockets
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.limits import FDS_PER_FRAME_MAX, RETRY_S
+from plumbing.wire.limits import CONNECT_DEADLINE_S, FDS_PER_FRAME_MAX, RETRY_S
 from plumbing.wire.messages import Catalogue
 from plumbing.wire.peer import identify
 
@@ -37,7 +38,7 @@ class UnixConnection(Connection):
         self._queue: deque[_Outgoing] = deque()
         self._queued_bytes = 0
         self._is_writing = False
-        self._is_peer_deaf = False
+        self._does_peer_read = True
         sock.setblocking(False)
         handler.opened(self)
         if not self.is_closed:
@@ -46,14 +47,14 @@ class UnixConnection(Connection):
     # ------------------------------------------------------------------ sending
 
     @property
-    def _is_deaf(self) -> bool:
-        return self._is_peer_deaf
+    def _can_write(self) -> bool:
+        return self._does_peer_read
 
     def _write(self, data: bytes, fds: Sequence[OwnedFd]) -> None:
         self._queue.append(_Outgoing(memoryview(data), fds))
         self._queued_bytes += len(data)
         if self._queued_bytes > self._queued_bytes_max:
-            self.close(f"{self._queued_bytes} bytes wait for a peer that does not read")
+            self.close(f"the peer does not read: {self._queued_bytes} bytes are queued for it")
         elif not self._is_writing:
             self._flush()
 
@@ -81,16 +82,16 @@ class UnixConnection(Connection):
             self._peer_stopped_reading(error)
             return
         self._stop_writing()
-        if self._last_words is not None:
-            self.close(self._last_words)
+        if self._closing_reason is not None:
+            self.close(self._closing_reason)
 
     def _peer_stopped_reading(self, error: OSError) -> None:
-        """It may have said why before it went: its last words are read, then its end is."""
+        """Keep reading until the end of the stream: the peer may have sent the reason first."""
         self._stop_writing()
-        if self._last_words is not None:  # we do not read any more either
+        if self._closing_reason is not None:  # we do not read any more either
             self.close(f"the peer is gone: {error.strerror}")
             return
-        self._is_peer_deaf = True
+        self._does_peer_read = False
         self._drop_queue()
 
     def _drop_queue(self) -> None:
@@ -100,7 +101,7 @@ class UnixConnection(Connection):
         self._queued_bytes = 0
 
     def _wait_writable(self, *, is_kernel_busy: bool) -> None:
-        if is_kernel_busy:  # the socket is writable, the kernel is not: look again later
+        if is_kernel_busy:  # the socket is writable, the kernel is not: retry later
             self._stop_writing()
             self._is_writing = True
             self._loop.call_later(RETRY_S, self._retry)
@@ -127,7 +128,7 @@ class UnixConnection(Connection):
         self._loop.add_reader(self._sock.fileno(), self._readable)
 
     def _readable(self) -> None:
-        """One `recvmsg` per wake-up, so that a talkative peer starves nobody."""
+        """One `recvmsg` per wake-up, so that a busy peer does not starve the others."""
         try:
             data, fds = sockets.receive(self._sock)
         except (BlockingIOError, InterruptedError):
@@ -139,12 +140,42 @@ class UnixConnection(Connection):
             self.close(f"the peer is gone: {error.strerror}")
             return
         if data or fds:
-            self._take(data, fds)
+            self._received(data, fds)
         else:
             self.close("the peer closed the connection")
 
-    def _abandon(self) -> None:
+    def _discard(self) -> None:
         self._loop.remove_reader(self._sock.fileno())
         self._stop_writing()
         self._sock.close()
         self._drop_queue()
+
+
+async def connect(
+    path: str, catalogue: Catalogue, handler: Handler, deadline_s: float = CONNECT_DEADLINE_S
+) -> UnixConnection:
+    """A connection to the server at `path`.
+
+    While the backlog is full (EAGAIN on Unix sockets, man 2 connect), retries until the deadline.
+
+    Raises:
+        UnreachableError: `wire.unreachable`, with the reason.
+    """
+    sockets.check_path(path)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + deadline_s
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        while True:
+            try:
+                sock.connect(path)
+                break
+            except OSError as error:
+                if error.errno != errno.EAGAIN or loop.time() > end:
+                    raise sockets.unreachable(path, error) from error
+            await asyncio.sleep(RETRY_S)
+        return UnixConnection(sock, catalogue, handler)
+    except BaseException:
+        sock.close()
+        raise

@@ -26,7 +26,7 @@ from tests.gms.kinds import cuda_only, host_only, stand_in_only
 from tests.gms.test_gms_recovery import crash_in_commit, is_committed_with, kept
 from tests.helpers import open_fds, until
 
-NOBODY = "nobody listens"  # what a keeper says of a server that was killed
+NOBODY = "no server is listening"  # what a keeper says of a server that was killed
 
 
 @contextlib.contextmanager

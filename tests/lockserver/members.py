@@ -25,8 +25,8 @@ from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.connection import connect_tcp
 from plumbing.wire.tcp.security import Security
-from plumbing.wire.tcp.server import connect_tcp
 from tests.helpers import auntil
 
 BEAT_S = 0.05

@@ -279,7 +279,7 @@ def test_key_that_was_renewed_badly_is_a_problem_and_the_old_one_stays(server, a
     asyncio.run(gets_in(psk))
     assert server.status()["problem"] is None
     write_secret(psk, b"short")
-    assert "stays in use" in server.status()["problem"]
+    assert "stay in use" in server.status()["problem"]
     asyncio.run(gets_in(old))
     write_secret(psk, b"n" * 32)
     assert server.status()["problem"] is None

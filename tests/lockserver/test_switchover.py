@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
-from plumbing.wire.client import connect
+from plumbing.wire.unix_connection import connect
 from tests.helpers import auntil
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess

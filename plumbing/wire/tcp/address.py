@@ -1,4 +1,4 @@
-"""Where a server listens over TCP: `tcp://HOST:PORT`, an IPv6 address in brackets."""
+"""The address of a server over TCP: `tcp://HOST:PORT`, with an IPv6 address in brackets."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _WHOLE = re.compile(r"tcp://(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^\[\]:/@?#]+)):(?
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
-    """A host, by name or by address (without brackets), and a port; 0 lets the kernel choose."""
+    """A host name or address (without brackets) and a port; with port 0 the kernel chooses one."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> TcpAddress:
-        """The address that `text` names.
+        """Parse `tcp://HOST:PORT`.
 
         Raises:
             UsageError: `wire.bad_address`.
@@ -40,11 +40,11 @@ class TcpAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this host can be at the other end."""
+        """Whether only this host can connect."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
-            return self.host.lower() == "localhost"  # RFC 6761 §6.3: nothing else may be meant
+            return self.host.lower() == "localhost"  # RFC 6761 §6.3
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -59,7 +59,7 @@ def _is_ip(host: str, version: int) -> bool:
 
 
 def _is_name(host: str) -> bool:
-    """A name that can be looked up, and not numbers meant as an address (`10.0.0.256`, `127.1`)."""
+    """A name that can be looked up, and not a malformed address (`10.0.0.256`, `127.1`)."""
     is_number = host.rstrip(".").rpartition(".")[2].isdigit()
     return len(host) <= _NAME_CHARS_MAX and not is_number and _NAME.fullmatch(host) is not None
 
@@ -67,6 +67,6 @@ def _is_name(host: str) -> bool:
 def _bad(text: str) -> UsageError:
     return UsageError(
         "wire.bad_address",
-        f"{text[:300]!r} is no address: write tcp://HOST:PORT, an IPv6 address in brackets, the"
-        f" port from 0 to {_PORT_MAX}",
+        f"{text[:300]!r} is not an address; write tcp://HOST:PORT, with an IPv6 address in brackets"
+        f" and a port from 0 to {_PORT_MAX}",
     )

@@ -1,7 +1,7 @@
-"""A connection over TCP, with or without TLS: the loop's own transport carries it.
+"""A connection over TCP, with or without TLS, on the loop's own transport; and how to open one.
 
-No descriptors travel, and the kernel knows of no process at the other end. A peer whose host is
-gone is noticed by what it does not acknowledge.
+Frames, limits and errors are those of Unix sockets, but no descriptors travel and the kernel knows
+no process at the other end. A peer whose host is gone is detected by missing acknowledgements.
 """
 
 from __future__ import annotations
@@ -13,12 +13,25 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from plumbing.errors import ProtocolError, UnreachableError
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.limits import KEEPALIVE_IDLE_S, UNACKNOWLEDGED_MS_MAX
-from plumbing.wire.messages import Catalogue
+from plumbing.wire.limits import (
+    CONNECT_DEADLINE_S,
+    FLUSH_DEADLINE_S,
+    KEEPALIVE_IDLE_S,
+    UNACKNOWLEDGED_MS_MAX,
+)
+from plumbing.wire.messages import Catalogue, FaultMsg, HelloMsg, Message, WelcomeMsg
 from plumbing.wire.peer import NO_UID, Peer
-from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.security import Security, check
+
+# The event loops do not let TLS send the reason for a refusal: the peer only sees the end.
+_FIX = (
+    "both sides need the same kind of security (certificates, a pre-shared key or none), and each"
+    " must trust the other's"
+)
 
 
 class TcpConnection(Connection):
@@ -32,29 +45,29 @@ class TcpConnection(Connection):
         self._transport = transport
         handler.opened(self)
 
-    # ------------------------------------------------------------------ what the transport says
+    # ------------------------------------------------------------------ called by the protocol
 
-    def arrived(self, data: bytes) -> None:
-        """Bytes came. After our last words nobody listens, but they are read all the same: a socket
-        closed with bytes unread is reset, and a reset can overtake those words."""
-        if not self.is_closed and self._last_words is None:
-            self._take(data, [])
+    def data_received(self, data: bytes) -> None:
+        """While closing, bytes are read and dropped: closing a socket with unread bytes resets it,
+        and the reset can overtake our last frame."""
+        if not self.is_closed and self._closing_reason is None:
+            self._received(data, [])
 
-    def lost(self, error: Exception | None) -> None:
-        """The transport has ended, by itself or because we told it to."""
-        self.close(self._last_words or reason_of(error))
+    def connection_lost(self, error: Exception | None) -> None:
+        """The transport was closed, by us or by the peer."""
+        self.close(self._closing_reason or reason_of(error))
 
-    # ------------------------------------------------------------------ what carries it
+    # ------------------------------------------------------------------ the transport
 
     @property
-    def _is_deaf(self) -> bool:
-        return self._transport.is_closing()
+    def _can_write(self) -> bool:
+        return not self._transport.is_closing()
 
     def _write(self, data: bytes, fds: Sequence[OwnedFd]) -> None:
         self._transport.write(data)
-        waiting = self._transport.get_write_buffer_size()
-        if waiting > self._queued_bytes_max:
-            self.close(f"{waiting} bytes wait for a peer that does not read")
+        queued = self._transport.get_write_buffer_size()
+        if queued > self._queued_bytes_max:
+            self.close(f"the peer does not read: {queued} bytes are queued for it")
 
     def _pause_reading(self) -> None:
         if not self._transport.is_closing():
@@ -65,10 +78,10 @@ class TcpConnection(Connection):
             self._transport.resume_reading()
 
     def _finish(self) -> bool:
-        """Reading goes on, for nothing, until the peer ends its side or the deadline comes.
+        """Keep reading, and dropping, until the peer closes its side or the flush deadline passes.
 
-        TLS has no end of one side only, and a loop that closes it drops what was said as soon as
-        the peer says anything more: there the peer goes by the words themselves.
+        TLS cannot close one direction only, and closing the transport would drop our queued frames
+        as soon as the peer sends anything. So under TLS the peer closes because of the error frame.
         """
         if self._transport.is_closing():
             return False
@@ -77,16 +90,16 @@ class TcpConnection(Connection):
         if self._transport.can_write_eof():
             try:
                 self._transport.write_eof()
-            except OSError:  # reset in this very moment
+            except OSError:  # reset just now
                 return False
         return True
 
-    def _abandon(self) -> None:
+    def _discard(self) -> None:
         self._transport.abort()
 
 
-class Link(asyncio.Protocol):
-    """What the loop talks to: makes a connection of a transport once that can be trusted."""
+class TcpProtocol(asyncio.Protocol):
+    """The loop's callbacks: makes a connection once the transport's TLS handshake is done."""
 
     def __init__(self, connect: Callable[[asyncio.Transport], TcpConnection]) -> None:
         self._connect = connect
@@ -94,17 +107,18 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         tune(transport.get_extra_info("socket"))
-        self._connection = self._connect(cast("asyncio.Transport", transport))  # uvloop's is none
+        # A cast, not isinstance: uvloop's transports are not subclasses.
+        self._connection = self._connect(cast("asyncio.Transport", transport))
 
     def data_received(self, data: bytes) -> None:
-        self._connection.arrived(data)
+        self._connection.data_received(data)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._connection.lost(error)
+        self._connection.connection_lost(error)
 
 
 def tune(sock: socket.socket) -> None:
-    """No waiting for more to send, and an end to waiting for a host that is gone (man 7 tcp)."""
+    """Send at once, and give up on a host that is gone (man 7 tcp)."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS_MAX)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -113,7 +127,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def peer_of(transport: asyncio.Transport, host: str, who: str, security: Security | None) -> Peer:
-    """Who is at the other end: the common name of its certificate if that says so, else `who`."""
+    """The peer, named by its certificate's common name if certificates name peers, else `who`."""
     name = None
     if security is not None and security.names_peers:
         name = _common_name(transport.get_extra_info("ssl_object"))
@@ -127,7 +141,7 @@ def _common_name(tls: ssl.SSLObject) -> str | None:
 
 
 def host_of(name: tuple[str, int]) -> str:
-    """The host of a socket's name, IPv4 as such also where it came over IPv6."""
+    """The host of a socket's address; an IPv4-mapped IPv6 address as IPv4."""
     address = ipaddress.ip_address(name[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
@@ -135,13 +149,13 @@ def host_of(name: tuple[str, int]) -> str:
 
 
 def shown(name: tuple[str, int]) -> str:
-    """A socket's name as people read it."""
+    """A socket's address as `host:port`."""
     host = host_of(name)
     return f"[{host}]:{name[1]}" if ":" in host else f"{host}:{name[1]}"
 
 
 def reason_of(error: BaseException | None) -> str:
-    """Why a transport ended, in a sentence's words."""
+    """Why a transport was closed, for use in a sentence."""
     if error is None:
         return "the peer closed the connection"
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -149,3 +163,120 @@ def reason_of(error: BaseException | None) -> str:
     if isinstance(error, ssl.SSLError):
         return f"TLS failed: {(error.reason or str(error)).lower().replace('_', ' ')}"
     return f"the peer is gone: {getattr(error, 'strerror', None) or error}"
+
+
+async def connect_tcp(
+    address: TcpAddress,
+    catalogue: Catalogue,
+    handler: Handler,
+    security: Security | None,
+    deadline_s: float = CONNECT_DEADLINE_S,
+) -> TcpConnection:
+    """A connection to the server at `address`, once the server has answered `hello`: in TLS 1.3 a
+    client learns only from the first answer that its certificate was accepted. The handler's
+    `opened` is called then; it is not called if this raises.
+
+    Raises:
+        UnreachableError: `wire.unreachable`, with the reason, or the code of the server's refusal.
+        UsageError: `wire.insecure_address`, or the security's files cannot be used.
+    """
+    check(address, security)
+    options: dict[str, Any] = {}
+    if security is not None:
+        options = tls_options(security.client_context(), deadline_s)
+        options["server_hostname"] = address.host
+    greeter = _Greeter(handler, address)
+    made: list[TcpConnection] = []
+
+    def connect(transport: asyncio.Transport) -> TcpConnection:
+        peer = peer_of(transport, address.host, str(address), security)
+        made.append(TcpConnection(transport, peer, catalogue, greeter))
+        return made[0]
+
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(deadline_s):
+            await loop.create_connection(
+                lambda: TcpProtocol(connect), address.host, address.port, **options
+            )
+            refusal = await greeter.answered
+            if refusal is not None:
+                raise refusal
+            return made[0]
+    except TimeoutError as error:
+        _give_up(made)
+        raise _unreachable(address, f"it did not answer within {deadline_s:g} s") from error
+    except OSError as error:
+        raise _unreachable(address, refusal_reason(error, security)) from error
+    except BaseException:
+        _give_up(made)
+        raise
+
+
+class _Greeter:
+    """Sends `hello`; passes the connection on to the handler once it was answered."""
+
+    def __init__(self, handler: Handler, address: TcpAddress) -> None:
+        self._address = address
+        self.answered: asyncio.Future[UnreachableError | None]
+        self.answered = asyncio.get_running_loop().create_future()
+        self._handler = handler
+        self._is_welcome = False
+
+    def opened(self, conn: Connection) -> None:
+        conn.send(HelloMsg())
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        if self._is_welcome:
+            self._handler.received(conn, message, request_id, fds)
+        elif isinstance(message, WelcomeMsg):
+            self._is_welcome = True
+            self._handler.opened(conn)
+            self._answer(None)
+        elif isinstance(message, FaultMsg):
+            self._answer(UnreachableError(message.code, message.message, **message.details))
+            conn.close("the server refused us")
+        else:
+            raise ProtocolError("wire.no_welcome", f"received {message.TYPE} instead of welcome")
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if self._is_welcome:
+            self._handler.closed(conn, reason)
+        else:
+            why = f"{reason} before it sent welcome; {_FIX}"
+            self._answer(_unreachable(self._address, why))
+
+    def _answer(self, refusal: UnreachableError | None) -> None:
+        if not self.answered.done():
+            self.answered.set_result(refusal)
+
+
+def _give_up(made: list[TcpConnection]) -> None:
+    for conn in made:
+        conn.close("connecting failed or was cancelled")
+
+
+def tls_options(context: ssl.SSLContext, handshake_deadline_s: float) -> dict[str, Any]:
+    """Keyword arguments with which the loop makes a transport use TLS."""
+    return {
+        "ssl": context,
+        "ssl_handshake_timeout": handshake_deadline_s,
+        "ssl_shutdown_timeout": FLUSH_DEADLINE_S,
+    }
+
+
+def refusal_reason(error: OSError, security: Security | None) -> str:
+    """Why a connection was not made: the error, explained."""
+    if isinstance(error, ssl.SSLCertVerificationError) and security and not security.names_peers:
+        return "it has another pre-shared key"
+    if isinstance(error, ssl.SSLError) or error.errno or str(error):
+        return reason_of(error)
+    return f"the peer closed the connection during the handshake; {_FIX}"
+
+
+def _unreachable(address: TcpAddress, why: str) -> UnreachableError:
+    return UnreachableError(
+        "wire.unreachable", f"cannot reach {address}: {why}", address=str(address)
+    )

@@ -1,12 +1,12 @@
 """A pre-shared key as mutual TLS: both ends derive one private key and one certificate from it.
 
-TLS 1.3 has pre-shared keys of its own, which Python's ssl module speaks only from 3.13 on. So the
-secret becomes an Ed25519 key (HKDF), that key signs a certificate whose every field is fixed, and
-since Ed25519 signatures are deterministic, both ends hold the same bytes. Each trusts exactly that
-certificate and proves that it has its key: nothing here is a protocol of our own.
+TLS 1.3 has pre-shared keys of its own, which Python's ssl module supports only from 3.13 on. So the
+secret becomes an Ed25519 key (HKDF), that key signs a certificate whose fields are all fixed, and
+since Ed25519 signatures are deterministic, both ends have the same bytes. Each trusts exactly that
+certificate and proves that it has its key: no part of this is a protocol of our own.
 
-A server shows its certificate, and so the public key, to whoever connects: a secret that can be
-guessed can be guessed offline. It must be random, which nobody can check here; 32 bytes it must be.
+A server sends its certificate, and so the public key, to every client: a weak secret could be
+guessed offline. It must be random, which cannot be checked here, and at least 32 bytes long.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)  # RFC
 def derive(secret: bytes, path: str) -> tuple[bytes, bytes]:
     """The certificate and the private key, both PEM, of `secret`, which was read from `path`.
 
-    A line end at its end does not count, as editors and `echo` add one, unless the secret would be
-    too short without it: then it is the last of 32 random bytes.
+    A newline at its end, as editors and `echo` add one, is removed, unless the secret would be too
+    short without it: then it is taken to be the last of 32 random bytes.
 
     Raises:
         UsageError: `wire.psk_too_short`, `wire.no_cryptography`.
@@ -36,11 +36,11 @@ def derive(secret: bytes, path: str) -> tuple[bytes, bytes]:
     if len(secret) < SECRET_BYTES_MIN:
         raise UsageError(
             "wire.psk_too_short",
-            f"the pre-shared key {path} has {len(secret)} bytes; it must have {SECRET_BYTES_MIN}"
-            " random ones at least: `openssl rand -hex 32` makes some",
+            f"the pre-shared key {path} has {len(secret)} bytes; it must have at least"
+            f" {SECRET_BYTES_MIN} random ones: create it with `openssl rand -hex 32`",
         )
     try:
-        # Only who uses a pre-shared key pays for this package, in memory and in installing it.
+        # Imported here so that only users of a pre-shared key need this package and its memory.
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -1,26 +1,30 @@
 """Who may connect over TCP: settings in, TLS contexts out.
 
-Either certificates on both sides (mutual TLS), or a pre-shared key (which becomes just that, see
-`psk`), or nothing at all where only this host can connect. TLS 1.3 only: both ends are ours.
+Either certificates on both sides (mutual TLS), or a pre-shared key (which becomes mutual TLS too,
+see `psk`), or nothing where only this host can connect. TLS 1.3 only: both ends are ours.
 """
 
 from __future__ import annotations
 
 import os
 import ssl
+import stat
 from dataclasses import dataclass, field
 
 from plumbing.errors import UsageError
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.tcp import psk, secret_file
+from plumbing.wire.tcp import psk
 from plumbing.wire.tcp.address import TcpAddress
+
+# A key is a few hundred bytes, a bundle of certificates a few hundred kilobytes.
+FILE_BYTES_MAX = 1024 * 1024
 
 _Stamp = tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass
 class _Kept:
-    """Contexts by side, each with the state of the files that it was made of."""
+    """Contexts by side, each with the state of the files it was made from."""
 
     contexts: dict[ssl._SSLMethod, tuple[_Stamp, ssl.SSLContext]] = field(default_factory=dict)
     problem: str | None = None
@@ -28,10 +32,10 @@ class _Kept:
 
 @dataclass(frozen=True)
 class Security:
-    """Files: a certificate, its private key and the CA of the peers', or a pre-shared key.
+    """Paths of a certificate, its private key and the peers' CA, or of a pre-shared key.
 
-    The files are looked at for each new connection, so renewed ones are used at once; those that
-    cannot be used are a `problem`, and the last good ones stay in use until they can.
+    The files are checked at each new connection, so renewed ones are used at once. If they cannot
+    be used, `problem` gives the reason and the last good ones stay in use.
     """
 
     cert: str | None = None
@@ -42,24 +46,24 @@ class Security:
 
     @property
     def problem(self) -> str | None:
-        """What was wrong with the files when they were last looked at."""
+        """What was wrong with the files when they were last checked."""
         return self._kept.problem
 
     @property
     def names_peers(self) -> bool:
-        """Whether a peer's certificate says who it is; with a pre-shared key all have the same."""
+        """Whether certificates identify peers; with a pre-shared key all peers have the same."""
         return self.psk is None
 
     def server_context(self) -> ssl.SSLContext:
-        """For the accepting side. Each connection proves itself anew: no session is resumed.
+        """For the accepting side. Sessions are not resumed: each connection authenticates.
 
         Raises:
-            UsageError: these files have never been usable; a code under `wire.` says why.
+            UsageError: the files have never been usable; the code, under `wire.`, is the reason.
         """
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def client_context(self) -> ssl.SSLContext:
-        """For the connecting side, which with certificates also checks the server's name.
+        """For the connecting side, which checks the server's name if it has certificates.
 
         Raises:
             UsageError: as for `server_context`.
@@ -77,7 +81,7 @@ class Security:
         except UsageError as error:
             if kept is None:
                 raise
-            self._kept.problem = f"{error}; what was there before stays in use"
+            self._kept.problem = f"{error}; the previous files stay in use"
             return kept[1]
         self._kept.contexts[side] = (stamp, context)
         self._kept.problem = None
@@ -91,16 +95,16 @@ class Security:
         if side is ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0
         if self.psk is not None:
-            secret = secret_file.read(self.psk, "the pre-shared key", is_secret=True)
+            secret = read_file(self.psk, "the pre-shared key", is_secret=True)
             cert, key = psk.derive(secret, self.psk)
             ca = cert
         else:
             assert self.cert
             assert self.key
             assert self.ca
-            cert = secret_file.read(self.cert, "the certificate", is_secret=False)
-            key = secret_file.read(self.key, "the private key", is_secret=True)
-            ca = secret_file.read(self.ca, "the CA's certificate", is_secret=False)
+            cert = read_file(self.cert, "the certificate", is_secret=False)
+            key = read_file(self.key, "the private key", is_secret=True)
+            ca = read_file(self.ca, "the CA's certificate", is_secret=False)
         self._load(context, cert, key, ca)
         return context
 
@@ -109,11 +113,11 @@ class Security:
             context.load_verify_locations(cadata=ca.decode("ascii"))
         except (ssl.SSLError, ValueError) as error:
             raise UsageError(
-                "wire.bad_certificate", f"{self.ca} holds no certificate of a CA, in PEM: {error}"
+                "wire.bad_certificate", f"{self.ca} contains no CA certificate in PEM: {error}"
             ) from error
         try:
-            # OpenSSL reads files only; this one is nowhere but in memory, and both parts of it
-            # are of one moment.
+            # OpenSSL reads files only; this one is in memory, and both parts of it were read at the
+            # same time.
             with OwnedFd(os.memfd_create("understudy-key", os.MFD_CLOEXEC)) as memory:
                 _write(memory.fileno(), cert + b"\n" + key)
                 place = f"/proc/self/fd/{memory.fileno()}"
@@ -121,15 +125,15 @@ class Security:
         except (ssl.SSLError, ValueError) as error:
             raise UsageError(
                 "wire.bad_certificate",
-                f"{self.cert} and {self.key} are not a certificate and its private key, both PEM"
-                f" and without a passphrase: {error}",
+                f"{self.cert} and {self.key} are not a certificate and its private key, in PEM and"
+                f" without a passphrase: {error}",
             ) from error
 
 
 def settle(
     address: TcpAddress, cert: str | None, key: str | None, ca: str | None, psk: str | None
 ) -> Security | None:
-    """How connections to `address` are secured; None: not at all, as only this host can connect.
+    """How connections to `address` are secured; None: they are not, on a loopback address.
 
     Raises:
         UsageError: `wire.insecure_address`, `wire.two_securities` or `wire.incomplete_security`.
@@ -139,7 +143,7 @@ def settle(
     if psk and len(missing) < len(files):
         raise UsageError(
             "wire.two_securities",
-            f"{address} can have certificates or a pre-shared key, not both; leave one out",
+            f"{address} can use certificates or a pre-shared key, not both; remove one of them",
         )
     if psk:
         return Security(psk=psk)
@@ -149,14 +153,14 @@ def settle(
         raise UsageError(
             "wire.incomplete_security",
             f"TLS on {address} needs a certificate, its private key and the certificate of the CA"
-            f" that the other side's are from; there is no {' and no '.join(missing)}",
+            f" that signed the other side's; missing: {', '.join(missing)}",
         )
     check(address, None)
     return None
 
 
 def check(address: TcpAddress, security: Security | None) -> None:
-    """Refuse an address that others can reach without anything to keep them out.
+    """Refuse an address that other hosts can reach if connections are not secured.
 
     Raises:
         UsageError: `wire.insecure_address`.
@@ -164,14 +168,59 @@ def check(address: TcpAddress, security: Security | None) -> None:
     if security is None and not address.is_loopback:
         raise UsageError(
             "wire.insecure_address",
-            f"{address} can be reached from other hosts, and whoever does could take the lock: give"
-            " a certificate, its key and a CA, or a file with a pre-shared key, or use a"
+            f"{address} can be reached from other hosts, and any of them could take the lock;"
+            " configure a certificate, its key and a CA, or a file with a pre-shared key, or use a"
             " loopback address",
         )
 
 
+def read_file(path: str, what: str, *, is_secret: bool) -> bytes:
+    """The contents of `path`, which errors call `what`.
+
+    A secret must be readable by this user only; if it belongs to root, its group may read it too.
+    That is the only way in which Kubernetes can pass a Secret to a process that is not root: with
+    `fsGroup`, the files belong to root and have mode 0440. PostgreSQL has the same rule for its
+    keys. Links are followed, as Kubernetes uses them; the open file is what is checked.
+
+    Raises:
+        UsageError: `wire.file`: it cannot be read; `wire.secret_readable`.
+    """
+    try:
+        # Non-blocking: opening a pipe must not hang.
+        with OwnedFd(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+            found = os.fstat(fd.fileno())
+            if is_secret:
+                _check_secret(path, what, found)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > FILE_BYTES_MAX:
+                raise UsageError(
+                    "wire.file",
+                    f"{what}, {path}, is not a file of at most {FILE_BYTES_MAX} bytes",
+                    path=path,
+                )
+            return os.read(fd.fileno(), FILE_BYTES_MAX)
+    except OSError as error:
+        raise UsageError(
+            "wire.file", f"cannot read {what}, {path}: {error.strerror}", path=path
+        ) from error
+
+
+def _check_secret(path: str, what: str, found: os.stat_result) -> None:
+    if found.st_uid not in (0, os.geteuid()):
+        why, fix = f"it belongs to uid {found.st_uid}", f"chown it to uid {os.geteuid()}"
+    elif found.st_mode & (0o037 if found.st_uid == 0 else 0o077):
+        why = f"its mode is {stat.S_IMODE(found.st_mode):04o}"
+        fix = "chmod 600 it (a Kubernetes Secret: defaultMode: 0400 on its volume)"
+    else:
+        return
+    raise UsageError(
+        "wire.secret_readable",
+        f"{what}, {path}, may be known to other users ({why}); create a new one and {fix}",
+        path=path,
+    )
+
+
 def _stamp(path: str) -> tuple[int, ...] | None:
-    """What changes when a file does, also when a link on the way to it does."""
+    """Changes when the file changes, or a link in the path to it."""
     try:
         found = os.stat(path)
     except OSError:
@@ -185,4 +234,4 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _no_password() -> str:
-    raise ValueError("the key has a passphrase, and nobody is here to type it")
+    raise ValueError("the key has a passphrase")

@@ -30,11 +30,11 @@ from gms.server.server import DeviceServer
 from gms.vmm.host import HostMemory
 from lockserver.client import witness
 from plumbing.service.process import parent_environment
-from plumbing.wire.client import from_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.server import Server
+from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil, free_witness
 
 COMMAND = [sys.executable, "-m", "engine.backends.reference.http.main"]
@@ -79,7 +79,7 @@ class Supervisor:
             self.backend = subprocess.Popen(  # noqa: ASYNC220 - it dies with its thread
                 [*COMMAND, *arguments], env=environment, pass_fds=[theirs.fileno()]
             )
-        self.channel = from_socket(ours, CHANNEL, self)
+        self.channel = UnixConnection(ours, CHANNEL, self)
 
     async def stop(self) -> None:
         self.channel.close("the test is over")

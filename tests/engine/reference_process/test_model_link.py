@@ -33,10 +33,10 @@ from engine.backends.reference.link import (
     unpack,
 )
 from plumbing.errors import UnderstudyError
-from plumbing.wire.client import from_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
+from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil
 
 READY = ReadyMsg(1, 1, 64, 512, (0,), "epoch", {})
@@ -49,7 +49,7 @@ class StubModel:
     def __init__(self, sock: socket.socket) -> None:
         self.heard: list[Message] = []
         self.is_closed = False
-        self.conn = from_socket(sock, LINK, self)
+        self.conn = UnixConnection(sock, LINK, self)
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]

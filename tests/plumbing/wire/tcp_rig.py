@@ -16,8 +16,9 @@ from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import FrameDecoder, encode_frame
 from plumbing.wire.messages import FaultMsg, HelloMsg, Message
 from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.connection import connect_tcp
 from plumbing.wire.tcp.security import Security
-from plumbing.wire.tcp.server import TcpServer, connect_tcp
+from plumbing.wire.tcp.server import TcpServer
 from tests.plumbing.wire.certificates import Authority, write_secret
 from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler
 

@@ -97,7 +97,7 @@ def test_blocking_client_that_is_flooded_gives_up(
     client, theirs = pair
     monkeypatch.setattr(blocking, "_PENDING_MAX", 3)
     theirs.sendall(_frame("noise") * 4)
-    with pytest.raises(ProtocolError, match="3 messages came") as caught:
+    with pytest.raises(ProtocolError, match="3 messages arrived") as caught:
         client.request(Echo("question"))
     assert caught.value.code == "wire.flood"
 
@@ -228,8 +228,8 @@ def test_no_descriptors_says_whose_limit_it_is(number: int, words: str):
     ("error", "words"),
     [
         (FileNotFoundError(errno.ENOENT, "no"), "no such socket"),
-        (ConnectionRefusedError(errno.ECONNREFUSED, "no"), "nobody listens"),
-        (PermissionError(errno.EACCES, "no"), "one user"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "no"), "no server is listening"),
+        (PermissionError(errno.EACCES, "no"), "same user"),
         (OSError(errno.ENOTSOCK, "no"), "non-socket"),
         (TimeoutError("timed out"), "timed out"),
     ],

@@ -10,14 +10,13 @@ import pytest
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire import connection
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.client import from_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
 from plumbing.wire.peer import NO_UID, Peer
-from plumbing.wire.tcp.connection import TcpConnection
-from plumbing.wire.tcp.server import connect_tcp
+from plumbing.wire.tcp.connection import TcpConnection, connect_tcp
+from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
 from tests.plumbing.wire.tcp_rig import Client, serving
@@ -35,7 +34,7 @@ def test_connection_that_faults_may_live_on(loop: str):
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
-        conn = from_socket(ours, CATALOGUE, EchoHandler())
+        conn = UnixConnection(ours, CATALOGUE, EchoHandler())
         assert repr(conn).startswith(f"<connection {conn.id} to pid ")
         client = BlockingClient.from_socket(theirs, CATALOGUE)
         conn.fault(UnderstudyError("test.no", "no"), 5, close=False)
@@ -58,7 +57,7 @@ def test_connection_that_is_to_close_sends_what_is_queued(loop: str):
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         handler = EchoHandler()
-        conn = from_socket(ours, CATALOGUE, handler)
+        conn = UnixConnection(ours, CATALOGUE, handler)
         conn.limit_queue(1_000_000)
         for _ in range(3):
             conn.send(LARGE)
@@ -85,7 +84,7 @@ def test_connection_that_is_to_close_notices_that_its_peer_went(loop: str):
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         handler = EchoHandler()
-        conn = from_socket(ours, CATALOGUE, handler)
+        conn = UnixConnection(ours, CATALOGUE, handler)
         conn.send(LARGE)
         conn.close_soon("last words")
         theirs.close()
@@ -105,7 +104,7 @@ def test_connection_whose_queue_is_limited_drops_a_slow_reader(loop: str, kind: 
         handler = EchoHandler()
         if kind == "unix":
             ours, theirs = socket.socketpair()
-            conn: Connection = from_socket(ours, CATALOGUE, handler)
+            conn: Connection = UnixConnection(ours, CATALOGUE, handler)
             await _drop(conn, handler)
             theirs.close()
             return
@@ -135,7 +134,7 @@ def test_wake_up_with_nothing_to_read_is_harmless(loop: str):
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
-        conn = from_socket(ours, CATALOGUE, EchoHandler())
+        conn = UnixConnection(ours, CATALOGUE, EchoHandler())
         conn._readable()
         assert not conn.is_closed
         conn.close("done")
@@ -152,7 +151,7 @@ def test_reset_is_the_end_of_a_connection(loop: str):
     async def main() -> None:
         ours, theirs = socket.socketpair()
         handler = EchoHandler()
-        conn = from_socket(ours, CATALOGUE, handler)
+        conn = UnixConnection(ours, CATALOGUE, handler)
         conn.send(Echo("never read"))
         theirs.close()
         await auntil(lambda: handler.reasons, "the end")
@@ -169,9 +168,9 @@ def test_frame_deadline_begins_anew_with_each_frame(loop: str):
     async def main() -> None:
         ours, theirs = socket.socketpair()
         handler = EchoHandler()
-        conn = from_socket(ours, CATALOGUE, handler)
+        conn = UnixConnection(ours, CATALOGUE, handler)
         theirs.sendall(FRAME[:-3])
-        await auntil(lambda: conn._frame_deadline, "half a frame")
+        await auntil(lambda: conn._frame_deadline, "rest of a frame")
         first = conn._frame_deadline
         theirs.sendall(FRAME[-3:] + FRAME[:-3])
         await auntil(lambda: len(handler.received_messages) == 1, "a frame")
@@ -198,11 +197,11 @@ def test_frame_is_not_late_while_we_are_the_slow_ones(monkeypatch: pytest.Monkey
     async def main() -> None:
         ours, theirs = socket.socketpair()
         handler = EchoHandler()
-        conn = from_socket(ours, CATALOGUE, handler)
+        conn = UnixConnection(ours, CATALOGUE, handler)
         theirs.sendall(FRAME * 50 + FRAME[:-3])
         await auntil(lambda: handler.reasons, "the end")
         assert len(handler.received_messages) == 50
-        assert "half a frame" in handler.reasons[0]
+        assert "rest of a frame" in handler.reasons[0]
         assert conn.is_closed
         theirs.close()
 
@@ -262,8 +261,8 @@ def test_tcp_connection_whose_transport_has_ended_ends_at_once(transport: _Trans
         conn.send(Echo("x"))
         conn.close_soon("enough")
         assert conn.is_closed
-        conn.lost(OSError("late"))
-        conn.arrived(FRAME)
+        conn.connection_lost(OSError("late"))
+        conn.data_received(FRAME)
         await asyncio.sleep(0)
         assert handler.reasons == ["enough"]
         assert transport.calls[-1] == "abort"
@@ -279,7 +278,7 @@ def test_tcp_connection_reads_its_queue_although_the_transport_closes():
         handler = Client()
         transport = _Transport(is_closing=True)
         conn = _over(transport, handler)
-        conn.arrived(FRAME * 20)
+        conn.data_received(FRAME * 20)
         await auntil(lambda: len(handler.received_messages) == 20, "every frame")
         await asyncio.sleep(0)
         assert transport.calls == []
@@ -296,8 +295,8 @@ def test_tcp_connection_takes_what_arrives_while_it_is_paused():
         handler = Client()
         transport = _Transport()
         conn = _over(transport, handler)
-        conn.arrived(FRAME * 20)
-        conn.arrived(encode_frame(CATALOGUE.encode(Echo("last")), 0))
+        conn.data_received(FRAME * 20)
+        conn.data_received(encode_frame(CATALOGUE.encode(Echo("last")), 0))
         assert len(handler.received_messages) < 20
         await auntil(lambda: transport.calls == ["pause", "resume"], "reading to go on")
         assert len(handler.received_messages) == 21
@@ -315,14 +314,14 @@ def test_tcp_connection_reads_on_after_its_last_words():
         handler = Client()
         transport = _Transport()
         conn = _over(transport, handler)
-        conn.arrived(FRAME * 20)
+        conn.data_received(FRAME * 20)
         count = len(handler.received_messages)
         conn.close_soon("enough")
-        conn.arrived(FRAME)
+        conn.data_received(FRAME)
         assert transport.calls == ["pause", "resume"]
         await asyncio.sleep(0)
         assert len(handler.received_messages) == count
-        conn.lost(None)
+        conn.connection_lost(None)
         await asyncio.sleep(0)
         assert handler.reasons == ["enough"]
 
@@ -351,7 +350,7 @@ def test_our_own_mistake_reaches_the_loop_and_frames_go_on(loop: str):
         running.set_exception_handler(lambda _, context: found.append(context.get("exception")))
         ours, theirs = socket.socketpair()
         handler = _Once()
-        conn = from_socket(ours, CATALOGUE, handler)
+        conn = UnixConnection(ours, CATALOGUE, handler)
         theirs.sendall(FRAME * 3)
         await auntil(lambda: len(handler.received_messages) == 3, "every frame")
         assert [type(error) for error in found] == [RuntimeError]

@@ -19,9 +19,9 @@ import pytest
 from plumbing.errors import ProtocolError, RemoteError, UnderstudyError
 from plumbing.wire import sockets, unix_connection
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.client import connect, from_socket
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import encode_frame
+from plumbing.wire.unix_connection import UnixConnection, connect
 from tests.helpers import auntil, open_fds, until
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, ServerThread, run_on
 
@@ -60,7 +60,7 @@ def test_sending_fds_leaves_socket_flags_alone(loop: str, tmp_path: Path):
     async def main() -> None:
         ours, theirs = socket.socketpair()
         handler = EchoHandler()
-        conn = from_socket(ours, CATALOGUE, handler)
+        conn = UnixConnection(ours, CATALOGUE, handler)
         flags_before = fcntl.fcntl(theirs.fileno(), fcntl.F_GETFL)
         client = BlockingClient.from_socket(theirs, CATALOGUE)
         reply = await asyncio.to_thread(client.request, Echo("a"), _fds(1))
@@ -200,7 +200,7 @@ _IN_FLIGHT = """
 import os, resource, socket, sys, asyncio
 sys.path.insert(0, sys.argv[1])
 from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler
-from plumbing.wire.client import from_socket
+from plumbing.wire.unix_connection import UnixConnection
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd, close_all
 if os.geteuid() == 0:
@@ -210,7 +210,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
 
 async def main():
     pairs = [socket.socketpair() for _ in range(4)]
-    conns = [from_socket(ours, CATALOGUE, EchoHandler()) for ours, _ in pairs]
+    conns = [UnixConnection(ours, CATALOGUE, EchoHandler()) for ours, _ in pairs]
     memfd = OwnedFd(os.memfd_create("x"))
     for conn in conns:
         for _ in range(11):
@@ -254,7 +254,7 @@ def test_partial_sends_carry_the_fds_once(tmp_path: Path):
     async def main() -> None:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        conn = from_socket(ours, CATALOGUE, EchoHandler())
+        conn = UnixConnection(ours, CATALOGUE, EchoHandler())
         client = BlockingClient.from_socket(theirs, CATALOGUE)
         message = Echo("y" * 90_000)
         conn.send(message, 7, _fds(2))
@@ -292,7 +292,7 @@ def test_last_words_of_a_peer_are_read_although_sending_fails(loop: str):
         before = len(open_fds())
         ours, theirs = socket.socketpair()
         handler = EchoHandler()
-        conn = from_socket(ours, CATALOGUE, handler)
+        conn = UnixConnection(ours, CATALOGUE, handler)
         theirs.sendall(encode_frame(CATALOGUE.encode(Echo("why")), 0))
         theirs.close()
         for _ in range(3):
@@ -311,8 +311,8 @@ def test_closed_connection_closes_queued_fds(loop: str):
     async def main() -> None:
         before = len(open_fds())
         ours, theirs = socket.socketpair()
-        conn = from_socket(ours, CATALOGUE, EchoHandler())
-        theirs_conn = from_socket(theirs, CATALOGUE, EchoHandler())
+        conn = UnixConnection(ours, CATALOGUE, EchoHandler())
+        theirs_conn = UnixConnection(theirs, CATALOGUE, EchoHandler())
         for _ in range(30):
             conn.send(Echo("z" * 9000), 0, _fds(2))
         conn.close("test")
@@ -360,7 +360,7 @@ def test_busy_kernel_is_asked_again(loop: str, monkeypatch: pytest.MonkeyPatch):
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
-        conn = from_socket(ours, CATALOGUE, EchoHandler())
+        conn = UnixConnection(ours, CATALOGUE, EchoHandler())
         send, left = sockets.send, [3]
 
         def busy(sock: socket.socket, *rest: Any) -> int:

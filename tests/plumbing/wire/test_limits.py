@@ -13,7 +13,6 @@ import pytest
 
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.client import from_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
@@ -24,6 +23,7 @@ from plumbing.wire.limits import (
     FRAMES_PER_TURN,
 )
 from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of, shown
+from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil, open_fds, until
 from tests.plumbing.wire.echo import (
     CATALOGUE,
@@ -112,7 +112,7 @@ def test_talkative_peer_starves_nobody(loop: str):
         frame = encode_frame(CATALOGUE.encode(Echo("again")), 0)
         talker.sendall(frame * 1000)
         quiet.sendall(encode_frame(CATALOGUE.encode(Echo("once")), 0))
-        conns = [from_socket(sock, CATALOGUE, handler) for sock in (ours, also_ours)]
+        conns = [UnixConnection(sock, CATALOGUE, handler) for sock in (ours, also_ours)]
         await auntil(lambda: len(handler.received_messages) == 1001, "every request")
         assert handler.received_messages.index(Echo("once")) <= 2 * FRAMES_PER_TURN
         talker.sendall(frame)
@@ -156,7 +156,7 @@ def test_frames_not_handled_yet_are_dropped_with_their_descriptors(
             socket.send_fds(theirs, [frame], fds)
             os.close(fd)
         made = handler()
-        conn = from_socket(ours, CATALOGUE, made)
+        conn = UnixConnection(ours, CATALOGUE, made)
         await auntil(lambda: conn.is_closed, "the end of the connection")
         await asyncio.sleep(0)
         theirs.close()
@@ -173,7 +173,7 @@ def test_frames_of_a_connection_can_be_limited_further():
     async def main() -> None:
         handler = EchoHandler()
         ours, theirs = socket.socketpair()
-        conn = from_socket(ours, CATALOGUE, handler)
+        conn = UnixConnection(ours, CATALOGUE, handler)
         conn.limit_frames(1000)
         conn.limit_frames(2000)
         theirs.sendall(encode_frame(CATALOGUE.encode(Echo("x" * 1500)), 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -123,8 +124,24 @@ class Mood(StrEnum):
     CALM = "calm"
 
 
-def test_observers_words_survive_the_trip():
-    """Goal: what observers say and hear is the same in every service's catalogue."""
+class Name(str):
+    pass
+
+
+def test_details_of_an_error_may_be_subclasses_of_plain_types():
+    """Goal: an error can be sent whatever subclass of a plain type a library put into it, and a
+    type that cannot be sent is a mistake of ours."""
+    error = UnderstudyError(
+        "a.b", "c", mood=Mood.CALM, name=Name("n"), view=MappingProxyType({"a": (1,)})
+    )
+    message, _ = CATALOGUE.decode(CATALOGUE.encode(fault_of(error)), 0)
+    assert message == FaultMsg("a.b", "c", {"mood": "calm", "name": "n", "view": {"a": [1]}})
+    with pytest.raises(TypeError, match="object cannot travel"):
+        fault_of(UnderstudyError("a.b", "c", thing=object()))
+
+
+def test_observer_messages_round_trip():
+    """Goal: the messages of observers round-trip in any catalogue; enums arrive as strings."""
     catalogue = Catalogue(
         observe.StatusMsg, observe.StatusReplyMsg, observe.WatchMsg, observe.EventMsg
     )

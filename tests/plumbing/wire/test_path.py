@@ -11,8 +11,8 @@ import pytest
 
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.wire import server as module
-from plumbing.wire.client import connect
 from plumbing.wire.server import PathGuard, Server
+from plumbing.wire.unix_connection import connect
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
 from tests.plumbing.wire.tcp_rig import Client
@@ -105,7 +105,7 @@ def test_server_with_a_full_backlog_is_alive(tmp_path: Path):
             busy.bind(str(tmp_path / "echo.sock"))
             busy.listen(0)
             waiting.connect(busy.getsockname())
-            with pytest.raises(UnderstudyError, match="a server answers on"):
+            with pytest.raises(UnderstudyError, match="another server is listening on"):
                 await _server(tmp_path).start()
             assert os.path.exists(busy.getsockname())
 

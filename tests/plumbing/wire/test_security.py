@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UsageError
-from plumbing.wire.tcp import psk, secret_file
+from plumbing.wire.tcp import psk
 from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.security import Security, settle
+from plumbing.wire.tcp.security import FILE_BYTES_MAX, Security, _check_secret, read_file, settle
 from tests.helpers import open_fds
 from tests.plumbing.wire.certificates import Authority, write_secret
 
@@ -81,10 +81,10 @@ def test_secret_belongs_to_its_reader_or_to_root(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     found = os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, 2000, 0, 0, 0, 0))
     if is_fine:
-        secret_file._check_secret("psk", "the pre-shared key", found)
+        _check_secret("psk", "the pre-shared key", found)
         return
-    with pytest.raises(UsageError, match="known to others") as caught:
-        secret_file._check_secret("psk", "the pre-shared key", found)
+    with pytest.raises(UsageError, match="known to other users") as caught:
+        _check_secret("psk", "the pre-shared key", found)
     assert caught.value.code == "wire.secret_readable"
     assert ("1001" if owner == 1001 else f"{mode:04o}") in caught.value.message
 
@@ -97,11 +97,11 @@ def test_secret_is_checked_through_the_links_that_kubernetes_makes(tmp_path: Pat
     (tmp_path / "..data").symlink_to("..2026")
     (tmp_path / "psk").symlink_to("..data/psk")
     link = str(tmp_path / "psk")
-    assert secret_file.read(link, "the pre-shared key", is_secret=True) == b"s" * 32
+    assert read_file(link, "the pre-shared key", is_secret=True) == b"s" * 32
     os.chmod(path, 0o644)
     with pytest.raises(UsageError, match=r"mode is 0644.*defaultMode: 0400"):
-        secret_file.read(link, "the pre-shared key", is_secret=True)
-    assert secret_file.read(link, "the certificate", is_secret=False) == b"s" * 32
+        read_file(link, "the pre-shared key", is_secret=True)
+    assert read_file(link, "the certificate", is_secret=False) == b"s" * 32
 
 
 def test_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path):
@@ -110,7 +110,7 @@ def test_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path):
     before = len(open_fds())
     os.mkdir(tmp_path / "directory", 0o700)
     os.mkfifo(tmp_path / "pipe", 0o600)
-    (tmp_path / "huge").write_bytes(b"x" * (secret_file.FILE_BYTES_MAX + 1))
+    (tmp_path / "huge").write_bytes(b"x" * (FILE_BYTES_MAX + 1))
     os.chmod(tmp_path / "huge", 0o600)
     for name, words in (
         ("nothing", "No such file"),
@@ -119,7 +119,7 @@ def test_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path):
         ("huge", "is not a file of at most"),
     ):
         with pytest.raises(UsageError, match=words) as caught:
-            secret_file.read(str(tmp_path / name), "the private key", is_secret=True)
+            read_file(str(tmp_path / name), "the private key", is_secret=True)
         assert caught.value.code == "wire.file"
     assert len(open_fds()) == before
 
@@ -206,8 +206,8 @@ def test_files_that_are_no_certificates_are_a_usage_error(tmp_path: Path):
         (Security(good.cert, nonsense, good.ca), "are not a certificate and its private key"),
         (Security(good.cert, locked.key, good.ca), "passphrase"),
         (locked, "without a passphrase"),
-        (Security(good.cert, good.key, nonsense), "nonsense holds no certificate of a CA"),
-        (Security(good.cert, good.key, good.key), "holds no certificate of a CA"),
+        (Security(good.cert, good.key, nonsense), "nonsense contains no CA certificate"),
+        (Security(good.cert, good.key, good.key), "contains no CA certificate"),
         (Security(good.cert, good.key, str(tmp_path / "none")), "No such file"),
     ):
         with pytest.raises(UsageError, match=words):
@@ -230,7 +230,7 @@ def test_renewed_files_are_used_and_broken_ones_are_a_problem_that_goes(tmp_path
     for _ in range(2):
         assert security.server_context() is first
         assert security.problem is not None
-        assert "stays in use" in security.problem
+        assert "stay in use" in security.problem
     os.unlink(security.cert)
     assert security.server_context() is first
     assert "No such file" in str(security.problem)
@@ -257,7 +257,7 @@ def test_problem_goes_when_the_old_file_comes_back(tmp_path: Path):
     link.unlink()
     link.symlink_to(bad)
     assert security.client_context() is first
-    assert "must have 32" in str(security.problem)
+    assert "must have at least 32" in str(security.problem)
     link.unlink()
     link.symlink_to(good)
     assert security.client_context() is first

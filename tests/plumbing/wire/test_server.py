@@ -20,11 +20,11 @@ from plumbing.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from plumbing.wire import connection, listener
+from plumbing.wire import base_server, connection
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.client import connect, from_socket
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
 from plumbing.wire.messages import HelloMsg, WelcomeMsg
+from plumbing.wire.unix_connection import UnixConnection, connect
 from tests.helpers import auntil, open_fds, until
 from tests.plumbing.wire.echo import (
     CATALOGUE,
@@ -100,7 +100,7 @@ def test_second_server_is_refused_although_the_guard_was_removed(tmp_path: Path)
     path = str(tmp_path / "echo.sock")
     with ServerThread(path):
         os.unlink(tmp_path / "echo.lock")
-        with pytest.raises(UnderstudyError, match="guard file was removed"):
+        with pytest.raises(UnderstudyError, match="lock file was removed"):
             ServerThread(path)
         with BlockingClient(path, CATALOGUE) as client:
             assert client.request(Echo("first")).message == Echo("first")
@@ -128,7 +128,7 @@ def test_stale_socket_of_a_dead_server_is_replaced(tmp_path: Path):
     child.stdout.close()
     child.stdin.close()
     assert os.path.exists(path)
-    with pytest.raises(UnreachableError, match="nobody listens"):
+    with pytest.raises(UnreachableError, match="no server is listening"):
         BlockingClient(path, CATALOGUE)
     with ServerThread(path), BlockingClient(path, CATALOGUE) as client:
         assert client.request(Echo("again")).message == Echo("again")
@@ -184,7 +184,7 @@ def test_bad_input_costs_its_sender_only(loop: str, data: bytes, code: str, tmp_
 def test_silence_and_half_a_frame_have_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Goal: who connects and says nothing, or half a frame, is told and dropped; who has spoken may
     be quiet for ever. Method: short deadlines."""
-    monkeypatch.setattr(listener, "FIRST_FRAME_DEADLINE_S", 0.05)
+    monkeypatch.setattr(base_server, "FIRST_FRAME_DEADLINE_S", 0.05)
     monkeypatch.setattr(connection, "FRAME_DEADLINE_S", 0.05)
     with (
         ServerThread(str(tmp_path / "echo.sock")) as thread,
@@ -229,7 +229,7 @@ def test_reader_that_does_not_read_is_dropped():
     async def main() -> None:
         ours, theirs = socket.socketpair()
         handler = EchoHandler()
-        conn = from_socket(ours, CATALOGUE, handler)
+        conn = UnixConnection(ours, CATALOGUE, handler)
         for _ in range(20):
             conn.send(Echo("x" * 99_000))
         assert conn.is_closed

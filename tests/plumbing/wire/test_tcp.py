@@ -19,8 +19,9 @@ from plumbing.wire.limits import UNACKNOWLEDGED_MS_MAX
 from plumbing.wire.messages import FaultMsg, HelloMsg, WelcomeMsg
 from plumbing.wire.tcp import server as tcp
 from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.connection import connect_tcp
 from plumbing.wire.tcp.security import Security
-from plumbing.wire.tcp.server import TcpServer, connect_tcp
+from plumbing.wire.tcp.server import TcpServer
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.certificates import Authority, write_secret
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, Refuse, run_on
@@ -128,7 +129,7 @@ def test_tcp_descriptors_do_not_travel(tmp_path: Path):
             assert server.security_problem is None
             conn = await connect_tcp(address, CATALOGUE, Client(), None)
             fd = OwnedFd(os.memfd_create("x"))
-            with pytest.raises(ProtocolError, match="none over TCP") as caught:
+            with pytest.raises(ProtocolError, match="over TCP, none") as caught:
                 conn.send(Echo("x"), 0, [fd])
             assert caught.value.code == "wire.too_many_fds"
             assert fd.is_closed
@@ -198,7 +199,7 @@ from tests.helpers import auntil
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler
 from tests.plumbing.wire.tcp_rig import Client, serving
 from plumbing.wire.tcp import connection as tcp_connection
-from plumbing.wire.tcp.server import connect_tcp
+from plumbing.wire.tcp.connection import connect_tcp
 
 tcp_connection.UNACKNOWLEDGED_MS_MAX = 300
 tcp_connection.KEEPALIVE_IDLE_S = 1
@@ -367,7 +368,7 @@ def test_tcp_renewed_certificates_are_used_by_new_connections(loop: str, tmp_pat
         async with serving(ours) as (server, address):
             conn = await connect_tcp(address, CATALOGUE, client, theirs)
             write_secret(ours.cert, b"nonsense")
-            assert "stays in use" in str(server.security_problem)
+            assert "stay in use" in str(server.security_problem)
             assert await answers(address, theirs)
             renewed = new.issue("lockserver")
             for path, source in (

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UnreachableError
-from plumbing.wire import connection, listener
+from plumbing.wire import base_server, connection
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
 from plumbing.wire.messages import FaultMsg
-from plumbing.wire.tcp.server import connect_tcp
+from plumbing.wire.tcp.connection import connect_tcp
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
 from tests.plumbing.wire.tcp_rig import (
@@ -48,7 +48,16 @@ kinds = pytest.mark.parametrize("kind", KINDS)
         (HELLO[:-3], "wire.frame_deadline"),
         (b"", "wire.first_frame_deadline"),
     ],
-    ids=["zeros", "http", "version", "huge", "descriptors", "payload", "half a frame", "silence"],
+    ids=[
+        "zeros",
+        "http",
+        "version",
+        "huge",
+        "descriptors",
+        "payload",
+        "rest of a frame",
+        "silence",
+    ],
 )
 def test_tcp_bad_input_costs_its_sender_only(
     loop: str, kind: str, data: bytes, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,7 +68,7 @@ def test_tcp_bad_input_costs_its_sender_only(
     monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 0.1)  # TLS cannot say that one side ended
     if code.endswith("_deadline"):
         monkeypatch.setattr(connection, "FRAME_DEADLINE_S", 0.05)
-        monkeypatch.setattr(listener, "FIRST_FRAME_DEADLINE_S", 5.0 if data else 0.05)
+        monkeypatch.setattr(base_server, "FIRST_FRAME_DEADLINE_S", 5.0 if data else 0.05)
 
     async def main() -> None:
         ours, theirs = settings(kind, tmp_path)

@@ -14,7 +14,7 @@ from plumbing.wire import connection
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import FaultMsg, HelloMsg
 from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.server import connect_tcp
+from plumbing.wire.tcp.connection import connect_tcp
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.certificates import Authority
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, run_on
@@ -29,9 +29,9 @@ kinds = pytest.mark.parametrize("kind", KINDS)
     ("data", "words"),
     [
         (b"\x15\x03\x01\x00\x02\x02\x28", "not a frame of this protocol"),
-        (encode_frame(CATALOGUE.encode(Echo("hello yourself"), 1), 0), "echo came instead"),
+        (encode_frame(CATALOGUE.encode(Echo("hello yourself"), 1), 0), "received echo instead"),
         (b"", "did not answer within"),
-        (None, "before it said welcome"),
+        (None, "before it sent welcome"),
     ],
     ids=["a TLS alert", "no welcome", "silence", "the end"],
 )

@@ -12,8 +12,8 @@ import pytest
 
 from plumbing.errors import UnreachableError
 from plumbing.wire.tcp import server as tcp
+from plumbing.wire.tcp.connection import connect_tcp
 from plumbing.wire.tcp.security import Security
-from plumbing.wire.tcp.server import connect_tcp
 from tests.helpers import auntil
 from tests.plumbing.wire.certificates import Authority, write_secret
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, EchoHandler, run_on
@@ -87,7 +87,7 @@ def _another_key(place: Path, _: Authority | None) -> tuple[Security | None, str
 def _another_ca(place: Path, ca: Authority) -> tuple[Security | None, str, str]:
     (place / "other").mkdir()
     other = Authority(place / "other", "other").issue("engine-1")
-    return Security(other.cert, other.key, ca.path), "unable to get local issuer", "said welcome"
+    return Security(other.cert, other.key, ca.path), "unable to get local issuer", "sent welcome"
 
 
 def _its_ca_does_not_know_us(place: Path, ca: Authority) -> tuple[Security | None, str, str]:
@@ -101,19 +101,19 @@ def _its_ca_does_not_know_us(place: Path, ca: Authority) -> tuple[Security | Non
 
 
 def _expired(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
-    return ca.issue("engine-1", age_days=5), "certificate has expired", "said welcome"
+    return ca.issue("engine-1", age_days=5), "certificate has expired", "sent welcome"
 
 
 def _not_yet_valid(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
-    return ca.issue("engine-1", age_days=-5), "not yet valid", "said welcome"
+    return ca.issue("engine-1", age_days=-5), "not yet valid", "sent welcome"
 
 
 def _for_servers_only(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
-    return ca.issue("engine-1", uses=("server",)), "certificate purpose", "said welcome"
+    return ca.issue("engine-1", uses=("server",)), "certificate purpose", "sent welcome"
 
 
 def _by_an_engine(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
-    return ca.issue("engine-1", issuer="engine-0"), "not trusted", "said welcome"
+    return ca.issue("engine-1", issuer="engine-0"), "not trusted", "sent welcome"
 
 
 @loops

@@ -35,10 +35,10 @@ from engine.backends.reference.link import (
     pack,
 )
 from plumbing.errors import UnderstudyError
-from plumbing.wire.client import from_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
+from plumbing.wire.unix_connection import UnixConnection
 
 T = TypeVar("T", bound=Message)
 
@@ -86,7 +86,7 @@ class ModelLink:
         self._taken = self._loop.create_future()
         self._checked: asyncio.Future[CheckedMsg] | None = None
         self.progress = 0
-        self._conn = from_socket(sock, LINK, self)
+        self._conn = UnixConnection(sock, LINK, self)
 
     @property
     def in_flight(self) -> int:

@@ -1,5 +1,5 @@
-"""What a server on a Unix socket and one on TCP have in common: a bounded number of connections,
-each of which must speak at once, and an answer to `hello` before the service hears of anything.
+"""What servers on Unix sockets and on TCP have in common: a bounded number of connections, a
+deadline for the first message of each, and the answer to `hello`, which the service never sees.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from plumbing.wire.messages import Catalogue, HelloMsg, Message, WelcomeMsg
 from plumbing.wire.sockets import no_descriptors
 
 
-class Listener(abc.ABC):
-    """Accepts, answers `hello`, and hands every other message to `handler`."""
+class BaseServer(abc.ABC):
+    """Accepts connections, answers `hello`, and passes every other message to `handler`."""
 
     def __init__(
         self, catalogue: Catalogue, handler: Handler, service: str, connections_max: int
@@ -31,23 +31,23 @@ class Listener(abc.ABC):
         self._handler = handler
         self._service = service
         self._connections_max = connections_max
-        self.problem: str | None = None  # why nobody new is let in
+        self.problem: str | None = None  # why no new connection is accepted
         self._sock: socket.socket | None = None
-        self._silent: dict[Connection, asyncio.TimerHandle] = {}
+        self._first_frame_deadlines: dict[Connection, asyncio.TimerHandle] = {}
 
     @abc.abstractmethod
     def _accepted(self, sock: socket.socket, name: Any) -> None:
-        """Make a connection of `sock`, whose other end is called `name`; an `OSError` closes it and
-        accepts no more for a while."""
+        """Make a connection of `sock`; `name` is the address of its other end. After an `OSError`,
+        `sock` is closed and accepting pauses for a while."""
 
     @abc.abstractmethod
-    def _crowd(self, conn: Connection) -> str | None:
-        """Why there are too many of the newcomer's kind, itself counted."""
+    def _over_quota(self, conn: Connection) -> str | None:
+        """Why the peer of `conn` has too many connections, `conn` included; None if it has not."""
 
     # ------------------------------------------------------------------ accepting
 
     def _listen(self, sock: socket.socket) -> None:
-        """Own `sock`, which listens, and accept from now on."""
+        """Own `sock`, a listening socket, and start accepting."""
         self._sock = sock
         asyncio.get_running_loop().add_reader(sock.fileno(), self._acceptable)
 
@@ -60,15 +60,15 @@ class Listener(abc.ABC):
     async def _close_connections(self) -> None:
         for conn in list(self.connections):
             conn.close(f"{self._service} is stopping")
-        await asyncio.sleep(0)  # the handlers hear of it from the loop
+        await asyncio.sleep(0)  # the loop calls the handlers' `closed`
 
     def _accept_all(self) -> None:
-        """Let in whoever waits in the backlog, which ends with its socket."""
+        """Accept every connection in the backlog, which is lost when the socket is closed."""
         while self._acceptable():
             pass
 
     def _acceptable(self) -> bool:
-        """Accept one; whether there was one, and room for it."""
+        """Accept one connection; False if there was none, or no room for it."""
         assert self._sock is not None
         try:
             sock, name = self._sock.accept()
@@ -80,17 +80,17 @@ class Listener(abc.ABC):
         try:
             self._accepted(sock, name)
             self.problem = None
-        except OSError as error:  # it needed one descriptor more
+        except OSError as error:  # it needed another descriptor
             sock.close()
             self._pause(error)
             return False
         return True
 
     def _pause(self, error: OSError) -> None:
-        """Out of descriptors: the newcomers wait in the backlog until somebody leaves."""
+        """Out of descriptors: new connections wait in the backlog until others are closed."""
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
             raise error
-        self.problem = no_descriptors("let anybody new in", error).message
+        self.problem = no_descriptors("accept new connections", error).message
         loop = asyncio.get_running_loop()
         assert self._sock is not None
         loop.remove_reader(self._sock.fileno())
@@ -102,34 +102,36 @@ class Listener(abc.ABC):
         loop.call_later(RETRY_S, resume)
 
     def _admit(self, conn: Connection) -> None:
-        """Let a connection that was `opened` stay, or tell it why not."""
+        """Keep a connection that was `opened`, or close it with an error."""
         if len(self.connections) > self._connections_max:
             why = (
-                f"{self._service} has {self._connections_max} connections, which is its limit;"
-                " close some (idle observers?) and try again"
+                f"{self._service} has {self._connections_max} connections, its limit; close some"
+                " (idle observers?) and try again"
             )
-        elif (crowd := self._crowd(conn)) is not None:
-            why = crowd
+        elif (excess := self._over_quota(conn)) is not None:
+            why = excess
         else:
             loop = asyncio.get_running_loop()
-            self._silent[conn] = loop.call_later(FIRST_FRAME_DEADLINE_S, self._silence, conn)
+            self._first_frame_deadlines[conn] = loop.call_later(
+                FIRST_FRAME_DEADLINE_S, self._first_frame_timed_out, conn
+            )
             return
         conn.fault(ProtocolError("wire.too_many_connections", why))
 
-    def _silence(self, conn: Connection) -> None:
+    def _first_frame_timed_out(self, conn: Connection) -> None:
         conn.fault(
             ProtocolError(
                 "wire.first_frame_deadline",
-                f"nothing was said within {FIRST_FRAME_DEADLINE_S:g} s of connecting",
+                f"no message arrived within {FIRST_FRAME_DEADLINE_S:g} s of connecting",
             )
         )
 
-    def _has_spoken(self, conn: Connection) -> None:
-        timer = self._silent.pop(conn, None)
+    def _cancel_first_frame_deadline(self, conn: Connection) -> None:
+        timer = self._first_frame_deadlines.pop(conn, None)
         if timer is not None:
             timer.cancel()
 
-    # ------------------------------------------------------------------ as the connections' handler
+    # ------------------------------------------------------------------ the connections' handler
 
     def opened(self, conn: Connection) -> None:
         self.connections.add(conn)
@@ -138,13 +140,13 @@ class Listener(abc.ABC):
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        self._has_spoken(conn)
+        self._cancel_first_frame_deadline(conn)
         if isinstance(message, HelloMsg):
             conn.send(WelcomeMsg(self._service, os.getpid(), __version__), request_id)
         else:
             self._handler.received(conn, message, request_id, fds)
 
     def closed(self, conn: Connection, reason: str) -> None:
-        self._has_spoken(conn)
+        self._cancel_first_frame_deadline(conn)
         self.connections.discard(conn)
         self._handler.closed(conn, reason)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from plumbing.wire import listener
-from plumbing.wire.client import connect
+from plumbing.wire import base_server
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.server import Server
 from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.server import TcpServer
+from plumbing.wire.unix_connection import connect
 from tests.helpers import auntil
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
 from tests.plumbing.wire.tcp_rig import Client
@@ -51,7 +51,7 @@ def test_server_at_the_limit_of_descriptors_accepts_when_there_is_room(
     """Goal: newcomers wait in the backlog while there is no descriptor for them, and get in
     afterwards; one without room for its pidfd is dropped, and may try again; whoever is connected
     is served meanwhile. Method: a real limit."""
-    monkeypatch.setattr(listener, "RETRY_S", 0.01)
+    monkeypatch.setattr(base_server, "RETRY_S", 0.01)
 
     async def main() -> None:
         handler, client = EchoHandler(), Client()
@@ -87,7 +87,7 @@ def test_server_at_the_limit_of_descriptors_accepts_when_there_is_room(
 def test_server_that_waits_for_room_can_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Goal: closing while accepting is paused does not accept again; an error that is no shortage
     is our own fault and is not swallowed."""
-    monkeypatch.setattr(listener, "RETRY_S", 0.01)
+    monkeypatch.setattr(base_server, "RETRY_S", 0.01)
 
     async def main() -> None:
         server = Server(str(tmp_path / "echo.sock"), CATALOGUE, EchoHandler(), service="echo")
@@ -145,7 +145,7 @@ def test_service_that_closes_at_once_is_obeyed(loop: str, kind: str, tmp_path: P
         await auntil(lambda: handler.reasons, "the end")
         assert handler.reasons == ["nobody may enter"]
         assert server.connections == set()
-        assert server._silent == {}
+        assert server._first_frame_deadlines == {}
         newcomer.close()
         await server.close()
 
