@@ -53,7 +53,7 @@ def decoder_of(directory: str, misalign_bytes: int = 0) -> Decoder:
 
 
 def cache_for(decoder: Decoder, slots: int = 4, max_context: int = 128) -> KVCache:
-    """KV memory full of NaN: a slot that read what nobody wrote would show it."""
+    """KV memory full of NaN: a slot that reads before it is written would show it."""
     nbytes = KVCache.bytes_needed(decoder.config, slots, max_context)
     return KVCache(decoder.config, bytearray(b"\xff" * nbytes), slots, max_context)
 

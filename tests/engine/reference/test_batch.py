@@ -24,7 +24,7 @@ def request(number: int, prompt: int = 3, max_tokens: int = 4) -> Request:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random submit, cancel and work: slots are never shared, lost or idle while somebody waits."""
+    """Random submit, cancel and work: no slot is shared, lost or idle while a request waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_place(self, work: Work, wanted: Request) -> None:
         number = work.request.id
-        # The same slot throughout, and nobody else's.
+        # The same slot throughout, and no other request's.
         assert self.slot_of.setdefault(number, work.slot) == work.slot
         assert [slot for slot in self.slot_of.values() if slot == work.slot] == [work.slot]
         # Positions without a gap, and never beyond the cache.
@@ -87,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.position[number] <= CONTEXT
         assert work.index == self.made.get(number, 0)
         assert work.samples == (self.position[number] >= len(wanted.prompt))
-        # Nobody is starved: everybody else who runs had a turn since.
+        # No starvation: every other running request had a turn since.
         self.turns_since[number] = 0
         for other in self.turns_since:
             self.turns_since[other] += other != number

@@ -56,7 +56,7 @@ def test_tensor_that_no_part_of_the_model_reads_is_named(checkpoint: Checkpoint)
 
 @pytest.mark.parametrize("change", [{"shape": (1, 4)}, {"dtype": "float16"}, {"nbytes": 4}])
 def test_tensor_of_another_shape_or_type_is_named(checkpoint: Checkpoint, change: dict):
-    """The same name with other bytes behind it: the error says what is there and what is read."""
+    """The same name with other bytes behind it: the error names both."""
     found = found_for(checkpoint)
     name = checkpoint.tensors[1].name
     found[name] = replace(found[name], **change)

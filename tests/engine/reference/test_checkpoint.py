@@ -199,14 +199,14 @@ DAMAGE: dict[str, tuple[str, Callable[[str], None], str, str]] = {
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_open_checkpoint_damaged_is_one_sentence(case: str, tmp_path: Any):
-    """Every kind of damage is found before any weight is read, with the cause and the mend."""
-    name, damage, code, words = DAMAGE[case]
+    """Every kind of damage is found before any weight is read, with the cause and the fix."""
+    name, damage, code, expected = DAMAGE[case]
     directory = copy_of(name, tmp_path)
     damage(directory)
     with pytest.raises(UsageError) as caught:
         open_checkpoint(directory)
     assert caught.value.code == code
-    assert words in caught.value.message
+    assert expected in caught.value.message
     assert "\n" not in caught.value.message
     assert caught.value.exit_code == 2
 
@@ -272,7 +272,7 @@ def test_identity_sees_another_config(tmp_path: Any):
 
 
 def test_identity_of_a_checkpoint_that_went_away_is_a_sentence(tmp_path: Any):
-    """It is computed anew before commit, when the files may be gone: each missing file in turn."""
+    """It is computed again before commit, when the files may be gone: each file in turn."""
     for missing in ("config.json", "model.safetensors"):
         directory = copy_of("tied-f32", tmp_path / missing)
         os.unlink(os.path.join(directory, missing))

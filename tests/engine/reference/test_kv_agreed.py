@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def prepared_kv_bytes(monkeypatch: pytest.MonkeyPatch, room: Room, **more: int) -> int:
-    """What an engine says, before it has any KV memory, that it will take."""
+    """The KV size that an engine reports before it has any KV memory."""
     monkeypatch.setattr(free_memory, "read_room", lambda *_: room)
     fields = {"slots": 4, "max_context": None, "kv_bytes": None, **more}
     directory = golden("untied-gqa-bf16")

@@ -63,7 +63,7 @@ def test_completion_with_every_parameter_becomes_a_request():
 
 
 def test_defaults_are_those_of_openai():
-    """A bare request means what OpenAI says: parse the smallest bodies."""
+    """A bare request has OpenAI's defaults: parse the smallest bodies."""
     completion = parse_completion({"prompt": "x"})
     assert (completion.max_tokens, completion.stream, completion.stops) == (16, False, [])
     assert completion.sampling.temperature == 1.0

@@ -1,4 +1,4 @@
-"""Tensor parallel: what each rank reads, and that ranks together say what one process says."""
+"""Tensor parallel: what each rank reads, and that ranks together answer as one process does."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_two_ranks_give_the_logits_and_tokens_of_one(name: str):
 
 
 def test_four_ranks_give_the_same_bits_every_time(tmp_path):
-    """Goal: same prompt, same tokens, whoever serves. Method: two sets of four ranks, whose sums
+    """Goal: same prompt, same tokens from any engine. Method: two sets of four ranks, whose sums
     are made in any order of arrival, and one process beside them."""
     directory = str(tmp_path / "model")
     write_random_model(directory, heads=8, kv_heads=4, layers=3)
@@ -146,7 +146,7 @@ def test_rows_of_the_head_need_not_divide():
 
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_ranks_that_do_not_divide_the_model_are_refused(ranks: int):
-    """Goal: a sentence with what would do. Method: numbers that divide no count of heads."""
+    """Goal: the error lists the valid numbers. Method: numbers that divide no count of heads."""
     with pytest.raises(
         UsageError, match=f"parallel {ranks} must divide .* choose one of"
     ) as caught:

@@ -70,7 +70,7 @@ def test_stream_valid_text_never_shows_half_a_character(text: str):
     assert "".join(pieces) == text
     assert pieces[-1] == ""
     expected = [part for letter in text for part in [""] * (len(letter.encode()) - 1) + [letter]]
-    if "\ufffd" not in text:  # written out in the text, it cannot be told from an unfinished one
+    if "\ufffd" not in text:  # in the text itself, it looks like an unfinished one
         assert pieces[:-1] == expected
 
 
@@ -193,7 +193,7 @@ def test_render_chat_messages_the_template_refuses_are_the_senders_fault(
 
 
 def test_render_chat_template_is_sandboxed():
-    """A template is somebody else's program: reaching for Python's insides is refused."""
+    """A template is foreign code: reaching for Python's insides is refused."""
     tokenizer = Tokenizer(byte_tokenizer(), {}, "{{ messages.__class__.__mro__ }}")
     with pytest.raises(UsageError):
         tokenizer.render_chat([])
@@ -216,7 +216,7 @@ def test_load_tokenizer_damaged_is_one_sentence(model: str, tmp_path: Any):
 
 
 def test_load_chat_template_from_each_place(model: str, tmp_path: Any):
-    """A separate file wins over the settings; without either, an error says what to use."""
+    """A separate file wins over the settings; without either, there is an error."""
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     settings_path = tmp_path / "tokenizer_config.json"
     settings_path.write_text(json.dumps({"eos_token": {"content": "</s>"}}))

@@ -42,14 +42,14 @@ DEADLINE_S = 60.0
 
 
 class Supervisor:
-    """Speaks the channel and the control socket; grants everything at once."""
+    """A stub supervisor on the channel and the control socket; it grants everything at once."""
 
     def __init__(self, directory: Path, engine: str, load_mode: str) -> None:
         self.engine = engine
         self.registered: dict[str, int] = {}
         self.pidfds: dict[str, OwnedFd] = {}
         self.attached: list[AttachedMsg] = []
-        self.words: list[Message] = []
+        self.notices: list[Message] = []
         self.is_channel_closed = False
         self.incarnation = witness.new_incarnation(engine)
         self.witness_path = free_witness(str(directory), self.incarnation)
@@ -89,24 +89,24 @@ class Supervisor:
         await self._server.close()
 
     async def _all_gone(self) -> None:
-        """By pidfds: an orphan's place in /proc stays until whoever adopted it reaps it."""
+        """By pidfds: an orphan's place in /proc stays until its new parent reaps it."""
         for name, pidfd in self.pidfds.items():
             await auntil(functools.partial(_is_readable, pidfd), f"the {name} process to end")
             pidfd.close()
         self.pidfds.clear()
 
-    def word(self, kind: type[Any]) -> Any:
-        return next((word for word in self.words if isinstance(word, kind)), None)
+    def notice(self, kind: type[Any]) -> Any:
+        return next((notice for notice in self.notices if isinstance(notice, kind)), None)
 
     async def prepared(self) -> PreparedMsg:
-        await auntil(lambda: self.words, "prepared", DEADLINE_S)
-        found = self.word(PreparedMsg)
-        assert isinstance(found, PreparedMsg), self.words
+        await auntil(lambda: self.notices, "prepared", DEADLINE_S)
+        found = self.notice(PreparedMsg)
+        assert isinstance(found, PreparedMsg), self.notices
         return found
 
     async def fault_report(self) -> FaultReportMsg:
-        await auntil(lambda: self.word(FaultReportMsg), "a fault report", DEADLINE_S)
-        report = self.word(FaultReportMsg)
+        await auntil(lambda: self.notice(FaultReportMsg), "a fault report", DEADLINE_S)
+        report = self.notice(FaultReportMsg)
         assert isinstance(report, FaultReportMsg)
         return report
 
@@ -149,7 +149,7 @@ class Supervisor:
             case _ if request_id:
                 self._answers.pop(request_id).set_result(message)
             case _:
-                self.words.append(message)
+                self.notices.append(message)
 
 
 @asynccontextmanager

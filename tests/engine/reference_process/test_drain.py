@@ -21,7 +21,7 @@ LONG_BUDGET = DrainMsg(60_000)
 
 
 class Raw:
-    """A connection of a client that says what it wants when it wants."""
+    """A client's connection that sends and reads when the test asks."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -64,9 +64,9 @@ def accept_now(sock: socket.socket) -> socket.socket:
 
 
 def test_drain_serves_what_it_has_accepted_and_nothing_else(tmp_path: Path, model: Path):
-    """Goal: a drain loses and refuses nobody. Method: under a stream that a stopped model holds up,
-    a kept connection and one that had said nothing yet ask: both are answered, and told to close;
-    a connection that is made meanwhile is in the backlog afterwards, its request in it."""
+    """Goal: a drain loses and refuses no request. Method: during a stream that a stopped model
+    holds up, a kept connection and a fresh one send requests: both are answered, with `close`; a
+    connection that is made meanwhile is in the backlog afterwards, its request in it."""
 
     async def main() -> None:
         async with (
@@ -88,7 +88,7 @@ def test_drain_serves_what_it_has_accepted_and_nothing_else(tmp_path: Path, mode
                     each.ask()
                 late = await Raw.connect(sock)
                 late.ask()
-                # Nobody is closed while something is in flight, however long it lasts.
+                # No connection is closed while a request is in flight, however long it lasts.
                 is_cut = asyncio.ensure_future(idle.ended())
                 await asyncio.wait({is_cut, draining}, timeout=0.5)
                 assert not is_cut.done()
@@ -164,7 +164,7 @@ def test_drain_waits_for_a_client_that_reads_slowly(tmp_path: Path, model: Path)
     asyncio.run(main())
 
 
-def test_drain_of_an_engine_that_nobody_asks_ends_at_once(tmp_path: Path, model: Path):
+def test_drain_of_an_idle_engine_ends_at_once(tmp_path: Path, model: Path):
     """Goal: silence costs nothing. Method: no connection at all, or one that was closed."""
 
     async def main() -> None:

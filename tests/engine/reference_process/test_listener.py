@@ -85,7 +85,7 @@ def test_backlog_of_the_owner_is_kept():
 
 
 def test_stop_leaves_the_backlog_to_the_next_one():
-    """Goal: closing our copy ends nobody's listening. Method: two listeners in turn."""
+    """Goal: closing our copy leaves the other copies listening. Method: two listeners in turn."""
 
     async def main() -> None:
         owner, _ = listening()
@@ -126,7 +126,7 @@ def test_many_at_once_are_all_accepted():
 
 def test_connection_that_sends_no_request_is_closed_and_another_is_not():
     """Goal: half requests cannot hold descriptors for ever. Method: two connections, of which one
-    is reported as heard; a short deadline."""
+    has sent a request; a short deadline."""
 
     async def main() -> None:
         owner, _ = listening()

@@ -44,21 +44,21 @@ SLOTS = 4
 
 
 class StubModel:
-    """The model's end: keeps what it is told, answers what the test says."""
+    """The model's end: keeps the messages it receives, sends what the test asks for."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.heard: list[Message] = []
+        self.messages: list[Message] = []
         self.is_closed = False
         self.conn = UnixConnection(sock, LINK, self)
 
     def of(self, kind: type[Any]) -> list[Any]:
-        return [message for message in self.heard if isinstance(message, kind)]
+        return [message for message in self.messages if isinstance(message, kind)]
 
     def opened(self, conn: Connection) -> None:
         pass
 
     def received(self, conn: Connection, message: Message, _: int, fds: list[OwnedFd]) -> None:
-        self.heard.append(message)
+        self.messages.append(message)
 
     def closed(self, conn: Connection, reason: str) -> None:
         self.is_closed = True
@@ -96,7 +96,7 @@ def test_prompts_travel_packed():
 
 
 def test_tokens_reach_their_own_request_and_count_as_progress():
-    """Goal: answers are told apart by number. Method: two requests, tokens out of order."""
+    """Goal: answers are matched by number. Method: two requests, tokens out of order."""
 
     async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
         with generate(link) as first, generate(link) as second:
@@ -114,8 +114,8 @@ def test_tokens_reach_their_own_request_and_count_as_progress():
     run(scenario)
 
 
-def test_late_token_of_a_cancelled_request_is_nobodys():
-    """Goal: what was on its way is dropped. Method: a token after the cancellation."""
+def test_late_token_of_a_cancelled_request_is_dropped():
+    """Goal: a token in flight reaches no other request. Method: a token after the cancellation."""
 
     async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
         with generate(link) as gone:
@@ -149,7 +149,7 @@ def test_more_than_the_link_may_hold_is_refused():
     run(scenario)
 
 
-def test_two_who_ask_for_a_canary_share_one():
+def test_two_calls_for_a_canary_share_one():
     """Goal: one inference answers both. Method: ask twice before the answer."""
 
     async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
@@ -162,7 +162,7 @@ def test_two_who_ask_for_a_canary_share_one():
     run(scenario)
 
 
-def test_model_that_says_why_it_ends_is_quoted_once():
+def test_failure_that_the_model_reports_is_passed_on_once():
     """Goal: the reason is the model's own. Method: a failure, then the end of the stream."""
 
     async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
@@ -177,7 +177,7 @@ def test_model_that_says_why_it_ends_is_quoted_once():
 
 
 def test_model_that_vanishes_is_reported():
-    """Goal: silence has a name too. Method: close without a word."""
+    """Goal: a silent death is reported too. Method: close without a message."""
 
     async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
         model.conn.close("dead")

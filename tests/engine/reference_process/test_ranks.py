@@ -48,8 +48,8 @@ async def complete(url: str) -> Any:
 
 
 def test_two_ranks_share_their_devices_with_a_second_engine(tmp_path: Path, model: Path):
-    """Goal: each rank maps its own device, weights are loaded once, and whoever serves says what
-    one process would. Method: load in one engine, map in another that may only read, kill the
+    """Goal: each rank maps its own device, weights are loaded once, and every engine answers as one
+    process would. Method: load in one engine, map in another that may only read, kill the
     first, compare answers, also with a backend of one rank."""
 
     async def main() -> None:
@@ -68,12 +68,12 @@ def test_two_ranks_share_their_devices_with_a_second_engine(tmp_path: Path, mode
                 witness = os.stat(first.witness_path)
                 for pid in first.registered.values():
                     assert procfs.flock_held(pid, 0, witness.st_dev, witness.st_ino)
-                told = {each.rank: each for each in first.attached}
-                assert set(told) == {0, 1}
-                assert told[0].epoch != told[1].epoch
-                assert told[0].identity == told[1].identity
-                assert told[0].identity["tp_size"] == 2
-                assert prepared.epoch == f"{told[0].epoch},{told[1].epoch}"
+                attached = {each.rank: each for each in first.attached}
+                assert set(attached) == {0, 1}
+                assert attached[0].epoch != attached[1].epoch
+                assert attached[0].identity == attached[1].identity
+                assert attached[0].identity["tp_size"] == 2
+                assert prepared.epoch == f"{attached[0].epoch},{attached[1].epoch}"
                 assert prepared.kv_bytes == 4 * 2 * 2 * 2 * 2048 * 16 * 4  # as with one rank
                 assert await complete(url) == expected
                 reader = supervisor(tmp_path, *arguments, engine="engine-1", load_mode="ro")
@@ -114,7 +114,7 @@ def is_attached(server: Any) -> bool:
 
 
 def test_engine_serves_on_while_its_memory_services_die_and_come_back(tmp_path: Path, model: Path):
-    """Goal: with gms dead nothing is lost and nobody waits. Method: close both services under a
+    """Goal: with gms dead nothing is lost and no request waits. Method: close both services under a
     serving engine of two ranks, ask it; start others, which get the same epochs back; ask again."""
 
     async def main() -> None:
@@ -175,7 +175,7 @@ def test_weights_that_fail_two_canaries_are_taken_out_of_service(tmp_path: Path,
 
 
 def test_rank_that_cannot_load_says_why(tmp_path: Path, model: Path):
-    """Goal: what is wrong on any device is said for good. Method: a second device too small."""
+    """Goal: a fault of any device is reported as permanent. Method: a second device too small."""
 
     async def main() -> None:
         async with (
@@ -191,7 +191,7 @@ def test_rank_that_cannot_load_says_why(tmp_path: Path, model: Path):
 
 
 def test_ranks_that_the_model_cannot_be_cut_into_are_refused(tmp_path: Path, model: Path):
-    """Goal: a sentence at once, with what would do. Method: three ranks for two key heads."""
+    """Goal: an error at once, with the valid numbers. Method: three ranks for two key heads."""
 
     async def main() -> None:
         arguments = ("--model", str(model), "--tensor-parallel", "3")

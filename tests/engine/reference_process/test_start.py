@@ -27,13 +27,13 @@ def test_arguments_have_defaults_and_sizes():
     assert (most.kv_bytes, most.slots, name) == (2 << 30, 8, "name")
 
 
-@pytest.mark.parametrize("word", ["-h", "--help"])
-def test_help_of_the_backend_is_printed_and_nothing_is_started(tmp_path: Path, word: str):
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_of_the_backend_is_printed_and_nothing_is_started(tmp_path: Path, flag: str):
     """Goal: a question is answered. Method: `engine run -- --help` in a place for no pod."""
     nowhere = tmp_path / "nowhere"
     program = (sys.executable, "-c", "from engine.cli import main; main()")
     done = subprocess.run(
-        [*program, "run", "--backend", "reference", "--dir", str(nowhere), "--", word],
+        [*program, "run", "--backend", "reference", "--dir", str(nowhere), "--", flag],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

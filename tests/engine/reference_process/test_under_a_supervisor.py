@@ -127,7 +127,7 @@ def test_kv_memory_is_taken_on_wake_and_not_before(tmp_path: Path, model: Path):
 
 
 def test_second_engine_maps_what_the_first_has_loaded(tmp_path: Path, model: Path):
-    """Goal: one copy of the weights, and the same tokens whoever serves. Method: load in one,
+    """Goal: one copy of the weights, and the same tokens from either engine. Method: load in one,
     map in another that may only read, kill the first, compare answers."""
 
     async def main() -> None:
@@ -157,7 +157,7 @@ def test_second_engine_maps_what_the_first_has_loaded(tmp_path: Path, model: Pat
 
 
 def test_client_that_leaves_frees_its_slot(tmp_path: Path, model: Path):
-    """Goal: nobody generates for nobody. Method: one slot, a long stream cut, another request."""
+    """Goal: no tokens for a client that has left. Method: one slot, a long stream cut, another."""
 
     async def main() -> None:
         async with (
@@ -172,7 +172,7 @@ def test_client_that_leaves_frees_its_slot(tmp_path: Path, model: Path):
             waiting = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=LONG))
             progress = (await health(stub)).progress
             await progressed(stub, progress + 20)
-            waiting.cancel()  # a whole answer nobody waits for
+            waiting.cancel()  # a whole answer without a client
             await complete(client, url)
             assert (await health(stub)).in_flight == 0
 
@@ -197,7 +197,7 @@ def test_death_of_either_process_ends_the_other(tmp_path: Path, model: Path, vic
 
 
 def test_without_a_supervisor_it_ends(tmp_path: Path, model: Path):
-    """Goal: nobody serves unowned. Method: close the channel."""
+    """Goal: no backend serves without a supervisor. Method: close the channel."""
 
     async def main() -> None:
         async with memory_service(tmp_path), supervisor(tmp_path, "--model", str(model)) as stub:
@@ -208,14 +208,14 @@ def test_without_a_supervisor_it_ends(tmp_path: Path, model: Path):
     asyncio.run(main())
 
 
-def test_memory_service_that_dies_under_a_writer_is_said(tmp_path: Path, model: Path):
-    """Goal: only a load can be lost with gms, and that is said. Method: a service that grants,
+def test_memory_service_that_dies_under_a_writer_is_reported(tmp_path: Path, model: Path):
+    """Goal: only a load can be lost with gms, and it is reported. Method: a service that grants,
     is asked for memory and goes away without an answer (a quick writer would be done by then)."""
 
     async def main() -> None:
         async with memory_service(tmp_path) as server:
             allocated = asyncio.Event()
-            hear = server.received
+            receive = server.received
 
             def received(
                 conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
@@ -223,7 +223,7 @@ def test_memory_service_that_dies_under_a_writer_is_said(tmp_path: Path, model: 
                 if isinstance(message, AllocateMsg):
                     allocated.set()
                 else:
-                    hear(conn, message, request_id, fds)
+                    receive(conn, message, request_id, fds)
 
             server.received = received
             async with supervisor(tmp_path, "--model", str(model)) as stub:
@@ -253,7 +253,7 @@ def test_memory_service_that_dies_under_a_writer_is_said(tmp_path: Path, model: 
         (("--model", "MODEL", "--slots", "1024"), "gms.larger_than_device", "--device-bytes", 1),
     ],
 )
-def test_what_no_relaunch_can_mend_is_said_for_good(
+def test_fault_that_no_relaunch_can_fix_is_permanent(
     tmp_path: Path, model: Path, arguments: Any, code: str, names: str, exit_code: int
 ):
     """Goal: one sentence that names the cause, marked permanent. Method: wrong input each."""

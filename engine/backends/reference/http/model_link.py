@@ -42,7 +42,7 @@ from plumbing.wire.unix_connection import UnixConnection
 
 T = TypeVar("T", bound=Message)
 
-# Requests that wait for a slot; beyond it a client is told to come back, not kept for minutes.
+# Requests that wait for a slot; further clients are asked to retry instead of waiting for minutes.
 QUEUE_MAX = 256
 
 
@@ -125,7 +125,7 @@ class ModelLink:
         sampling: SamplingParams,
         stop_token_ids: tuple[int, ...],
     ) -> Generation:
-        """Ask for tokens; use the result in a `with` block, which cancels what is unfinished.
+        """Ask for tokens; use the result in a `with` block, which cancels an unfinished request.
 
         Raises:
             UnderstudyError: `engine.queue_full`.

@@ -14,7 +14,7 @@ from typing import Any
 from plumbing.errors import UnderstudyError, UsageError
 
 DONE = b"data: [DONE]\n\n"
-# How long a client is told to wait before it tries again: a slot is free after about a request's
+# How long a client is asked to wait before it tries again: a slot is free after about a request's
 # time, and another engine takes over in less.
 RETRY_AFTER_S = 1
 

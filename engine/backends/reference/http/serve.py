@@ -26,8 +26,8 @@ from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
 KEEPALIVE_S = 75.0
-# For what is cut when the drain's budget is spent. Not 0, which aiohttp takes for "no limit"; not
-# more, because its `shutdown` waits that long for idle connections too.
+# For connections that are cut when the drain's budget is spent. Not 0, which aiohttp takes for "no
+# limit"; not more, because its `shutdown` waits that long for idle connections too.
 FLUSH_S = 0.1
 
 

@@ -118,7 +118,7 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """What was held back, now that no token follows."""
+        """The text held back, now that no token follows."""
         text = self._tokenizer.decode(self._window)
         return self._send(text, len(text))
 
@@ -184,7 +184,7 @@ class StopStrings:
         return text[: len(text) - keep], False
 
     def finish(self) -> str:
-        """What was held back because it might have begun a stop string."""
+        """The text held back because it might have begun a stop string."""
         held, self._held = self._held, ""
         return held
 
