@@ -34,7 +34,7 @@ from plumbing.service.cli import INTERRUPTED, fail, run_async
 from plumbing.service.config import Option, Resolved, resolve
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
-from understudy.drill.page_file import check_destination
+from understudy.drill.page import check_destination
 from understudy.drill.prompts import write_expected
 from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan

@@ -20,7 +20,7 @@ from plumbing.errors import UsageError
 from plumbing.part.paths import runtime_dir
 from plumbing.service.cli import INTERRUPTED, options, plain_errors, run_async
 from plumbing.service.config import Option, Resolved, resolve
-from understudy.drill.page_file import check_destination
+from understudy.drill.page import check_destination
 from understudy.drill.report import print_report
 from understudy.drill.run import DrillPlan
 from understudy.host import machine

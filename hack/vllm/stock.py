@@ -27,8 +27,7 @@ from understudy.drill.clients import Target, stream_without_pause
 from understudy.drill.prompts import all_prompts, learn_answers
 from understudy.drill.records import End, Exchange, Prompt
 from understudy.drill.verdict import Spread, spread
-from understudy.kubelet.containers import Container, Restart
-from understudy.kubelet.probes import quick_startup
+from understudy.kubelet.containers import Container, Restart, quick_startup
 from understudy.kubelet.runner import PodRunner
 from understudy.up.ports import free_ports
 

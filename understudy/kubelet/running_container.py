@@ -1,8 +1,8 @@
 """One container and its process: started, probed, stopped, restarted.
 
-Owns the process, its probes' tasks and the restart delay; `probes.py` and `containers.py` have the
-rules. Signals go only to children not reaped yet, so never to a recycled pid. Children die with the
-runner: they get its pid in UNDERSTUDY_PARENT_PID and ask the kernel to be killed when it exits, or
+Owns the process, its probes' tasks and the restart delay; `containers.py` has the rules. Signals go
+only to children not reaped yet, so never to a recycled pid. Children die with the runner: they get
+its pid in UNDERSTUDY_PARENT_PID and ask the kernel to be killed when it exits, or
 `enter_namespace.py` does so for them.
 
 The surprising thing: during the *first* start an exit with a code (not by a signal) is final. A bad
@@ -22,10 +22,17 @@ from collections.abc import Callable, Mapping
 from plumbing.part.format import duration
 from plumbing.service.process import parent_environment
 from understudy.kubelet import namespaces
-from understudy.kubelet.containers import Backoff, Container, Kind, grace_left_s
+from understudy.kubelet.containers import (
+    Backoff,
+    Container,
+    ContainerHealth,
+    Kind,
+    Question,
+    grace_left_s,
+    is_yes,
+)
 from understudy.kubelet.http_get import HttpReply, get
 from understudy.kubelet.log import ContainerLog
-from understudy.kubelet.probes import ContainerHealth, Question, is_yes
 
 ASK_AGAIN_S = 0.05  # an interpreter installs its handlers within some 0.1 s
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plumbing.errors import UsageError
-from understudy.kubelet.containers import KUBELET, Container, Pace
-from understudy.kubelet.probes import HttpProbe
+from understudy.kubelet.containers import KUBELET, Container, HttpProbe, Pace
 from understudy.manifest.spec import ContainerSpec, PodManifest, ProbeSpec
 from understudy.manifest.values import (
     LOCAL_IP,

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from plumbing.errors import UsageError
 from plumbing.part.paths import lockserver_socket
-from understudy.kubelet.containers import QUICK, Container, Kind, Pace
-from understudy.kubelet.probes import quick_startup
+from understudy.kubelet.containers import QUICK, Container, Kind, Pace, quick_startup
 from understudy.manifest.files import read_manifest_file
 from understudy.manifest.placement import Placement, place_containers
 from understudy.manifest.spec import ContainerSpec, PodManifest, ProbeSpec

@@ -22,8 +22,7 @@ from plumbing.service.config import Resolved
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
 from understudy.drill.killer import wait_whole
-from understudy.drill.page_data import page_data
-from understudy.drill.page_file import write_page
+from understudy.drill.page import page_data, write_page
 from understudy.drill.records import LOCKSERVER, Records
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import DrillReport, judge

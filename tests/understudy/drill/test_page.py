@@ -16,8 +16,8 @@ from plumbing.errors import UnderstudyError, UsageError
 from tests.browser import needs_chromium, tab
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.understudy.drill.fake_pod import FakePod
-from understudy.drill import page_data as page
-from understudy.drill.page_file import check_destination, render, write_page
+from understudy.drill import page
+from understudy.drill.page import check_destination, render, write_page
 from understudy.drill.records import (
     GONE,
     LOCK,
@@ -331,7 +331,7 @@ def test_the_command_writes_the_page_of_a_real_drill(tmp_path_factory: pytest.Te
     target = tmp_path_factory.mktemp("report") / "report.html"
     done = drill_with_report(temporary, target)
     assert done.returncode == 0, done.stderr
-    assert f"the report is in {target}" in done.stderr
+    assert f"report written to {target}" in done.stderr
     found = data_in(target.read_text())
     assert found["report"] == json.loads(done.stdout)
     (kill,) = found["kills"]

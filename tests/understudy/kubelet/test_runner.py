@@ -14,9 +14,8 @@ import pytest
 
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from tests.helpers import auntil, open_fds, until
-from understudy.kubelet.containers import Container, Restart
+from understudy.kubelet.containers import Container, Restart, quick_startup
 from understudy.kubelet.log import LINE_MAX_BYTES, ContainerLog
-from understudy.kubelet.probes import quick_startup
 from understudy.kubelet.runner import PodRunner, run_pod
 
 # Answers 503 to the first probes and 200 to the later ones, and writes its order of events down.

@@ -22,8 +22,7 @@ from tests.understudy.kubelet.test_runner import (
     run,
 )
 from understudy.kubelet import namespaces
-from understudy.kubelet.containers import KUBELET, Container, Kind, Restart
-from understudy.kubelet.probes import HttpProbe
+from understudy.kubelet.containers import KUBELET, Container, HttpProbe, Kind, Restart
 from understudy.kubelet.runner import PodRunner
 
 # Answers every path with the status in a file, or 200 while that is not there.

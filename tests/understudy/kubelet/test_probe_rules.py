@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from understudy.kubelet.probes import (
+from understudy.kubelet.containers import (
     ContainerHealth,
     HttpProbe,
     Question,

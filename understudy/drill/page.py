@@ -1,22 +1,31 @@
-"""The data of the report page, as one JSON document: records and verdict in, plain data out.
+"""The report page: one self-contained HTML file with its data embedded as JSON.
 
-Pure. Decides what is left out when there is too much, and counts it. Times are milliseconds: of a
-kill since that kill, of everything else since the drill's first request.
+`page_data` makes the data from records and verdict, decides what is left out when there is too
+much, and counts it. Times are milliseconds: of a kill since that kill, of everything else since the
+drill's first request. In the file `<` is escaped, so no data can be taken for markup.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.service.files import write_atomic
 from understudy.drill.records import LOCK, PHASES, EngineKill, Exchange, Moment, Outcome, Records
 from understudy.drill.verdict import DrillReport, classify, first_answers, phases_of, spread
 from understudy.host import ResourceUsage
 
+TEMPLATE = Path(__file__).parent / "page.html"
+PLACE = "{{data}}"
+MODE = 0o644  # meant to be shared
 SCHEMA = 1
 DOTS_MAX = 5000  # more than a chart has room for; some 150 KiB
 KILLS_MAX = 500  # with a timeline of their own, at some 3 KiB each
@@ -242,3 +251,44 @@ def _since(kill: EngineKill, at_ms: float | None) -> float | None:
 
 def _round(value_ms: float) -> float:
     return round(value_ms, 2)  # finer than any chart's pixels
+
+
+def check_destination(path: Path) -> None:
+    """Raise if no page can be written to `path`, before a drill that takes minutes.
+
+    Raises:
+        UsageError: `drill.bad_report`.
+    """
+    reason = None
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not path.parent.is_dir():
+        reason = f"{path.parent} is not a directory"
+    elif not os.access(path.parent, os.W_OK):
+        reason = f"{path.parent} is not writable"
+    if reason is not None:
+        raise UsageError(
+            "drill.bad_report", f"--report {path}: {reason}; choose a file in a writable directory"
+        )
+
+
+def render(data: dict[str, Any]) -> str:
+    """The page for `data`."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    before, after = TEMPLATE.read_text(encoding="utf-8").split(PLACE)
+    return before + text + after
+
+
+def write_page(path: Path, data: dict[str, Any]) -> None:
+    """Write the page for `data` to `path`, atomically.
+
+    Raises:
+        UnderstudyError: `drill.report_not_written`.
+    """
+    try:
+        write_atomic(str(path), render(data), MODE, survives_power_cut=False)
+    except OSError as error:
+        raise UnderstudyError(
+            "drill.report_not_written",
+            f"cannot write the report page to {path}: {error.strerror}",
+        ) from error
