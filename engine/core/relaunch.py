@@ -7,8 +7,7 @@ switchovers) never count, neither for the verdict nor for back-off.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 BACKOFF_FIRST_MS = 500
 BACKOFF_MAX_MS = 30_000
@@ -36,27 +35,20 @@ class Due:
     reason: str
 
 
+@dataclass(slots=True, kw_only=True)
 class Relaunch:
     """The deaths so far, and when the next launch is due."""
 
-    def __init__(
-        self,
-        *,
-        backoff_first_ms: int = BACKOFF_FIRST_MS,
-        backoff_max_ms: int = BACKOFF_MAX_MS,
-        deaths_max: int = DEATHS_MAX,
-        window_ms: int = DEATHS_WINDOW_MS,
-        yield_ms: int = YIELD_MS,
-    ) -> None:
-        self._backoff_first_ms = backoff_first_ms
-        self._backoff_max_ms = backoff_max_ms
-        self._deaths_max = deaths_max
-        self._window_ms = window_ms
-        self._yield_ms = yield_ms
-        self._counted: deque[Death] = deque(maxlen=deaths_max)
-        self._died_ms: float | None = None
-        self._vacant_ms: float | None = None  # the last look since then that found no engine active
-        self.failures = 0  # in a row before standby
+    backoff_first_ms: int = BACKOFF_FIRST_MS
+    backoff_max_ms: int = BACKOFF_MAX_MS
+    deaths_max: int = DEATHS_MAX
+    window_ms: int = DEATHS_WINDOW_MS
+    yield_ms: int = YIELD_MS
+    failures: int = field(default=0, init=False)  # in a row before standby
+    _counted: list[Death] = field(default_factory=list, init=False)  # the last `deaths_max`
+    _died_ms: float | None = field(default=None, init=False)
+    # The last look since then that found no engine active.
+    _vacant_ms: float | None = field(default=None, init=False)
 
     def died(self, death: Death) -> None:
         self._died_ms, self._vacant_ms = death.at_ms, None
@@ -65,17 +57,17 @@ class Relaunch:
         if death.is_planned:
             return
         self.failures += not death.reached_standby
-        self._counted.append(death)
+        self._counted = [*self._counted, death][-self.deaths_max :]
 
     def verdict(self) -> str | None:
         """Why there will be no further launch, if so."""
-        if len(self._counted) < self._deaths_max:
+        if len(self._counted) < self.deaths_max:
             return None
         first, last = self._counted[0], self._counted[-1]
-        if last.at_ms - first.at_ms > self._window_ms:
+        if last.at_ms - first.at_ms > self.window_ms:
             return None
         return (
-            f"crash loop: {self._deaths_max} deaths within {self._window_ms / 60_000:g} minutes,"
+            f"crash loop: {self.deaths_max} deaths within {self.window_ms / 60_000:g} minutes,"
             f" the last one: {last.cause}"
         )
 
@@ -84,8 +76,8 @@ class Relaunch:
         if self.failures == 0:
             return 0
         # The exponent is bounded so that a long night does not make a number of many digits.
-        doubled = self._backoff_first_ms << min(self.failures - 1, 32)
-        return min(doubled, self._backoff_max_ms)
+        doubled = self.backoff_first_ms << min(self.failures - 1, 32)
+        return min(doubled, self.backoff_max_ms)
 
     def due(self, now_ms: float, *, is_other_active: bool) -> Due:
         """When to launch, as of now: after the back-off, and once another engine is active and has
@@ -95,7 +87,7 @@ class Relaunch:
         if not is_other_active:
             self._vacant_ms = now_ms
         backoff = self._died_ms + self.backoff_ms
-        latest = pause = self._died_ms + self._yield_ms
+        latest = pause = self._died_ms + self.yield_ms
         if self._vacant_ms is None:
             pause = self._died_ms
         elif is_other_active:

@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--load", action="store_true", help="ask for leave to load")
     parser.add_argument("--load-until", default="", help="hold the loader lock until this exists")
     parser.add_argument("--ranks", nargs="*", help="load as so many ranks, of these models")
-    parser.add_argument("--fault", default="", help="die with these last words")
+    parser.add_argument("--fault", default="", help="exit with this fault report")
     parser.add_argument("--permanent", action="store_true")
     parser.add_argument("--dirty-mib", type=int, default=0)
     parser.add_argument("--kv-bytes", type=int, default=1024)

@@ -1,4 +1,4 @@
-"""A stand-in for the lock server that does what a test tells it: grants, lends, hears wants."""
+"""A stand-in for the lock server that a test controls: grants, lends, receives wants."""
 
 from __future__ import annotations
 

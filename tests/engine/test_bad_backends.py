@@ -53,7 +53,7 @@ def test_bad_backend_dies_and_is_launched_again(pod, lock, switches, flags, caus
     """Each fault ends the incarnation with its cause, the tree is gone, the next one begins."""
     engine = pod.engine("e-0", *switches, flags=(*QUICK, *flags))
     death = last_death(engine)
-    # A death may be seen before the last words are read: both belong to the same end.
+    # A death may be seen before the fault report is read: both belong to the same death.
     assert death["cause"] in (cause, "child_exit")
     assert words in str(death["message"])
     until(lambda: engine.status()["engine"]["number"] >= 2, "the relaunch")
@@ -126,7 +126,7 @@ def test_tree_dies_as_soon_as_one_process_begins_to(pod, lock):
 
 
 def test_hearing_of_another_grant_kills_the_tree(pod, directory):
-    """The stub grants `active` to somebody else: the holder's tree is gone at once."""
+    """The stub grants `active` to another engine: the holder's tree is gone at once."""
     with stub_lock(directory, auto=("loader", "active")) as (stub, thread):
         engine = pod.engine("e-0", flags=(*QUICK, "--yield-ms", "5000"))
         engine.until("active")

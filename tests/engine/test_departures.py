@@ -123,7 +123,7 @@ def test_drain_command_ends_the_engine(pod, lock):
 
 
 def test_status_command_also_offline(pod, lock):
-    """`engine status` asks the engine, then its state file, then says that nobody is there."""
+    """`engine status` asks the engine, then its state file, then reports that neither exists."""
     engine = pod.engine("e-0")
     engine.until("active")
 
@@ -244,8 +244,8 @@ def test_control_socket_refuses_strangers(pod, lock):
     assert engine.state == "active"
 
 
-def test_rehearsed_hang_is_found_out_and_counts_for_nothing(pod, lock):
-    """`stop` in place of `kill`: nobody is dead, so health has to find it."""
+def test_rehearsed_hang_is_detected_and_never_counts(pod, lock):
+    """`stop` in place of `kill`: no process is dead, so the health checks must detect it."""
     engine = pod.engine("e-0", flags=(*QUICK, "--answer-ms", "200"))
     pid = engine.until("active")["backend"]["pids"]["http"]
     with engine.client() as client:
@@ -274,7 +274,7 @@ def test_watch_streams_events(pod, lock):
             assert isinstance(record, m.EventMsg)
             assert record.record["id"] > first.document["as_of_event_id"]
             seen.setdefault(record.record["type"], record.record)
-    # Its lifeline may end the incarnation before its status is known; that is told all the same.
+    # Its lifeline may end the incarnation before its status is known; it is reported all the same.
     assert seen["engine.state"]["data"]["cause"] == "child_exit"
     assert seen["engine.child_exit"]["data"]["name"] == "http"
     assert seen["engine.child_exit"]["data"]["signal"] == signal.SIGKILL

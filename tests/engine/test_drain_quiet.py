@@ -46,7 +46,7 @@ async def pair() -> AsyncIterator[tuple[asyncio.Transport, socket.socket]]:
 
 
 def test_fresh_connection_gets_its_time_and_then_is_quiet():
-    """Goal: who has just connected is given time to ask. Method: one that says nothing: not quiet
+    """Goal: a new client has time to send its request. Method: one that sends nothing: not quiet
     at first, quiet by itself later, and `until_done` waits just for that."""
 
     async def main() -> None:
@@ -59,7 +59,7 @@ def test_fresh_connection_gets_its_time_and_then_is_quiet():
 
 
 def test_unread_request_and_unsent_answer_are_no_silence():
-    """Goal: what is on its way counts, however long ago it moved. Method: a byte that nobody reads;
+    """Goal: data in flight counts, however long ago it moved. Method: a byte that is not read;
     an answer larger than the client takes."""
 
     async def main() -> None:

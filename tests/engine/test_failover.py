@@ -84,7 +84,7 @@ def test_lock_server_death_and_restart_is_no_failover(pair):
 
 
 def test_stopped_supervisor_is_not_taken_over(pair):
-    """SIGSTOP the active supervisor: its tree lives, so nobody else is granted."""
+    """SIGSTOP the active supervisor: its tree lives, so no other engine is granted."""
     pod, first, second = pair
     before = pod.ask()
     os.kill(first.process.pid, signal.SIGSTOP)

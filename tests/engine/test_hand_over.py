@@ -47,7 +47,7 @@ def states(engine: Engine) -> list[str]:
 
 
 def test_hand_overs_are_no_crash_loop(pod, lock):
-    """Goal: being asked to is nobody's fault. Method: more hand-overs than deaths make a loop; each
+    """Goal: a hand-over is no failure. Method: more hand-overs than deaths make a loop; each
     time the incarnation is named until it is reaped, and the next one is not backed off."""
     stub, loop = lock
     engine = pod.engine("e-0", flags=(*QUICK, "--deaths-max", "2"))
@@ -65,7 +65,7 @@ def test_hand_overs_are_no_crash_loop(pod, lock):
 
 def test_hand_over_while_waking_begins_once_it_is_active(pod, directory):
     """Goal: a request that comes early is kept. Method: the grant and the hand-over in one breath,
-    so that the engine wakes when it hears of the second."""
+    so that the engine is waking when the second arrives."""
     with stub_lock(directory, auto=("loader",)) as (stub, loop):
         engine = pod.engine("e-0", flags=QUICK)
         until(lambda: stub.want is not None and "active" in stub.want.locks, "the want of active")
@@ -94,7 +94,7 @@ def test_hand_over_has_the_drains_budget(pod, lock):
 
 
 def test_sigterm_in_a_hand_over_ends_the_engine(pod, lock):
-    """Goal: who is told to end ends. Method: a drain that hangs, then SIGTERM, and the budget."""
+    """Goal: SIGTERM wins. Method: a drain that hangs, then SIGTERM, and the budget."""
     stub, loop = lock
     engine = pod.engine("e-0", "--hang-at", "drain", flags=("--drain-ms", "1000"))
     engine.until("active")

@@ -1,6 +1,6 @@
 """The KV cache's addresses on host memory: what is behind them when, and what touching them does.
 
-What must end a process is done by a child. All of it is the kernel's answer, nobody's fake.
+What must end a process is done by a child. Everything is the kernel's answer, nothing is faked.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_size_is_kept_for_as_long_as_its_engine_lives(layouts: Layouts):
 
 
 def test_engine_that_is_alone_may_change_its_size(layouts: Layouts):
-    """Its checkpoint was replaced between two launches: nobody else is there to disagree; with
+    """Its checkpoint was replaced between two launches: no other engine is there to disagree; with
     another one there it is the odd one out."""
     first, second = layouts.of("engine-0"), layouts.of("engine-1")
     assert first.agree(SMALL, 1)
@@ -87,7 +87,7 @@ def test_engine_that_is_alone_may_change_its_size(layouts: Layouts):
         first.agree(SMALL, 1)
 
 
-def test_record_of_the_dead_binds_nobody(layouts: Layouts):
+def test_record_of_dead_engines_binds_no_one(layouts: Layouts):
     """SIGKILL the process that wrote it: the record is still there, and another size is taken."""
     program = f"""
 from engine.supervisor.kv_layout import KvLayout
@@ -108,7 +108,7 @@ input()
 
 
 def test_change_that_is_meant_binds_those_that_come_later(layouts: Layouts):
-    """--kv-change: allowed beside a living engine, and said; whoever comes after needs no flag for
+    """--kv-change: allowed beside a living engine, and reported; later engines need no flag for
     the new size, and is refused with the old one."""
     assert layouts.of("engine-0").agree(SMALL, 1)
     changing = layouts.of("engine-1", may_change=True)
@@ -178,7 +178,7 @@ print(json.dumps(counts))
 
 
 def test_engines_that_come_at_once_never_hold_to_two_sizes(tmp_path: Path):
-    """Four processes of two sizes, thousands of times: whoever holds to a size finds it in the
+    """Four processes of two sizes, thousands of times: a holder of a size finds it in the
     record for as long as it holds. (The kernel lets go between two kinds of lock.)"""
     program = RACER.replace("ROUNDS", "3000")
     racers = [

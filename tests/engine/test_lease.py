@@ -41,7 +41,7 @@ def loop() -> Iterator[LoopThread]:
 
 @pytest.fixture
 def server(loop) -> Iterator[LeaseServer]:
-    """Grants `active` and `loader` to whoever wants them."""
+    """Grants `active` and `loader` to every engine that wants them."""
     made = LeaseServer(LEASE_MS, auto=("active", "loader"))
     loop.run(made.start())
     yield made
@@ -153,7 +153,7 @@ def test_a_stopped_supervisor_is_ended_by_the_kernel_with_its_backend(pod, serve
 
 
 def test_a_stopped_standby_is_left_alone(pod, server):
-    """Goal: only who holds is watched by the kernel. Method: a standby is stopped for longer than
+    """Goal: the kernel's timer runs for holders only. Method: a standby is stopped for longer than
     a lease, and goes on."""
     server.auto = ("loader",)
     engine = pod.engine("engine-0", flags=over_tcp(server, pod))
@@ -178,7 +178,7 @@ def silent_for(server: LeaseServer, ms: float) -> bool:
 
 
 def test_a_restart_of_the_server_costs_nothing(pod, server, loop, engine):
-    """Goal: nobody loses by a restart within the lease. Method: stop and start the server."""
+    """Goal: a restart within the lease costs nothing. Method: stop and start the server."""
     before = pod.ask()
     port = server.server.port
     loop.run(server.stop())
@@ -193,7 +193,7 @@ def test_a_restart_of_the_server_costs_nothing(pod, server, loop, engine):
 
 
 def test_an_address_in_use_is_waited_for_and_said(pod, server):
-    """Goal: a service address that somebody has is no crash, and no silent wait. Method: a listener
+    """Goal: a service address in use is no crash, and no silent wait. Method: a listener
     of the test's own, closed once status names it."""
     with socket.create_server(pod.address):
         engine = pod.engine("engine-0", flags=over_tcp(server, pod))
@@ -240,8 +240,8 @@ def test_two_members_wake_stop_and_come_back_together(pod, server, loop, tmp_pat
         second.close()
 
 
-def test_what_an_earlier_supervisor_left_is_waited_for(pod, server, tmp_path):
-    """Goal: over TCP no lock server sees the witnesses here, so a supervisor that comes back looks
+def test_first_launch_waits_for_processes_of_an_earlier_supervisor(pod, server, tmp_path):
+    """Goal: over TCP no lock server sees the witnesses here, so a restarted supervisor looks
     itself. Method: a stray process holds the witness of an earlier launch; another's are not its
     business, and a free one is removed."""
     stray = witness.new_incarnation("engine-0")
@@ -270,7 +270,7 @@ def test_what_an_earlier_supervisor_left_is_waited_for(pod, server, tmp_path):
 
 
 def test_leaving_while_it_waits_for_what_was_left(pod, server):
-    """Goal: SIGTERM is heeded then, too. Method: as above, and told to end."""
+    """Goal: SIGTERM is obeyed then, too. Method: as above, and SIGTERM."""
     path = free_witness(str(pod.directory), witness.new_incarnation("engine-0"))
     with open(path) as stream:
         fcntl.flock(stream, fcntl.LOCK_SH)
@@ -281,7 +281,7 @@ def test_leaving_while_it_waits_for_what_was_left(pod, server):
 
 
 def test_certificates_let_an_engine_in_and_a_stranger_s_do_not(pod, tmp_path, loop):
-    """Goal: mutual TLS by the flags, and no silent wait for who has the wrong files.
+    """Goal: mutual TLS by the flags, and no silent wait with the wrong files.
     Method: two engines, one with a certificate of another CA; a server that speaks TLS."""
     (tmp_path / "other").mkdir()
     ours, theirs = Authority(tmp_path), Authority(tmp_path / "other")

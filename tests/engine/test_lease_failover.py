@@ -1,4 +1,4 @@
-"""Engines and a lock server over TCP, all real: who is lost is replaced, and only once it is over.
+"""Engines and a lock server over TCP, all real: a lost engine is replaced once it is over.
 
 All processes are on one machine with one clock, so what happened first can be read from the
 events of both sides.
@@ -168,7 +168,7 @@ def pair(host: Host, tmp_path: Path) -> tuple[Host, Engine, Engine]:
 
 
 def test_a_dead_supervisor_is_replaced_when_its_lease_has_run_out(pair):
-    """Goal: nobody but time can say that a holder on another host is dead; then the next one serves
+    """Goal: only time proves that a holder on another host is dead; then the next one serves
     the same answers. Method: SIGKILL; the lease's end comes before the grant in the server's own
     events, every process of the old tree is gone by then, and both engines say the same."""
     host, first, second = pair
@@ -202,7 +202,7 @@ def test_a_dead_backend_is_replaced_at_once(pair):
 
 @long_leases
 def test_leaving_and_handing_over_wait_for_no_lease(pair):
-    """Goal: who goes in good order says so: nothing is waited out. Method: switch over, then
+    """Goal: a holder that releases in order costs no waiting time. Method: switch over, then
     SIGTERM to the new holder; each grant follows a reaping, no lease has run out."""
     host, first, second = pair
     command = [*program("lockserver"), "switchover", "--dir", host.server.directory, "--json"]
@@ -221,7 +221,7 @@ def test_leaving_and_handing_over_wait_for_no_lease(pair):
 
 
 @long_leases
-def test_the_server_s_death_costs_nobody_anything(pair):
+def test_the_death_of_the_server_costs_no_request(pair):
     """Goal: a restart of the lock server within a lease is no failover. Method: SIGKILL and start;
     the same holder under the same token, in the same launch, and it has answered all along."""
     host, first, second = pair
@@ -247,7 +247,7 @@ def proxy(host: Host) -> Iterator[Proxy]:
 
 
 def test_a_partitioned_holder_has_stopped_before_another_is_granted(host, proxy):
-    """Goal: one owner, whoever can hear whom. Method: the holder's packets are lost; by the one
+    """Goal: one owner, whichever links are cut. Method: the holder's packets are lost; by the one
     clock of this machine its last process is gone before the next grant, its death is a lost lease;
     mended, it comes back as a standby."""
     first = host.pod.engine(

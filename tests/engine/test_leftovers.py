@@ -24,7 +24,7 @@ QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20
 
 @pytest.fixture
 def prefix() -> Iterator[str]:
-    """Of names that nobody else has; what a failed test leaves is removed."""
+    """Of names that no other test has; what a failed test leaves is removed."""
     chosen = f"understudy-test-{secrets.token_hex(6)}"
     yield chosen
     for name in os.listdir(leftovers.SHM):
@@ -76,7 +76,7 @@ def test_all_that_a_killed_tree_left_is_removed(pod, lock, prefix):
 
 
 def test_a_killed_supervisors_successor_removes_it(pod, lock, prefix):
-    """Kill the supervisor, so that nobody is left who saw the files: the next one of the same
+    """Kill the supervisor, so that no process is left that saw the files: the next one of the same
     engine finds the list."""
     engine = started(pod, prefix)
     engine.process.kill()
@@ -100,7 +100,7 @@ def test_what_another_process_still_has_mapped_stays(pod, lock, prefix):
     until(lambda: files_of(prefix, pod.directory) == {"-before"}, "the file to be removed")
 
 
-def test_a_list_that_cannot_be_read_stops_nobody(pod, lock, prefix):
+def test_an_unreadable_list_stops_no_engine(pod, lock, prefix):
     """Garbage where the list should be: the engine starts all the same and writes it anew."""
     (pod.directory / "leftovers_e-0.json").write_text('{"names": [[1, 2]]}')
     started(pod, prefix)
@@ -121,7 +121,7 @@ def test_another_file_under_the_same_name_is_not_removed(prefix):
     assert not os.path.exists(path)
 
 
-def test_a_folder_and_what_lies_in_it_are_nobodys(prefix, tmp_path):
+def test_a_directory_and_its_contents_are_never_removed(prefix, tmp_path):
     """Somebody keeps a model in a folder in shared memory and a process maps it: no leftover."""
     folder = os.path.join(leftovers.SHM, prefix)
     model = os.path.join(folder, "model.safetensors")

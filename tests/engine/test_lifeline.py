@@ -1,6 +1,6 @@
-"""Goal: who holds a lifeline is told to be dying before it is gone, once, and nobody else is.
+"""Goal: the death of a lifeline's holder is reported early, once, and no other death is.
 
-Method: real processes and the kernel's own word. That the word is *early* is shown without a clock:
+Method: real processes and the real kernel. That the notice is *early* is shown without a clock:
 a process whose main thread has ended, but not another one, is dying and not gone.
 """
 
@@ -100,19 +100,19 @@ async def test_death_is_told_once(holder):
     told: list[str] = []
     watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
     holder.process.send_signal(signal.SIGKILL)
-    await auntil(lambda: told, "word of the death")
+    await auntil(lambda: told, "notice of the death")
     await auntil(lambda: not watchers(), "the thread to end")
     watch.close()
     assert told == ["dying"]
 
 
 @on_a_loop
-async def test_word_comes_before_the_process_is_gone():
+async def test_notice_arrives_before_the_process_is_gone():
     with contextlib.closing(Holder("thread")) as holder:
         told: list[str] = []
         watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
         holder.end_main_thread()
-        await auntil(lambda: told, "word of the death")
+        await auntil(lambda: told, "notice of the death")
         assert not holder.is_gone
         watch.close()
 
@@ -123,12 +123,12 @@ async def test_death_before_the_watch_is_told(holder):
     holder.process.wait()
     told: list[str] = []
     watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
-    await auntil(lambda: told, "word of the death")
+    await auntil(lambda: told, "notice of the death")
     watch.close()
 
 
 @on_a_loop
-async def test_nobody_is_told_after_the_close(holder):
+async def test_nothing_is_called_after_close(holder):
     told: list[str] = []
     watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
     until(watchers, "the thread")

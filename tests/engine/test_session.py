@@ -27,7 +27,7 @@ def directory(tmp_path_factory, monkeypatch) -> str:
 
 
 def test_service_that_comes_later_is_waited_for(directory: str, caplog):
-    """Attach to nobody, and start the service once that was said: one warning, and a session."""
+    """Attach without a service, and start it after the warning: one warning, and a session."""
     sessions: list[Any] = []
     waiting = threading.Thread(
         target=lambda: sessions.append(session.attach(MEMBER, DEVICE, "rw_or_ro", {"m": 1}, 0))
@@ -60,7 +60,7 @@ def test_service_that_ends_under_a_load_is_said_so():
 
 
 def test_device_that_is_too_small_is_told_from_one_that_is_full():
-    """Both sizes where it can never fit; the service's own words where it may fit later."""
+    """Both sizes where it can never fit; the service's own message where it may fit later."""
     full = UnderstudyError("gms.out_of_memory", "it is full", capacity_bytes=4 << 20)
     with (
         pytest.raises(UnderstudyError, match=r"need 5\.0 MiB as float32 .* has 4\.0 MiB"),

@@ -19,7 +19,7 @@ def slack_of_a_new_thread() -> int:
 
 
 def test_only_threads_that_are_started_in_the_block_may_wake_late():
-    """Goal: a library's polling threads, and nobody else. Method: threads before, in and after."""
+    """Goal: a library's polling threads, and no others. Method: threads before, in and after."""
     before_ns = timer_slack.current_ns()
     assert slack_of_a_new_thread() == before_ns
     with timer_slack.new_threads_may_wake_late(123_000_000):
@@ -29,7 +29,7 @@ def test_only_threads_that_are_started_in_the_block_may_wake_late():
 
 
 def test_a_start_that_fails_leaves_no_slack_behind():
-    """Goal: whoever reports the failure is not late. Method: an error in the block."""
+    """Goal: a failure is reported without delay. Method: an error in the block."""
     before_ns = timer_slack.current_ns()
     with pytest.raises(ValueError, match="boom"), timer_slack.new_threads_may_wake_late():
         raise ValueError("boom")

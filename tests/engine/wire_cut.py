@@ -12,7 +12,7 @@ POLL_S = 0.005
 
 
 class Proxy:
-    """Forwards to `target` until `cut`; then nothing comes through, and nobody is told. Connections
+    """Forwards to `target` until `cut`; then nothing passes, without any notice. Connections
     stay open and new ones are taken, as by a network that drops packets."""
 
     def __init__(self, target: tuple[str, int]) -> None:

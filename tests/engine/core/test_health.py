@@ -12,7 +12,7 @@ def make() -> GenerationHealth:
 
 
 def run(health: GenerationHealth, until_ms: float, answer) -> tuple[float, str] | None:
-    """Tick when due and answer each question; the time and the words of a verdict."""
+    """Tick when due and answer each question; the time and the reason of a verdict."""
     now = 0.0
     while now <= until_ms:
         actions = health.tick(now)
@@ -107,7 +107,7 @@ def test_idle_canary_that_fails_or_hangs():
     assert verdict[1] == "the idle canary made no token within 3000 ms"
 
 
-def test_who_did_not_run_himself_blames_nobody():
+def test_supervisor_that_did_not_run_blames_no_backend():
     """A gap of a minute with a question open and requests in flight: the deadlines begin anew, and
     real silence after it is a verdict as ever."""
     health = make()
@@ -115,12 +115,12 @@ def test_who_did_not_run_himself_blames_nobody():
     assert health.answered(1, 2, 7) is None
     assert health.tick(500) == [Action.ASK]
     assert health.tick(60_000) == []  # the open question is given its second again
-    assert health.answered(60_001, 2, 7) is None  # no token, but nobody could see one
+    assert health.answered(60_001, 2, 7) is None  # no token, but none could be seen
     assert health.tick(60_001) == [Action.ASK]
     assert isinstance(health.tick(61_001), Unhealthy)
 
 
-def test_answer_that_waited_while_nobody_looked_is_no_hang():
+def test_answer_unread_while_the_supervisor_was_stopped_is_no_hang():
     """The answer is read before the late timer fires: the same gap, the same grace."""
     health = make()
     assert health.tick(0) == [Action.ASK]

@@ -182,7 +182,7 @@ class Clients:
 
 
 class Simulation:
-    """A watch, its engine and its clients; `verdict` is the moment and the words of one."""
+    """A watch, its engine and its clients; `verdict` is its time and its reason."""
 
     def __init__(self, seed: int, pattern: str, hangs_ms: float = math.inf) -> None:
         self.rng = random.Random(seed)

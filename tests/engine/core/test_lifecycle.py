@@ -125,7 +125,7 @@ def test_active_needs_wake_and_canary():
 
 
 @pytest.mark.parametrize("state", [State.INIT, State.STANDBY, State.WAKING, State.ACTIVE])
-def test_failure_kills_at_once_and_says_nothing_before_reaped(state):
+def test_failure_kills_at_once_and_sends_nothing_before_reaped(state):
     """Any failure: kill the tree, tell the lock server only when it is reaped, then relaunch."""
     engine = engine_in(state)
     assert kinds(engine.handle(SAMPLES[ev.Failed])) == ["KillTree"]
@@ -136,7 +136,7 @@ def test_failure_kills_at_once_and_says_nothing_before_reaped(state):
 
 
 @pytest.mark.parametrize("state", sorted(HOLDING))
-def test_holder_that_hears_of_another_grant_kills_its_tree(state):
+def test_holder_kills_its_tree_when_another_engine_is_granted(state):
     """The lock is lost when another was granted: the tree is killed in every holding state."""
     engine = engine_in(state)
     effects = engine.handle(ev.OtherGranted("other", 9))
@@ -146,8 +146,8 @@ def test_holder_that_hears_of_another_grant_kills_its_tree(state):
     assert kinds(effects) == ["KillTree"]
 
 
-def test_waiter_that_hears_of_another_grant_goes_on_waiting():
-    """News for everybody else: nothing changes in init, standby and dead."""
+def test_waiter_keeps_waiting_when_another_engine_is_granted():
+    """Nothing changes in init, standby and dead."""
     for state in (State.INIT, State.STANDBY, State.DEAD):
         engine = engine_in(state)
         before = engine.now
@@ -156,7 +156,7 @@ def test_waiter_that_hears_of_another_grant_goes_on_waiting():
 
 
 def test_repeated_grant_changes_nothing_and_another_token_ends_it():
-    """A reconnect repeats the grant; a different token means that somebody held it between."""
+    """A reconnect repeats the grant; a different token means that another held it between."""
     engine = engine_in(State.ACTIVE)
     assert engine.handle(ev.Granted(INC, 7)) == []
     assert kinds(engine.handle(ev.Granted(INC, 9))) == ["KillTree"]
@@ -215,7 +215,7 @@ def handing_over() -> Lifecycle:
 
 @pytest.mark.parametrize("end", [ev.Drained(), ev.BudgetSpent(30_000)])
 def test_hand_over_drains_reaps_gives_up_and_comes_back(end):
-    """Goal: a switchover ends in a standby, and counts as nobody's fault. Method: asked twice, then
+    """Goal: a switchover ends in a standby, and counts as no failure. Method: asked twice, then
     drained, or its budget spent: killed, reaped, the lock given up, a relaunch."""
     engine = handing_over()
     assert engine.handle(SAMPLES[ev.HandOver]) == []
@@ -237,7 +237,7 @@ def test_death_in_a_hand_over_is_an_ordinary_death(end):
 
 
 def test_sigterm_in_a_hand_over_leaves():
-    """Goal: who is told to end ends. Method: SIGTERM while draining for another; the drain goes on,
+    """Goal: SIGTERM wins over a hand-over. Method: SIGTERM while it drains; the drain goes on,
     and there is no relaunch. The same where the hand-over comes while it drains for SIGTERM."""
     engine = handing_over()
     assert engine.handle(ev.Terminate()) == []
@@ -263,8 +263,8 @@ def test_hand_over_while_waking_begins_once_active():
 
 
 @pytest.mark.parametrize("state", list(State))
-def test_hand_over_of_another_incarnation_is_old_news(state):
-    """Goal: a late word cannot drain who was not meant. Method: another incarnation's, everywhere;
+def test_hand_over_of_another_incarnation_is_stale(state):
+    """Goal: a late hand-over drains no other incarnation. Method: another one's, everywhere;
     and this one's where it holds nothing."""
     engine = engine_in(state)
     before = engine.now
@@ -276,7 +276,7 @@ def test_hand_over_of_another_incarnation_is_old_news(state):
 
 
 def test_permanent_fault_ends_the_engine_with_its_sentence():
-    """A broken checkpoint: exit with the reason, whichever comes first, the words or the death."""
+    """A broken checkpoint: exit with the reason, whichever comes first, the report or the death."""
     fault = ev.Failed("backend_fault", "model.safetensors is cut short", exit_code=2)
     for events in ([fault], [ev.Failed("child_exit", "exited with code 2"), fault]):
         engine = engine_in(State.INIT)
@@ -363,7 +363,7 @@ def test_random_schedules_keep_the_invariants(order):
 
 
 @pytest.mark.parametrize("cause", sorted(ev.FROM_OUTSIDE))
-def test_what_comes_from_outside_ends_an_engine_and_explains_no_other_death(cause):
+def test_outside_cause_ends_an_engine_and_explains_no_other_death(cause):
     """Goal: a lost lease or member is fatal in every state, and no better explanation of a death
     that has happened already. Method: in each state, then a second time, then another cause."""
     for state in set(State) - {State.DEAD}:
@@ -371,6 +371,6 @@ def test_what_comes_from_outside_ends_an_engine_and_explains_no_other_death(caus
         assert kinds(engine.handle(ev.Failed(cause, "from outside"))) == ["KillTree"]
         assert engine.state is State.DEAD
         assert engine.now.reason == "from outside"
-        engine.handle(ev.Failed("child_exit", "its last words"))
+        engine.handle(ev.Failed("child_exit", "its fault report"))
         engine.handle(ev.Failed(cause, "again"))
-        assert engine.now.reason == "its last words"
+        assert engine.now.reason == "its fault report"

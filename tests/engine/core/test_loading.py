@@ -1,4 +1,4 @@
-"""The ranks' way to the weights: who asks for the loader lock, and for how long."""
+"""Loading weights: when the loader lock is wanted, and which ranks may load."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_ranks_with_other_weights_are_refused():
     assert objection == "rank 1 has other weights than rank 0: model differs"
 
 
-def test_late_grant_is_nobodys():
-    """A grant that comes when nothing is wanted lets nobody go, neither now nor later."""
+def test_late_grant_is_ignored():
+    """A grant that arrives when nothing is wanted permits no rank, neither now nor later."""
     loading = Loading(Role.AUTO)
     assert loading.granted(5) == []
     assert loading.asked(0, 1) == []
 
 
-def test_nobody_is_prepared_with_a_rank_that_has_no_weights():
+def test_no_backend_is_prepared_while_a_rank_has_no_weights():
     """All or nothing: one of three ranks attached, then two, then all."""
     loading = Loading(Role.SHADOW)
     assert loading.missing is None  # a backend may have no weights of this kind at all

@@ -73,7 +73,7 @@ def test_fifth_death_in_ten_minutes_is_a_crash_loop():
     assert rule.verdict() is None
 
 
-def test_rehearsed_deaths_count_for_nothing():
+def test_rehearsed_deaths_never_count():
     """Twenty rehearsals or switchovers in a row: no verdict, no back-off, not even that of earlier
     failures, once one of them was in standby."""
     rule = Relaunch()
