@@ -108,7 +108,7 @@ def test_a_lane_that_fails_keeps_its_reason_and_the_others_go_on(tmp_path, run):
 
 def test_a_waiter_that_need_not_wait_is_a_failure_and_not_a_timeout(tmp_path):
     """Goal: on a busy machine a holder's lease may run out, and its waiter never waits: that is
-    reported at once. Method: two processes on two files, so that nobody is in the way."""
+    reported at once. Method: two processes on two files, so that neither blocks the other."""
     lane = Lane("flock_poll_100ms", str(tmp_path / "lock"))
     lane.attempt(lane.launch, lane.wait_held)
     lane.address = str(tmp_path / "other")

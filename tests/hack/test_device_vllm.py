@@ -1,7 +1,7 @@
-"""The device run of vLLM where there is nothing to run it on: one sentence says what is missing.
+"""The device run of vLLM without a device: one sentence names what is missing.
 
-Method: the command itself in a process, asked for a device that nobody has. What it does where
-there is one is rehearsed by `--rehearse`, which takes minutes and vLLM's CPU build.
+Method: the command itself in a process, for a device that does not exist. What it does with one is
+rehearsed by `--rehearse`, which takes minutes and vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("words", "code"), [((), 0), (("--require",), 1)])
 def test_what_is_missing_is_printed_in_one_sentence(words: tuple[str, ...], code: int):
-    """No such GPU: one line that says why, nothing written, and a failure only where it is
-    required."""
+    """No such GPU: one line with the reason, nothing written, and a failure only with --require."""
     before = sorted(device_vllm.BENCH.glob("*"))
-    done = run("--device", "GPU-that-nobody-has", *words)
+    done = run("--device", "GPU-that-does-not-exist", *words)
     assert done.returncode == code, done.stderr
     [line] = done.stdout.splitlines()
     assert line.startswith("device run of vLLM: nothing was measured, since ")

@@ -1,9 +1,9 @@
-"""Stock vLLM's greedy tokens, in a process of its own: `answer_tokens.py JOB ANSWER`, two files.
+"""Stock vLLM's greedy tokens, in a separate process: `answer_tokens.py JOB ANSWER`, two files.
 
 JOB is {"model": directory, "prompts": [[token, …], …], "tokens": number, "ranks": number}; ANSWER
 becomes {"tokens": [[token, …], …], "left": [[path, device, inode], …]}: vLLM leaves some of its
-shared memory behind also when it ends in peace, and whoever started this removes it. vLLM starts
-processes by importing this file again, so nothing happens at the top.
+shared memory behind even after a normal exit, and the caller removes it. vLLM starts processes by
+importing this file again, so nothing happens at the top level.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""vLLM's engine with our worker, but its own weights: `parked_engine.py MODEL ANSWER`, a report.
+"""vLLM's engine with our worker and private weights: `parked_engine.py MODEL ANSWER`.
 
-What is parked, woken and asked is told in ANSWER, as JSON. vLLM starts processes by importing this
-file again, so nothing happens at the top.
+Parks, wakes and asks it, and writes a report to ANSWER, as JSON. vLLM starts processes by importing
+this file again, so nothing happens at the top level.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Our worker of host memory with weights of its own: no supervisor, no memory service."""
+"""Our worker on host memory with private weights: no supervisor, no memory service."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class PrivateWorker(CPUWorker):
     free_bytes = 1 << 40
 
     def init_device(self) -> None:
-        nobody: Any = SimpleNamespace(leftover=lambda path: None, report=lambda error: None)
-        membership._member = nobody
+        member: Any = SimpleNamespace(leftover=lambda path: None, report=lambda error: None)
+        membership._member = member
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:

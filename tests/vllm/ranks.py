@@ -1,8 +1,8 @@
-"""Ranks of engines that come to their weights, in this process: vLLM's models without its engine.
+"""Ranks that get their weights in this process: vLLM's models without its engine.
 
 A rank here does what a worker does between `init_device` and the end of `load_model`, with a real
-memory service. Loading so costs seconds less than a worker's start does, and every refusal can have
-a test of its own.
+memory service. That is seconds faster than starting a worker, so every refusal can have its own
+test.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def one_rank(directory: Path) -> Iterator[None]:
 
 
 class Rank:
-    """Rank 0 of `engine`: a member of a supervisor that always gives leave."""
+    """Rank 0 of `engine`, whose supervisor always permits a load."""
 
     def __init__(self, engine: str) -> None:
         self.engine, self.incarnation = engine, f"{engine}-1"

@@ -1,6 +1,6 @@
-"""Goal: vLLM's flags pass as they came, and those that the runtime owns are refused with a reason.
+"""Goal: vLLM's flags pass unchanged, and those that the runtime owns are refused with a reason.
 
-Method: the real parser of the installed vLLM, on command lines as people write them.
+Method: the real parser of the installed vLLM, on typical command lines.
 """
 
 import warnings
@@ -38,7 +38,7 @@ MODEL = "/models/some"
     ids=lambda given: given[0],
 )
 def test_an_owned_flag_is_refused_by_name(given):
-    """Goal: nobody believes that such a flag had an effect; method: one of them after another."""
+    """Goal: such a flag is never ignored silently; method: each of them in turn."""
     with pytest.raises(UsageError) as refused:
         arguments.parse([MODEL, *given], {})
     assert refused.value.code == "vllm.owned_flag"

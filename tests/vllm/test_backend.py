@@ -1,7 +1,7 @@
-"""Goal: what vLLM's answers mean for an incarnation: ranks that fail or fall silent, tokens that
-are no tokens, a loop that hangs.
+"""Goal: what vLLM's answers mean for an incarnation: ranks that fail or fall silent, invalid
+tokens, a loop that hangs.
 
-Method: the backend around an engine and a front of our own, so that each answer can be chosen.
+Method: the backend around a fake engine and front, whose answers are chosen.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ def _backend(engine):
 
 
 def test_an_engine_is_parked_before_it_reports_prepared(engine):
-    """Goal: no KV memory is held by whoever says `prepared`; method: the order of the calls."""
+    """Goal: an engine holds no KV memory when it reports `prepared`; method: the order of calls."""
     prepared = asyncio.run(_backend(engine).prepare())
     assert engine.asked == [("sleep", 1), ("understudy_status",)]
     assert (prepared.weights_bytes, prepared.kv_bytes, prepared.epoch) == (

@@ -1,7 +1,7 @@
 """A small module and bytes at an address: what is bound, what is copied, what is an error.
 
-Modules of torch's own take the places of vLLM's models: what is asked here is what happens to
-tensors, and every shape of tensor is easily had.
+Plain torch modules replace vLLM's models: the tests are about tensors, and here any shape of tensor
+is easy to make.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The installed vLLM keeps every contract, and each contract can fail with its name: vLLM's sources
-are read, whole and with one thing taken out or changed."""
+"""The installed vLLM keeps every contract, and each contract can fail: vLLM's sources are read
+unchanged, and with one thing removed or changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drain of vLLM's HTTP server: uvicorn as vLLM runs it, around an application of our own."""
+"""A drain of vLLM's HTTP server: uvicorn as vLLM runs it, around a test application."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
 def test_drain_finishes_accepted_requests_and_no_others(http: str):
-    """Goal: a drain loses and refuses nobody. Method: while one request is under way, a kept
-    connection and one that had said nothing ask: answered, and told to close; a connection that is
-    made meanwhile is in the backlog afterwards, its request in it; an idle one is closed last."""
+    """Goal: a drain loses and refuses no request. Method: while one request is in flight, a kept
+    connection and a silent one send requests: both are answered and told to close. A connection
+    made meanwhile stays in the backlog with its request; an idle one is closed last."""
 
     async def main() -> None:
         app = App()

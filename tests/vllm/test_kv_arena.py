@@ -1,6 +1,6 @@
-"""The one allocation that is answered with addresses of ours, and what a worker refuses; no engine.
+"""The one allocation that gets our addresses, and what a worker refuses; without an engine.
 
-Every address is real host memory; what takes the places of vLLM's own code is what it is given.
+All addresses are real host memory; only vLLM's own code is replaced.
 """
 
 from __future__ import annotations

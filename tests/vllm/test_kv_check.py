@@ -1,4 +1,4 @@
-"""A KV cache too small for one sequence: refused by the worker, which can say so, in bytes."""
+"""A KV cache too small for one sequence: refused by the worker, which can report it, in bytes."""
 
 from __future__ import annotations
 

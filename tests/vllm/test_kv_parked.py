@@ -1,7 +1,7 @@
 """A real engine parks and wakes: what its KV cache holds when, and that its answers stay the same.
 
-One engine with our worker and private weights, in a process of its own; every test looks at what
-that one reports, which takes as long as vLLM takes to start.
+One engine with our worker and private weights, in a separate process; every test reads its report,
+which takes as long as vLLM takes to start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Deaths and stops of vLLM's processes in a pod of two engines of two ranks, under load.
 
-One pod for all of them: an engine that comes back imports vLLM four times. The load ends before
-that, so that it takes seconds; that it comes back at all, each test waits for.
+One pod for all of them: a restarted engine imports vLLM four times. The load ends before that, so
+that it takes only seconds; each test waits for the restart.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.helpers import auntil
 
 @pytest.mark.parametrize("target", ["api", "core", "worker", "worker-1"])
 def test_death_of_a_process_is_a_takeover_without_refusals(home: PodHome, target: str):
-    """Goal: whoever dies, the other engine says the same, after all of the old one is gone and with
-    nothing of it left in shared memory. Method: SIGKILL under load; pidfds, tokens, names."""
+    """Goal: whichever process dies, the other engine gives the same answers, after the old one is
+    gone, and without leftovers in shared memory. Method: SIGKILL under load; pidfds, tokens."""
     home.run(lambda pod: taken_over(pod, target, signal.SIGKILL, "child_exit"))
 
 

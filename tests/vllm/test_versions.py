@@ -1,4 +1,4 @@
-"""Which versions of vLLM are taken, and that what differs between them is found in this one."""
+"""Which versions of vLLM are accepted, and that what differs between them is found in this one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("version", ["0.30.9", "0.34.0", "1.31.0", "dev", ""])
 def test_an_untested_version_is_refused_with_both_versions_and_the_fix(version: str):
-    """A minor version outside the range, and a build that does not know its own: refused, with the
-    range and the flag; taken where somebody insists."""
+    """A minor version outside the range, and a build without a version: refused, with the range and
+    the flag; accepted with the flag."""
     with pytest.raises(UsageError) as refused:
         versions.check_version(allow_any=False, version=version)
     assert refused.value.code == "vllm.unsupported_version"

@@ -298,7 +298,7 @@ def in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unshareable_model_is_refused_with_both_fixes(
     rank: Callable[[str], Rank], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """By default: no engine holds a second copy that nobody asked for."""
+    """By default: no engine holds a second copy without being told to."""
     in_the_way(monkeypatch)
     with pytest.raises(UsageError, match=r"layer x uses GPTQ.*--unshareable private") as found:
         rank("engine-0").load(checkpoint)

@@ -1,4 +1,4 @@
-"""A rank that writes its weights, in a process of its own whose memory can be watched.
+"""A rank that writes its weights, in a separate process whose memory can be measured.
 
 `python -m tests.vllm.weights_process MODEL`: says one line of JSON when it is about to
 load and one when it has settled, each with what it measured, and stays until it is told to go on.

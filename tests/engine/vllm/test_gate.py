@@ -66,8 +66,8 @@ def test_responses_before_the_first_grant_have_no_headers(traffic):
 
 
 def test_a_drain_serves_open_connections_and_closes_them_after_the_answer(traffic):
-    """Goal: nobody on an open connection is refused, and each asks elsewhere next. Method: one
-    request held in the application while a second one comes."""
+    """Goal: no request on an open connection is refused, and the next goes elsewhere. Method: one
+    request is held in the application while a second one arrives."""
 
     async def scenario():
         app = App()

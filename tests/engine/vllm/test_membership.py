@@ -1,6 +1,6 @@
 """Goal: a process that vLLM spawns is known to its supervisor by what it is.
 
-Method: the names that vLLM gives its processes; a process that nobody spawned.
+Method: the names that vLLM gives its processes; a process that was not spawned.
 """
 
 import pytest

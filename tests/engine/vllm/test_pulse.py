@@ -37,7 +37,7 @@ def test_computing_is_a_sign_of_life_and_waiting_is_not():
     pulse.beat()
     told = len(writer.told)
     signs = pulse._signs()
-    pulse._signs = lambda: (signs[0] + ALIVE_CPU_S / 2, signs[1])  # type: ignore[method-assign]  # what the kernel says
+    pulse._signs = lambda: (signs[0] + ALIVE_CPU_S / 2, signs[1])  # type: ignore[method-assign]  # what the kernel reports
     pulse._seen = signs
     assert not pulse.beat()
     assert len(writer.told) == told
@@ -75,8 +75,8 @@ def test_service_that_dies_ends_the_pulse_and_not_the_load(monkeypatch):
     writer = Writer()
     _, pulse = pulse_of(writer)
     writer.is_gone = True
-    # This thread waits below, and waiting is no sign of life: without one nobody would speak.
-    pulse._signs = lambda: (1e9, 0)  # type: ignore[method-assign]  # what the kernel says
+    # This thread waits below, and waiting is no sign of life: without one nothing is reported.
+    pulse._signs = lambda: (1e9, 0)  # type: ignore[method-assign]  # what the kernel reports
     with pulse:
         until(lambda: not pulse._thread.is_alive(), "the thread to leave")
     assert writer.told == []
