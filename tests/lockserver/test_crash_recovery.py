@@ -141,7 +141,7 @@ def test_server_and_both_engines_killed_at_once_the_first_back_is_granted_with_a
     assert server.lock()["holder"]["engine"] == "engine-1"
 
 
-def test_grant_lost_with_its_connection_is_given_again_and_to_nobody_else(pod_dir, start_server):
+def test_grant_lost_with_its_connection_is_repeated_and_to_no_other(pod_dir, start_server):
     """Goal: a grant that was not heard is no lost lock. Method: ask and hang up at once, so that
     the grant is sent to nobody; a second engine waits; the first asks again."""
     server = start_server()
@@ -169,7 +169,7 @@ def test_grant_lost_with_its_connection_is_given_again_and_to_nobody_else(pod_di
     asyncio.run(scenario())
 
 
-def test_server_stopped_for_longer_than_any_window_calls_nobody_dead(
+def test_server_stopped_for_longer_than_any_window_declares_no_one_dead(
     pod_dir, start_server, start_engine
 ):
     """Goal: the server's own stall is not the engines'. Method: SIGSTOP it for many times the
@@ -205,7 +205,7 @@ cli.main(sys.argv[2:])
 
 
 @pytest.mark.parametrize("step", ["link", "posix_fallocate", "pwrite", "fsync", "rename"])
-def test_server_killed_while_it_makes_a_damaged_state_anew_loses_no_token_and_no_holder(
+def test_server_killed_while_it_replaces_a_damaged_state_loses_no_token_and_no_holder(
     pod_dir, start_server, start_engine, step
 ):
     """Goal: the mend of a lost state may be interrupted anywhere. Method: one bad slot, a server

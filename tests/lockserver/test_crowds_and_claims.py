@@ -70,9 +70,7 @@ def test_thousand_waiters_cost_the_holder_nothing_and_each_grant_is_one(
     assert (in_line(server), document["supervisors_total"]) == (0, 1)
 
 
-def test_more_waiters_than_there_is_room_for_are_refused_by_name_and_nobody_else_is(
-    pod_dir, start_server, start_engine
-):
+def test_waiters_beyond_the_limit_are_refused_and_no_others(pod_dir, start_server, start_engine):
     """Goal: a limit is a sentence, and ends with those who reached it. Method: more than the limit
     from one process, which is told so; another process's engine still gets in, before and after."""
     server = start_server()
@@ -90,7 +88,7 @@ def test_more_waiters_than_there_is_room_for_are_refused_by_name_and_nobody_else
         until(lambda: in_line(server) == 1, "the newcomer to wait")
 
 
-def test_client_that_connects_and_says_nothing_is_told_and_disturbs_nobody(
+def test_client_that_connects_and_sends_nothing_is_refused_and_disturbs_no_one(
     pod_dir, start_server, start_engine
 ):
     """Goal: silence has a deadline, and no place in the line. Method: connections that say nothing,

@@ -88,7 +88,7 @@ def test_a_process_that_holds_the_interpreter_is_killed(start):
     assert program.ended() == -signal.SIGKILL
 
 
-def test_armed_anew_or_disarmed_it_does_nothing_at_the_old_time(start):
+def test_rearmed_or_disarmed_timer_does_nothing_at_the_old_time(start):
     """Goal: only the last word counts. Method: three timers that are due at once, in order; the
     one that stays is the last, and the process says what it has outlived."""
     program = start(
@@ -105,7 +105,7 @@ def test_armed_anew_or_disarmed_it_does_nothing_at_the_old_time(start):
     assert program.ended() == -signal.SIGKILL
 
 
-def test_a_time_that_is_past_is_now(start):
+def test_past_time_means_now(start):
     """Goal: a lease that has run out while the timer was being set ends the process all the same.
     Method: arm for a moment ago, and for before the machine came up."""
     for at in ("now_ms() - 1000", "-5"):
@@ -165,7 +165,7 @@ def test_pid_1_of_a_container_is_ended_too(start, is_stopped):
 
 
 @may_unshare
-def test_disarmed_pid_1_lives_on(start):
+def test_disarmed_pid_1_stays_alive(start):
     """Goal: both of its timers are disarmed. Method: arm, disarm, outlive the time."""
     program = start(
         "timer = DeadMan(); begun = now_ms(); timer.arm(begun + 600); timer.disarm()\n"
@@ -190,7 +190,7 @@ def test_without_a_timer_there_is_a_clear_error(start):
     assert re.search(r"RLIMIT_SIGPENDING.*\[lock\.no_dead_man\]", program.line())
 
 
-def test_closed_it_does_nothing_more(start):
+def test_closed_timer_does_nothing(start):
     """Goal: a client that is closed leaves no timer. Method: close an armed one, outlive it."""
     program = start(
         "timer = DeadMan(); begun = now_ms(); timer.arm(begun + 600); timer.close()\n"

@@ -184,7 +184,7 @@ async def test_a_waiter_loses_nothing(server):
 
 
 @with_server
-async def test_a_grant_without_a_valid_lease_is_asked_for_again(server):
+async def test_grant_without_a_valid_lease_is_requested_again(server):
     """Goal: no grant is acted on without a lease that runs; it is not kept, but asked for anew.
     Method: a server that grants and renews nothing, then renews."""
     server.renews, server.auto = False, ("active",)
@@ -201,7 +201,7 @@ async def test_a_grant_without_a_valid_lease_is_asked_for_again(server):
 
 
 @with_server
-async def test_of_another_s_grant_one_hears_without_a_lease(server):
+async def test_grants_to_others_are_reported_without_a_lease(server):
     """Goal: that somebody else was granted is news at any time. Method: no renewals."""
     server.renews = False
     async with running(Member(server.address)) as member:
@@ -213,7 +213,7 @@ async def test_of_another_s_grant_one_hears_without_a_lease(server):
 
 
 @with_server
-async def test_a_cut_is_no_loss_within_the_lease(server):
+async def test_cut_connection_is_not_a_loss_within_the_lease(server):
     """Goal: connections come and go, the lease stays. Method: cut again and again for longer than
     a lease while the server answers."""
     async with holding(server) as member:
@@ -241,7 +241,7 @@ async def test_a_server_that_restarts_within_the_lease_costs_nothing(server):
 
 
 @with_server
-async def test_a_connection_that_says_nothing_is_made_anew(server):
+async def test_silent_connection_is_replaced(server):
     """Goal: half-open connections are found, also where the lease is long. Method: a server that
     stays connected and silent; the client comes back on a new connection by itself."""
     for lease_ms in (LEASE_MS, 3_600_000):
@@ -257,7 +257,7 @@ async def test_a_connection_that_says_nothing_is_made_anew(server):
 
 
 @with_server
-async def test_a_lost_member_is_told_for_this_incarnation_only(server):
+async def test_lost_member_is_reported_for_this_incarnation_only(server):
     """Goal: `member_lost` of an incarnation that is over changes nothing.
     Method: one for another incarnation, then one for ours."""
     async with running(Member(server.address, member=(0, 2))) as member:
@@ -274,7 +274,7 @@ async def test_a_lost_member_is_told_for_this_incarnation_only(server):
 
 
 @with_server
-async def test_heartbeats_are_as_frequent_as_the_lease_asks(server):
+async def test_heartbeats_are_as_frequent_as_the_lease_requires(server):
     """Goal: a short lease is renewed often enough. Method: a usual heartbeat longer than the
     lease; the holder keeps it for several leases."""
     member = Member(server.address)

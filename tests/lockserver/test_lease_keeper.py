@@ -20,7 +20,7 @@ def kept(lease_ms: int = 1000, sent_ms: float = 0.0) -> LeaseKeeper:
     return keeper
 
 
-def test_a_lease_counts_from_when_it_was_asked_for():
+def test_lease_counts_from_when_it_was_requested():
     """Goal: not the answer's time counts. Method: an answer that takes half the lease."""
     keeper = LeaseKeeper()
     keeper.sent(1, 100.0)
@@ -35,7 +35,7 @@ def test_a_lease_counts_from_when_it_was_asked_for():
 
 
 @pytest.mark.parametrize("progress", [0, 2, 3])
-def test_what_was_never_said_renews_nothing(progress):
+def test_answer_to_a_message_never_sent_renews_nothing(progress):
     """Goal: only an answer to something that was sent counts. Method: other numbers."""
     keeper = LeaseKeeper()
     keeper.sent(1, 0.0)
@@ -55,7 +55,7 @@ def test_an_answer_counts_once_and_passes_over_older_ones():
     assert keeper.lease == RenewedLease(100.0, 1000)
 
 
-def test_of_a_cut_connection_and_an_older_incarnation_no_answer_counts():
+def test_answers_for_a_cut_connection_or_an_older_incarnation_do_not_count():
     """Goal: an answer renews the lease of what was named, and on its own connection.
     Method: cut, or begin anew, between the message and its answer."""
     for forget in (LeaseKeeper.cut, LeaseKeeper.begin):
@@ -77,7 +77,7 @@ def test_a_cut_leaves_the_lease_and_another_incarnation_ends_it():
     assert not keeper.must_stop(10_000.0)
 
 
-def test_only_who_holds_must_stop():
+def test_only_a_holder_must_stop():
     """Goal: a standby that cannot be heard has nothing to stop. Method: the same time, with and
     without a lock."""
     keeper = kept()
@@ -103,7 +103,7 @@ def test_answers_while_the_tree_is_reaped_keep_the_supervisor_alive():
     assert not keeper.may_act(701.0)
 
 
-def test_a_lease_that_has_run_out_is_not_revived():
+def test_expired_lease_is_not_revived():
     """Goal: no answer makes up for a time without a lease. Method: the answer comes after the
     lease's whole length, and nobody looked in between."""
     keeper = kept()
@@ -124,7 +124,7 @@ def test_a_waiter_s_lease_is_revived():
     assert keeper.may_act(9010.0)
 
 
-def test_what_nobody_answers_is_bounded():
+def test_unanswered_messages_are_bounded():
     """Goal: a server that answers nothing costs no memory, and its next answer counts.
     Method: far more messages than are kept; answer the last and one that was dropped."""
     keeper = LeaseKeeper()

@@ -77,7 +77,7 @@ def test_file_of_before_leases_is_read_as_it_was_written(directory):
     state.close()
 
 
-def test_older_server_that_reads_a_group_grants_nobody_and_seals_nothing(directory):
+def test_older_server_that_reads_a_group_grants_and_seals_nothing(directory):
     """Goal: a downgrade is a visible wait, not two owners. Method: a server that knows nothing of
     leases reads the record, while a witness of that very name lies free in its directory; another
     engine waits for an hour."""

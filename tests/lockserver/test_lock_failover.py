@@ -35,7 +35,7 @@ def test_failover_dirty_holder_killed_grant_comes_after_its_processes_are_gone(
     asyncio.run(scenario())
 
 
-def test_failover_without_the_witness_nobody_is_granted_and_status_says_the_mend(
+def test_failover_without_the_witness_grants_no_engine_and_status_shows_the_fix(
     pod_dir, start_server, start_engine
 ):
     """Goal: a removed witness proves nothing, for ever, and people are told what to do. Method:
@@ -140,7 +140,7 @@ def test_server_and_holder_killed_together_standby_is_granted_at_once(
     asyncio.run(scenario())
 
 
-def test_stopped_holder_and_restarted_server_nobody_is_granted_after_the_window(
+def test_stopped_holder_and_restarted_server_no_engine_is_granted_after_the_window(
     pod_dir, start_server, start_engine
 ):
     """Goal: a hung holder is reported, never replaced. Method: SIGSTOP its whole tree, restart the

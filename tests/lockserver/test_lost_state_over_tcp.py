@@ -62,7 +62,7 @@ async def event(server: ServerProcess, kind: str) -> dict[str, Any]:
     return next(r for r in records if r["type"] == kind and r["data"]["lock"] == "active")
 
 
-def test_state_lost_and_the_holder_silent_nobody_is_granted_before_its_lease_can_have_run_out(
+def test_state_lost_and_the_holder_silent_no_grant_before_its_lease_can_have_expired(
     server,
 ):
     """Goal: no second holder while the first may live. Method: grant one, lose the state, start
@@ -82,7 +82,7 @@ def test_state_lost_and_the_holder_silent_nobody_is_granted_before_its_lease_can
     asyncio.run(scenario())
 
 
-def test_state_lost_and_the_holder_heard_it_keeps_its_grant(server):
+def test_state_lost_and_the_holder_reconnects_it_keeps_its_grant(server):
     """Goal: who lives and knows its token is believed. Method: as above, and the holder connects
     again; the other one is not granted, also after the lease."""
 

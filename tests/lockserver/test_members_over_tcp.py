@@ -76,7 +76,7 @@ def members_of(server, engine: str = "engine-0") -> dict[str, Any]:
     return document
 
 
-def test_members_one_killed_the_other_hears_it_and_the_lock_is_free_when_the_last_is_gone(
+def test_member_killed_the_other_is_notified_and_the_lock_is_free_when_the_last_is_gone(
     server, start_member
 ):
     """Goal: the count of references over TCP. Method: two member processes hold; one is SIGKILLed;
@@ -97,9 +97,7 @@ def test_members_one_killed_the_other_hears_it_and_the_lock_is_free_when_the_las
     until(lambda: len(events_of(server, "lock.member_lost")) == 1, "one event of the loss")
 
 
-def test_member_that_is_stopped_is_found_by_its_silence_and_its_lease_is_waited_out(
-    server, start_member
-):
+def test_stopped_member_is_found_by_its_silence_and_its_lease_is_awaited(server, start_member):
     """Goal: half-open connections are found. Method: a SIGSTOPped holder of one member: its kernel
     keeps the connection open and answers; status names what is waited for; then, and only then, the
     next is granted; continued, it hears that it is over."""
@@ -174,7 +172,7 @@ def test_lease_is_answered_before_the_grant_that_follows_from_it(server, address
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))
 
 
-def test_engine_without_all_its_members_waits_and_status_says_for_whom(server, address, psk):
+def test_incomplete_engine_waits_and_status_names_the_missing_members(server, address, psk):
     """Goal: no wait is silent. Method: member 0 of 2 alone."""
 
     async def scenario(first: Member) -> None:
@@ -191,7 +189,7 @@ def test_engine_without_all_its_members_waits_and_status_says_for_whom(server, a
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 2)))
 
 
-def test_another_supervisor_of_a_living_member_is_refused_and_told_how_long(server, address, psk):
+def test_another_supervisor_of_a_living_member_is_refused_with_the_time_left(server, address, psk):
     """Goal: two of one name cannot both be it. Method: the same engine and member, connected."""
 
     async def scenario(first: Member, second: Member) -> None:
@@ -204,7 +202,7 @@ def test_another_supervisor_of_a_living_member_is_refused_and_told_how_long(serv
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1), ("engine-0", 0, 1)))
 
 
-def test_over_tcp_nothing_but_members_is_spoken_to(server, address, psk):
+def test_over_tcp_only_members_are_answered(server, address, psk):
     """Goal: what changes or shows the lock is on the Unix socket. Method: a question over TCP."""
 
     async def scenario(member: Member) -> None:
@@ -237,7 +235,7 @@ def test_engines_on_this_host_and_members_of_others_share_one_lock(server, pod_d
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))
 
 
-def test_metrics_say_how_long_the_holder_may_live_and_who_is_missing(server, address, psk):
+def test_metrics_show_the_holders_lease_and_missing_members(server, address, psk):
     """Goal: an alert can be made of it. Method: scrape while one of two members is away."""
 
     async def scenario(first: Member, second: Member) -> None:
@@ -255,7 +253,7 @@ def test_metrics_say_how_long_the_holder_may_live_and_who_is_missing(server, add
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 2), ("engine-0", 1, 2)))
 
 
-def test_member_with_another_key_is_not_heard(server, address, tmp_path):
+def test_member_with_another_key_is_refused(server, address, tmp_path):
     """Goal: whoever has not the key has no word. Method: a member with another one."""
     other = tmp_path / "other"
     other.write_bytes(os.urandom(32))

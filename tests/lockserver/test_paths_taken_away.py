@@ -67,7 +67,7 @@ def test_socket_path_deleted_or_replaced_while_held_is_taken_back(pod_dir, start
 
 
 @pytest.mark.parametrize("stranger", ["a file", "a listener"])
-def test_socket_path_that_is_a_strangers_is_said_and_taken_back_when_it_goes(
+def test_foreign_socket_path_is_reported_and_taken_back_when_it_is_gone(
     pod_dir, start_server, start_engine, stranger
 ):
     """Goal: no silent deafness. Method: put something else at the path; status over HTTP says so
@@ -161,7 +161,7 @@ def test_second_server_in_an_emptied_directory_the_first_ends_and_grants_nothing
 
 
 @pytest.mark.parametrize("how", ["moved", "removed"])
-def test_directory_replaced_while_held_the_server_ends_and_grants_to_nobody(pod_dir, how):
+def test_directory_replaced_while_held_the_server_exits_and_grants_nothing(pod_dir, how):
     """Goal: what is known of one directory is not written into another. Method: move the directory
     away (or remove all of it) and make a new one while a holder dies: the server ends with a
     sentence, nothing was granted, and the new directory is empty."""

@@ -58,14 +58,14 @@ def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
     return loop.waits, fed
 
 
-def test_a_witness_that_is_free_is_found_without_any_wait(monkeypatch):
+def test_free_witness_is_found_without_delay(monkeypatch):
     """Goal: nothing is lost where the process is gone already. Method: free at the first try."""
     waits, fed = tried(monkeypatch, free_after=1)
     assert waits == []
     assert fed == [WitnessFree("active", HOLDER.incarnation)]
 
 
-def test_a_dying_tree_is_looked_at_densely_then_less_and_less(monkeypatch):
+def test_dying_tree_is_probed_densely_then_less_often(monkeypatch):
     """Goal: a grant follows a death within 0.2 ms, and a hung process costs little. Method: a
     witness that is held for some five seconds of a clock that only the prober's waits move."""
     waits, fed = tried(monkeypatch, free_after=1500)

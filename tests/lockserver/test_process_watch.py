@@ -25,7 +25,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_a_process_that_has_ended_is_told_of_within_the_look():
+def test_exited_process_is_reported_within_the_check():
     """Goal: its end is known with its connection's. Method: look while it lives, and once it has
     ended, without a turn of the loop in between; later turns have nothing to add."""
     gone: list[str] = []
@@ -50,7 +50,7 @@ def test_a_process_that_has_ended_is_told_of_within_the_look():
     asyncio.run(scenario())
 
 
-def test_an_end_that_nobody_looks_for_is_told_by_the_loop():
+def test_unchecked_exit_is_reported_by_the_loop():
     """Goal: no connection is needed for it. Method: the process ends; the loop runs."""
     gone: list[str] = []
 
@@ -66,7 +66,7 @@ def test_an_end_that_nobody_looks_for_is_told_by_the_loop():
     asyncio.run(scenario())
 
 
-def test_who_is_forgotten_is_not_told_of():
+def test_forgotten_process_is_not_reported():
     """Goal: what the machine has dropped is over. Method: forget, then the end, then a look."""
     gone: list[str] = []
 

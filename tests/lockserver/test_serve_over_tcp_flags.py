@@ -38,7 +38,7 @@ def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:
         ("config.bad_value", ("--lease-ms", "5")),
     ],
 )
-def test_serve_refuses_flags_that_cannot_be_meant_in_one_sentence(pod_dir, code, flags):
+def test_serve_refuses_conflicting_flags_in_one_sentence(pod_dir, code, flags):
     """Goal: nobody runs an open lock by mistake. Method: each flag or pair that cannot be."""
     ran = refused(pod_dir, *flags)
     assert ran.returncode == 2, ran.stderr
@@ -59,7 +59,7 @@ def test_serve_with_an_address_that_is_taken_ends_and_leaves_nothing_behind(pod_
     assert not os.path.exists(os.path.join(other, "lockserver.sock"))
 
 
-def test_serve_over_tcp_status_says_where_and_how(start_server, pod_dir, tmp_path):
+def test_serve_over_tcp_status_shows_address_and_security(start_server, pod_dir, tmp_path):
     """Goal: people see what members are to be told. Method: the document and the text."""
     secret = tmp_path / "psk"
     secret.write_bytes(os.urandom(32))

@@ -64,7 +64,7 @@ def http(server: ServerProcess, path: str):
             return error.code, error.read()
 
 
-def test_server_bad_input_is_answered_with_a_code_and_disturbs_nobody(pod_dir, start_server):
+def test_server_bad_input_is_answered_with_a_code_and_disturbs_no_one(pod_dir, start_server):
     """Goal: a bad input costs its sender, nothing else, and no descriptor. Method: every kind of it
     beside a holder and a waiter, then count descriptors."""
     server = start_server()
@@ -198,7 +198,7 @@ def test_server_loader_lock_goes_round_without_waiting_for_witnesses(pod_dir, st
     asyncio.run(scenario())
 
 
-def test_server_that_cannot_write_says_so_and_grants_once_it_can(pod_dir):
+def test_server_that_cannot_write_reports_it_and_grants_once_it_can(pod_dir):
     """Goal: no grant is sent that is not on disk. Method: a server in this process whose disk
     fails, then not."""
     asyncio.run(_with_a_failing_disk(pod_dir))

@@ -71,7 +71,7 @@ def test_service_held_answers_503_with_an_openai_error_that_names_the_state():
     asyncio.run(scenario())
 
 
-def test_service_prepared_leaves_newcomers_to_the_engine_and_answers_who_it_accepted():
+def test_service_prepared_leaves_new_connections_to_the_engine_and_answers_accepted_ones():
     """Goal: it stops before a grant is sent, and drops nobody. Method: accept one that has not
     asked yet, prepare, let it ask, and connect another."""
 
@@ -96,7 +96,7 @@ def test_service_prepared_leaves_newcomers_to_the_engine_and_answers_who_it_acce
     asyncio.run(scenario())
 
 
-def test_service_prepare_mends_a_shutdown_by_a_borrower():
+def test_service_prepare_undoes_a_shutdown_by_a_borrower():
     """Goal: one bad borrower does not end the service. Method: shut a copy down, prepare."""
 
     async def scenario() -> None:

@@ -66,7 +66,7 @@ def test_server_out_of_descriptors_frees_nothing_says_so_and_goes_on_when_it_has
     assert "Traceback" not in server.log()
 
 
-def test_thousands_of_leftover_witnesses_and_a_lost_state_leave_time_for_everybody(
+def test_thousands_of_leftover_witnesses_and_a_lost_state_do_not_starve_the_loop(
     pod_dir, start_server
 ):
     """Goal: to look through a crowded directory is not all that a server does. Method: as many
@@ -92,7 +92,7 @@ def test_thousands_of_leftover_witnesses_and_a_lost_state_leave_time_for_everybo
         asyncio.run(scenario())
 
 
-def test_server_whose_logs_nobody_reads_goes_on_and_says_what_it_dropped(pod_dir):
+def test_server_with_a_blocked_log_goes_on_and_reports_dropped_lines(pod_dir):
     """Goal: a stopped reader of logs stops no failover. Method: a server with a pipe for stderr,
     more events than it holds, then a takeover. Then read: whole lines, and how many are lost."""
     server = ServerProcess(pod_dir)

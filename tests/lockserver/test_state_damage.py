@@ -65,7 +65,7 @@ def _damage(path: str, damage: str) -> None:
             file.write(b"\xff" * (8 if damage == "newest_slot" else 8192))
 
 
-def test_broken_state_file_with_stopped_holder_nobody_is_granted(
+def test_broken_state_file_with_stopped_holder_no_engine_is_granted(
     pod_dir, start_server, start_engine
 ):
     """Goal: no claim is no proof. Method: stop the holder's tree, lose the file, restart: its
@@ -121,9 +121,7 @@ def test_state_file_of_a_newer_version_its_tokens_still_count(pod_dir, start_ser
     asyncio.run(scenario())
 
 
-def test_state_that_cannot_be_written_grants_nothing_says_so_and_goes_on_when_it_can(
-    pod_dir, start_server
-):
+def test_unwritable_state_grants_nothing_reports_it_and_recovers(pod_dir, start_server):
     """Goal: nobody is told what is not on disk, and a witness that cannot be sealed frees nothing;
     both are said, and both end by themselves. Method: take a running server's right to write
     (RLIMIT_FSIZE, as EIO or a file system gone read-only would) before a death, and before a

@@ -194,7 +194,7 @@ def test_state_file_is_locked_and_leaks_nothing(directory):
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
-def test_state_file_removed_while_open_is_made_anew_by_the_next_write(directory, how):
+def test_state_file_removed_while_open_is_recreated_by_the_next_write(directory, how):
     """Goal: no grant goes to a file without a name, where it would be granted again after a
     restart. Method: remove or replace the file between two writes, then read as a new server."""
     path = os.path.join(directory, NAME)

@@ -68,7 +68,7 @@ STATES = (
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
-def test_status_of_a_state_that_lasts_says_who_since_when_what_remains_and_what_to_do(
+def test_status_of_a_lasting_state_names_who_since_when_the_evidence_and_the_fix(
     state: Callable[[Scene], AbstractAsyncContextManager[Told]],
     pod_dir: str,
     start_server: Callable[..., ServerProcess],
@@ -171,7 +171,7 @@ def test_status_in_an_80_columns_terminal_and_its_exit_codes(pod_dir, start_serv
     assert run(COLUMNS) == (UNREACHABLE, "")
 
 
-def test_a_pod_that_is_well_is_told_in_less_than_15_lines(pod_dir, start_server, start_engine):
+def test_healthy_pod_takes_less_than_15_lines(pod_dir, start_server, start_engine):
     """Goal: all is well is a short story. Method: a holder, a standby, a service; count lines."""
     server = start_server("--service", f"active=127.0.0.1:{free_port()}")
     start_engine("engine-0").granted()
@@ -186,7 +186,7 @@ def test_a_pod_that_is_well_is_told_in_less_than_15_lines(pod_dir, start_server,
     asyncio.run(scenario())
 
 
-def test_every_reason_is_a_state_here_and_a_line_of_the_page():
+def test_every_wait_reason_has_a_scene_and_a_line_in_the_reference():
     """Goal: no reason is added that nobody has seen or that the page does not explain. Method: the
     words in the code, the scenes by what they tell, the table of reference.md."""
     files = (ROOT / "lockserver" / "status").glob("*.py")

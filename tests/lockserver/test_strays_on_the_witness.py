@@ -161,7 +161,7 @@ def at_the_name(path: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["fifo", "directory", "symlink", "file"])
-def test_something_else_at_a_witness_name_proves_nothing_and_blocks_nobody_else(
+def test_foreign_file_at_a_witness_name_proves_nothing_and_blocks_no_other(
     pod_dir, start_server, what
 ):
     """Goal: the server opens what it is told to without waiting on it, and believes only the file
@@ -195,7 +195,7 @@ def test_something_else_at_a_witness_name_proves_nothing_and_blocks_nobody_else(
     asyncio.run(scenario())
 
 
-def test_strange_names_in_the_directory_are_somebody_elses(pod_dir, start_server):
+def test_unknown_names_in_the_directory_are_ignored(pod_dir, start_server):
     """Goal: file names are bytes. Method: witnesses with a newline, with bytes that are no text,
     and with the longest name, free and held, with the state lost: the held ones alone count."""
     server = start_server()

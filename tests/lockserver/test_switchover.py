@@ -59,7 +59,7 @@ class Asker:
         pass
 
 
-def test_switchover_is_asked_shown_counted_and_answered(start_server: Any):
+def test_switchover_is_requested_shown_counted_and_answered(start_server: Any):
     """Goal: the way of one request. Method: a holder that is asked gives up; status, metrics and
     the answer on the same connection, under the number of the request."""
     server = start_server()
@@ -104,7 +104,7 @@ def test_switchover_is_asked_shown_counted_and_answered(start_server: Any):
     asyncio.run(main())
 
 
-def test_interrupted_command_leaves_the_switchover_and_says_so(start_server: Any):
+def test_interrupted_command_leaves_the_switchover_running_and_says_so(start_server: Any):
     """Goal: Ctrl-C ends the wait and nothing else. Method: SIGINT to the command; the lock still
     goes to the engine that was named, past one that has waited longer."""
     server = start_server()
@@ -135,7 +135,7 @@ def test_interrupted_command_leaves_the_switchover_and_says_so(start_server: Any
     asyncio.run(main())
 
 
-def test_command_says_in_a_sentence_what_came_of_it(start_server: Any):
+def test_command_reports_the_outcome_in_one_sentence(start_server: Any):
     """Goal: people read what happened. Method: without `--json`: refused, done, done already."""
     server = start_server()
 

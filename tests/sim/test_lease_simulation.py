@@ -14,7 +14,7 @@ FAULT_RATE = 0.02
 
 
 @pytest.mark.parametrize("members", [1, 2, 3])
-def test_lease_simulation_random_faults_never_two_grants_served_and_somebody_serves_again(members):
+def test_lease_simulation_random_faults_never_two_grants_served_and_service_returns(members):
     """Goal: over TCP, too, one owner, and no schedule that ends for ever. Method: clocks, network,
     kernels, server and disk misbehave in a seeded order; who is cut off for good is replaced."""
     granted = woken = 0

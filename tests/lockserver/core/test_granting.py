@@ -30,7 +30,7 @@ def test_grant_is_on_disk_before_it_is_sent_and_the_socket_is_prepared_first():
     assert [name for name in names if name in order] == order
 
 
-def test_grant_failed_write_is_sent_to_nobody_and_retried_every_second():
+def test_grant_failed_write_is_not_sent_and_retried_every_second():
     """Goal: a grant that cannot be written is no grant. Method: a disk that fails, then not."""
     shell = Shell()
     shell.disk_error = "Input/output error"
@@ -61,7 +61,7 @@ def test_want_again_by_the_holder_gets_the_same_grant():
     assert sent(shell.feed(want(1, A, "active", tokens={"active": 1}))) == [(1, A, 1)]
 
 
-def test_newcomer_is_told_who_holds():
+def test_new_supervisor_is_sent_the_holder():
     """Goal: one hears that another holds, also when coming late. Method: a second supervisor."""
     shell = Shell()
     shell.feed(want(1, A, "active"))
@@ -81,7 +81,7 @@ def test_newest_connection_replaces_the_older_one_and_keeps_the_place():
     assert [w.incarnation for w in shell.active.waiters] == [B]
 
 
-def test_older_connection_that_is_read_late_takes_nothing_back():
+def test_older_connection_read_late_changes_nothing():
     """Goal: a reconnect may overtake what was said before. Method: connection 2 is read first; then
     what the same supervisor had said on connection 1, before it had launched anything."""
     shell = Shell()

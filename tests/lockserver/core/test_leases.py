@@ -65,7 +65,7 @@ EVENTS = {
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(EVENTS, EVENTS)))
-def test_lease_lives_for_its_span_after_whatever_renewed_it_last(first, second):
+def test_lease_is_valid_for_its_span_after_the_last_renewal(first, second):
     """Goal: what a lease is worth after any two events. Method: a lease; both events, 1000 ms
     after one another; then time passes and it runs out exactly when the table says."""
     timed = Timed()
@@ -90,7 +90,7 @@ def test_lease_lives_for_its_span_after_whatever_renewed_it_last(first, second):
     assert not timed.is_alive()
 
 
-def test_lease_runs_out_in_a_tick_and_nowhere_else():
+def test_lease_expires_in_a_tick_and_nowhere_else():
     """Goal: a server that was stopped does not bury who could not be heard. Method: look at a lease
     long after its end, before the first tick, and after one that comes late."""
     timed = Timed()
@@ -102,7 +102,7 @@ def test_lease_runs_out_in_a_tick_and_nowhere_else():
     assert [who for who, _ in timed.pass_ms(6000)] == [A.incarnation]
 
 
-def test_lease_on_file_keeps_the_terms_that_its_member_was_told():
+def test_lease_on_file_keeps_the_length_that_its_member_was_sent():
     """Goal: a restart with a shorter lease waits no less. Method: 9000 ms on file, 5000 now; the
     member is heard, and then no more."""
     timed = Timed()
@@ -113,7 +113,7 @@ def test_lease_on_file_keeps_the_terms_that_its_member_was_told():
     assert timed.renew().lease_ms == 5000  # what comes later is a new lease
 
 
-def test_group_is_free_when_the_last_member_is_gone_and_whole_while_none_is():
+def test_group_is_free_when_the_last_member_is_gone_and_complete_while_none_is():
     """Goal: the count of references. Method: every set of living members of two."""
     for alive in ((), (A,), (B,), (A, B)):
         timed = Timed()
@@ -147,7 +147,7 @@ def unknown_lock():
     return {"active": Lock("active", is_fenced=True, state=LockState.RECOVERING)}
 
 
-def test_unknown_lock_waits_for_members_that_may_not_have_been_heard():
+def test_unknown_lock_waits_for_members_that_may_not_have_connected():
     """Goal: a lost state forgets nobody who lives. Method: a server that listens, and one that does
     not; a stall in the middle begins the wait anew."""
     assert Timed(listens=False).leases.may_free_unknown(unknown_lock())
@@ -177,7 +177,7 @@ def test_unknown_lock_waits_for_a_living_member_that_claims_it_and_for_no_other(
     assert timed.leases.may_free_unknown(unknown_lock())
 
 
-def test_remaining_time_is_told_of_who_lives():
+def test_remaining_time_covers_living_members():
     """Goal: people see how long a wait may last. Method: one member of two, half a lease later."""
     timed = Timed()
     timed.renew(B)
@@ -194,7 +194,7 @@ def test_remaining_time_is_told_of_who_lives():
     st.integers(1, 60_000),
     st.integers(0, 10_000),
 )
-def test_lease_never_ends_sooner_than_its_span_after_it_was_heard(script, lease_ms, margin_ms):
+def test_lease_never_expires_before_its_span_after_the_last_message(script, lease_ms, margin_ms):
     """Goal: however time goes, no lease that was not ended ends early. Method: random
     renewals, ends and waits, in ticks or in one leap."""
     leases = Leases(0.0, lease_ms=lease_ms, margin_ms=margin_ms)
@@ -240,7 +240,7 @@ def test_terms_on_file_are_read_as_they_were_written():
         {"ms": 5000, "members": 3},
     ],
 )
-def test_terms_that_are_none_are_refused(raw):
+def test_malformed_terms_are_refused(raw):
     """Goal: a damaged record is not half believed. Method: each way to be wrong."""
     with pytest.raises((KeyError, TypeError, ValueError)):
         LeaseTerms.from_dict(raw, "engine-0")

@@ -91,7 +91,7 @@ def test_lock_may_serve_unless_its_holder_is_known_to_be_over():
     assert lock_in(LockState.RECOVERING).may_serve
 
 
-def test_queue_first_in_line_silent_passed_over_order_kept():
+def test_queue_is_fifo_and_skips_silent_waiters():
     """Goal: fairness. Method: three waiters, every set of silent ones."""
     line = [Waiter(name, name, name, 0.0) for name in "abc"]
     for silent in ("", "a", "ab", "b", "bc"):

@@ -48,7 +48,7 @@ def test_without_pidfd_the_closed_connection_stands_for_the_process():
     assert shell.due() == [A]
 
 
-def test_own_word_needs_the_witness_but_not_the_process():
+def test_own_want_needs_the_witness_but_not_the_process():
     """Goal: relaunch without a failed pidfd. Method: the want no longer names the incarnation."""
     shell = held_by_a()
     shell.feed(want(1, None, engine="engine-0"))
@@ -57,7 +57,7 @@ def test_own_word_needs_the_witness_but_not_the_process():
     assert sent(shell.feed(ev.WitnessFree("active", A))) == [(2, B, 2)]
 
 
-def test_given_up_lock_cannot_be_asked_for_by_the_same_incarnation():
+def test_released_lock_cannot_be_requested_by_the_same_incarnation():
     """Goal: a reaped incarnation stays dead. Method: drop the lock, ask again."""
     shell = held_by_a()
     shell.feed(want(1, A))
@@ -76,7 +76,7 @@ def test_silent_holder_is_tried_and_reported_and_keeps_the_lock_while_it_lives()
     assert shell.due() == []
 
 
-def test_silent_waiter_is_passed_over_and_keeps_its_place():
+def test_silent_waiter_is_skipped_and_keeps_its_place():
     """Goal: a hung standby delays nobody. Method: two waiters, the first is silent."""
     shell = held_by_a(silent_ms=1000)
     c = "engine-2-000000000000000c"
@@ -90,7 +90,7 @@ def test_silent_waiter_is_passed_over_and_keeps_its_place():
     assert [w.incarnation for w in shell.active.waiters] == [B]
 
 
-def test_same_progress_again_is_no_sign_of_life():
+def test_repeated_progress_is_not_a_sign_of_life():
     """Goal: a stuck loop that still sends is silent. Method: beat with one number."""
     shell = held_by_a(silent_ms=1000)
     for _ in range(15):
@@ -99,7 +99,7 @@ def test_same_progress_again_is_no_sign_of_life():
     assert shell.machine.supervisors[f"{'engine-0':0>16}"].is_silent
 
 
-def test_server_that_was_stopped_calls_nobody_silent():
+def test_stopped_server_reports_no_one_silent():
     """Goal: our own stall is not theirs. Method: one tick after a minute."""
     shell = held_by_a()
     shell.now_ms += 60_000
@@ -134,7 +134,7 @@ def test_silent_holder_whose_witness_is_free_is_dead():
     assert sent(effects) == [(2, B, 2)]
 
 
-def test_witness_that_was_tried_for_somebody_else_frees_nothing():
+def test_witness_tried_for_another_incarnation_frees_nothing():
     """Goal: a late answer of a probe is no evidence. Method: of another incarnation; of nobody."""
     shell = Shell()
     assert shell.feed(ev.WitnessFree("active", A)) == []

@@ -42,7 +42,7 @@ def test_newer_connection_replaces_the_older_and_what_it_overtook_is_refused():
         ("lock.stale_want", {"progress": 1}),
     ],
 )
-def test_member_that_cannot_be_who_it_says_is_refused(code, fields):
+def test_member_with_an_impossible_identity_is_refused(code, fields):
     """Goal: what is wrong costs its connection, nobody else's. Method: each way to be wrong."""
     shell = held()
     shell.want(11, S1, A1, 1)
@@ -55,7 +55,7 @@ def test_member_that_cannot_be_who_it_says_is_refused(code, fields):
     assert (shell.group.conn, shell.active.state, dict(shell.members.roll.known)) == before
 
 
-def test_another_supervisor_waits_until_the_lease_has_run_out_then_takes_the_place():
+def test_another_supervisor_is_refused_until_the_lease_expires():
     """Goal: a member lost for good can be replaced. Method: a second supervisor asks again and
     again; it is told how long; an idle one that is still connected keeps the place too."""
     shell = held()
@@ -70,7 +70,7 @@ def test_another_supervisor_waits_until_the_lease_has_run_out_then_takes_the_pla
     assert "left_ms" not in shell.heard(42, ev.RefuseConnection)[0].details
 
 
-def test_beat_before_want_and_want_that_never_comes_cost_the_connection():
+def test_beat_before_want_or_a_missing_want_closes_the_connection():
     """Goal: a connection says whose it is. Method: a beat first; nothing at all."""
     shell = Shell()
     shell.beat(10)

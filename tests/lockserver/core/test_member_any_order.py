@@ -77,7 +77,7 @@ class Heard:
 
 
 @given(STEPS)
-def test_members_in_any_order_nobody_is_granted_while_one_of_the_holder_may_live(steps):
+def test_members_in_any_order_no_grant_while_a_member_of_the_holder_may_live(steps):
     """Goal: the count of references holds in any order of events. Method: random launches, ends,
     cuts and silences of two members; another engine waits all the time; each time that the lock
     goes to it, no member of the last holder may live by what was written down apart."""

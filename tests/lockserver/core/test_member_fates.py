@@ -54,7 +54,7 @@ FATES = {
 
 
 @pytest.mark.parametrize("fate", FATES)
-def test_holder_group_by_what_befalls_a_member(fate):
+def test_holder_group_after_each_kind_of_loss(fate):
     """Goal: each fate of a member of a holder. Method: the table: whether the group is over, and
     then the other member hears it in its own name; the lock is nobody else's in any of them."""
     event, is_over, state = FATES[fate]
@@ -68,7 +68,7 @@ def test_holder_group_by_what_befalls_a_member(fate):
 
 
 @pytest.mark.parametrize("fate", FATES)
-def test_waiting_group_by_what_befalls_a_member(fate):
+def test_waiting_group_after_each_kind_of_loss(fate):
     """Goal: a group that has served together is over with any of its incarnations; one that only
     waits survives an outage of any length. Method: the same table, nothing held."""
     event, is_over, _ = FATES[fate]
@@ -98,7 +98,7 @@ def test_holder_group_is_free_when_the_last_member_has_reaped_and_not_before():
     assert "lock.members_whole" in shell.happened
 
 
-def test_holder_group_that_falls_silent_is_free_when_its_leases_have_run_out():
+def test_silent_holder_group_is_free_when_its_leases_have_expired():
     """Goal: nobody waits for ever, and nobody too little. Method: no member beats any more."""
     shell = held()
     shell.pass_ms(LEASE_MS + MARGIN_MS - 100, beating=(20,))
@@ -108,7 +108,7 @@ def test_holder_group_that_falls_silent_is_free_when_its_leases_have_run_out():
     assert shell.happened.count("lock.lease_expired") == 2
 
 
-def test_spent_incarnation_hears_again_that_it_is_over_and_is_never_granted():
+def test_spent_incarnation_is_notified_again_and_never_granted():
     """Goal: the seal. Method: the leases ran out, and all come back with what they had."""
     shell = held()
     shell.pass_ms(7000, beating=(20,))
@@ -124,7 +124,7 @@ def test_spent_incarnation_hears_again_that_it_is_over_and_is_never_granted():
     assert shell.granted(30) == [(A0_NEXT, 3)]
 
 
-def test_member_whose_lease_runs_out_is_not_connected_any_more():
+def test_member_is_disconnected_when_its_lease_expires():
     """Goal: a lease that is over has to be begun anew by a want. Method: a server for which silence
     lasts longer than a lease."""
     shell = held()
@@ -135,7 +135,7 @@ def test_member_whose_lease_runs_out_is_not_connected_any_more():
     assert not shell.closed(20)
 
 
-def test_lease_of_a_member_without_a_group_runs_out_and_nothing_else():
+def test_lease_of_a_member_without_a_group_just_expires():
     """Goal: half a group holds nothing, so nothing ends with it. Method: one of two members, cut
     off, until its lease has run out."""
     shell = Shell()
@@ -159,7 +159,7 @@ def test_plain_lock_outlives_a_cut_connection():
     assert shell.machine.locks["loader"].state is LockState.FREE
 
 
-def test_stalled_server_buries_nobody():
+def test_stalled_server_declares_no_member_dead():
     """Goal: a stop of the server is nobody's silence. Method: a leap in time, then beats again."""
     shell = held()
     shell.now_ms += STALL_MS + 60_000

@@ -25,7 +25,7 @@ from tests.lockserver.core.member_shell import (
 )
 
 
-def test_group_forms_when_all_are_here_and_each_is_granted_as_itself():
+def test_group_forms_when_all_members_are_connected_and_each_is_granted_as_itself():
     """Goal: one grant for all nodes, to each in its own name. Method: two members, one after the
     other; the lease is answered before the grant that it is needed for."""
     shell = Shell()
@@ -55,7 +55,7 @@ def test_group_wants_a_fenced_lock_once_all_do_and_a_plain_one_once_any_does():
             assert wanted == (both & {"active"}) | (either & {"loader"})
 
 
-def test_group_with_a_plain_lock_tells_only_the_members_that_want_it():
+def test_grant_of_a_plain_lock_is_sent_only_to_the_members_that_want_it():
     """Goal: nobody has a token of a lock that it does not want. Method: one of two wants the loader
     lock; both hear of another engine's grants."""
     shell = Shell()
@@ -97,7 +97,7 @@ def test_members_that_wait_keep_their_place_while_they_are_heard_and_lose_it_whe
     assert [w.engine for w in shell.active.waiters] == ["engine-0"]
 
 
-def test_words_of_the_machine_reach_the_members_they_are_for():
+def test_effects_of_the_machine_reach_the_right_members():
     """Goal: nothing is said to the wrong node. Method: each effect on a virtual connection: a
     hand-over goes to member 0, an end to all, a loan to nobody."""
     shell = held()
@@ -112,7 +112,7 @@ def test_words_of_the_machine_reach_the_members_they_are_for():
     assert shell.members.audience("engine-0") == [20]
 
 
-def test_member_that_comes_late_is_told_who_holds():
+def test_late_member_is_sent_the_holder():
     """Goal: one hears that another holds. Method: the second engine, after the grant."""
     assert held().granted(20) == [(A0, 1)]
 

@@ -41,7 +41,7 @@ def test_restart_gives_the_whole_group_the_same_grant_again():
     assert shell.active.state is LockState.HELD
 
 
-def test_restart_waits_for_who_is_not_heard_and_not_for_who_says_that_it_reaped():
+def test_restart_waits_for_silent_members_but_not_for_reaped_ones():
     """Goal: neither too early nor longer than it must. Method: member 1 has reaped; member 0 is not
     heard, then says the same."""
     shell = restarted(held())
@@ -54,7 +54,7 @@ def test_restart_waits_for_who_is_not_heard_and_not_for_who_says_that_it_reaped(
 
 
 @pytest.mark.parametrize("heard", [False, True])
-def test_restart_waits_a_lease_and_its_margin_for_a_member_that_is_not_heard(heard):
+def test_restart_waits_a_lease_and_its_margin_for_a_member_that_does_not_reconnect(heard):
     """Goal: who was answered a moment before the restart has its time. Method: nobody comes back,
     or one of two does, which is then told that the other is lost."""
     shell = restarted(held())
@@ -98,7 +98,7 @@ def test_lost_state_claim_of_the_whole_group_is_accepted():
     assert shell.granted(11)[-1] == (A1, 8)
 
 
-def test_lost_state_waits_for_members_and_ends_those_that_are_not_completed():
+def test_lost_state_waits_for_members_and_ends_incomplete_groups():
     """Goal: with the state lost, half a group is told to end, and then somebody is granted. Method:
     member 0 claims, member 1 never comes, another engine waits."""
     shell = Shell(LOST)
@@ -115,7 +115,7 @@ def test_lost_state_waits_for_members_and_ends_those_that_are_not_completed():
     assert shell.granted(20) == [(B, 10)]
 
 
-def test_claim_of_a_lock_that_is_not_its_own_is_over_whoever_is_missing():
+def test_member_that_claims_a_foreign_lock_is_over_whichever_members_are_missing():
     """Goal: who wrongly believes that it holds is told so, without waiting for its other members.
     Method: a claim while another engine holds, and one of a lock that is free."""
     shell = Shell()

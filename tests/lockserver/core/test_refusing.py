@@ -63,7 +63,7 @@ def test_second_living_supervisor_of_an_engine_is_refused_until_the_first_is_gon
     assert refused(shell.feed(twin)) == []
 
 
-def test_another_process_cannot_speak_for_a_living_supervisor():
+def test_another_process_cannot_act_for_a_living_supervisor():
     """Goal: who knows a supervisor's id cannot take its lock away. Method: the same id from
     another pid, while the first lives and after it has gone."""
     shell = Shell()
@@ -94,7 +94,7 @@ def test_beat_before_want_is_refused_and_supervisors_are_limited():
     assert refused(shell.feed(late)) == ["lock.too_many_waiters"]
 
 
-def test_restart_holder_on_file_is_heard_although_a_crowd_came_first():
+def test_restart_holder_on_file_is_accepted_although_a_crowd_connected_first():
     """Goal: the limit refuses newcomers, not who is in the right. Method: a restart, as many
     strangers as there is room for, then the holder."""
     shell = restarted(held_by_a())

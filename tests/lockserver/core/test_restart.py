@@ -34,7 +34,7 @@ def test_restart_holder_on_file_same_grant_again():
         assert shell.active.state is LockState.HELD
 
 
-def test_restart_who_came_before_the_holder_is_told_that_it_holds():
+def test_restart_earlier_waiters_are_sent_the_returning_holder():
     """Goal: nobody is left to guess. Method: a waiter is back before the holder on file, and before
     one that claims a lock whose record is lost."""
     shell = restarted(held_by_a())
@@ -61,7 +61,7 @@ def test_restart_free_witness_frees_at_once_and_a_held_one_is_only_reported():
     assert (2, B, 2) in sent(shell.feed(ev.WitnessFree("active", A)))
 
 
-def test_restart_relaunched_holder_lets_go():
+def test_restart_relaunched_holder_releases_the_lock():
     """Goal: an incarnation no longer named was reaped. Method: the engine comes with a new one."""
     shell = restarted(held_by_a())
     shell.feed(want(1, A2, "active"))
@@ -69,7 +69,7 @@ def test_restart_relaunched_holder_lets_go():
     assert (1, A2, 2) in sent(shell.feed(ev.WitnessFree("active", A)))
 
 
-def test_restart_returning_holder_evicts_who_took_its_name():
+def test_restart_returning_holder_evicts_a_twin():
     """Goal: the holder on file is in the right. Method: a twin came first."""
     shell = restarted(held_by_a())
     assert refused(shell.feed(want(9, A2, "active", supervisor="f" * 16))) == []
@@ -78,7 +78,7 @@ def test_restart_returning_holder_evicts_who_took_its_name():
     assert sent(effects) == [(1, A, 1)]
 
 
-def test_restart_stale_claim_of_one_lock_leaves_the_other_heard():
+def test_restart_stale_claim_of_one_lock_confirms_the_other():
     """Goal: a refusal never strands a lock in recovering. Method: loader on file, active stale."""
     shell = Shell()
     shell.feed(want(1, A, "loader"))
@@ -130,7 +130,7 @@ def test_unknown_file_stays_unknown_on_disk_while_another_lock_is_granted():
     assert restarted(shell).active.is_unknown
 
 
-def test_restart_tells_of_each_lock_that_recovers_who_held_it_or_that_nobody_knows():
+def test_restart_reports_the_last_holder_of_each_recovering_lock():
     """Goal: no wait is silent. Method: what is said at start, with a holder on file or not."""
     shell = restarted(held_by_a())
     (told,) = shell.machine.begin()
@@ -141,7 +141,7 @@ def test_restart_tells_of_each_lock_that_recovers_who_held_it_or_that_nobody_kno
     assert "is not on file" in first.message
 
 
-def test_restart_twin_that_is_not_connected_leaves_without_a_word():
+def test_restart_disconnected_twin_is_dropped_silently():
     """Goal: the holder on file is in the right. Method: a twin came first, and was cut off."""
     shell = restarted(held_by_a())
     shell.feed(want(9, A2, "active", supervisor="f" * 16))

@@ -61,7 +61,7 @@ def give_up(shell: Shell, conn: int = 1, engine: str = "engine-0") -> list[ev.Ef
 # ---------------------------------------------------------------------- done
 
 
-def test_holder_is_asked_and_the_first_that_waits_is_granted():
+def test_holder_is_asked_and_the_first_waiter_is_granted():
     """Goal: a switchover from beginning to end. Method: ask, drain, give up; the answer, the grant
     and the events, and that nothing of it is left."""
     shell = pod(B, C)
@@ -88,7 +88,7 @@ def test_named_engine_goes_before_those_who_waited_longer():
     assert sent(give_up(shell, 3, "engine-2")) == [(2, B, 3)]
 
 
-def test_standby_that_is_not_whole_is_left_out():
+def test_incomplete_standby_is_skipped():
     """Goal: nobody hands over to half an engine. Method: the first that waits is not whole; the
     second is, and is preferred."""
     shell = pod(B, C)
@@ -96,7 +96,7 @@ def test_standby_that_is_not_whole_is_left_out():
     assert sent(give_up(shell)) == [(3, C, 2)]
 
 
-def test_who_holds_it_already_is_no_error():
+def test_switchover_to_the_holder_is_not_an_error():
     """Goal: asking twice is harmless. Method: name the holder: answered at once, nothing begins."""
     shell = pod(B)
     effects = ask(shell, to="engine-0")
@@ -158,7 +158,7 @@ def test_refused_switchover_changes_nothing(waiting, before, changes, code, says
     assert (shell.active.state, shell.active.holder, shell.active.preferred) == was
 
 
-def test_engine_that_does_not_wait_is_named():
+def test_refusal_names_the_engine_that_is_not_waiting():
     """Goal: a standby still loading is told from one that is not there. Method: engine-2 is
     connected and wants nothing yet."""
     shell = pod(B)
@@ -168,7 +168,7 @@ def test_engine_that_does_not_wait_is_named():
     assert "engine-2 is not waiting for active" in effects[0].message
 
 
-def test_free_lock_has_nobody_to_hand_it_over():
+def test_free_lock_has_no_holder_to_hand_it_over():
     """Goal: no holder, no switchover. Method: a machine without anybody, and one after a restart
     that has not heard its holder yet."""
     assert answers(ask(Shell())) == [(1, "lock.not_held")]
@@ -197,7 +197,7 @@ def test_holder_that_dies_is_an_ordinary_failover(to):
     assert happened(effects)[-1] == "lock.switchover_failed"
 
 
-def test_target_that_dies_leaves_the_queue_as_it_is():
+def test_dead_target_leaves_the_queue_unchanged():
     """Goal: FIFO where the preferred one is gone. Method: engine-2, named, dies; engine-1 is next,
     and that is not what was asked for; unnamed, it is."""
     for to, answer in (("engine-2", "lock.switchover_failed"), (None, "engine-1")):
@@ -210,7 +210,7 @@ def test_target_that_dies_leaves_the_queue_as_it_is():
         assert answers(effects) == [(1, answer)]
 
 
-def test_silent_target_is_passed_over():
+def test_silent_target_is_skipped():
     """Goal: the lock waits for nobody who does not speak. Method: the target falls silent while the
     holder drains; who waits behind it is granted."""
     shell = pod(B, C)
@@ -222,7 +222,7 @@ def test_silent_target_is_passed_over():
     assert sent(give_up(shell)) == [(3, C, 2)]
 
 
-def test_holder_that_comes_back_with_it_is_said():
+def test_switchover_back_to_the_same_holder_is_reported():
     """Goal: a switchover that came to nothing is no success. Method: the only standby dies, the old
     holder is relaunched and is granted again."""
     shell = pod(B)
@@ -257,7 +257,7 @@ def test_timeout_ends_the_wait_and_nothing_else():
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_overdue_switchover_ends_with_the_next_grant_and_answers_nobody(is_killed):
+def test_overdue_switchover_ends_with_the_next_grant_and_answers_no_one(is_killed):
     """Goal: late is not never. Method: past the deadline the holder gives up, or is killed."""
     shell = pod(B)
     ask(shell, timeout_ms=100)
@@ -272,7 +272,7 @@ def test_overdue_switchover_ends_with_the_next_grant_and_answers_nobody(is_kille
     assert not shell.machine.switchovers.under_way
 
 
-def test_switchover_that_never_comes_is_forgotten():
+def test_switchover_that_never_happens_is_cancelled():
     """Goal: nothing lasts for ever. Method: a holder that is heard and does nothing, until an hour
     after the deadline; then FIFO again."""
     shell = pod(B, C)
@@ -287,7 +287,7 @@ def test_switchover_that_never_comes_is_forgotten():
     assert sent(give_up(shell)) == [(2, B, 2)]
 
 
-def test_holder_on_a_new_connection_is_told_again():
+def test_holder_on_a_new_connection_is_asked_again():
     """Goal: the word is not lost with its connection. Method: cut the holder's connection; told
     again once it is back, and not when it merely says its want again; not when overdue."""
     shell = pod(B)
@@ -300,7 +300,7 @@ def test_holder_on_a_new_connection_is_told_again():
     assert told(shell.feed(want(6, A, "active"))) == []
 
 
-def test_restarted_server_has_forgotten_it():
+def test_restarted_server_has_forgotten_the_switchover():
     """Goal: what is not on disk binds nobody. Method: restart from disk while the holder drains:
     FIFO when it gives up, and no answer to anybody."""
     shell = pod(B, C)
@@ -426,7 +426,7 @@ def test_nothing_under_way_observes_nothing():
     assert list(Switchovers().remind(Shell().active, 1)) == []
 
 
-def test_unproven_standby_cannot_even_wait():
+def test_unproven_standby_cannot_queue():
     """Goal: what counts as waiting has shown its witness. Method: a want without proof is refused,
     so that it is no standby for a switchover either."""
     shell = pod()
