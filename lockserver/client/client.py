@@ -253,7 +253,7 @@ class LockClient:
     def opened(self, conn: Connection) -> None:
         self._conn, self.unreachable = conn, None
         if self._lease is not None:
-            self._lease.opened()
+            self._lease.heard()
         copies = [fd.duplicate() for fd in self._services.values()]
         conn.send(self._message(tuple(self._services)), fds=copies)
         self._callbacks.on_connected()

@@ -166,11 +166,7 @@ class LeaseWatch:
         self.keeper.sent(progress, self._clock())
 
     def heard(self) -> None:
-        """A message of the server arrived, whichever it was."""
-        self.heard_ms = self._clock()
-
-    def opened(self) -> None:
-        """A new connection; the server has some time to answer on it."""
+        """A message of the server arrived, or a connection was made, which it may now answer on."""
         self.heard_ms = self._clock()
 
     def cut(self) -> None:

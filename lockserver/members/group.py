@@ -1,7 +1,8 @@
-"""An engine's members, and the group they form: one virtual supervisor to the lock machine.
+"""An engine's members, the group they form, and the events about both.
 
-Records and what follows from them alone, such as what each member is sent when the machine answers
-the group; who may join and when a group is over is in `members.py`.
+To the lock machine, a group is one virtual supervisor. Here are records and what follows from them
+alone, such as what each member is sent when the machine answers the group; who may join and when a
+group is over is in `members.py`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lockserver.core.events import Close, Effect, RefuseConnection, SendGrant, SendHandOver, Wanted
+from lockserver.core.events import (
+    Close,
+    Effect,
+    Happened,
+    RefuseConnection,
+    SendGrant,
+    SendHandOver,
+    Wanted,
+)
 from lockserver.core.names import WitnessState
 from lockserver.core.terms import LeaseTerms, MemberId, unlockable_witness
 from lockserver.members.events import MemberOutput, MemberWanted, SendGranted
+from lockserver.members.leases import Lease
 
 LEASE = "lease"  # `Wanted.process` of a virtual supervisor
 
@@ -122,3 +132,53 @@ def _grant(effect: SendGrant, member: NodeMember) -> SendGranted:
     incarnation = member.incarnation if _is_own(effect, member) else holder.incarnation
     assert incarnation is not None
     return SendGranted(member.conn, effect.lock, holder.engine, incarnation, holder.token)
+
+
+# ---------------------------------------------------------------------- events
+
+
+def group_complete(group: Group) -> Happened:
+    count = len(group.terms.members)
+    message = f"all {count} members of {group.engine} are connected"
+    data = {"engine": group.engine, "incarnation": group.incarnation, "members": count}
+    return Happened("lock.members_whole", message, data=data)
+
+
+def group_incomplete(group: Group, absent: list[int]) -> Happened:
+    count = len(group.terms.members)
+    message = (
+        f"{group.engine} is incomplete: member {', '.join(map(str, absent))} of {count} is not"
+        " connected"
+    )
+    data = {"engine": group.engine, "incarnation": group.incarnation, "missing": absent}
+    return Happened("lock.member_missing", message, "warning", data)
+
+
+def member_silent(member: NodeMember) -> Happened:
+    message = f"member {member.index} of {member.engine} is silent; its connection is closed"
+    data = {"engine": member.engine, "member": member.index, "name": member.name}
+    return Happened("lock.member_silent", message, "warning", data)
+
+
+def lease_expired(lease: Lease) -> Happened:
+    message = f"the lease of member {lease.member} of {lease.engine} has expired"
+    data = {
+        "engine": lease.engine,
+        "member": lease.member,
+        "incarnation": lease.id.incarnation,
+        "lease_ms": lease.lease_ms,
+    }
+    return Happened("lock.lease_expired", message, "warning", data)
+
+
+def member_lost(group: Group, member: int, reason: str) -> Happened:
+    message = f"{group.engine} has lost member {member}: {reason}; its other members must end"
+    if len(group.terms.members) == 1:
+        message = f"{group.incarnation} is over: {reason}"
+    data = {
+        "engine": group.engine,
+        "incarnation": group.incarnation,
+        "member": member,
+        "reason": reason,
+    }
+    return Happened("lock.member_lost", message, "warning", data)

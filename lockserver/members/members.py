@@ -42,7 +42,7 @@ from lockserver.core.events import (
 from lockserver.core.evidence import STALL_MS
 from lockserver.core.supervisors import Locks
 from lockserver.core.terms import LeaseTerms
-from lockserver.members import sentences
+from lockserver.members import group as group_events
 from lockserver.members.events import (
     Feed,
     MemberBeaten,
@@ -199,7 +199,7 @@ class Members:
         group.is_over = True
         for who in group.terms.members:
             self.leases.spend(who.incarnation, lost, reason)
-        yield sentences.member_lost(group, lost, reason)
+        yield group_events.member_lost(group, lost, reason)
         yield from self._cut(group)
         for member in self.roll.of(group):
             if member.conn is not None and member.index != lost and group.has(member):
@@ -227,11 +227,11 @@ class Members:
             if group.conn is not None:
                 absent = [m.index for m in self.roll.of(group) if m.conn is None]
                 yield from self._cut(group)
-                yield sentences.missing(group, absent)
+                yield group_events.group_incomplete(group, absent)
             return
         if group.conn is None:
             group.conn, group.beats, is_new_want = next(self._virtual), 0, True
-            yield sentences.whole(group)
+            yield group_events.group_complete(group)
         if is_new_want:
             yield Feed(group.wanted(present, self._kinds))
 
@@ -289,7 +289,7 @@ class Members:
             if gap_ms > STALL_MS:  # this server was stopped, not the members
                 member.heard_ms = now_ms
             elif now_ms - member.heard_ms > self.silent_ms:
-                yield sentences.silent(member)
+                yield group_events.member_silent(member)
                 yield from self._hang_up(member, "this member has sent nothing for too long")
         for conn in self.roll.late(now_ms - self.silent_ms):
             self.roll.leave(conn)
@@ -300,7 +300,7 @@ class Members:
         self.roll.forget(self.leases, self.groups)
 
     def _expire(self, lease: Lease) -> Iterable[MemberOutput]:
-        yield sentences.lease_expired(lease)
+        yield group_events.lease_expired(lease)
         member = self.roll.known.get((lease.engine, lease.member))
         if member is not None and member.id == lease.id and member.conn is not None:
             yield from self._hang_up(member, "its lease has expired")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from prometheus_client import Counter, Gauge
+
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
 from lockserver.members.members import Members
@@ -28,49 +30,47 @@ class LockMetrics:
     def __init__(self, locks: tuple[str, ...]) -> None:
         self.metrics = metrics = Metrics()
         known = {"lock": locks}
-        self._held = metrics.gauge("lock_held", "1 while the lock is held.", ("lock",), known)
-        self._token = metrics.gauge(
-            "lock_token", "The token of the lock's holder, 0 without one.", ("lock",), known
+
+        def gauge(name: str, text: str) -> Gauge:
+            return metrics.gauge(name, text, ("lock",), known)
+
+        def counter(name: str, text: str, label: str, values: tuple[str, ...]) -> Counter:
+            return metrics.counter(name, text, ("lock", label), {**known, label: values})
+
+        self._held = gauge("lock_held", "1 while the lock is held.")
+        self._token = gauge("lock_token", "The token of the lock's holder, 0 without one.")
+        self._waiters = gauge("lock_waiters", "Incarnations in the lock's queue.")
+        self._unresponsive = gauge("lock_unresponsive", "1 while the lock's holder is silent.")
+        self._switching = gauge(
+            "lock_switchover", "1 while the lock's holder is asked to hand it over."
         )
-        self._waiters = metrics.gauge(
-            "lock_waiters", "Incarnations in the lock's queue.", ("lock",), known
+        self._lease = gauge(
+            "lock_lease_remaining_seconds",
+            "Over TCP: how long the holder may live at most without another message.",
         )
-        self._unresponsive = metrics.gauge(
-            "lock_unresponsive", "1 while the lock's holder is silent.", ("lock",), known
+        self._missing = gauge(
+            "lock_members_missing", "Over TCP: members of the holder that are not connected."
         )
-        self._state = metrics.one_hot(
-            "lock_state",
-            "The lock's state; in releasing and recovering nobody is granted.",
-            tuple(LockState),
-            ("lock",),
-            known,
+        self._grants = counter(
+            "lock_grants_total", "Grants, by what went before.", "reason", GRANT_REASONS
         )
-        self._grants = metrics.counter(
-            "lock_grants_total",
-            "Grants, by what went before.",
-            ("lock", "reason"),
-            {**known, "reason": GRANT_REASONS},
+        self._losses = counter(
+            "lock_losses_total", "Locks lost by their holders, by cause.", "reason", LOSS_REASONS
         )
-        self._losses = metrics.counter(
-            "lock_losses_total",
-            "Locks lost by their holders, by cause.",
-            ("lock", "reason"),
-            {**known, "reason": LOSS_REASONS},
+        self._switchovers = counter(
+            "lock_switchovers_total",
+            "Switchovers requested, by how they ended; an overdue one ends later, too.",
+            "result",
+            tuple(SWITCHOVER_RESULTS.values()),
+        )
+        self._members_lost = metrics.counter(
+            "lock_members_lost_total", "Over TCP: engines that had to end for one of their members."
+        )
+        self._write_problem = metrics.gauge(
+            "lock_write_problem", "1 while grants cannot be written to the state file."
         )
         self._wait = metrics.histogram(
-            "lock_wait_duration_seconds", "From asking to the grant.", ("lock",), known
-        )
-        self._switching = metrics.gauge(
-            "lock_switchover",
-            "1 while the lock's holder is asked to hand it over.",
-            ("lock",),
-            known,
-        )
-        self._switchovers = metrics.counter(
-            "lock_switchovers_total",
-            "Switchovers asked for, by how they ended; an overdue one ends later, too.",
-            ("lock", "result"),
-            {**known, "result": tuple(SWITCHOVER_RESULTS.values())},
+            "lock_wait_duration_seconds", "From the request to the grant.", ("lock",), known
         )
         self._sync = metrics.histogram(
             "lock_state_sync_duration_seconds", "One write of the state file, with its sync."
@@ -81,31 +81,10 @@ class LockMetrics:
             ("phase",),
             {"phase": PHASES},
         )
-        self._write_problem = metrics.gauge(
-            "lock_write_problem", "1 while grants cannot be written to the state file."
-        )
-        self._lease = metrics.gauge(
-            "lock_lease_remaining_seconds",
-            "Over TCP: how long the holder may live at most if nothing more is heard of it.",
-            ("lock",),
-            known,
-        )
-        self._missing = metrics.gauge(
-            "lock_members_missing",
-            "Over TCP: members of the holder that are not connected.",
-            ("lock",),
-            known,
-        )
-        self._members_lost = metrics.counter(
-            "lock_members_lost_total", "Over TCP: engines that had to end for one of their members."
-        )
-        self._services = metrics.one_hot(
-            "lock_service_state",
-            "The lock's service socket.",
-            STATES,
-            ("lock",),
-            known,
-        )
+        text = "The lock's state; in releasing and recovering no engine is granted it."
+        self._state = metrics.one_hot("lock_state", text, tuple(LockState), ("lock",), known)
+        text = "The lock's service socket."
+        self._services = metrics.one_hot("lock_service_state", text, STATES, ("lock",), known)
 
     def synced(self, seconds: float) -> None:
         self._sync.observe(seconds)
