@@ -165,6 +165,6 @@ def test_command_reports_the_outcome_in_one_sentence(start_server: Any):
             assert said.startswith("engine-0 handed active over to e-1 in ")
             assert said.endswith(f"s, token {token}\n")
             said, _ = command(server, "--to=e-1").communicate(timeout=30)
-            assert said == f"e-1 holds active already, token {token}\n"
+            assert said == f"e-1 already holds active, token {token}\n"
 
     asyncio.run(main())
