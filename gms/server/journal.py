@@ -19,7 +19,7 @@ from gms.core.events import JournalRecord
 from gms.core.recovery import orphans_of
 from gms.core.state import Epoch
 from plumbing.errors import UnderstudyError
-from plumbing.service.slots import FILE_BYTES, SlotFile, SlotFormat, put_aside
+from plumbing.service.files import FILE_BYTES, SlotFile, SlotFormat, put_aside
 
 FORMAT = SlotFormat("understudy-gms 1")
 SCHEMA = 1

@@ -23,7 +23,7 @@ from hack.bench_lock.clients import Etcd, LockServerClient, Redis
 from hack.bench_lock.servers import PROGRAMS, folder, lockserver, make_server
 from hack.processes import LockServer, ServerProcess, until
 from hack.report import spread
-from plumbing.service.slots import SlotFile, SlotFormat
+from plumbing.service.files import SlotFile, SlotFormat
 
 CONTENDERS = ("unix", "unix_disk", "unix_loader", "flock", "redis", "etcd")
 STARTED = ("unix", "redis", "etcd")

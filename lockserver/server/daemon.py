@@ -10,8 +10,7 @@ from typing import Any
 from lockserver.core.lock import LockState
 from lockserver.server.server import LockServer
 from lockserver.server.settings import LockSettings
-from plumbing.service.http import HttpServer, Probe
-from plumbing.service.page import Page
+from plumbing.service.http import HttpServer, Page, Probe
 from plumbing.service.signals import wait_signals
 
 UI = Path(__file__).parent.parent / "ui" / "ui.html"

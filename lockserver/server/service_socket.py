@@ -268,7 +268,7 @@ def parse_service(text: str) -> tuple[str, str]:
     lock, _, address = text.partition("=")
     host, _, port = address.rpartition(":")
     if not lock or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError("a service is LOCK=HOST:PORT, like active=127.0.0.1:8000")
+        raise ValueError("it must be LOCK=HOST:PORT, such as active=127.0.0.1:8000")
     return lock, address
 
 

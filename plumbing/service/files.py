@@ -1,13 +1,36 @@
-"""Small files that are never seen half-written."""
+"""Small files that are never seen half-written: replaced in one step, or written in two slots.
+
+A `SlotFile` is a small record that can be written even on a full disk: one preallocated file with
+two slots.
+
+- A write never needs room: the file has its full size from the start. (Writing a new file and
+  renaming it failed on a full disk.)
+- Both slots are valid from the moment the file exists. So one bad slot means that a record was
+  lost, perhaps the newest; the caller decides what follows from that.
+- A failed write is repeated into the same slot; the other slot is untouched meanwhile.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import hashlib
 import json
+import logging
 import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from plumbing.errors import UnderstudyError
+
+SLOT_BYTES = 4096  # one page
+FILE_BYTES = 2 * SLOT_BYTES
+ASIDE_MAX = 20  # unreadable files kept; a loop of failing starts must not fill the disk
+
+logger = logging.getLogger(__name__)
 
 
 def write_atomic(
@@ -78,3 +101,150 @@ def sync_directory(directory: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFormat:
+    """The layout of the slots of one kind of file; `magic` names the kind and its version."""
+
+    magic: str
+
+    def encode(self, sequence: int, text: bytes) -> bytes:
+        """One slot: a line with sequence and checksum, the text, spaces, a newline; `cat` shows it.
+
+        Raises:
+            ValueError: the text does not fit a slot.
+        """
+        head = f"{self.magic} sequence={sequence} sha256={_checksum(sequence, text)}\n".encode()
+        slot = head + text
+        if len(slot) >= SLOT_BYTES:
+            raise ValueError(f"a record of {len(text)} bytes does not fit {SLOT_BYTES}")
+        return slot.ljust(SLOT_BYTES - 1) + b"\n"
+
+    def decode(self, raw: bytes) -> list[tuple[int, bytes] | None]:
+        """Both slots of a whole file as (sequence, text); None where one cannot be trusted."""
+        return [self._decode(raw[n * SLOT_BYTES : (n + 1) * SLOT_BYTES], n) for n in range(2)]
+
+    def _decode(self, slot: bytes, number: int) -> tuple[int, bytes] | None:
+        pattern = re.escape(self.magic.encode())
+        pattern += rb" sequence=(\d{1,18}) sha256=([0-9a-f]{64})\n(\{.*\})\s*"
+        match = re.fullmatch(pattern, slot) if len(slot) == SLOT_BYTES else None
+        if match is None:
+            return None
+        sequence, text = int(match[1]), match[3]
+        is_true = _checksum(sequence, text) == match[2].decode() and sequence % 2 == number
+        return (sequence, text) if is_true else None
+
+    def create(self, path: str, text: bytes) -> None:
+        """Create the file with `text` in both slots; it gets its name when it is complete.
+
+        Raises:
+            OSError: no room, no permission; no file is left behind.
+        """
+        fresh = f"{path}.new"
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(fresh, flags, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, FILE_BYTES)
+            for sequence in (0, 1):
+                os.pwrite(fd, self.encode(sequence, text), sequence * SLOT_BYTES)
+            os.fsync(fd)
+            os.rename(fresh, path)
+        except BaseException:
+            os.unlink(fresh)
+            raise
+        finally:
+            os.close(fd)
+        sync_directory(os.path.dirname(path) or ".")
+
+
+class SlotFile:
+    """An open file with slots, under flock. A `write` is durable when it returns."""
+
+    def __init__(self, path: str, form: SlotFormat) -> None:
+        """Open and lock an existing file; the newest sequence counts.
+
+        Raises:
+            OSError: it cannot be opened; BlockingIOError: another process has locked it.
+            ValueError: neither slot can be read.
+        """
+        self.path = path
+        self._form = form
+        self._fd = _open_locked(path)
+        try:
+            slots = form.decode(os.pread(self._fd, FILE_BYTES + 1, 0))
+            self._sequence = max(slot[0] for slot in slots if slot is not None)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, text: bytes, check_place: Callable[[], None] | None = None) -> None:
+        """Write the next slot and wait for the disk.
+
+        A file that was removed or replaced meanwhile is created anew, unless `check_place` raises:
+        a record in a file without a name would be lost with this process.
+
+        Raises:
+            OSError: it may or may not be on disk; write again before anything depends on it.
+        """
+        if not self._is_ours():
+            if check_place is not None:
+                check_place()
+            logger.warning("%s was removed or replaced; it is created anew", self.path)
+            self._replace(text)
+            return
+        sequence = self._sequence + 1
+        slot = self._form.encode(sequence, text)
+        if os.pwrite(self._fd, slot, sequence % 2 * SLOT_BYTES) != SLOT_BYTES:
+            raise OSError(errno.ENOSPC, "the slot was written in part")
+        os.fdatasync(self._fd)
+        self._sequence = sequence
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _is_ours(self) -> bool:
+        try:
+            named = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(self._fd))
+
+    def _replace(self, text: bytes) -> None:
+        if os.path.lexists(self.path):
+            os.close(_open_locked(self.path))  # BlockingIOError: another process uses it
+            put_aside(self.path)
+        self._form.create(self.path, text)
+        fd = _open_locked(self.path)
+        os.close(self._fd)
+        self._fd, self._sequence = fd, 1  # `create` wrote 0 and 1
+
+
+def put_aside(path: str) -> str:
+    """Give an unreadable file a second name; a new file will take over its first name.
+
+    Linked, not moved: a crash in between must not lose what is still readable in it.
+    """
+    names = [f"{path}.unreadable-{number}" for number in range(1, ASIDE_MAX + 1)]
+    aside = next((name for name in names if not os.path.lexists(name)), names[-1])
+    if os.path.lexists(aside):
+        os.unlink(aside)
+    os.link(path, aside, follow_symlinks=False)
+    return aside
+
+
+def _open_locked(path: str) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _checksum(sequence: int, text: bytes) -> str:
+    return hashlib.sha256(b"%d\n%s" % (sequence, text)).hexdigest()

@@ -26,7 +26,7 @@ def test_bundle_without_its_logs_says_how_to_name_them(tmp_path: Path, name: str
     asyncio.run(collect(tmp_path, tmp_path / name, tmp_path / "b.tar.gz", said.append))
     (line,) = [line for line in said if line.startswith("missing: log: ")]
     assert name in line
-    assert line.endswith("--log-dir says")
+    assert line.endswith("with --log-dir")
 
 
 @pytest.mark.parametrize("command", ["status", "top", "events", "doctor", "support-bundle"])

@@ -19,6 +19,7 @@ import click
 
 from plumbing.errors import DegradedError, UnreachableError, UsageError
 from plumbing.part.cli import Look, json_flag, show_event, show_status, watch_flag
+from plumbing.part.paths import lockserver_socket
 from plumbing.service.cli import fail, options, run_async
 from plumbing.service.config import Option, Resolved
 from understudy.settings import DIR, STATUS_OPTIONS, UP_OPTIONS
@@ -66,10 +67,11 @@ async def _look(directory: Path) -> Look:
     view, now = await gather(directory, STATUS_TIMEOUT_S), datetime.now(UTC)
     if is_reachable(view):
         return Look(view, "\n".join(lines(view, now)))
-    reason = view["lockserver"].get("error", "nothing listens there")
+    has_socket = os.path.exists(lockserver_socket(str(directory)))
+    reason = f" ({view['lockserver']['error']})" if has_socket else ""
     error = UnreachableError(
         "pod.unreachable",
-        f"no part of a pod answers in {directory} ({reason}); {start_hint(directory)}",
+        f"no part of a pod answers in {directory}{reason}; {start_hint(directory)}",
         dir=str(directory),
     )
     on_file = offline_lines(states_on_file(directory), now)
