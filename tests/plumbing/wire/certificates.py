@@ -56,8 +56,8 @@ class Authority:
         uses: tuple[str, ...] = (),
         issuer: str = "",
     ) -> Security:
-        """A certificate for `name`, good from a day before for two days, and its key, in files
-        called `file` or `name`; `issuer` is somebody whose key signs it instead of the CA's."""
+        """A certificate for `name`, valid from yesterday for two days, and its key, in files
+        called `file` or `name`; `issuer` names a key that signs it instead of the CA's."""
         key = ec.generate_private_key(ec.SECP256R1())
         begin = datetime.datetime.now(datetime.UTC) - (1 + age_days) * _DAY
         signed = (

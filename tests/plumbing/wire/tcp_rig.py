@@ -69,7 +69,7 @@ def settings(kind: str, place: Path) -> tuple[Security | None, Security | None]:
 
 
 async def answers(address: TcpAddress, security: Security | None) -> bool:
-    """Whether the server serves somebody else."""
+    """Whether the server serves another client."""
     done = asyncio.get_running_loop().create_future()
 
     class Asker(Client):
@@ -92,7 +92,7 @@ async def stranger(
 
 
 async def stranger_says(address: TcpAddress, data: bytes) -> asyncio.StreamWriter:
-    """`data` to `address` from somebody without TLS."""
+    """Send `data` to `address` without TLS."""
     _, writer = await stranger(address)
     writer.write(data)
     return writer
@@ -103,7 +103,7 @@ def tls_of(security: Security | None) -> ssl.SSLContext | None:
 
 
 def anybody() -> ssl.SSLContext:
-    """A client that has no certificate and believes anything."""
+    """A client that has no certificate and trusts any server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -27,9 +27,9 @@ from plumbing.wire.tcp.address import TcpAddress
         ("tcp://localhost.example.org:7443", "localhost.example.org", 7443, False),
     ],
 )
-def test_address_is_read_and_shown_alike(text: str, host: str, port: int, is_loopback: bool):
-    """Goal: names, IPv4 and bracketed IPv6, with what counts as this host only. Method: a table;
-    where the two notations of loopback could be argued about, it is not loopback."""
+def test_address_round_trips(text: str, host: str, port: int, is_loopback: bool):
+    """Goal: names, IPv4 and bracketed IPv6, and which of them are loopback. Method: a table; where
+    it is debatable whether an address is loopback, it is not."""
     address = TcpAddress.parse(text)
     assert address == TcpAddress(host, port)
     assert address.is_loopback is is_loopback
@@ -47,16 +47,16 @@ def test_address_is_read_and_shown_alike(text: str, host: str, port: int, is_loo
         *("tcp://löck:1", "tcp://lock:1\n", "tcp://lock:٣"),
     ],
 )
-def test_address_that_is_none_is_refused_with_what_to_write(text: str):
-    """Goal: what could not be looked up, or not be meant, is refused when it is read."""
+def test_malformed_address_is_refused_with_the_right_form(text: str):
+    """Goal: an address that cannot be looked up, or is a typo, is refused when it is parsed."""
     with pytest.raises(UsageError, match="tcp://HOST:PORT") as caught:
         TcpAddress.parse(text)
     assert caught.value.code == "wire.bad_address"
 
 
 @given(st.text(max_size=40))
-def test_address_of_any_text_is_one_or_refused(text: str):
-    """Goal: no text raises anything but a usage error."""
+def test_any_string_is_an_address_or_refused(text: str):
+    """Goal: no string raises anything but a usage error."""
     try:
         address = TcpAddress.parse(f"tcp://{text}")
     except UsageError:

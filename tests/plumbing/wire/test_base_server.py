@@ -48,9 +48,9 @@ def room_for(count: int) -> Iterator[None]:
 def test_server_at_the_limit_of_descriptors_accepts_when_there_is_room(
     loop: str, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: newcomers wait in the backlog while there is no descriptor for them, and get in
-    afterwards; one without room for its pidfd is dropped, and may try again; whoever is connected
-    is served meanwhile. Method: a real limit."""
+    """Goal: without descriptors, new connections wait in the backlog and are accepted later; one
+    that has no descriptor for its pidfd is dropped and may retry; existing connections are served.
+    Method: a real limit."""
     monkeypatch.setattr(base_server, "RETRY_S", 0.01)
 
     async def main() -> None:
@@ -84,9 +84,11 @@ def test_server_at_the_limit_of_descriptors_accepts_when_there_is_room(
     run_on(loop, main())
 
 
-def test_server_that_waits_for_room_can_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Goal: closing while accepting is paused does not accept again; an error that is no shortage
-    is our own fault and is not swallowed."""
+def test_server_can_be_closed_while_accepting_is_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: closing while accepting is paused does not accept again; any other error is a bug and
+    is not swallowed."""
     monkeypatch.setattr(base_server, "RETRY_S", 0.01)
 
     async def main() -> None:
@@ -102,8 +104,8 @@ def test_server_that_waits_for_room_can_be_closed(tmp_path: Path, monkeypatch: p
     asyncio.run(main())
 
 
-def test_wake_up_with_nobody_there_is_harmless(tmp_path: Path):
-    """Goal: a newcomer that has gone again before it was accepted is no error."""
+def test_wake_up_without_a_connection_is_harmless(tmp_path: Path):
+    """Goal: a client that is gone before it was accepted is not an error."""
 
     async def main() -> None:
         server = Server(str(tmp_path / "echo.sock"), CATALOGUE, EchoHandler(), service="echo")
@@ -116,7 +118,7 @@ def test_wake_up_with_nobody_there_is_harmless(tmp_path: Path):
 
 
 class _Doorman(EchoHandler):
-    """Lets nobody in."""
+    """Refuses every connection."""
 
     def opened(self, conn: Connection) -> None:
         super().opened(conn)
@@ -125,9 +127,9 @@ class _Doorman(EchoHandler):
 
 @loops
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_service_that_closes_at_once_is_obeyed(loop: str, kind: str, tmp_path: Path):
+def test_service_may_close_a_connection_in_opened(loop: str, kind: str, tmp_path: Path):
     """Goal: a connection that its service closes in `opened` is over: nothing is read from it, no
-    deadline runs, and the end is heard once."""
+    deadline runs, and `closed` is called once."""
 
     async def main() -> None:
         handler = _Doorman()

@@ -42,8 +42,8 @@ def _frame(text: str, request_id: int = 0, fds: int = 0) -> bytes:
     return encode_frame(CATALOGUE.encode(Echo(text), request_id), fds)
 
 
-def test_blocking_client_says_what_has_no_answer(tmp_path: Path):
-    """Goal: a notification goes without waiting; its echo is kept and known to be."""
+def test_blocking_client_sends_notifications(tmp_path: Path):
+    """Goal: a notification is sent without waiting; `has_pending` shows that its echo was kept."""
     with (
         ServerThread(str(tmp_path / "echo.sock")) as thread,
         BlockingClient(thread.path, CATALOGUE) as client,
@@ -57,8 +57,8 @@ def test_blocking_client_says_what_has_no_answer(tmp_path: Path):
 
 
 def test_blocking_client_can_be_interrupted(pair: tuple[BlockingClient, socket.socket]):
-    """Goal: another thread can end a wait. Method: interrupt it once it waits; again is harmless
-    when the socket is closed."""
+    """Goal: another thread can end a wait. Method: interrupt it while it waits; a second interrupt,
+    after the socket was closed, does nothing."""
     client, _ = pair
     found: list[UnderstudyError] = []
 
@@ -77,8 +77,10 @@ def test_blocking_client_can_be_interrupted(pair: tuple[BlockingClient, socket.s
     client.interrupt()
 
 
-def test_blocking_client_closes_what_nobody_took(pair: tuple[BlockingClient, socket.socket]):
-    """Goal: messages that were read and not asked for do not leak their descriptors."""
+def test_blocking_client_closes_descriptors_of_unread_messages(
+    pair: tuple[BlockingClient, socket.socket],
+):
+    """Goal: unsolicited messages that were read do not leak their descriptors."""
     client, theirs = pair
     before = len(open_fds())
     passed = os.memfd_create("x")
@@ -93,7 +95,7 @@ def test_blocking_client_closes_what_nobody_took(pair: tuple[BlockingClient, soc
 def test_blocking_client_that_is_flooded_gives_up(
     pair: tuple[BlockingClient, socket.socket], monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: a server that says everything but the answer does not fill our memory."""
+    """Goal: a server that sends everything but the answer does not fill our memory."""
     client, theirs = pair
     monkeypatch.setattr(blocking, "_PENDING_MAX", 3)
     theirs.sendall(_frame("noise") * 4)
@@ -102,10 +104,10 @@ def test_blocking_client_that_is_flooded_gives_up(
     assert caught.value.code == "wire.flood"
 
 
-def test_blocking_client_gives_up_on_a_reader_that_does_not_read(
+def test_blocking_client_times_out_when_the_server_does_not_read(
     pair: tuple[BlockingClient, socket.socket], monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: sending has the call's deadline. Method: nobody reads; the socket is full."""
+    """Goal: sending has the call's deadline. Method: a full socket that is never read."""
     client, _ = pair
     monkeypatch.setattr(blocking, "REQUEST_TIMEOUT_S", 0.01)
 
@@ -117,10 +119,10 @@ def test_blocking_client_gives_up_on_a_reader_that_does_not_read(
         talk()
 
 
-def test_blocking_client_waits_while_the_kernel_takes_no_descriptors(
+def test_blocking_client_retries_while_too_many_descriptors_are_in_flight(
     pair: tuple[BlockingClient, socket.socket], monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: ETOOMANYREFS is waited out, and the frame then goes. Method: a busy kernel, twice."""
+    """Goal: after ETOOMANYREFS the frame is sent again. Method: raise it twice."""
     client, theirs = pair
     send, left = sockets.send, [2]
 
@@ -138,11 +140,11 @@ def test_blocking_client_waits_while_the_kernel_takes_no_descriptors(
 
 
 @pytest.mark.parametrize("is_said", [True, False])
-def test_blocking_client_hears_why_it_was_dropped(
+def test_blocking_client_raises_the_reason_why_it_was_dropped(
     is_said: bool, pair: tuple[BlockingClient, socket.socket]
 ):
-    """Goal: a server that closed on us may have said why: that is the error, rather than the broken
-    pipe. Method: its last words, or none, are there before we speak."""
+    """Goal: if a server sent a reason before it closed, that is the error, not the broken pipe.
+    Method: an error frame, or none, has arrived before the client sends."""
     client, theirs = pair
     if is_said:
         fault = fault_of(UnderstudyError("test.go_away", "go away"))
@@ -154,9 +156,9 @@ def test_blocking_client_hears_why_it_was_dropped(
     assert isinstance(caught.value, RemoteError if is_said else UnreachableError)
 
 
-def test_blocking_client_that_is_reset_says_so(pair: tuple[BlockingClient, socket.socket]):
-    """Goal: a reset is the end of the connection, not an OSError. Method: the peer closes with
-    words of ours unread."""
+def test_blocking_client_reports_a_reset_as_closed(pair: tuple[BlockingClient, socket.socket]):
+    """Goal: a reset is the end of the connection, not an OSError. Method: the peer closes with data
+    unread."""
     client, theirs = pair
     client.notify(Echo("never read"))
     theirs.close()
@@ -164,10 +166,10 @@ def test_blocking_client_that_is_reset_says_so(pair: tuple[BlockingClient, socke
         client.receive(5)
 
 
-def test_blocking_client_refuses_nonsense_and_leaks_nothing(
+def test_blocking_client_refuses_a_bad_frame_and_leaks_nothing(
     pair: tuple[BlockingClient, socket.socket],
 ):
-    """Goal: a frame that makes no sense is an error, and descriptors that came with others go."""
+    """Goal: a bad frame is an error, and descriptors that arrived with other frames are closed."""
     client, theirs = pair
     passed = os.memfd_create("x")
     before = len(open_fds())
@@ -180,7 +182,7 @@ def test_blocking_client_refuses_nonsense_and_leaks_nothing(
 
 
 def test_blocking_client_waits_for_room_in_the_backlog(tmp_path: Path):
-    """Goal: a full backlog is waited out; one that stays full is said. Method: a listener that
+    """Goal: a full backlog is retried; if it stays full, that is an error. Method: a listener that
     accepts late."""
     path = str(tmp_path / "full.sock")
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as filler:
@@ -197,8 +199,8 @@ def test_blocking_client_waits_for_room_in_the_backlog(tmp_path: Path):
         made[0].close()
 
 
-def test_blocking_client_at_the_limit_of_descriptors_says_so(tmp_path: Path):
-    """Goal: no descriptor for a socket is an error that can be tried again, with the limit."""
+def test_blocking_client_at_the_limit_of_descriptors_raises_it(tmp_path: Path):
+    """Goal: no descriptor for a socket is an error that names the limit and can be retried."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
@@ -218,8 +220,8 @@ def test_blocking_client_at_the_limit_of_descriptors_says_so(tmp_path: Path):
         (0, "odd"),
     ],
 )
-def test_no_descriptors_says_whose_limit_it_is(number: int, words: str):
-    """Goal: the process's limit, the machine's, or whatever it was."""
+def test_no_descriptors_names_the_limit(number: int, words: str):
+    """Goal: the process's limit, the machine's, or another cause."""
     error = OSError(number, "odd") if number else OSError("odd")
     assert words in sockets.no_descriptors("open a socket", error).message
 
@@ -234,15 +236,15 @@ def test_no_descriptors_says_whose_limit_it_is(number: int, words: str):
         (TimeoutError("timed out"), "timed out"),
     ],
 )
-def test_unreachable_says_why(error: OSError, words: str):
-    """Goal: why nobody could be reached, in a sentence with the path."""
+def test_unreachable_gives_the_reason(error: OSError, words: str):
+    """Goal: the error is a sentence with the path and the reason."""
     found = sockets.unreachable("/run/lock.sock", error)
     assert words in found.message
     assert "/run/lock.sock" in found.message
 
 
 def test_socket_path_that_is_too_long_is_refused(tmp_path: Path):
-    """Goal: a path beyond what the kernel holds is refused with its length, before any socket."""
+    """Goal: a path too long for the kernel is refused with its length, before a socket is made."""
     with pytest.raises(UnderstudyError, match="choose a shorter") as caught:
         BlockingClient(str(tmp_path / ("x" * 200)), CATALOGUE)
     assert caught.value.code == "wire.path_too_long"

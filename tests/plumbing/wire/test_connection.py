@@ -28,8 +28,8 @@ LARGE = Echo("x" * 99_000)
 
 
 @loops
-def test_connection_that_faults_may_live_on(loop: str):
-    """Goal: an error frame can be an answer like any other. Method: fault without closing, then an
+def test_connection_can_stay_open_after_an_error_frame(loop: str):
+    """Goal: an error frame can be an ordinary answer. Method: fault without closing, then an
     echo."""
 
     async def main() -> None:
@@ -49,9 +49,9 @@ def test_connection_that_faults_may_live_on(loop: str):
 
 
 @loops
-def test_connection_that_is_to_close_sends_what_is_queued(loop: str):
-    """Goal: `close_soon` sends the queue first, once, and takes no more words; then the end is
-    heard with its own reason. Method: a reader that begins late."""
+def test_close_soon_sends_the_queue_first(loop: str):
+    """Goal: `close_soon` sends the queue first, once, and drops later messages; `closed` is then
+    called with its reason. Method: a reader that starts late."""
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
@@ -76,9 +76,9 @@ def test_connection_that_is_to_close_sends_what_is_queued(loop: str):
 
 
 @loops
-def test_connection_that_is_to_close_notices_that_its_peer_went(loop: str):
-    """Goal: last words to somebody who is gone end at once. Method: the peer goes while they are
-    queued."""
+def test_close_soon_ends_at_once_when_the_peer_is_gone(loop: str):
+    """Goal: sending the queue to a peer that is gone ends at once. Method: the peer closes while
+    frames are queued."""
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
@@ -96,9 +96,9 @@ def test_connection_that_is_to_close_notices_that_its_peer_went(loop: str):
 
 @loops
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_connection_whose_queue_is_limited_drops_a_slow_reader(loop: str, kind: str):
-    """Goal: the limit that a service sets is the one that counts. Method: a small one, and a reader
-    that does not read."""
+def test_limited_queue_drops_a_slow_reader(loop: str, kind: str):
+    """Goal: the service's own limit replaces the default. Method: a small limit, and a peer that
+    does not read."""
 
     async def main() -> None:
         handler = EchoHandler()
@@ -130,7 +130,7 @@ def test_connection_whose_queue_is_limited_drops_a_slow_reader(loop: str, kind: 
 
 @loops
 def test_wake_up_with_nothing_to_read_is_harmless(loop: str):
-    """Goal: what somebody else has read already is no end."""
+    """Goal: data that another reader has taken is not the end of the stream."""
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
@@ -145,8 +145,8 @@ def test_wake_up_with_nothing_to_read_is_harmless(loop: str):
 
 @loops
 def test_reset_is_the_end_of_a_connection(loop: str):
-    """Goal: a peer that goes with our words unread resets the connection: that is its end, and
-    nobody's error. Method: just that."""
+    """Goal: a peer that closes with data unread resets the connection; that is its end and not an
+    error."""
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
@@ -161,9 +161,9 @@ def test_reset_is_the_end_of_a_connection(loop: str):
 
 
 @loops
-def test_frame_deadline_begins_anew_with_each_frame(loop: str):
-    """Goal: a busy peer that is always in the middle of some frame is not late. Method: the rest of
-    one frame and half of the next arrive together; the deadline is another one."""
+def test_each_frame_has_its_own_deadline(loop: str):
+    """Goal: a busy peer that is always in the middle of a frame does not time out. Method: the rest
+    of one frame and half of the next arrive together; the deadline must be a new one."""
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
@@ -188,9 +188,9 @@ def test_frame_deadline_begins_anew_with_each_frame(loop: str):
     run_on(loop, main())
 
 
-def test_frame_is_not_late_while_we_are_the_slow_ones(monkeypatch: pytest.MonkeyPatch):
-    """Goal: the rest of a frame may have arrived while we handle those before it. Method: many
-    frames and a half, and a deadline that is over before their turns are."""
+def test_frame_does_not_time_out_while_we_are_the_slow_side(monkeypatch: pytest.MonkeyPatch):
+    """Goal: the rest of a frame may have arrived while earlier ones are handled. Method: many
+    frames and a half, and a deadline that passes before they are handled."""
     monkeypatch.setattr(connection, "FRAME_DEADLINE_S", 0.0)
     monkeypatch.setattr(connection, "FRAMES_PER_TURN", 1)
 
@@ -251,9 +251,9 @@ def _over(transport: _Transport, handler: EchoHandler) -> TcpConnection:
     [_Transport(is_closing=True), _Transport(error=OSError("not connected"))],
     ids=["closing", "reset"],
 )
-def test_tcp_connection_whose_transport_has_ended_ends_at_once(transport: _Transport):
-    """Goal: last words cannot be sent over a transport that is closing, or whose socket was reset
-    in this moment: the connection ends with its own reason."""
+def test_tcp_connection_with_a_closed_transport_closes_at_once(transport: _Transport):
+    """Goal: nothing can be sent over a transport that is closing, or whose socket was just reset:
+    the connection closes with its own reason."""
 
     async def main() -> None:
         handler = EchoHandler()
@@ -270,9 +270,9 @@ def test_tcp_connection_whose_transport_has_ended_ends_at_once(transport: _Trans
     asyncio.run(main())
 
 
-def test_tcp_connection_reads_its_queue_although_the_transport_closes():
-    """Goal: a closing transport is neither paused nor resumed, which uvloop takes amiss, and the
-    frames that came are handled."""
+def test_tcp_connection_handles_its_frames_while_the_transport_closes():
+    """Goal: a closing transport is neither paused nor resumed, which uvloop would refuse, and the
+    frames that arrived are handled."""
 
     async def main() -> None:
         handler = Client()
@@ -287,9 +287,9 @@ def test_tcp_connection_reads_its_queue_although_the_transport_closes():
     asyncio.run(main())
 
 
-def test_tcp_connection_takes_what_arrives_while_it_is_paused():
-    """Goal: TLS may deliver what it had decrypted after it was told to pause: it is handled in
-    order, in the same few at a time."""
+def test_tcp_connection_accepts_data_while_paused():
+    """Goal: TLS may deliver decrypted data after it was paused; it is handled in order, a few
+    frames at a time."""
 
     async def main() -> None:
         handler = Client()
@@ -306,9 +306,9 @@ def test_tcp_connection_takes_what_arrives_while_it_is_paused():
     asyncio.run(main())
 
 
-def test_tcp_connection_reads_on_after_its_last_words():
-    """Goal: a connection that was paused and says its last words reads again, or it would not hear
-    its peer's end; what it reads is not handled."""
+def test_tcp_connection_keeps_reading_after_close_soon():
+    """Goal: a paused connection resumes reading when it closes, to detect the peer's end; what it
+    reads is dropped."""
 
     async def main() -> None:
         handler = Client()
@@ -340,8 +340,8 @@ class _Once(EchoHandler):
 
 
 @loops
-def test_our_own_mistake_reaches_the_loop_and_frames_go_on(loop: str):
-    """Goal: an exception that is nobody's protocol error is the loop's to report, and the frames
+def test_handler_bug_reaches_the_loop_and_later_frames_are_handled(loop: str):
+    """Goal: an exception that is not an UnderstudyError is reported by the loop, and the frames
     behind it are not lost."""
 
     async def main() -> None:

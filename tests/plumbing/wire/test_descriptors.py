@@ -32,8 +32,8 @@ def _fds(count: int) -> list[OwnedFd]:
     return [OwnedFd(os.memfd_create(f"passed-{index}")) for index in range(count)]
 
 
-def test_owned_fd_closes_once_and_warns_when_forgotten():
-    """Goal: one owner, one close; a forgotten descriptor warns and is closed."""
+def test_owned_fd_closes_once_and_warns_when_leaked():
+    """Goal: one owner, one close; a leaked descriptor warns and is closed."""
     fd = OwnedFd(os.memfd_create("x"))
     twin = fd.duplicate()
     assert not os.get_inheritable(twin.fileno())
@@ -54,8 +54,8 @@ def test_owned_fd_closes_once_and_warns_when_forgotten():
 
 @loops
 def test_sending_fds_leaves_socket_flags_alone(loop: str, tmp_path: Path):
-    """FACTS §3 row 1: sending must not clear O_NONBLOCK, on either end, and the blocking client
-    must not set it on a socket that somebody else may share. Method: read the flags after."""
+    """Goal: sending must not clear O_NONBLOCK, on either end, and the blocking client must not set
+    it on a socket that may be shared. Method: read the flags afterwards."""
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
@@ -76,7 +76,7 @@ def test_sending_fds_leaves_socket_flags_alone(loop: str, tmp_path: Path):
 
 @loops
 def test_fds_pass_both_ways_and_none_leaks(loop: str, tmp_path: Path):
-    """FACTS §3 rows 2, 6, 7: on both loops descriptors arrive, and a hundred exchanges leave as
+    """Goal: on both loops descriptors arrive, and a hundred exchanges leave as
     many open as before. Method: count /proc/self/fd; the descriptor's file is the one sent."""
     with ServerThread(str(tmp_path / "echo.sock"), loop) as thread:
         with BlockingClient(thread.path, CATALOGUE) as client:
@@ -93,8 +93,8 @@ def test_fds_pass_both_ways_and_none_leaks(loop: str, tmp_path: Path):
 
 
 def test_fds_match_frames_when_the_kernel_merges_writes():
-    """FACTS §3 row 3: `A`, `B+fd`, `C`, `D+fd` arrive merged; each frame still gets its own.
-    Method: write four frames before anybody reads."""
+    """Goal: `A`, `B+fd`, `C`, `D+fd` arrive merged; each frame still gets its own. Method: write
+    four frames before the first read."""
     ours, theirs = socket.socketpair()
     client = BlockingClient.from_socket(theirs, CATALOGUE)
     inodes = []
@@ -114,7 +114,7 @@ def test_fds_match_frames_when_the_kernel_merges_writes():
 
 
 def test_truncated_ancillary_data_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    """FACTS §3 row 4: three sent, room for one: the flag is checked and what came is closed."""
+    """Goal: three sent, room for one: the flag is checked and what came is closed."""
     ours, theirs = socket.socketpair()
     before = len(open_fds())
     fds = _fds(3)
@@ -131,7 +131,7 @@ def test_truncated_ancillary_data_is_an_error(monkeypatch: pytest.MonkeyPatch):
 
 @loops
 def test_cancelled_connect_closes_its_socket(loop: str, tmp_path: Path):
-    """FACTS §3 row 5: cancellation is no Exception; nothing may leak. Method: a full backlog keeps
+    """Goal: cancellation is not an Exception; nothing may leak. Method: a full backlog keeps
     `connect` waiting, then its task is cancelled."""
 
     async def main() -> None:
@@ -156,7 +156,7 @@ def test_cancelled_connect_closes_its_socket(loop: str, tmp_path: Path):
 
 
 def test_250_fds_travel_in_one_frame(tmp_path: Path):
-    """FACTS §3 row 8: the kernel takes 253; we send 250 in one frame and refuse more."""
+    """Goal: the kernel takes 253; we send 250 in one frame and refuse more."""
     with (
         ServerThread(str(tmp_path / "echo.sock")) as thread,
         BlockingClient(thread.path, CATALOGUE) as client,
@@ -171,9 +171,9 @@ def test_250_fds_travel_in_one_frame(tmp_path: Path):
         until(lambda: len(open_fds()) == before, "both sides to have closed all")
 
 
-def test_receiver_at_its_fd_limit_refuses_and_serves_on(tmp_path: Path):
-    """FACTS §3 row 9: at RLIMIT_NOFILE some descriptors are lost. The sender gets an error, nothing
-    leaks, and the next request of somebody else is answered. Method: lower this process's limit."""
+def test_receiver_at_its_fd_limit_refuses_and_keeps_serving(tmp_path: Path):
+    """Goal: at RLIMIT_NOFILE some descriptors are lost. The sender gets an error, nothing leaks,
+    and another client's next request is answered. Method: lower this process's limit."""
     with ServerThread(str(tmp_path / "echo.sock")) as thread:
         other = BlockingClient(thread.path, CATALOGUE)
         client = BlockingClient(thread.path, CATALOGUE)
@@ -234,8 +234,8 @@ asyncio.run(main())
 
 
 def test_too_many_fds_in_flight_is_back_pressure(tmp_path: Path):
-    """FACTS §3 row 10: ETOOMANYREFS is waited out and everything arrives. Method: an unprivileged
-    process with a low limit queues 440 descriptors before anybody reads."""
+    """Goal: sending is retried after ETOOMANYREFS and everything arrives. Method: an unprivileged
+    process with a low limit queues 440 descriptors before the first read."""
     root = str(Path(__file__).resolve().parents[3])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", _IN_FLIGHT, root],
@@ -284,9 +284,9 @@ def test_foreign_ancillary_data_is_refused():
 
 
 @loops
-def test_last_words_of_a_peer_are_read_although_sending_fails(loop: str):
-    """Goal: a peer that says why and goes is understood, even if we were speaking at that moment.
-    Method: its words and its end are there before we send; our descriptors must not leak."""
+def test_final_error_of_a_peer_is_read_although_sending_fails(loop: str):
+    """Goal: the error frame of a peer that closed is read even if we were sending. Method: frame
+    and end have arrived before we send; our descriptors must not leak."""
 
     async def main() -> None:
         before = len(open_fds())
@@ -306,7 +306,7 @@ def test_last_words_of_a_peer_are_read_although_sending_fails(loop: str):
 
 @loops
 def test_closed_connection_closes_queued_fds(loop: str):
-    """Goal: what a closed connection still had to send or to read does not leak."""
+    """Goal: what a closed connection had queued to send or to handle does not leak."""
 
     async def main() -> None:
         before = len(open_fds())
@@ -324,8 +324,8 @@ def test_closed_connection_closes_queued_fds(loop: str):
     run_on(loop, main())
 
 
-def test_owned_fd_is_a_number_and_says_what_it_is():
-    """Goal: a failed system call's -1 is not owned; what is shown says whether it is open."""
+def test_owned_fd_refuses_minus_one_and_shows_its_number():
+    """Goal: a failed system call's -1 is not owned; `repr` shows whether it is open."""
     with pytest.raises(ValueError, match="not a file descriptor"):
         OwnedFd(-1)
     fd = OwnedFd(os.memfd_create("x"))
@@ -335,8 +335,7 @@ def test_owned_fd_is_a_number_and_says_what_it_is():
 
 
 def test_close_all_closes_all_whatever_one_of_them_raises():
-    """Goal: one descriptor that somebody else closed does not leak the rest. Method: close the
-    middle one behind its owner's back."""
+    """Goal: a descriptor that was closed behind its owner's back does not leak the others."""
     fds = _fds(3)
     numbers = [fd.fileno() for fd in fds]
     os.close(numbers[1])
@@ -353,10 +352,11 @@ class _Busy:
 
 
 @loops
-def test_busy_kernel_is_asked_again(loop: str, monkeypatch: pytest.MonkeyPatch):
-    """Goal: a frame waits while the kernel takes no more descriptors, and goes when it does; a
-    connection that is closed meanwhile does not send. Method: a kernel that is busy three times,
-    then a kernel that stays so."""
+def test_send_is_retried_while_too_many_fds_are_in_flight(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: a frame waits until the kernel accepts its descriptors; a connection that is closed
+    meanwhile does not send. Method: ETOOMANYREFS three times, then forever."""
 
     async def main() -> None:
         ours, theirs = socket.socketpair()

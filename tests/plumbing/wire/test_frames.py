@@ -24,7 +24,9 @@ def _fds(count: int) -> list[OwnedFd]:
     payloads=st.lists(st.tuples(st.binary(max_size=40), st.integers(0, 3)), max_size=6),
     cuts=st.lists(st.integers(1, 17), min_size=1, max_size=40),
 )
-def test_frames_any_cutting_same_frames(payloads: list[tuple[bytes, int]], cuts: list[int]):
+def test_frames_do_not_depend_on_how_the_stream_is_split(
+    payloads: list[tuple[bytes, int]], cuts: list[int]
+):
     """Goal: however a stream is cut, the same frames come out, each with its own descriptors.
     Method: encode, cut at arbitrary places, deliver descriptors with the byte they belong to."""
     before = len(open_fds())
@@ -90,8 +92,8 @@ def test_frames_surplus_fds_are_refused_and_closed():
     assert len(open_fds()) == before
 
 
-def test_frames_half_a_frame_keeps_its_fds_until_closed():
-    """Goal: half a frame holds its descriptors, and closing the decoder closes them."""
+def test_incomplete_frame_keeps_its_fds_until_closed():
+    """Goal: an incomplete frame keeps its descriptors, and closing the decoder closes them."""
     before = len(open_fds())
     decoder = FrameDecoder()
     assert decoder.receive(encode_frame(b"abc", 2)[:-1], _fds(2)) == []
@@ -104,13 +106,13 @@ def test_frames_half_a_frame_keeps_its_fds_until_closed():
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=200))
 def test_frames_random_bytes_are_refused_or_awaited(data: bytes):
-    """Goal: no bytes whatever raise anything but ProtocolError."""
+    """Goal: no input raises anything but ProtocolError."""
     with contextlib.suppress(ProtocolError):
         FrameDecoder().receive(data, [])
 
 
 def test_encode_over_the_limits_is_refused():
-    """Goal: this side refuses to send what the other would refuse (FACTS: 253 at most)."""
+    """Goal: this side refuses to send what the receiver would refuse."""
     with pytest.raises(ProtocolError, match=r"wire\.too_many_fds"):
         encode_frame(b"", 251)
     with pytest.raises(ProtocolError, match=r"wire\.frame_too_large"):

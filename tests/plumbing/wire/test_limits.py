@@ -68,8 +68,8 @@ def echo_with(value: bytes) -> bytes:
 def test_fault_about_a_huge_value_is_itself_small(
     loop: str, payload: bytes, code: str, tmp_path: Path
 ):
-    """Goal: an error that quotes its peer can always be sent. Method: make each quoted thing as
-    large or as deep as a frame allows; the sender is told, the next one is served."""
+    """Goal: an error that quotes its peer can always be sent. Method: make each quoted value as
+    large or as deep as a frame allows; the sender gets the error, the next client is served."""
     with ServerThread(str(tmp_path / "echo.sock"), loop) as thread:
         raw = socket.socket(socket.AF_UNIX)
         raw.connect(thread.path)
@@ -84,7 +84,7 @@ def test_fault_about_a_huge_value_is_itself_small(
 
 
 def test_fault_is_cut_to_its_limits_and_keeps_what_fits():
-    """Goal: message and details are bounded whatever an error says; small details survive."""
+    """Goal: message and details are bounded for any error; small details survive."""
     error = UnderstudyError("a.b", "m" * 10**6, big="x" * 10**6, field="f", list=[1] * 10**5)
     fault = fault_of(error)
     assert len(fault.message) == FAULT_MESSAGE_CHARS_MAX
@@ -96,13 +96,13 @@ def test_fault_is_cut_to_its_limits_and_keeps_what_fits():
     "value", ["s" * 10**6, b"b" * 10**6, list(range(10**5)), {"k": {"k": {}}}, 2**64, None]
 )
 def test_shown_is_short(value: Any):
-    """Goal: what an error shows of a value has a bound; what is short is shown whole."""
+    """Goal: a quoted value is bounded in length; a short one is shown in full."""
     assert 0 < len(shown(value)) <= 60
     assert shown("abc") == "'abc'"
 
 
 @loops
-def test_talkative_peer_starves_nobody(loop: str):
+def test_busy_peer_does_not_starve_others(loop: str):
     """Goal: a peer that sends a thousand requests at once is served a few at a time. Method: both
     peers have written before the loop looks; where in the order is the quiet one's request?"""
 
@@ -139,9 +139,7 @@ class _Leaver(EchoHandler):
 
 @loops
 @pytest.mark.parametrize("handler", [_Leaver, EchoHandler], ids=["closed", "faulted"])
-def test_frames_not_handled_yet_are_dropped_with_their_descriptors(
-    loop: str, handler: type[EchoHandler]
-):
+def test_unhandled_frames_are_dropped_with_their_descriptors(loop: str, handler: type[EchoHandler]):
     """Goal: a connection that ends while frames wait for their turn leaks none of their
     descriptors and handles none of them. Method: 40 frames with one each; the third ends it."""
 
@@ -167,8 +165,8 @@ def test_frames_not_handled_yet_are_dropped_with_their_descriptors(
 
 
 def test_frames_of_a_connection_can_be_limited_further():
-    """Goal: what a peer may say depends on who it is: beyond its own limit, an error that names
-    the limit; the limit can be lifted again."""
+    """Goal: a connection can have a lower frame limit: a larger frame is an error that names the
+    limit; the limit can be raised again."""
 
     async def main() -> None:
         handler = EchoHandler()
@@ -191,8 +189,8 @@ def test_frames_of_a_connection_can_be_limited_further():
 
 
 def test_connections_of_one_process_are_limited(tmp_path: Path):
-    """Goal: one process cannot take every place; it is told its own limit, and the pid. Method: a
-    server with room for more than one process may have."""
+    """Goal: one process cannot take all connections; the error names its pid and its limit. Method:
+    a server that accepts more than one process may have."""
     options = {"connections_max": 10, "per_process_max": 2}
     with ServerThread(str(tmp_path / "echo.sock"), **options) as thread:
         clients = [BlockingClient(thread.path, CATALOGUE) for _ in range(2)]

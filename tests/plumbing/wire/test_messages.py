@@ -70,7 +70,7 @@ def test_message_broken_body_names_the_field(body: Any, code: str, named: str):
 @settings(max_examples=300)
 @given(st.binary(max_size=80))
 def test_message_random_payload_is_a_protocol_error(payload: bytes):
-    """Goal: no payload whatever raises anything but ProtocolError."""
+    """Goal: no payload raises anything but ProtocolError."""
     with pytest.raises(ProtocolError):
         CATALOGUE.decode(payload, 0)
 
@@ -129,8 +129,8 @@ class Name(str):
 
 
 def test_details_of_an_error_may_be_subclasses_of_plain_types():
-    """Goal: an error can be sent whatever subclass of a plain type a library put into it, and a
-    type that cannot be sent is a mistake of ours."""
+    """Goal: an error can be sent although a library put subclasses of plain types into it; any
+    other type is a bug."""
     error = UnderstudyError(
         "a.b", "c", mood=Mood.CALM, name=Name("n"), view=MappingProxyType({"a": (1,)})
     )

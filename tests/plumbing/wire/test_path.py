@@ -25,10 +25,10 @@ def _server(place: Path, handler: EchoHandler | None = None) -> Server:
 
 
 @loops
-def test_guard_that_was_removed_or_replaced_is_made_anew(loop: str, tmp_path: Path):
-    """Goal: a second server is refused although somebody removed the guard file of the first, once
-    that has looked; a guard that another server has by then is said. Method: remove it, replace
-    it, lend it to another."""
+def test_guard_that_was_removed_or_replaced_is_recreated(loop: str, tmp_path: Path):
+    """Goal: after the guard file was removed and recreated, a second server is refused again; a
+    guard that another server holds by then is an error. Method: remove it, replace it, let another
+    server lock it."""
 
     async def main() -> None:
         server = _server(tmp_path)
@@ -55,10 +55,10 @@ def test_guard_that_was_removed_or_replaced_is_made_anew(loop: str, tmp_path: Pa
 
 
 @loops
-def test_socket_that_was_removed_is_listened_at_again(loop: str, tmp_path: Path):
-    """Goal: a server whose socket file was removed is reached again once it has looked, and whoever
-    is connected, or still in the backlog, notices nothing. Method: connect, remove the file before
-    the server accepts, look, connect anew."""
+def test_removed_socket_is_recreated(loop: str, tmp_path: Path):
+    """Goal: a server whose socket file was removed can be reached again after `reclaim_socket`;
+    connections, also those in the backlog, are not affected. Method: connect, remove the file
+    before the server accepts, reclaim, connect again."""
 
     async def main() -> None:
         server, client = _server(tmp_path), Client()
@@ -81,9 +81,9 @@ def test_socket_that_was_removed_is_listened_at_again(loop: str, tmp_path: Path)
     run_on(loop, main())
 
 
-def test_server_that_closes_leaves_the_path_of_another_alone(tmp_path: Path):
-    """Goal: what lies at the path by now and is not ours is not removed; closing a server that
-    never started is nothing."""
+def test_closing_server_does_not_remove_a_replaced_socket(tmp_path: Path):
+    """Goal: a file that replaced the socket is not removed; closing a server that never started
+    does nothing."""
 
     async def main() -> None:
         server = _server(tmp_path)
@@ -98,7 +98,7 @@ def test_server_that_closes_leaves_the_path_of_another_alone(tmp_path: Path):
 
 
 def test_server_with_a_full_backlog_is_alive(tmp_path: Path):
-    """Goal: a living server that is too busy to accept does not lose its path to a newcomer."""
+    """Goal: a running server that is too busy to accept does not lose its path to another one."""
 
     async def main() -> None:
         with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
@@ -123,7 +123,7 @@ def test_path_that_cannot_be_bound_leaves_nothing_open(tmp_path: Path):
 
 @loops
 def test_connecting_to_a_path_has_a_deadline(loop: str, tmp_path: Path):
-    """Goal: a backlog that stays full is given up at the deadline, with nothing left open."""
+    """Goal: with a backlog that stays full, connecting fails at the deadline and leaks nothing."""
 
     async def main() -> None:
         with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:

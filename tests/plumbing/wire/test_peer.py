@@ -20,7 +20,7 @@ _CONNECT = (
 
 
 @pytest.mark.parametrize("option", [peer.SO_PEERPIDFD, 9999])
-def test_peer_is_known_and_its_death_is_seen(
+def test_peer_is_identified_and_its_death_is_detected(
     option: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: uid, pid and a pidfd that becomes readable when the process dies, through SO_PEERPIDFD
@@ -50,8 +50,8 @@ def test_peer_is_known_and_its_death_is_seen(
     listener.close()
 
 
-def test_dead_peer_without_pidfd_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Goal: a peer that is gone and reaped before it is looked at yields no pidfd at all."""
+def test_dead_peer_has_no_pidfd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Goal: a peer that was reaped before it is identified has no pidfd."""
     monkeypatch.setattr(peer, "SO_PEERPIDFD", 9999)
     path = str(tmp_path / "peer.sock")
     listener = socket.socket(socket.AF_UNIX)
@@ -90,8 +90,8 @@ def test_peer_whose_process_is_hidden_has_a_uid_only():
 def test_peer_at_the_limit_of_descriptors_is_an_error(
     is_old: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: no room for a pidfd is no reason to do without: the caller waits for room. Method: both
-    ways to get one fail with EMFILE."""
+    """Goal: without a descriptor for the pidfd the peer is not accepted without one: the caller
+    retries. Method: both ways to get one fail with EMFILE."""
 
     def full(_: int) -> int:
         raise OSError(errno.EMFILE, "full")

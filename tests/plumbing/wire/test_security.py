@@ -40,11 +40,11 @@ ANYWHERE = TcpAddress("0.0.0.0", 7443)
         (HERE, ("c", "k", "a", "p"), "wire.two_securities"),
     ],
 )
-def test_settings_are_one_security_or_a_usage_error(
+def test_settings_are_one_kind_of_security_or_a_usage_error(
     address: TcpAddress, files: tuple[str | None, ...], expected: Security | str | None
 ):
-    """Goal: certificates, a key, or nothing for loopback only; half of one or two at once are
-    refused with what is missing. Method: a table."""
+    """Goal: certificates, a key, or nothing on loopback; incomplete ones, or both, are refused and
+    the error names what is missing. Method: a table."""
     cert, key, ca, shared = files
     if not isinstance(expected, str):
         assert settle(address, cert, key, ca, shared) == expected
@@ -76,8 +76,8 @@ def test_settings_are_one_security_or_a_usage_error(
 def test_secret_belongs_to_its_reader_or_to_root(
     owner: int, mode: int, is_fine: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: the owner alone may read a secret; its group too where it is root's, as Kubernetes
-    mounts Secrets with fsGroup. Method: a table of owners and modes, as user 1000."""
+    """Goal: only its owner may be able to read a secret; its group too if root owns it, as
+    Kubernetes mounts Secrets with fsGroup. Method: a table of owners and modes, as user 1000."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     found = os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, 2000, 0, 0, 0, 0))
     if is_fine:
@@ -105,8 +105,8 @@ def test_secret_is_checked_through_the_links_that_kubernetes_makes(tmp_path: Pat
 
 
 def test_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path):
-    """Goal: nothing there, a directory, a pipe that nobody writes, a file without end: each is
-    said, none hangs, and no descriptor is left."""
+    """Goal: no file, a directory, a pipe without a writer, an endless file: each is an error, none
+    hangs, and no descriptor leaks."""
     before = len(open_fds())
     os.mkdir(tmp_path / "directory", 0o700)
     os.mkfifo(tmp_path / "pipe", 0o600)
@@ -125,9 +125,9 @@ def test_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path):
 
 
 def test_pre_shared_key_gives_both_ends_the_same_certificate():
-    """Goal: one secret, one key and one certificate, byte for byte, in any process; another secret,
-    others. Method: derive here and in a fresh interpreter; a line end at the secret's end is no
-    part of it."""
+    """Goal: one secret gives one key and one certificate, byte for byte, in any process; another
+    secret gives others. Method: derive here and in a new interpreter; a newline at the end of the
+    secret is ignored."""
     secret = bytes(range(100, 140))
     ours = psk.derive(secret, "psk")
     code = (
@@ -144,24 +144,24 @@ def test_pre_shared_key_gives_both_ends_the_same_certificate():
     assert other[1] != ours[1]
 
 
-def test_pre_shared_key_on_file_for_ever_is_the_same_certificate():
-    """Goal: two releases that talk to each other derive the same certificate: if this test fails,
-    a mixed pod cannot connect. Method: the certificate of a known secret, by its digest."""
+def test_certificate_of_a_pre_shared_key_never_changes():
+    """Goal: two releases derive the same certificate; otherwise a mixed pod could not connect.
+    Method: the digest of a known secret's certificate."""
     cert, _ = psk.derive(b"0123456789abcdef0123456789abcdef", "psk")
     digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(cert.decode())).hexdigest()
     assert digest == "b027e4acebdb4b8635872e7b3fa4851575b387b8883518486ace5796b08e287c"
 
 
-def test_pre_shared_key_of_random_bytes_may_end_like_a_line():
-    """Goal: one of 128 random keys ends with a byte that looks like a line's end: it is as good as
-    any other. Method: 32 bytes that do; a longer one with and without the end of a line."""
+def test_random_pre_shared_key_may_end_in_a_newline_byte():
+    """Goal: one in 128 random keys ends with a byte that looks like a newline and is still valid.
+    Method: 32 such bytes; a longer key with and without a newline."""
     random = b"r" * 31
     assert psk.derive(random + b"\n", "psk") != psk.derive(random + b"\r", "psk")
     assert psk.derive(random + b"!\n", "psk") == psk.derive(random + b"!", "psk")
 
 
-def test_pre_shared_key_that_is_too_short_says_how_to_make_one():
-    """Goal: fewer than 32 bytes are refused, with the command that makes a good one."""
+def test_short_pre_shared_key_is_refused_with_the_command_that_creates_one():
+    """Goal: fewer than 32 bytes are refused, with the command that creates a key."""
     with pytest.raises(UsageError, match="openssl rand") as caught:
         psk.derive(b"x" * 30 + b"\n", "/etc/psk")
     assert caught.value.code == "wire.psk_too_short"
@@ -193,9 +193,9 @@ def test_contexts_are_strict(tmp_path: Path):
     assert not shared.names_peers
 
 
-def test_files_that_are_no_certificates_are_a_usage_error(tmp_path: Path):
-    """Goal: each file that is not what it should be is named; a passphrase is never asked for, and
-    the key is nowhere on disk. Method: break one file at a time."""
+def test_files_that_are_not_certificates_are_a_usage_error(tmp_path: Path):
+    """Goal: each unusable file is named; a passphrase is never asked for, and the key is never
+    written to disk. Method: break one file at a time."""
     before = len(open_fds())
     authority = Authority(tmp_path)
     good = authority.issue("good")
@@ -217,10 +217,10 @@ def test_files_that_are_no_certificates_are_a_usage_error(tmp_path: Path):
     assert len(open_fds()) == before
 
 
-def test_renewed_files_are_used_and_broken_ones_are_a_problem_that_goes(tmp_path: Path):
-    """Goal: a new certificate is used without a restart; a broken one is said and the old one stays
-    until a good one comes; nothing is read again while nothing changes. Method: renew and break the
-    files as certificate managers do, by renaming."""
+def test_renewed_files_are_used_and_broken_ones_are_a_temporary_problem(tmp_path: Path):
+    """Goal: a new certificate is used without a restart; a broken one is a problem and the old one
+    stays in use until it is fixed; unchanged files are not read again. Method: renew and break the
+    files by renaming, as certificate managers do."""
     authority = Authority(tmp_path)
     security = authority.issue("lock", file="tls")
     first = security.server_context()
@@ -245,9 +245,9 @@ def test_renewed_files_are_used_and_broken_ones_are_a_problem_that_goes(tmp_path
     assert security.server_context() is third
 
 
-def test_problem_goes_when_the_old_file_comes_back(tmp_path: Path):
-    """Goal: a link that is pointed elsewhere and back again, as a Secret rolled back, leaves no
-    problem behind."""
+def test_problem_is_cleared_when_the_old_file_returns(tmp_path: Path):
+    """Goal: a link that is changed and changed back, like a Secret that is rolled back, leaves no
+    problem."""
     good = write_secret(str(tmp_path / "good"), b"g" * 32)
     bad = write_secret(str(tmp_path / "bad"), b"short")
     link = tmp_path / "psk"

@@ -42,7 +42,7 @@ ROOT = str(Path(__file__).resolve().parents[3])
 
 
 @loops
-def test_server_says_hello_and_answers(loop: str, tmp_path: Path):
+def test_server_answers_hello_and_requests(loop: str, tmp_path: Path):
     """Goal: hello, a request, an error that keeps its code, on both loops and with both clients."""
     with ServerThread(str(tmp_path / "echo.sock"), loop) as thread:
         with BlockingClient(thread.path, CATALOGUE) as client:
@@ -68,8 +68,8 @@ def test_server_says_hello_and_answers(loop: str, tmp_path: Path):
         run_on(loop, main())
 
 
-def test_socket_and_guard_are_the_owners_alone(tmp_path: Path):
-    """Goal: 0600 from birth, in a directory that is nobody else's."""
+def test_socket_and_guard_are_accessible_to_the_owner_only(tmp_path: Path):
+    """Goal: created with mode 0600, in a directory that only the owner can access."""
     path = str(tmp_path / "echo.sock")
     with ServerThread(path):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
@@ -83,9 +83,9 @@ def test_socket_and_guard_are_the_owners_alone(tmp_path: Path):
         ServerThread(str(tmp_path / ("x" * 120)))
 
 
-def test_second_server_is_refused_and_told_who(tmp_path: Path):
-    """Goal: two servers on one path cannot both run; the second says which process has it, and the
-    first does not notice."""
+def test_second_server_is_refused_and_the_error_names_the_first(tmp_path: Path):
+    """Goal: two servers cannot run on one path; the error of the second names the holder, and the
+    first is not affected."""
     path = str(tmp_path / "echo.sock")
     with ServerThread(path), BlockingClient(path, CATALOGUE) as client:
         with pytest.raises(UnderstudyError) as caught:
@@ -96,7 +96,7 @@ def test_second_server_is_refused_and_told_who(tmp_path: Path):
 
 
 def test_second_server_is_refused_although_the_guard_was_removed(tmp_path: Path):
-    """Goal: a removed guard file does not let a newcomer unlink a living server's socket."""
+    """Goal: a removed guard file does not let a second server unlink a running server's socket."""
     path = str(tmp_path / "echo.sock")
     with ServerThread(path):
         os.unlink(tmp_path / "echo.lock")
@@ -107,7 +107,7 @@ def test_second_server_is_refused_although_the_guard_was_removed(tmp_path: Path)
 
 
 def test_stale_socket_of_a_dead_server_is_replaced(tmp_path: Path):
-    """Goal: what a killed server left behind is no obstacle. Method: a real process, SIGKILL."""
+    """Goal: the socket of a killed server is replaced. Method: a real process, SIGKILL."""
     path = str(tmp_path / "echo.sock")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -136,8 +136,8 @@ def test_stale_socket_of_a_dead_server_is_replaced(tmp_path: Path):
         BlockingClient(path, CATALOGUE)
 
 
-def test_something_else_at_the_path_is_left_alone(tmp_path: Path):
-    """Goal: a file that is no socket is not deleted."""
+def test_other_file_at_the_path_is_not_removed(tmp_path: Path):
+    """Goal: a file that is not a socket is not deleted."""
     path = tmp_path / "echo.sock"
     path.write_text("precious")
     with pytest.raises(UsageError, match="not a socket"):
@@ -158,9 +158,9 @@ BAD_INPUT = [
 
 @loops
 @pytest.mark.parametrize(("data", "code"), BAD_INPUT)
-def test_bad_input_costs_its_sender_only(loop: str, data: bytes, code: str, tmp_path: Path):
-    """Goal: the sender of nonsense gets an error frame and is closed; others are not disturbed and
-    no descriptor leaks."""
+def test_bad_input_affects_its_sender_only(loop: str, data: bytes, code: str, tmp_path: Path):
+    """Goal: the sender of bad input gets an error frame and is closed; other clients are not
+    affected and no descriptor leaks."""
     with (
         ServerThread(str(tmp_path / "echo.sock"), loop) as thread,
         BlockingClient(thread.path, CATALOGUE) as good,
@@ -181,9 +181,11 @@ def test_bad_input_costs_its_sender_only(loop: str, data: bytes, code: str, tmp_
         until(lambda: len(open_fds()) == before, "the server to close its end")
 
 
-def test_silence_and_half_a_frame_have_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Goal: who connects and says nothing, or half a frame, is told and dropped; who has spoken may
-    be quiet for ever. Method: short deadlines."""
+def test_first_frame_and_rest_of_a_frame_have_deadlines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: a client that sends nothing, or half a frame, gets an error and is dropped; after its
+    first message it may be idle forever. Method: short deadlines."""
     monkeypatch.setattr(base_server, "FIRST_FRAME_DEADLINE_S", 0.05)
     monkeypatch.setattr(connection, "FRAME_DEADLINE_S", 0.05)
     with (
@@ -206,7 +208,7 @@ def test_silence_and_half_a_frame_have_deadlines(tmp_path: Path, monkeypatch: py
 
 
 def test_connections_are_limited(tmp_path: Path):
-    """Goal: one too many is told so and closed; when one leaves there is room again."""
+    """Goal: one too many gets an error and is closed; when one closes there is room again."""
     with ServerThread(str(tmp_path / "echo.sock"), connections_max=2) as thread:
         first, second = (BlockingClient(thread.path, CATALOGUE) for _ in range(2))
         for client in (first, second):
@@ -258,10 +260,10 @@ def test_other_user_is_refused():
         assert out.stdout == "True\n", out.stderr
 
 
-def test_blocking_client_waits_as_long_as_it_was_asked_to(tmp_path: Path):
-    """Goal: the deadline of a call is the caller's, not the one that connecting had. Method: a
-    connection made with a short deadline waits for a late answer; one made with a long deadline
-    gives up at once. Either ends with the wrong error if the socket kept its timeout."""
+def test_blocking_client_uses_the_deadline_of_the_call(tmp_path: Path):
+    """Goal: a call has its own deadline, not that of connecting. Method: a connection made with a
+    short deadline waits for a late answer; one made with a long deadline times out at once. Either
+    raises the wrong error if the socket keeps its timeout."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "late.sock"))
     listener.listen(1)
@@ -281,7 +283,7 @@ def test_blocking_client_waits_as_long_as_it_was_asked_to(tmp_path: Path):
 
 
 def test_blocking_client_deadline_and_end(tmp_path: Path):
-    """Goal: no call of the blocking client waits for ever, and the server's death is an error."""
+    """Goal: no call of the blocking client blocks forever, and the server's death is an error."""
     ours, theirs = socket.socketpair()
     client = BlockingClient.from_socket(ours, CATALOGUE)
     with pytest.raises(WaitTimeoutError, match="the answer to echo"):
@@ -292,7 +294,7 @@ def test_blocking_client_deadline_and_end(tmp_path: Path):
     client.close()
 
 
-def test_blocking_client_finds_an_answer_that_came_with_other_messages():
+def test_blocking_client_finds_an_answer_among_other_messages():
     """Goal: an answer that arrives in one read with notifications before and after it is found,
     and they are kept in order. Method: write all three before the client reads."""
     ours, theirs = socket.socketpair()

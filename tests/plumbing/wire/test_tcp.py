@@ -45,9 +45,11 @@ securities = pytest.mark.parametrize("kind", KINDS)
 
 @loops
 @securities
-def test_tcp_server_answers_and_both_sides_hear_of_the_end(loop: str, kind: str, tmp_path: Path):
-    """Goal: an echo, an error that keeps its code, the end heard once on both sides, nothing left
-    open; the server knows the client by its certificate's name or by its address."""
+def test_tcp_server_answers_and_both_sides_are_notified_of_the_end(
+    loop: str, kind: str, tmp_path: Path
+):
+    """Goal: an echo, an error that keeps its code, `closed` called once on both sides, nothing
+    leaked; the server knows the client by its certificate's name or its address."""
 
     async def exchange(ours: Security | None, theirs: Security | None) -> None:
         handler, client = EchoHandler(), Client()
@@ -82,7 +84,7 @@ def test_tcp_server_answers_and_both_sides_hear_of_the_end(loop: str, kind: str,
 
 @loops
 def test_tcp_hello_is_answered_by_the_server_itself(loop: str, tmp_path: Path):
-    """Goal: hello is answered in every state and is no business of the service."""
+    """Goal: hello is answered in every state, and the service never sees it."""
 
     async def main() -> None:
         handler, client = EchoHandler(), Client()
@@ -101,9 +103,9 @@ def test_tcp_hello_is_answered_by_the_server_itself(loop: str, tmp_path: Path):
 
 @loops
 @pytest.mark.parametrize("kind", ["plain", "tls"])
-def test_tcp_talkative_peer_is_paused_and_served_in_order(loop: str, kind: str, tmp_path: Path):
-    """Goal: a thousand requests in one go are answered in order, a few at a time, and reading goes
-    on afterwards. Method: more than one turn's frames, twice."""
+def test_tcp_busy_peer_is_paused_and_served_in_order(loop: str, kind: str, tmp_path: Path):
+    """Goal: a thousand requests sent at once are answered in order, a few at a time, and reading
+    resumes afterwards. Method: more than one turn's frames, twice."""
 
     async def main() -> None:
         ours, theirs = settings(kind, tmp_path)
@@ -121,7 +123,7 @@ def test_tcp_talkative_peer_is_paused_and_served_in_order(loop: str, kind: str, 
     run_on(loop, main())
 
 
-def test_tcp_descriptors_do_not_travel(tmp_path: Path):
+def test_tcp_refuses_to_send_descriptors(tmp_path: Path):
     """Goal: sending descriptors over TCP is refused here, and they are closed."""
 
     async def main() -> None:
@@ -140,12 +142,12 @@ def test_tcp_descriptors_do_not_travel(tmp_path: Path):
 
 @loops
 @securities
-def test_tcp_last_words_reach_a_peer_that_is_still_talking(
+def test_tcp_final_error_reaches_a_peer_that_is_still_sending(
     loop: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: what was said before the end arrives, the reason last: a socket that is closed with
-    bytes unread is reset, and a reset takes with it what was not sent. Method: answers that do not
-    fit the socket, a refusal, and a peer that reads late and has more to say meanwhile."""
+    """Goal: everything that was sent before the end arrives, the error last: closing a socket with
+    bytes unread resets it, which loses unsent data. Method: answers that do not fit the socket, an
+    error, and a peer that reads late and keeps sending."""
     monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 30.0)
 
     async def main() -> None:
@@ -174,9 +176,9 @@ def test_tcp_last_words_reach_a_peer_that_is_still_talking(
 
 
 @loops
-def test_tcp_sockets_wait_for_nothing_and_notice_a_host_that_is_gone(loop: str):
-    """Goal: small words are sent at once, and a host that acknowledges nothing is given up in
-    seconds, on both ends. Method: read the sockets' options."""
+def test_tcp_sockets_send_at_once_and_detect_a_host_that_is_gone(loop: str):
+    """Goal: small frames are sent at once, and a host that acknowledges nothing is dropped within
+    seconds, on both ends. Method: read the socket options."""
 
     async def main() -> None:
         async with serving(None) as (server, address):
@@ -228,9 +230,8 @@ with asyncio.Runner(loop_factory=LOOPS[sys.argv[2]]) as runner:
 
 @loops
 def test_tcp_half_open_connection_ends(loop: str):
-    """Goal: a peer whose host vanishes without a word is noticed by what it does not acknowledge,
-    words or the kernel's own questions. Method: a network of its own whose only device goes down,
-    and short timeouts."""
+    """Goal: a peer whose host vanishes is detected by missing acknowledgements, of data or of
+    keepalives. Method: a network namespace whose only device goes down, and short timeouts."""
     command = ["unshare", "--user", "--map-root-user", "--net"]
     probe = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=60)
     if probe.returncode:
@@ -249,7 +250,7 @@ def test_tcp_half_open_connection_ends(loop: str):
 
 
 def test_tcp_server_without_security_is_on_loopback_only():
-    """Goal: no caller can open the lock to other hosts by mistake, on either side."""
+    """Goal: no caller can expose the lock to other hosts by mistake, on either side."""
 
     async def main() -> None:
         address = TcpAddress("0.0.0.0", 0)
@@ -263,9 +264,9 @@ def test_tcp_server_without_security_is_on_loopback_only():
     asyncio.run(main())
 
 
-def test_tcp_address_in_use_and_addresses_of_others_are_said(tmp_path: Path):
-    """Goal: a port that somebody has, and an address that is not this host's, are errors that name
-    the address and the way out; nothing leaks."""
+def test_tcp_address_in_use_or_of_another_host_is_an_error(tmp_path: Path):
+    """Goal: a port in use, and an address that is not this host's, are errors that name the address
+    and the fix; nothing leaks."""
 
     async def main() -> None:
         _, theirs = settings("psk", tmp_path)
@@ -287,7 +288,7 @@ def test_tcp_address_in_use_and_addresses_of_others_are_said(tmp_path: Path):
 
 
 def test_tcp_server_does_not_start_with_files_that_cannot_be_used(tmp_path: Path):
-    """Goal: wrong files are found at the start, not by the first client."""
+    """Goal: unusable files are detected at the start, not by the first client."""
 
     async def main() -> None:
         security = Security(psk=str(tmp_path / "none"))
@@ -324,11 +325,11 @@ def test_tcp_over_ipv6_and_ipv4_on_one_socket(tmp_path: Path):
 
 
 @loops
-def test_tcp_server_that_closes_ends_connections_and_handshakes(
+def test_tcp_server_close_ends_connections_and_handshakes(
     loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: closing leaves nothing behind, finished or not. Method: one connection and one socket
-    that never says a word of TLS and has all the time in the world."""
+    """Goal: closing leaves nothing open, finished or not. Method: one connection, and one socket
+    that never starts its handshake, which has a very long deadline."""
     monkeypatch.setattr(tcp, "HANDSHAKE_DEADLINE_S", 600.0)
 
     async def main() -> None:
@@ -353,9 +354,8 @@ def test_tcp_server_that_closes_ends_connections_and_handshakes(
 
 @loops
 def test_tcp_renewed_certificates_are_used_by_new_connections(loop: str, tmp_path: Path):
-    """Goal: a new CA is in force for the next connection without a restart, those that are open
-    stay open, and a broken file is a visible problem that keeps the old ones. Method: renew while
-    serving."""
+    """Goal: a new CA applies to the next connection without a restart, open ones stay open, and a
+    broken file is a visible problem that keeps the old ones in use. Method: renew while serving."""
 
     async def main() -> None:
         (tmp_path / "new").mkdir()
@@ -394,8 +394,8 @@ def test_tcp_renewed_certificates_are_used_by_new_connections(loop: str, tmp_pat
 
 
 @loops
-def test_tcp_server_that_is_not_there_is_said(loop: str):
-    """Goal: nobody listens, no such host: an error that names the address, and nothing is left."""
+def test_tcp_unreachable_server_is_an_error(loop: str):
+    """Goal: no listener, no such host: an error that names the address; nothing is leaked."""
 
     async def main() -> None:
         with socket.socket() as sock:

@@ -1,5 +1,6 @@
-"""Peers that may come in over TCP and then misbehave: nonsense, resets, too many connections, no
-reading. Each costs itself a connection, and others nothing."""
+"""Authenticated TCP peers that misbehave: bad input, resets, too many connections, no reading.
+Each loses its connection; the others are not affected.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +60,12 @@ kinds = pytest.mark.parametrize("kind", KINDS)
         "silence",
     ],
 )
-def test_tcp_bad_input_costs_its_sender_only(
+def test_tcp_bad_input_affects_its_sender_only(
     loop: str, kind: str, data: bytes, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: who got in and then talks nonsense, announces descriptors, or stops talking, hears why
-    and is dropped; others are served. Method: raw bytes after the handshake; short deadlines where
-    the peer is silent."""
+    """Goal: an authenticated peer that sends bad input or descriptors, or stops sending, gets an
+    error and is dropped; others are served. Method: raw bytes after the handshake; short deadlines
+    where the peer is silent."""
     monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 0.1)  # TLS cannot say that one side ended
     if code.endswith("_deadline"):
         monkeypatch.setattr(connection, "FRAME_DEADLINE_S", 0.05)
@@ -89,9 +90,9 @@ def test_tcp_bad_input_costs_its_sender_only(
 
 @loops
 @kinds
-def test_tcp_reset_in_the_middle(loop: str, kind: str, tmp_path: Path):
-    """Goal: a peer that is reset in its handshake, or in a frame, costs nothing more. Method: both,
-    with a linger time of zero; then somebody else is served and nothing is left open."""
+def test_tcp_reset_during_a_handshake_or_a_frame(loop: str, kind: str, tmp_path: Path):
+    """Goal: a reset in a handshake or a frame has no further effect. Method: both, with a linger
+    time of zero; then another client is served and nothing is left open."""
 
     async def main() -> None:
         ours, theirs = settings(kind, tmp_path)
@@ -118,8 +119,8 @@ def test_tcp_reset_in_the_middle(loop: str, kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["plain", "tls"])
 @pytest.mark.parametrize("limit", ["connections_max", "per_address_max"])
 def test_tcp_connections_are_limited(loop: str, kind: str, limit: str, tmp_path: Path):
-    """Goal: one too many, in all or of one address, is told so; when one leaves there is room.
-    Method: a server with room for two."""
+    """Goal: one connection too many, in all or from one address, gets an error; when one closes
+    there is room. Method: a limit of two."""
 
     async def main() -> None:
         ours, theirs = settings(kind, tmp_path)
@@ -143,8 +144,8 @@ def test_tcp_connections_are_limited(loop: str, kind: str, limit: str, tmp_path:
 @loops
 @kinds
 def test_tcp_reader_that_does_not_read_is_dropped(loop: str, kind: str, tmp_path: Path):
-    """Goal: what waits for one peer is bounded; the peer that does not read is dropped, and the
-    others are served. Method: a peer that asks and asks and never reads an answer."""
+    """Goal: the queue of a peer is bounded; a peer that does not read is dropped, and the others
+    are served. Method: a peer that sends requests and never reads an answer."""
 
     async def main() -> None:
         ours, theirs = settings(kind, tmp_path)
@@ -165,11 +166,11 @@ def test_tcp_reader_that_does_not_read_is_dropped(loop: str, kind: str, tmp_path
 
 @loops
 @kinds
-def test_tcp_peer_that_ignores_the_end_is_cut_off(
+def test_tcp_peer_that_ignores_the_end_is_disconnected(
     loop: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: a connection that was told to go has so long to go. Method: a peer that hears an error
-    and neither closes nor reads; a short deadline."""
+    """Goal: a peer that got an error has limited time to close. Method: a peer that neither closes
+    nor reads; a short deadline."""
     monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 0.1)
 
     async def main() -> None:

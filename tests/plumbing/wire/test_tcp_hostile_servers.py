@@ -1,5 +1,6 @@
-"""Connecting over TCP to what is not the server that was meant: it ends in time, says why, and
-leaves nothing behind, also where it is cancelled."""
+"""Connecting over TCP to the wrong server fails in time, with a reason, and leaves nothing open,
+also if it is cancelled.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ kinds = pytest.mark.parametrize("kind", KINDS)
     ],
     ids=["a TLS alert", "no welcome", "silence", "the end"],
 )
-def test_tcp_server_that_does_not_say_welcome(
+def test_tcp_server_that_does_not_send_welcome(
     loop: str, data: bytes | None, words: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: whatever answers at the address, connecting ends in time with a reason, the handler
-    hears of nothing, and nothing is left open. Method: a server of raw bytes, which does not end
-    its side by itself."""
+    """Goal: whatever answers at the address, connecting fails in time with a reason, the handler is
+    not called, and nothing is left open. Method: a server of raw bytes, which does not close by
+    itself."""
     monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 0.1)
 
     async def main() -> None:
@@ -74,11 +75,11 @@ def test_tcp_server_that_does_not_say_welcome(
 
 @loops
 @pytest.mark.parametrize("hosts", [("lock.example.org",), ("10.0.0.1",)])
-def test_tcp_server_must_have_the_name_that_was_asked_for(
+def test_tcp_server_certificate_must_have_the_expected_name(
     loop: str, hosts: tuple[str, ...], tmp_path: Path
 ):
-    """Goal: an engine's certificate cannot play the lock server: the name in it is checked. Method:
-    a server whose certificate, of the right CA, names another host."""
+    """Goal: an engine's certificate is not accepted as the lock server's: the name is checked.
+    Method: a server whose certificate, of the right CA, names another host."""
 
     async def main() -> None:
         ca = Authority(tmp_path)
@@ -91,8 +92,8 @@ def test_tcp_server_must_have_the_name_that_was_asked_for(
 
 @loops
 @pytest.mark.parametrize("kind", ["psk", "tls"])
-def test_tcp_security_on_one_side_only_is_said(loop: str, kind: str, tmp_path: Path):
-    """Goal: TLS against plain, either way round, ends at once with what to compare."""
+def test_tcp_security_on_one_side_only_is_an_error(loop: str, kind: str, tmp_path: Path):
+    """Goal: TLS on one side only fails at once, and the error names what to compare."""
 
     async def main() -> None:
         ours, theirs = settings(kind, tmp_path)
@@ -108,10 +109,10 @@ def test_tcp_security_on_one_side_only_is_said(loop: str, kind: str, tmp_path: P
 
 @loops
 @kinds
-def test_tcp_connecting_that_is_cancelled_leaves_nothing(loop: str, kind: str, tmp_path: Path):
-    """Goal: cancelling at any moment of connecting closes the socket, and the handler has heard of
-    as many ends as beginnings. Method: cancel after one, two, three turns of the loop and so on,
-    until it connects before that."""
+def test_tcp_cancelled_connect_leaves_nothing_open(loop: str, kind: str, tmp_path: Path):
+    """Goal: cancelling at any moment of connecting closes the socket, and the handler's `opened`
+    and `closed` are called equally often. Method: cancel after one, two, three turns of the loop
+    and so on, until it connects first."""
 
     async def main() -> None:
         ours, theirs = settings(kind, tmp_path)

@@ -1,5 +1,6 @@
-"""Strangers at the TCP server: without the key or the certificate that it asks for, nobody gets in,
-and the service never hears of them."""
+"""Strangers at the TCP server: without the right key or certificate a client is refused, and the
+service is never called.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ loops = pytest.mark.parametrize("loop", LOOPS)
     ],
     ids=["zeros", "http", "our frames in plain", "half a hello", "silence"],
 )
-def test_tcp_peer_that_speaks_no_tls_is_refused(
+def test_tcp_peer_without_tls_is_refused(
     loop: str,
     kind: str,
     data: bytes,
@@ -54,9 +55,9 @@ def test_tcp_peer_that_speaks_no_tls_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Goal: bytes that are no handshake, and a handshake that does not go on, end that socket; the
-    service never hears of it, others get in meanwhile, and the server can say why. Method: raw
-    bytes, and a short deadline where nothing follows."""
+    """Goal: bytes that are not a handshake, and an unfinished handshake, end that socket; the
+    service is not called, others can connect meanwhile, and the server keeps the reason. Method:
+    raw bytes, and a short deadline where nothing follows."""
     if "longer" in why:
         monkeypatch.setattr(tcp, "HANDSHAKE_DEADLINE_S", 0.3)
 
@@ -129,11 +130,11 @@ def _by_an_engine(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
         _by_an_engine,
     ],
 )
-def test_tcp_stranger_is_refused_and_both_sides_can_say_why(
+def test_tcp_stranger_is_refused_and_both_sides_know_the_reason(
     loop: str, made: Callable[..., tuple[Security, str, str]], tmp_path: Path
 ):
-    """Goal: a wrong key and each wrong certificate is refused before the service hears of it, and
-    the client's own handler hears of nothing either. Method: a table; the words of both sides."""
+    """Goal: a wrong key and each wrong certificate is refused before the service is called, and the
+    client's own handler is not called either. Method: a table, with the errors of both sides."""
 
     async def main() -> None:
         if made is _another_key:
@@ -161,8 +162,8 @@ def test_tcp_stranger_is_refused_and_both_sides_can_say_why(
 def test_tcp_client_without_a_certificate_or_with_old_tls_is_refused(
     loop: str, kind: str, tmp_path: Path
 ):
-    """Goal: TLS alone is not enough: without a certificate, or below TLS 1.3, nobody gets in.
-    Method: a client that believes anything and proves nothing."""
+    """Goal: TLS alone is not enough: without a certificate, or below TLS 1.3, a client is refused.
+    Method: a client that trusts any server and has no certificate."""
 
     async def main() -> None:
         ours, theirs = settings(kind, tmp_path)
@@ -191,8 +192,8 @@ def test_tcp_client_without_a_certificate_or_with_old_tls_is_refused(
 def test_tcp_unfinished_handshakes_are_limited(
     loop: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: sockets that never finish their handshake cannot pile up: beyond the limit they are cut
-    off at once, and when they are gone others get in. Method: a limit of three, and mute peers."""
+    """Goal: unfinished handshakes are limited: sockets beyond the limit are closed at once, and
+    later ones are accepted when there is room. Method: a limit of three, and silent peers."""
     monkeypatch.setattr(tcp, limit, 3)
 
     async def main() -> None:
