@@ -37,6 +37,7 @@ from plumbing.service.events import EventLog
 from plumbing.service.files import read_json, write_atomic
 
 SHM = "/dev/shm"  # where shm_open(3) and sem_open(3) keep their names, in no subdirectory
+PREFIX = f"{SHM}/"
 CLOSE_DEADLINE_S = 2.0  # at the end of the supervisor: a look that hangs must not keep it
 TICKS_BETWEEN_LOOKS = 30  # once a tree is prepared: a look takes 10 ms of a core
 NAMES_MAX = 4096  # a tree of 8 ranks has some 60; beyond this something else is wrong
@@ -58,11 +59,10 @@ def path_of(directory: str, engine: str) -> str:
 class Leftovers:
     """The names of one engine. Every method but `close` only queues work for the thread."""
 
-    def __init__(self, path: str, log: EventLog, *, directory: str = SHM) -> None:
+    def __init__(self, path: str, log: EventLog) -> None:
         """Names that `path` lists are a predecessor's, and removed once no process holds them."""
         self._path = path
         self._log = log
-        self._directory = directory
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_done = asyncio.Event()
@@ -78,14 +78,14 @@ class Leftovers:
 
     def starting(self) -> None:
         """A tree is about to start: names that exist now are not its own."""
-        before = there_now(self._directory)
+        before = there_now()
         self._jobs.put(lambda: self._start(before))
 
     def look(self, pids: Iterable[int]) -> None:
         """Learn what `pids`, processes of the tree, hold; not while an earlier look hangs."""
         seen = tuple(pids)
         if self._jobs.empty():
-            self._jobs.put(lambda: self._learn(held_by(seen, self._directory)))
+            self._jobs.put(lambda: self._learn(held_by(seen)))
 
     def tick(self, pids: Iterable[int], *, is_prepared: bool) -> None:
         """Once a second. A tree that is being prepared changes; later it hardly does."""
@@ -140,7 +140,7 @@ class Leftovers:
     def _remove(self) -> None:
         if not self._dead:
             return
-        held = still_held(self._dead, self._directory)
+        held = still_held(self._dead)
         removed: list[str] = []
         size = 0
         for name in sorted(self._dead - held):
@@ -188,10 +188,10 @@ def _load(path: str) -> set[Name]:
 # ---------------------------------------------------------------- names, and who holds them
 
 
-def there_now(directory: str = SHM) -> frozenset[Name]:
-    """The regular files of this uid in `directory`; nothing where there is none."""
+def there_now() -> frozenset[Name]:
+    """The regular files of this uid in shared memory; none where there is no such directory."""
     found = set()
-    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+    with contextlib.suppress(FileNotFoundError), os.scandir(SHM) as entries:
         for entry in entries:
             name = name_of(entry.path)
             if name is not None:
@@ -211,20 +211,20 @@ def name_of(path: str) -> Name | None:
     return Name(path, found.st_dev, found.st_ino)
 
 
-def held_by(pids: Iterable[int], directory: str = SHM) -> set[Name]:
-    """The names in `directory` that `pids` have mapped or open, and those of their sockets.
+def held_by(pids: Iterable[int]) -> set[Name]:
+    """The names in shared memory that `pids` have mapped or open, and those of their sockets.
 
     A process that is gone, or that may not be inspected, holds nothing here.
     """
     inodes: set[int] = set()
     sockets: set[str] = set()
-    device = _device(directory)
+    device = _device()
     for pid in pids:
         inodes |= _mapped(pid, device)
-        files, numbers = _open(pid, directory)
+        files, numbers = _open(pid)
         inodes |= files
         sockets |= numbers
-    held = {name for name in there_now(directory) if name.ino in inodes}
+    held = {name for name in there_now() if name.ino in inodes}
     for number, path in _bound_sockets():
         name = name_of(path) if number in sockets else None
         if name is not None:
@@ -232,19 +232,18 @@ def held_by(pids: Iterable[int], directory: str = SHM) -> set[Name]:
     return held
 
 
-def still_held(names: Iterable[Name], directory: str = SHM) -> set[Name]:
+def still_held(names: Iterable[Name]) -> set[Name]:
     """Those of `names` that some process holds, as far as this one can see."""
     wanted = set(names)
-    device = _device(directory)
+    device = _device()
     inodes: set[int] = set()
     for pid in procfs.pids():
-        inodes |= _mapped(pid, device) | _open(pid, directory)[0]
+        inodes |= _mapped(pid, device) | _open(pid)[0]
     bound = {path for _, path in _bound_sockets()}
-    is_here = os.path.join(directory, "")
     return {
         name
         for name in wanted
-        if name.path in bound or (name.path.startswith(is_here) and name.ino in inodes)
+        if name.path in bound or (name.path.startswith(PREFIX) and name.ino in inodes)
     }
 
 
@@ -276,12 +275,11 @@ def _mapped(pid: int, device: str | None) -> set[int]:
     return found
 
 
-def _open(pid: int, directory: str) -> tuple[set[int], set[str]]:
-    """The inodes in `directory` that `pid` has open, and the numbers of its sockets."""
+def _open(pid: int) -> tuple[set[int], set[str]]:
+    """The inodes in shared memory that `pid` has open, and the numbers of its sockets."""
     files: set[int] = set()
     sockets: set[str] = set()
     base = f"/proc/{pid}/fd"
-    is_here = os.path.join(directory, "")
     try:
         numbers = os.listdir(base)
     except OSError:
@@ -291,7 +289,7 @@ def _open(pid: int, directory: str) -> tuple[set[int], set[str]]:
             target = os.readlink(f"{base}/{number}")
             if target.startswith("socket:["):
                 sockets.add(target.removeprefix("socket:[").removesuffix("]"))
-            elif target.startswith(is_here):
+            elif target.startswith(PREFIX):
                 files.add(os.stat(f"{base}/{number}").st_ino)
     return files, sockets
 
@@ -307,10 +305,10 @@ def _bound_sockets() -> list[tuple[str, str]]:
     return found
 
 
-def _device(directory: str) -> str | None:
-    """The device of `directory` as /proc/PID/maps writes it, `00:1f`."""
+def _device() -> str | None:
+    """The device of shared memory as /proc/PID/maps writes it, `00:1f`."""
     try:
-        device = os.stat(directory).st_dev
+        device = os.stat(SHM).st_dev
     except OSError:
         return None
     return f"{os.major(device):02x}:{os.minor(device):02x}"
