@@ -1,18 +1,18 @@
 """The witness: one file per incarnation on which every process of a backend tree holds a flock.
 
-Owns: making the file, joining it (backends), trying and sealing it (the lock server). It must not
-know locks, tokens or connections. It imports nothing of ours but the errors, because every backend
-process runs it before anything else.
+Owns creating the file, joining it (backends), trying and sealing it (the lock server). It must not
+know locks, tokens or connections. It imports only names and errors, because every backend process
+runs it before anything else.
 
 The surprising things:
 
-- A process holds its witness **on descriptor 0**. A dying process lets go of its highest
-  descriptors first; on 60 the witness was seen free 360 ms before the process was gone.
-- The descriptor is inheritable on purpose: a child that forgets to join still holds it, so what a
-  backend starts cannot outlive the evidence.
+- A process holds its witness **on descriptor 0**. A dying process closes its highest descriptors
+  first; on 60 the witness was seen free 360 ms before the process was gone.
+- The descriptor is inheritable on purpose: a child that forgets to join still holds it, so no
+  process that a backend starts can outlive the evidence.
 - The server always opens the file itself: a flock tried through a received descriptor would
   convert the holder's own lock.
-- Sealing sets the file's length instead of writing a byte, so that a full disk cannot stop it.
+- Sealing sets the file's length instead of writing a byte, so that a full disk cannot prevent it.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from lockserver.core.names import name_of as name_of
 from lockserver.core.names import new_incarnation as new_incarnation
 from plumbing.errors import UnderstudyError
 
-UNBORN_PREFIX = "unborn_"  # until it is held; nobody looks for these
+UNBORN_PREFIX = "unborn_"  # until it is held; never scanned
 STDIN = 0
 SEALED_BYTES = 1  # an unsealed witness is empty; any length says "this incarnation has ended"
 
 
 def shown(name: str) -> str:
-    """A file's name as messages and people can take it: any bytes may be one, a newline too."""
+    """A file's name as printable text: it may be any bytes, even a newline."""
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in name
     )
 
 
 def create(directory: str, incarnation: str) -> tuple[str, int]:
-    """Make the witness of a new incarnation, mode 0600, and hold it; its path and the descriptor.
+    """Create the witness of a new incarnation, mode 0600, and hold it; its path and descriptor.
 
-    The caller owns the descriptor, which is to be the first process's descriptor 0. A server
-    without its state seals every witness that it finds free: nobody may ever see one that is free
-    because its processes are only about to come.
+    The caller owns the descriptor, which must become the first process's descriptor 0. A server
+    without its state seals every witness that it finds free, so a witness must never be visible
+    before it is held.
 
     Raises:
-        OSError: the directory is not there, or not to be written.
+        OSError: the directory is missing or cannot be written.
     """
     path = os.path.join(directory, name_of(incarnation))
     unborn = os.path.join(directory, f"{UNBORN_PREFIX}{incarnation}")
@@ -57,7 +57,7 @@ def create(directory: str, incarnation: str) -> tuple[str, int]:
     fd = os.open(unborn, flags, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
-        os.rename(unborn, path)  # 64 random bits: what it could replace is not there
+        os.rename(unborn, path)  # 64 random bits: there is nothing to replace
     except BaseException:
         os.close(fd)
         with suppress(OSError):
@@ -69,11 +69,11 @@ def create(directory: str, incarnation: str) -> tuple[str, int]:
 def join(path: str) -> None:
     """Hold the witness on descriptor 0 for the rest of this process's life.
 
-    To be called before the device is opened. The order matters: lock first, then look for the
-    seal; the server seals while it holds the lock alone, so no process can slip in between.
+    Must be called before the device is opened. The order matters: lock first, then check the seal;
+    the server seals while it holds the lock alone, so no process can slip in between.
 
     Raises:
-        UnderstudyError: `witness.sealed` or `witness.replaced`; the caller must end at once.
+        UnderstudyError: `witness.sealed` or `witness.replaced`; the caller must exit at once.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -114,9 +114,9 @@ def _replaced(path: str) -> UnderstudyError:
 
 
 def identify(path: str) -> tuple[WitnessFile | None, WitnessState]:
-    """Which file is at `path`, and whether anybody holds it. Leaves no mark.
+    """Which file is at `path`, and whether a process holds it. Changes nothing.
 
-    A sealed witness is never HELD: a process that has it open is about to end, and proves nothing.
+    A sealed witness is never HELD: a process that has it open is about to exit, and proves nothing.
     """
     with _opened(path) as fd:
         if fd is None:
@@ -129,7 +129,7 @@ def identify(path: str) -> tuple[WitnessFile | None, WitnessState]:
 
 
 def _named(path: str) -> WitnessFile | None:
-    """The file at `path`, unopened: for want of a descriptor it is not gone."""
+    """The file at `path` without opening it: when descriptors run out, it is not gone."""
     try:
         found = os.stat(path, follow_symlinks=False)
     except (OSError, ValueError):
@@ -139,10 +139,10 @@ def _named(path: str) -> WitnessFile | None:
 
 
 def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> WitnessState:
-    """Try the witness that was filed as (`dev`, `ino`); found free, it is sealed before letting go.
+    """Try the witness filed as (`dev`, `ino`); found free, it is sealed before it is unlocked.
 
-    Returns UNPROVEN if the file is missing or another one, and also if it cannot be sealed: a
-    witness that is free but could be joined a moment later would prove nothing.
+    Returns UNPROVEN if the file is missing or another one, and also if it cannot be sealed: a free
+    witness that could be joined a moment later would prove nothing.
     """
     with _opened(path) as fd:
         if fd is None:
@@ -161,7 +161,7 @@ def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> WitnessState:
 
 
 def discard(path: str, dev: int, ino: int) -> bool:
-    """Remove an ended incarnation's witness if it is free; says whether it is gone."""
+    """Remove an ended incarnation's witness if it is free; return whether it is gone."""
     if probe(path, dev, ino) is not WitnessState.FREE:
         return not os.path.exists(path)
     with suppress(FileNotFoundError):
@@ -170,7 +170,7 @@ def discard(path: str, dev: int, ino: int) -> bool:
 
 
 def scan(directory: str, *, seal: bool = False, keep: frozenset[str] = frozenset()) -> set[str]:
-    """The names of all witnesses in `directory` that somebody holds (or that cannot be tried).
+    """The names of all witnesses in `directory` that are held or cannot be tried.
 
     Args:
         seal: seal the free ones, except those named in `keep`.
@@ -183,7 +183,7 @@ def scan(directory: str, *, seal: bool = False, keep: frozenset[str] = frozenset
         with _opened(path) as fd:
             if fd is None:
                 if os.path.lexists(path):
-                    held.add(name)  # there, but not to be read: assume the worst
+                    held.add(name)  # it exists but cannot be read: assume the worst
                 continue
             found = os.fstat(fd)
         result = probe(path, found.st_dev, found.st_ino, seal=seal and name not in keep)
@@ -210,9 +210,9 @@ def sealed(directory: str) -> list[WitnessFile]:
 def _opened(path: str) -> Iterator[int | None]:
     """The server's own open file, or None where there is no regular file to open."""
     try:
-        # O_NONBLOCK: somebody else's fifo of that name must not stop the server.
+        # O_NONBLOCK: a foreign fifo of that name must not block the server.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (OSError, ValueError):  # ValueError: a peer's name with a NUL in it
+    except (OSError, ValueError):  # ValueError: a name from a peer with a NUL in it
         yield None
         return
     try:

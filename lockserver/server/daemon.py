@@ -1,4 +1,4 @@
-"""The lock server as a process: the lock, its HTTP side, and the signal that ends both."""
+"""The lock server as a process: the server, its HTTP endpoints, and the signal that ends both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def run(settings: LockSettings, http_host: str, http_port: int) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        UnderstudyError: it could not start, or its service address turned out to be a stranger's.
+        UnderstudyError: it could not start, or a foreign process has its service address.
     """
     server = LockServer(settings)
     http = HttpServer(
@@ -37,7 +37,7 @@ async def run(settings: LockSettings, http_host: str, http_port: int) -> None:
         await http.start()
         message = f"lock server on {settings.directory}, probes on {http.host}:{http.port}"
         server.events.record("lockserver.started", message, data={"http_port": http.port})
-        gc.freeze()  # what is here now stays: no later collection walks it while a grant waits
+        gc.freeze()  # these objects stay: no later collection scans them while a grant waits
         await _until_ended(server)
     finally:
         await http.stop()
@@ -45,7 +45,7 @@ async def run(settings: LockSettings, http_host: str, http_port: int) -> None:
 
 
 async def _until_ended(server: LockServer) -> None:
-    """A signal ends it well; a failure of the server is raised."""
+    """Return on a signal; raise a failure of the server."""
     signalled = asyncio.ensure_future(wait_signals())
     ends: list[asyncio.Future[Any]] = [signalled, server.failed]
     try:

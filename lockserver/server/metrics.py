@@ -15,7 +15,7 @@ from plumbing.service.metrics import Metrics
 LOSS_REASONS = ("not_wanted", "process_gone", "connection_closed", "silent")
 GRANT_REASONS = ("first", "same_engine", "takeover")
 PHASES = ("fence", "grant")
-# An event that a switchover ends with, or that says it takes too long, and how it is counted.
+# The events that end a switchover, or report it overdue, and how they are counted.
 SWITCHOVER_RESULTS = {
     "lock.switched_over": "done",
     "lock.switchover_failed": "failed",
@@ -110,7 +110,7 @@ class LockMetrics:
         self._write_problem.set(machine.ledger.problem is not None)
 
     def count(self, event: Event) -> None:
-        """An event's share in the counters; for `EventLog.subscribe`."""
+        """Count an event; for `EventLog.subscribe`."""
         data = event.data
         if event.type == "lock.releasing":
             self._losses.labels(lock=data["lock"], reason=data["cause"]).inc()

@@ -34,7 +34,7 @@ FAST_FOR_S = 1.0
 
 
 class Prober:
-    """Tries what the machine finds worth trying and hands the outcome to `feed`."""
+    """Tries the witnesses that the machine names and hands the outcome to `feed`."""
 
     def __init__(
         self, directory: str, machine: LockMachine, leases: Leases, feed: Callable[[Input], None]
@@ -49,10 +49,10 @@ class Prober:
         self._began_s = 0.0
 
     def kick(self) -> None:
-        """Something has changed: try at once what there is to try, and go on until it is over."""
+        """Something has changed: try at once what is due, and repeat until it is settled."""
         if self._timer is None and self._find_subject() is not None:
             self._timer = self._loop.call_soon(self._look)
-            self._try_holders()  # not a turn later: a dead process has more to be read than this
+            self._try_holders()  # not a turn later: more events of a dead process are queued
 
     def close(self) -> None:
         if self._timer is not None:
@@ -60,7 +60,7 @@ class Prober:
             self._timer = None
 
     def _find_subject(self) -> object | None:
-        """What is being tried, to tell a new wait from an old one."""
+        """What is being tried; a change means that a new wait has begun."""
         machine = self._machine
         due = evidence.probes_due(machine.locks, machine.supervisors)
         is_scan = evidence.scan_is_due(machine.locks)
@@ -71,7 +71,7 @@ class Prober:
         began_s = time.monotonic()
         self._try_holders()
         if evidence.scan_is_due(self._machine.locks):
-            with suppress(OSError):  # no descriptor left to read it with: tried again
+            with suppress(OSError):  # no descriptor left to read it with: retried
                 self._try_directory()
         subject = self._find_subject()
         now_s = self._loop.time()
@@ -81,7 +81,7 @@ class Prober:
             self._look_again(now_s - self._began_s, time.monotonic() - began_s)
 
     def _look_again(self, waited_s: float, took_s: float) -> None:
-        """A look that takes long, over thousands of leftovers, leaves as long for all else."""
+        """After a slow look, over thousands of leftovers, leave the loop as much time."""
         if waited_s < DENSE_FOR_S and took_s < FAST_S:
             time.sleep(DENSE_S)
             self._timer = self._loop.call_soon(self._look)
@@ -95,7 +95,7 @@ class Prober:
                 self._feed(WitnessFree(lock, holder.incarnation))
 
     def _is_free(self, holder: Holder) -> bool:
-        """Whether nothing of this holder can live any more; from then on nothing may."""
+        """Whether no process of this holder can be alive; if so, seal it."""
         if holder.lease is not None:
             is_free = self._leases.is_free(holder.lease)
             if is_free:
@@ -106,7 +106,7 @@ class Prober:
         return witness.probe(path, file.dev, file.ino) is WitnessState.FREE
 
     def _try_directory(self) -> None:
-        """Look first and seal only if that settles it: newcomers may be just about to lock."""
+        """Look first and seal only if that settles it: new processes may be about to lock."""
         machine = self._machine
         if not self._leases.may_free_unknown(machine.locks):
             return
@@ -118,7 +118,7 @@ class Prober:
 
 
 class ProcessWatch:
-    """Says `on_gone(supervisor)` once when the process behind its pidfd has ended."""
+    """Calls `on_gone(supervisor)` once when the process behind its pidfd has exited."""
 
     def __init__(self, on_gone: Callable[[str], None]) -> None:
         self._on_gone = on_gone
@@ -126,7 +126,7 @@ class ProcessWatch:
         self._pidfds: dict[str, OwnedFd] = {}
 
     def watch(self, supervisor: str, peer: Peer) -> None:
-        """Take the peer's pidfd, if it still has one, in place of what was watched before."""
+        """Watch the peer's pidfd (takes it), if it has one, instead of the last one."""
         pidfd = peer.take_pidfd()
         if pidfd is None:
             return
@@ -135,13 +135,13 @@ class ProcessWatch:
         self._loop.add_reader(pidfd.fileno(), self._readable, supervisor)
 
     def look(self, supervisor: str) -> None:
-        """Ask now: its connection has ended, and as a rule it is the whole process that has."""
+        """Check now: its connection has closed, which usually means that the process has exited."""
         pidfd = self._pidfds.get(supervisor)
         if pidfd is not None and is_gone(pidfd.fileno()):
             self._readable(supervisor)
 
     def forget(self, supervisor: str) -> None:
-        """Stop watching; again, or never watched, is harmless."""
+        """Stop watching; harmless if it is not watched."""
         pidfd = self._pidfds.pop(supervisor, None)
         if pidfd is not None:
             self._loop.remove_reader(pidfd.fileno())

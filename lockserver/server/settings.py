@@ -1,4 +1,4 @@
-"""What `lockserver serve` is told, as the server takes it."""
+"""The settings of `lockserver serve`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LockSettings:
     window_ms: float = WINDOW_MS
     hold_ms: float = HOLD_MS
     silent_ms: float = SILENT_MS
-    listen: TcpAddress | None = None  # for engines that span nodes; None: this host's alone
-    security: Security | None = None  # of `listen`; None is for loopback only
+    listen: TcpAddress | None = None  # for engines that span nodes; None: this host only
+    security: Security | None = None  # of `listen`; None only on loopback
     lease_ms: float = LEASE_MS
     lease_margin_ms: float = MARGIN_MS
