@@ -1,6 +1,6 @@
 """The lock server's state on disk: one preallocated file, two slots of 4 KiB written in turn.
 
-Owns what a record means on disk and what a lost one leads to; the bytes are `service.slots`'.
+Owns what a record means on disk and what a lost one leads to; the bytes are `service.files`'s.
 
 The surprising thing: both slots are valid from the moment the file exists. So one bad slot means
 that something was lost, perhaps the newest grant, and the holder in the other slot cannot be
