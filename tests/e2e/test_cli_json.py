@@ -227,9 +227,9 @@ def loading(directory: Path) -> Iterator[None]:
     assert isinstance(writer, Writer)
     with writer, BlockingClient(path, gms_messages.CATALOGUE) as waiter:
         writer.progress(1, 2)
-        attach = gms_messages.Attach("waiter", "waiter-1", "ro", wait_ms=round(WAIT_S * 1000))
+        attach = gms_messages.AttachMsg("waiter", "waiter-1", "ro", wait_ms=round(WAIT_S * 1000))
         waiter.notify(attach, request_id=1)
-        assert isinstance(waiter.receive().message, gms_messages.Waiting)
+        assert isinstance(waiter.receive().message, gms_messages.WaitingMsg)
         yield
 
 
