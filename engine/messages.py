@@ -91,7 +91,7 @@ class DrainedMsg(Message, frozen=True, tag="drained"):
 class PreparedMsg(Message, frozen=True, tag="prepared"):
     """Weights in place and everything ready but the KV cache, whose size is `kv_bytes`.
 
-    `warnings` are for people: what works, and will cost them something they may not expect.
+    `warnings` are for users: settings that work, at a cost they may not expect.
     """
 
     weights_bytes: Count
@@ -102,7 +102,7 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
 
 
 class FaultReportMsg(Message, frozen=True, tag="fault_report"):
-    """Why the backend is about to end, in one sentence for people.
+    """Why the backend is about to exit, in one sentence for users.
 
     `permanent` means that a relaunch cannot help (a checkpoint that is missing or broken): the
     supervisor ends with `exit_code`, 2 for a wrong argument and 1 for everything else.

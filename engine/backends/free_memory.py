@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Well inside the waking budget of 60 s, so that the reason is reported before the kill comes.
 DEADLINE_S = 45.0
-POLL_S = 0.005  # a dying process gives back about 15 GiB per second; this is 80 MiB
+POLL_S = 0.005  # a dying process frees about 15 GiB per second: 80 MiB in this time
 
 # Left for the rest of the machine: page tables, sockets, the next engine's start.
 RESERVE_BYTES = 64 << 20

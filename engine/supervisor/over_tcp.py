@@ -6,7 +6,7 @@ connect while this engine is not active, and those in the backlog of one that di
 kept waiting. Must not know why it listens.
 
 The surprising thing: a member that serves nothing has a socket, too, because a backend is woken
-with one. It is a Unix socket under a name that the kernel makes up and nobody learns.
+with one. It is a Unix socket under a name that the kernel makes up.
 """
 
 from __future__ import annotations
