@@ -1,4 +1,4 @@
-"""The whole, for people: the `understudy` command and what is behind it."""
+"""The `understudy` command: run a pod, drill it, look at it."""
 
 from plumbing import __version__
 

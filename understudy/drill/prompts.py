@@ -75,7 +75,7 @@ async def learn_answers(
     """
     used: list[Prompt] = []
     answers: dict[str, Exchange] = {}
-    said = "no prompt was sent"
+    last = "no prompt was sent"
     for prompt in prompts:
         answer = await send(target, prompt)
         is_whole = answer.end is End.DONE and answer.status == 200
@@ -87,13 +87,13 @@ async def learn_answers(
             used.append(prompt)
             answers[prompt.key] = answer
         else:
-            said = f"{prompt.path}: {answer.status} {answer.end}, {answer.chunks} pieces of text"
-            said += f", {answer.detail}" if answer.detail else ""
+            last = f"{prompt.path}: {answer.status} {answer.end}, {answer.chunks} pieces of text"
+            last += f", {answer.detail}" if answer.detail else ""
         if len(used) == PROMPTS_USED:
             break
     if not used:
         raise UnderstudyError(
-            "drill.no_answers", f"the model gave no usable answer; the last one: {said}"
+            "drill.no_answers", f"the model gave no usable answer; the last one: {last}"
         )
     return used, answers
 

@@ -305,8 +305,8 @@ async def _model_name(target: Target) -> str:
     models = answer.json().get("data") or [{}]
     name = models[0].get("id")
     if not isinstance(name, str):
-        said = json.dumps(answer.json())[:200] if answer.body else answer.reason
+        reply = json.dumps(answer.json())[:200] if answer.body else answer.reason
         raise UnderstudyError(
-            "drill.no_model", f"/v1/models lists no model ({answer.status}: {said})"
+            "drill.no_model", f"/v1/models lists no model ({answer.status}: {reply})"
         )
     return name

@@ -33,23 +33,23 @@ def main(runner: int, command: list[str]) -> NoReturn:
     if os.getppid() != runner:
         os._exit(NOT_POSSIBLE)  # the runner died before PDEATHSIG was set
     _call("unshare", libc.unshare(CLONE_NEWNS | CLONE_NEWPID))
-    alive, held = os.pipe()
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.close(held)
-        _become_first(alive, command)
-    os.close(alive)
+        os.close(write_end)
+        _become_first(read_end, command)
+    os.close(read_end)
     _, status = os.waitpid(pid, 0)
     _end_as(status)
 
 
-def _become_first(alive: int, command: list[str]) -> NoReturn:
-    """Inside the namespace: become the command. `alive` reaches its end when our parent dies, whose
+def _become_first(parent_pipe: int, command: list[str]) -> NoReturn:
+    """Inside the namespace: become the command. `parent_pipe` ends when our parent dies, whose
     pid means nothing here."""
     _die_with_parent()
-    os.set_blocking(alive, False)
+    os.set_blocking(parent_pipe, False)
     try:
-        os.read(alive, 1)
+        os.read(parent_pipe, 1)
         os._exit(NOT_POSSIBLE)
     except BlockingIOError:
         pass
