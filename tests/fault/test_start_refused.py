@@ -77,8 +77,10 @@ def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
         engine = {"ENGINE_ID": "engine-0"}
         model = ("--", "--model", str(pod.local.model))
 
-        def has(container: str) -> tuple[str, ...]:
-            return (f"pid {pod.pid(container)} has", "already running", "stop that one")
+        def has(container: str, what: str = "holds") -> tuple[str, ...]:
+            return (f"pid {pod.pid(container)} {what}", "already running", "stop it")
+
+        in_pod = has("lockserver", "is lockserver")
 
         async with pod.load() as load:
             await refuse_all(
@@ -93,7 +95,7 @@ def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
                         has("engine-0"),
                         engine,
                     ),
-                    Refusal(("understudy", "up", where, *port_flags()), FAILED, has("lockserver")),
+                    Refusal(("understudy", "up", where, *port_flags()), FAILED, in_pod),
                 ]
             )
             await load.answers()
@@ -254,7 +256,7 @@ def test_up_that_cannot_work_is_one_sentence(
                 Refusal(
                     up("b", f"--model={broken}", *port_flags()),
                     USAGE,
-                    ("engine-0", str(broken), "log is"),
+                    ("engine-0", str(broken), "(see "),
                 ),
                 Refusal(
                     up("c", model, "--device-bytes=256KiB", *port_flags()),
