@@ -201,14 +201,14 @@ class Fuzzed:
                 self.watched.add(epoch)
 
     def free(self, who: int) -> None:
-        """The kernel says that nobody holds a watched file."""
+        """The kernel says that no process holds a watched file."""
         if self.watched:
             epoch = sorted(self.watched)[who % len(self.watched)]
             self.watched.discard(epoch)
             self.tell(ev.EpochFree(epoch))
 
     def leave(self, who: int) -> None:
-        """A connection is closed: one that was told no first."""
+        """A connection is closed: a refused one first."""
         leaving = sorted(self.closing) or sorted(self.open)
         if leaving:
             session = leaving[who % len(leaving)]
@@ -281,7 +281,7 @@ class Fuzzed:
 
     @staticmethod
     def is_late_survivor(session: Session, epoch: Epoch | None) -> bool:
-        """A reader that came back after its epoch was given up is a reader all the same; its
+        """A reader that came back after its epoch was given up is still a reader; its
         flock, not its session, is what keeps the memory from being given to the next writer."""
         if session.rejoin is None or session.state is not SessionState.READING:
             return False

@@ -12,7 +12,7 @@ from tests.helpers import until
 
 
 class FaultyGms(GmsProcess):
-    """See `faulty_server` for what it can be told."""
+    """See `faulty_server` for its commands."""
 
     def __init__(self, directory: str, granularity_bytes: int | None = None, **more: Any) -> None:
         super().__init__(directory, **more)

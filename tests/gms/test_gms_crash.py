@@ -47,7 +47,7 @@ def test_waiting_client_notices_the_servers_death(gms: GmsProcess, client: Start
 def test_restarted_server_is_recovering_until_no_process_maps_the_epoch(
     gms: GmsProcess, client: Start
 ):
-    """Kill and restart under a reader: nobody is granted, status names it; then it is empty."""
+    """Kill and restart under a reader: no session is granted, status names it; then empty."""
     gms.load().close()
     survivor = client("ro", engine="engine-0")
     survivor.expect("reader")
@@ -96,7 +96,7 @@ def test_restarted_server_without_survivors_is_empty_at_once(gms: GmsProcess):
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"schema": 1}', b'{"schema": 9}', b"\xff" * 9])
 def test_broken_journal_is_kept_aside_and_the_server_starts(directory: str, content: bytes):
-    """A truncated or foreign journal: start empty, keep it for people."""
+    """A truncated or foreign journal: start empty, keep the file."""
     path = names.journal_path(directory, DEVICE)
     with open(path, "wb") as stream:
         stream.write(content)
@@ -175,6 +175,6 @@ def test_journal_of_another_server_is_not_shared(directory: str):
 
 
 def test_no_server_is_one_sentence(directory: str):
-    """Attach where nobody serves: unreachable, with what to look at."""
+    """Attach without a server: unreachable, with a hint."""
     with pytest.raises(UnreachableError, match="is the server running"):
         GmsProcess(directory).reader()

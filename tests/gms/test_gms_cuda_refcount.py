@@ -47,7 +47,7 @@ def holder() -> Iterator[Callable[[], Holder]]:
 
 
 def used() -> int:
-    """What NVML says is in use on the device, by anybody."""
+    """The bytes in use on the device, by NVML, of all processes."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -180,7 +180,7 @@ def test_server_maps_nothing_and_makes_no_context_unless_it_must(
 def test_full_device_is_waited_for(
     directory: str, monkeypatch: pytest.MonkeyPatch, holder: Callable[[], Holder]
 ):
-    """Another process has the device's memory: the writer is told, and goes on when it dies."""
+    """Another process has the device's memory: the writer waits, and continues when it dies."""
     monkeypatch.setenv("STANDIN_MEMORY", str(SIZE + 64 * MIB))
     other = holder()
     fd = other.do(f"create {SIZE}")

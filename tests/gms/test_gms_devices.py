@@ -115,7 +115,7 @@ def test_index_of_a_gpu_in_mig_mode_is_its_first_instance():
 
 
 def test_gpu_in_mig_mode_without_instances_is_no_device(monkeypatch: pytest.MonkeyPatch):
-    """MIG mode is on and nobody made an instance: nothing to serve, and the sentence says why."""
+    """MIG mode is on without instances: nothing to serve, and the message names the reason."""
     gpu = devices.NvmlGpu(PARENT, (), True)
     monkeypatch.setattr(devices, "list_gpus", lambda: iter([gpu]))
     with pytest.raises(UsageError, match="in MIG mode: no instance"):

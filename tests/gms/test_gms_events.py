@@ -1,4 +1,4 @@
-"""What happens in a device's server is told: on its socket, and by the supervisor on /events."""
+"""The events of a device's server: on its socket, and relayed by the supervisor on /events."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def of_type(serve: Serve, kind: str) -> list[Record]:
 
 
 def test_a_watch_brings_what_was_missed_and_what_happens(gms: GmsProcess):
-    """Goal: the server's own record, told in order and once. Method: commit, watch from 0, from the
+    """Goal: the server's own record, sent in order and once. Method: commit, watch from 0, from the
     last id and from now on, then drop."""
     reader = gms.load()
     with gms.client() as all_of_it, gms.client() as rest, gms.client() as later:

@@ -87,7 +87,7 @@ def test_offer_without_free_descriptors_is_repeated(
 def test_commit_in_doubt_outlives_a_driver_call_that_fails_once(
     gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
 ):
-    """The next server cannot take the memory at its first try: the writer says why it goes on."""
+    """The next server cannot take the memory at its first try: the writer reports its retry."""
     said: list[str] = []
     writer = gms.writer(on_wait=said.append)
     writer.place("t", 64, (64,), "uint8")
@@ -112,7 +112,7 @@ def test_report_lost_with_the_server_is_repeated(gms: GmsProcess):
 
 
 def test_report_without_a_service_is_made_when_there_is_one(gms: GmsProcess):
-    """Reported while the server is dead: no error, not told yet; told as soon as it is back."""
+    """Reported while the server is dead: no error, and the report is sent when it is back."""
     with gms.load() as reader, kept(reader) as keeper:
         gms.kill()
         until(lambda: keeper.state == "rejoining", "the death to be seen")
@@ -191,7 +191,7 @@ def test_question_that_comes_with_the_welcome_is_heard(gms: GmsProcess, listener
 
 @host_only
 def test_closing_a_keeper_ends_its_wait_for_an_answer(gms: GmsProcess, listener: socket.socket):
-    """A service that hears `rejoin` and says nothing: the thread ends, and leaves no session."""
+    """A service that never answers `rejoin`: the thread ends, and leaves no session."""
     with gms.load() as reader:
         take_place(gms, listener)
         before = set(open_fds())
@@ -207,7 +207,7 @@ def test_closing_a_keeper_ends_its_wait_for_an_answer(gms: GmsProcess, listener:
 
 @host_only
 def test_closed_reader_does_not_become_a_session_again(gms: GmsProcess, listener: socket.socket):
-    """It is closed while its `rejoin` is under way, which is answered all the same."""
+    """It is closed while its `rejoin` is under way, which is answered afterwards."""
     reader = gms.load()
     take_place(gms, listener)
     raised: list[UnderstudyError] = []

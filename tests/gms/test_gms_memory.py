@@ -1,4 +1,4 @@
-"""Memory itself: host allocations, commit in place, and that after it nobody can write."""
+"""Memory itself: host allocations, commit in place, and no writes after it."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_sealed_memory_is_never_exported_writable():
 
 
 def test_epoch_file_is_held_until_the_last_process_releases_it(directory: str):
-    """Shared flocks keep it; the last one gone it is removed; a late joiner is told to go away."""
+    """Shared flocks keep it; after the last one it is removed, and a late process is refused."""
     path = f"{directory}/e"
     epoch_file.create(path)
     before = open_fds()

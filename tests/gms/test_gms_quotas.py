@@ -103,7 +103,7 @@ def test_waiting_requests_are_limited_and_one_session_has_one():
 
 
 def test_epochs_that_are_still_read_are_limited():
-    """Replace again and again while somebody reads every old epoch: the next writer waits, with
+    """Replace again and again while a reader keeps every old epoch: the next writer waits, with
     the number; it is granted when one of the readers leaves."""
     bench = Bench()
     for session in range(1, EPOCHS_MAX + 1):
@@ -178,7 +178,7 @@ def test_manifest_is_limited_so_that_readers_can_be_sent_it(host: GmsProcess):
     ids=["too many tensors", "empty maps", "nested", "extension"],
 )
 def test_manifest_that_is_a_bomb_is_refused(host: GmsProcess, manifest: bytes, why: str):
-    """Small on the wire and large in memory, or deep: refused, and the server goes on."""
+    """Small on the wire and large in memory, or deep: refused, and the server continues."""
     attach = msg.AttachMsg("e", "i", "rw_or_ro", identity=IDENTITY, wait_ms=20_000)
     error = refusal(host, attach, msg.CommitMsg(IDENTITY, manifest, layout_hash([], manifest)))
     assert error.code == "gms.bad_manifest"

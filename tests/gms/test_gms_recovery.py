@@ -1,4 +1,4 @@
-"""Crash without loss: the server dies and gets its memory back from whoever maps it."""
+"""Crash without loss: the server dies and gets its memory back from its readers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def journalled(gms: GmsProcess) -> str | None:
 
 
 def test_restarted_server_gets_the_epoch_back_and_serves_newcomers_from_it(gms: GmsProcess):
-    """SIGKILL under a kept reader: the same physical memory is committed again, nobody loads."""
+    """SIGKILL under a kept reader: the same physical memory is committed, without a load."""
     with gms.load() as reader, kept(reader):
         epoch = reader.epoch
         gms.kill()
@@ -69,7 +69,7 @@ def test_restarted_server_gets_the_epoch_back_and_serves_newcomers_from_it(gms: 
 
 
 def replaces(gms: GmsProcess) -> str | None:
-    """What is on disk as replaced by an epoch that nobody may have been told of."""
+    """The record on disk that an epoch replaced whose commit may never have been answered."""
     record = journal.peek(names.journal_path(gms.directory, gms.device))
     return record.previous.epoch if record is not None and record.previous is not None else None
 
@@ -195,7 +195,7 @@ def test_offer_of_the_right_slabs_in_the_wrong_places_is_refused(
 
 @host_only  # a file is a file
 def test_epoch_file_that_cannot_be_looked_at_is_a_problem_until_it_can(gms: GmsProcess):
-    """Something that is no file is in its place: nobody may load, and status says why."""
+    """A directory is in its place: no engine may load, and status shows why."""
     with gms.load() as reader:
         path = os.path.join(gms.directory, names.epoch_file(gms.device, reader.epoch))
         gms.kill()
@@ -249,7 +249,7 @@ def test_watch_tells_each_error_once(tmp_path: Path):
 def test_stopped_survivor_keeps_newcomers_waiting_until_it_continues(
     gms: GmsProcess, client: Start
 ):
-    """SIGSTOP the only survivor: nobody gets RW, status names it; SIGCONT: recovered."""
+    """SIGSTOP the only survivor: no RW is granted, status names it; SIGCONT: recovered."""
     gms.load().close()
     survivor = client("ro", engine="engine-0")
     survivor.expect("reader")
@@ -317,7 +317,7 @@ def test_writer_in_doubt_whose_commit_was_journalled_becomes_a_reader(gms: GmsPr
 
 
 def test_writer_in_doubt_whose_commit_was_not_journalled_gets_an_error(gms: GmsProcess):
-    """The server dies before it has heard the commit: an error at once, and RW for the next."""
+    """The server dies before it receives the commit: an error at once, and RW for the next."""
     writer = gms.writer()
     writer.place("t", 64, (64,), "uint8")
     crash_in_commit(gms, writer, after_journal=False)
@@ -327,7 +327,7 @@ def test_writer_in_doubt_whose_commit_was_not_journalled_gets_an_error(gms: GmsP
 
 
 def test_lost_journal_lets_the_survivors_decide(gms: GmsProcess):
-    """The journal is torn while the server is dead: the epoch comes back all the same."""
+    """The journal is torn while the server is dead: the epoch still comes back."""
     with gms.load() as reader:
         gms.kill()
         with open(names.journal_path(gms.directory, gms.device), "r+b") as stream:
@@ -355,7 +355,7 @@ def test_survivor_whose_files_were_removed_is_still_registered(gms: GmsProcess):
 
 
 def test_doubt_about_an_epoch_that_is_gone_is_settled(gms: GmsProcess):
-    """Ask whether an epoch was committed that nobody maps any more: it is lost."""
+    """Ask whether an epoch was committed that no process maps any more: it is lost."""
     reader = gms.load()
     epoch = reader.epoch
     gms.kill()

@@ -1,4 +1,4 @@
-"""What `gms status`, `inspect` and `drop` say to people, of real servers in real trouble.
+"""What `gms status`, `inspect` and `drop` print, for real servers in real trouble.
 
 On host memory only: the words are the same for every kind.
 """

@@ -45,7 +45,7 @@ def test_committed_epoch_survives_a_writer_that_dies_replacing_it(gms: GmsProces
 
 
 def test_dead_waiter_is_dropped_at_once(gms: GmsProcess, client: Start):
-    """SIGKILL a client that queues: it leaves the queue and the next writer is somebody alive."""
+    """SIGKILL a client that queues: it leaves the queue and the next writer is alive."""
     with gms.writer() as writer:
         waiter = client(engine="engine-1")
         waiter.expect("waiting")
@@ -89,7 +89,7 @@ def test_plain_rw_on_a_committed_device_is_an_error_at_once(gms: GmsProcess):
 
 
 def test_identity_mismatch_names_the_field(gms: GmsProcess):
-    """A reader with another fine-tune of the same shape is refused, and told by which field."""
+    """A reader with another fine-tune of the same shape is refused, with the field that differs."""
     with gms.load(), pytest.raises(RemoteError) as caught:
         gms.reader(identity={"model": "tiny", "shards": {"a": "2"}})
     assert caught.value.code == "gms.identity_mismatch"
@@ -117,7 +117,7 @@ def test_wait_ends_at_its_deadline_with_its_reason(gms: GmsProcess):
 
 
 def test_stalled_writer_is_given_up(directory: str, device: str):
-    """A writer that neither asks nor reports loses its staging epoch; its client hears why."""
+    """A writer that neither asks nor reports loses its staging epoch; its client learns why."""
     gms = GmsProcess(directory, stall_s=0.2, device=device).start()
     try:
         with gms.writer() as writer:
@@ -145,7 +145,7 @@ def test_out_of_memory_names_capacity_need_and_holders(gms: GmsProcess):
 
 
 def test_reader_unmaps_and_remaps_at_the_same_addresses(gms: GmsProcess):
-    """unmap lets go of session and memory; remap brings both back where they were."""
+    """unmap releases session and memory; remap restores both where they were."""
     with gms.load() as writer, gms.reader() as reader:
         address = reader.address("t")
         reader.unmap()

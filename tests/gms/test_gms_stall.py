@@ -1,4 +1,4 @@
-"""A writer without progress is told and dropped after its deadline; progress keeps it."""
+"""A writer without progress is refused at its deadline; progress keeps it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gms serve` as people run it: probes, restarts in place, ends, and the reading commands."""
+"""`gms serve` as operators run it: probes, restarts in place, ends, and the reading commands."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_second_supervisor_is_refused_with_a_sentence(shared: Serve):
 
 
 def test_status_and_inspect_read_from_the_sockets(shared: Serve):
-    """Both commands, for people and as JSON; the other device is seen too."""
+    """Both commands, as text and as JSON; the other device is shown too."""
     with load(shared):
         document = json.loads(command("status", "--dir", shared.directory, "--json").stdout)
         assert [d["device_uuid"] for d in document["devices"]] == [shared.first, shared.second]

@@ -148,7 +148,7 @@ def test_verify_reports_a_result_for_every_device(four: list[GmsProcess]):
 def test_stopped_server_is_neither_waited_for_nor_obeyed_later(
     gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
 ):
-    """SIGSTOP: verify says unreachable, drop fails, and does not happen once the server goes on."""
+    """SIGSTOP: verify reports unreachable, drop fails and is not carried out after SIGCONT."""
     monkeypatch.setattr(operate, "ANSWER_TIMEOUT_S", 0.2)
     with gms.load() as reader:
         os.kill(gms.pid, signal.SIGSTOP)

@@ -102,7 +102,7 @@ def test_row_2_rw_connect_frees_nothing_that_is_committed(gms: GmsProcess, clien
 
 
 def test_row_2_where_two_copies_do_not_fit_a_mapped_epoch_stays(gms: GmsProcess):
-    """The stated case: the new copy does not fit beside the old. While somebody maps the old one,
+    """The stated case: the new copy does not fit beside the old. While a process maps the old one,
     the writer fails with the reader's name, and the old epoch stays as it was."""
     with gms.load(40 * MIB, engine="engine-7") as old:
         writer = gms.writer(mode="rw", replace=True, engine="engine-1")
@@ -115,7 +115,7 @@ def test_row_2_where_two_copies_do_not_fit_a_mapped_epoch_stays(gms: GmsProcess)
 
 
 def test_row_2_where_two_copies_do_not_fit_an_unmapped_epoch_makes_room(gms: GmsProcess):
-    """The same with nobody mapping it, and asked to replace: it is freed when the slab needs its
+    """The same without a process mapping it, and with replace: it is freed when the slab needs its
     room, not when the writer connects."""
     old = gms.load(40 * MIB)
     old.close()

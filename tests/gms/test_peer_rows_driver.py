@@ -79,7 +79,7 @@ def test_row_4_driver_error_costs_the_reader_only(faulty: FaultyGms, kind: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_row_4_failing_release_loses_nothing_else(faulty: FaultyGms, kind: str):
-    """Memory that the driver does not take back: the server goes on, and grants are given."""
+    """Memory that the driver does not take back: the server continues to grant."""
     writer = replacing(faulty)
     writer.place("t", 4096, (4096,), "uint8")
     faulty.tell(f"fail release 1 {kind}")

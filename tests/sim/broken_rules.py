@@ -57,7 +57,7 @@ def numbers_for_epochs(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
-    """Whoever has not come back by then is given up."""
+    """A survivor that has not come back by then is given up."""
     deadline_passed, free = DeviceMachine._deadline_passed, DeviceMachine._epoch_free
 
     def give_up(self: DeviceMachine, now_ms: float) -> list[fx.Effect]:
@@ -77,7 +77,7 @@ def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
 
 
 def write_beside_an_orphan(patch: pytest.MonkeyPatch) -> None:
-    """Memory of the server before this one keeps nobody from loading."""
+    """Memory of the previous server does not block a load."""
     _forget(patch, EpochPhase.ORPHANED)
 
 
@@ -163,7 +163,7 @@ def never_condemn(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_evict(patch: pytest.MonkeyPatch) -> None:
-    """What is committed is not freed to make room, even where nobody maps it."""
+    """A committed epoch is not freed to make room, even where no process maps it."""
     fit = capacity.fit
 
     def fit_beside(*args: Any, may_replace: bool) -> Any:

@@ -126,7 +126,7 @@ class SimDevice:
         self.watched = {orphan.id for orphan in orphans}
 
     def crash(self) -> None:
-        """The server dies; what it held is gone unless somebody maps it."""
+        """The server dies; what it held is gone unless a process maps it."""
         journal = self.journal
         if journal is not None and journal.epoch not in (self.last, *self.marked):
             # On disk and not answered: committed all the same, if anything is left of it.
@@ -353,7 +353,7 @@ class SimDevice:
                 assert now.identity == kept.identity, f"epoch {epoch} was renamed"
 
     def check_not_lost(self, mapped_alive: Iterable[str | None]) -> None:
-        """What was committed last is committed, or expected back, while anybody alive maps it."""
+        """What was committed last is committed, or expected back, while a live process maps it."""
         if not self.is_up or self.last not in mapped_alive:
             return
         epoch = self.machine.device.epochs.get(str(self.last))

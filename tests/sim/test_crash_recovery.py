@@ -93,7 +93,7 @@ def both_whole(world: World) -> None:
 
 
 def crash_in_the_middle_of_a_commit(world: World) -> None:
-    """Every device's record is on disk when its server dies; nobody was answered."""
+    """Every device's record is on disk when its server dies; no commit was answered."""
     (engine,) = world.engines
 
     def is_writing() -> bool:
@@ -123,7 +123,7 @@ def test_a_commit_that_was_journalled_and_not_answered_is_not_loaded_again():
 
 
 def test_a_writer_that_gives_up_in_doubt_loads_again(monkeypatch: pytest.MonkeyPatch):
-    """Goal: that rule is needed. Method: refuse whoever is in doubt; everything is loaded twice."""
+    """Goal: that rule is needed. Method: refuse writers in doubt; everything is loaded twice."""
     abort_in_doubt(monkeypatch)
     world = pod(Role.AUTO)
     crash_in_the_middle_of_a_commit(world)

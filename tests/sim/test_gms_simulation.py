@@ -279,7 +279,7 @@ class World:
         snapshot(device, str)
 
     def settle(self) -> None:
-        """Let everybody die and everything complete; nothing may be left but what is committed."""
+        """Let all processes die and everything complete; only a committed epoch may be left."""
         for process in list(self.processes.values()):
             self.disconnect(process)
         for _ in range(200):

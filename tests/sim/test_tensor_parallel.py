@@ -127,7 +127,7 @@ def test_a_device_with_another_checkpoint_refuses_the_rank_and_names_the_field()
 
 
 class NoLoader(Loading):
-    """Roles alone: whoever may write goes at once."""
+    """Roles alone: an engine that may write goes at once."""
 
     def asked(self, rank: int, ranks: int) -> list[LoadPermit]:
         leaves = super().asked(rank, ranks)

@@ -173,7 +173,7 @@ class Rank:
         self.device.tell(ev.Received(self.session, 5, offer))
 
     def condemn(self) -> None:
-        """It has met a bad page; without a session nobody hears of it."""
+        """It has met a bad page; without a session it cannot report it."""
         if self.session is not None and not self.is_asked and not self.inbox:
             self.device.tell(
                 ev.Received(self.session, 0, msg.CondemnMsg("device_error", "a bad page"))

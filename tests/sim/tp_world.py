@@ -36,7 +36,7 @@ ROOMY, TIGHT = 64 * MIB, (SLABS + 1) * SLAB_BYTES  # many copies; one copy and a
 
 
 class Deadlock(AssertionError):
-    """Nothing can happen any more, and not everybody who could be whole is."""
+    """Nothing can happen any more, and some engine that could be whole is not."""
 
 
 class World:
@@ -111,7 +111,7 @@ class World:
         return session
 
     def close_session(self, rank: Rank) -> None:
-        """One side ends the connection; the server hears of it later."""
+        """One side ends the connection; the server notices later."""
         if rank.session is not None and self._sessions.pop(rank.session, None) is not None:
             rank.device.closing.append(rank.session)
 
@@ -149,7 +149,7 @@ class World:
     # ------------------------------------------------------------------ a schedule
 
     def moves(self) -> list[Move]:
-        """Everything that may come next and is nobody's fault."""
+        """Everything that may come next without a fault."""
         found: list[Move] = []
         for engine in self.engines:
             found += engine.moves()
@@ -195,11 +195,11 @@ class World:
 
     @property
     def expected_whole(self) -> list[Engine]:
-        """A shadow never writes: without anybody who may, it waits for ever, and that is right."""
+        """A shadow never writes: without an engine that may, it waits for ever, which is right."""
         return self.engines if any(e.role.may_write for e in self.engines) else []
 
     def settle(self) -> None:
-        """The faults stop: everybody who can be whole becomes whole, and nothing else is left."""
+        """The faults stop: every engine that can be whole becomes so, and nothing else is left."""
         self.trace.append("-- faults stop --")
         for engine in self.engines:
             engine.is_stopped = False

@@ -101,7 +101,7 @@ class Bench:
                 raise AssertionError(effect)
 
     def unmap(self, epoch: str) -> None:
-        """The last process lets go of `epoch`."""
+        """The last process releases `epoch`."""
         self.mapped.discard(epoch)
         self.tell(ev.EpochFree(epoch))
 

@@ -26,7 +26,7 @@ def record(epoch: str, identity: dict[str, object]) -> ev.JournalRecord:
 
 
 def restarted() -> Bench:
-    """A server that finds a commit of NEW over OLD on disk, of which nobody may have heard."""
+    """A server that finds a commit of NEW over OLD on disk, which may not have been answered."""
     bench = Bench(
         orphans=orphans_of([OLD, NEW], replace(record(NEW, OTHER), previous=record(OLD, IDENTITY)))
     )
@@ -107,7 +107,7 @@ def test_older_epoch_without_processes_is_forgotten():
 
 @pytest.mark.parametrize("how", ["condemned", "dropped"])
 def test_retired_epoch_is_journalled_again_until_the_write_succeeds(how: str):
-    """The journal fails twice: a problem that people see, and no answer before it is on disk."""
+    """The journal fails twice: a problem in status, and no answer before it is on disk."""
     bench = Bench(auto=False)
     bench.load_by_hand(1)
     bench.tell(
@@ -150,7 +150,7 @@ def test_drop_waits_for_a_commit_that_is_being_written():
 
 
 def test_newcomers_that_wait_do_not_keep_survivors_out():
-    """As many newcomers as may wait for the epoch: its survivor is asked for it all the same."""
+    """As many newcomers as may wait for the epoch: its survivor is still asked for it."""
     bench = restarted()
     for session in range(100, 164):
         bench.attach(session, "ro", identity=OTHER)
@@ -160,7 +160,7 @@ def test_newcomers_that_wait_do_not_keep_survivors_out():
 
 
 def test_survivor_that_failed_to_offer_is_asked_last():
-    """It says nothing and comes back: whoever was not asked yet is asked before it."""
+    """It does not offer and rejoins: survivors that were not asked yet come before it."""
     bench = restarted()
     rejoin(bench, 1, NEW)
     for silent in (3, 4):

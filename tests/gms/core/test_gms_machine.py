@@ -158,7 +158,7 @@ def test_rw_or_ro_with_replace_writes_only_where_the_identity_differs():
 
 
 def test_replace_without_room_frees_an_epoch_without_readers():
-    """Two copies do not fit and nobody reads the old one: it goes, and the slab waits for that."""
+    """Two copies do not fit and the old one has no readers: it is freed, and the slab waits."""
     bench = Bench(capacity_bytes=10 * MIB)
     old = bench.load(1, 6 * MIB)
     bench.close(1)
@@ -231,7 +231,7 @@ def test_writer_that_dies_while_its_commit_is_journalled_leaves_a_true_journal()
 
 
 def test_failed_driver_call_refuses_the_writer_and_loses_its_staging():
-    """Sealing fails because somebody can still write: the error goes to the request."""
+    """Sealing fails because a process can still write: the error goes to the request."""
     bench = Bench(auto=False)
     bench.attach(1)
     bench.drain()
@@ -262,7 +262,7 @@ def test_recovering_device_grants_nothing_until_the_old_epoch_is_free():
 
 
 def test_too_many_waiters_are_refused():
-    """The queue is bounded; the one too many is told so, the others keep their places."""
+    """The queue is bounded; one more is refused, the others keep their places."""
     bench = Bench()
     bench.attach(1000)
     for session in range(WAITERS_MAX):

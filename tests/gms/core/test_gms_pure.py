@@ -251,7 +251,7 @@ def test_usage_error_ends_it_at_once_only_before_the_first_answer():
 
 
 def test_server_that_is_killed_again_and_again_is_started_at_once_for_ever():
-    """A hundred SIGKILLs of a server that had answered: no back-off, and nobody gives up; a crash
+    """A hundred SIGKILLs of a server that had answered: no back-off, and no giving up; a crash
     of its own still counts."""
     restarts = Restarts()
     for _ in range(100):

@@ -61,7 +61,7 @@ def test_verification_asks_one_reader_after_the_other():
 
 
 def test_verification_without_a_free_reader_is_refused():
-    """Every reader is busy: the asker hears so, and may ask again."""
+    """Every reader is busy: the asker gets an error, and may ask again."""
     bench = loaded(1)
     verify(bench)
     bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(None)))
@@ -162,7 +162,7 @@ def full(bench: Bench) -> None:
 
 
 def test_writer_waits_for_a_full_device_and_the_message_names_its_holders():
-    """The driver has no memory: the writer is told why, asked for again, and served in the end."""
+    """The driver has no memory: the writer gets the reason and, in the end, its slab."""
     bench = Bench(auto=False)
     bench.attach(1)
     bench.drain()
