@@ -243,8 +243,8 @@ def test_status_without_a_server_is_an_offline_view(gms: GmsProcess):
         (("status", "--dir", "{}/missing"), "cannot read"),
         (("serve", "--dir", "{}/missing/deeper"), "does not exist"),
         (("serve", "--dir", "{}", "--memory", "disk"), "one of host, cuda"),
-        (("serve", "--dir", "{}", "--device", "GPU-1"), "for --memory cuda"),
-        (("serve", "--dir", "{}", "--device-bytes", "lots"), "like 4GiB"),
+        (("serve", "--dir", "{}", "--device", "GPU-1"), "requires --memory cuda"),
+        (("serve", "--dir", "{}", "--device-bytes", "lots"), "such as 4GiB"),
     ],
 )
 def test_bad_usage_is_one_sentence(directory: str, words: tuple[str, ...], sentence: str):
