@@ -9,7 +9,7 @@ reader of a superseded epoch: it may be the active engine, so it is never refuse
 
 Rules, each of which the models showed to be needed:
 - Only evidence ends recovery: a good offer, or a file that the kernel says is free. While an orphan
-  is held no session gets RW (`decide.py`); a slow survivor must not double the weights.
+  is held no session gets RW (`grants.py`); a slow survivor must not double the weights.
 - An offer that breaks off is discarded, and the next survivor is asked.
 - A writer whose commit was not answered rejoins too; the journal says whether it had committed.
 """

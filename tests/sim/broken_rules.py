@@ -15,7 +15,7 @@ import pytest
 
 from engine.core.loading import Role
 from gms import messages as msg
-from gms.core import capacity, decide, grants
+from gms.core import capacity, grants
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase
@@ -87,9 +87,9 @@ def write_beside_a_dying_process(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget(patch: pytest.MonkeyPatch, phase: EpochPhase) -> None:
-    real = decide.decide
+    real = grants.decide
 
-    def hasty(request: Any, epochs: Any, writer: Any) -> decide.Verdict:
+    def hasty(request: Any, epochs: Any, writer: Any) -> grants.Verdict:
         return real(request, [e for e in epochs if e.phase is not phase], writer)
 
     patch.setattr(grants, "decide", hasty)
