@@ -149,7 +149,7 @@ def wait_document(wait: LockWait, clock: Clock) -> dict[str, Any]:
         "pid": wait.pid,
         **moment(wait.since_ms, clock),
         "evidence": list(wait.evidence),
-        "mend": wait.fix,
+        "fix": wait.fix,
         "is_fault": wait.is_fault,
     }
 

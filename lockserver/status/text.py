@@ -85,7 +85,7 @@ def _wait(wait: Document) -> Iterator[tuple[str, str]]:
     yield _line("since", _since(wait).removeprefix(f"since{TOGETHER}"))
     for evidence in wait["evidence"]:
         yield _line("evidence", evidence)
-    yield _line("to do", wait["mend"])
+    yield _line("to do", wait["fix"])
 
 
 def _since(timed: Document) -> str:

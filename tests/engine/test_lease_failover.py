@@ -249,7 +249,7 @@ def proxy(host: Host) -> Iterator[Proxy]:
 def test_a_partitioned_holder_has_stopped_before_another_is_granted(host, proxy):
     """Goal: one owner, whichever links are cut. Method: the holder's packets are lost; by the one
     clock of this machine its last process is gone before the next grant, its death is a lost lease;
-    mended, it comes back as a standby."""
+    reconnected, it comes back as a standby."""
     first = host.pod.engine(
         "engine-0", "--grandchild", "joined", flags=host.flags(address=proxy.address)
     )
@@ -265,7 +265,7 @@ def test_a_partitioned_holder_has_stopped_before_another_is_granted(host, proxy)
     death = first.status()["deaths"][-1]
     assert death["cause"] == "lease_lost"
     assert first.process.poll() is None
-    proxy.mend()
+    proxy.reconnect()
     first.until("standby", number=2)
     second.kill("backend-http")
     first.until("active")

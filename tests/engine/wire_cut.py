@@ -32,7 +32,7 @@ class Proxy:
     def cut(self) -> None:
         self._is_cut.set()
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         """New connections come through; those from before the cut are dead, and now say so."""
         self._is_cut.clear()
 

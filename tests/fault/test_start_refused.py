@@ -1,4 +1,4 @@
-"""Starts that cannot work: one sentence with cause and mend, an exit code, nobody disturbed."""
+"""Starts that cannot work: one sentence with cause and fix, an exit code, nobody disturbed."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ BROKEN: dict[Breaking, tuple[int, Sequence[str]]] = {
 
 
 def test_broken_checkpoint_ends_a_third_engine_with_one_sentence(home: PodHome, tmp_path: Path):
-    """Goal: cause and mend, no relaunch, nobody disturbed. Method: engines beside those of a pod
+    """Goal: cause and fix, no relaunch, nobody disturbed. Method: engines beside those of a pod
     that serves, each with a checkpoint that is broken in its own way."""
 
     async def scenario(pod: Pod) -> None:

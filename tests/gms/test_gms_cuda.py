@@ -287,14 +287,14 @@ def test_context_can_be_asked_for_at_once():
 
 @stand_in_only
 def test_failed_initialisation_names_the_fix_and_whether_to_retry(directory: str):
-    """cuInit fails in a fresh server: the name and the mend. No GPU is a mistake (exit code 2);
-    what is only not ready is tried again (1)."""
+    """cuInit fails in a fresh server: the error's name and its fix. No GPU is a mistake (exit
+    code 2); a driver that is not ready yet is retried (1)."""
     expected = {
         802: (1, "fabric manager", "gms.driver_failed"),
         100: (2, "container has a GPU", "no_cuda"),
     }
     flags = ["--dir", directory, "--memory", "cuda", "--device", GPU]
-    for error, (returncode, mend, code) in expected.items():
+    for error, (returncode, fix, code) in expected.items():
         done = subprocess.run(
             [sys.executable, "-m", "gms.cli", "serve-device", *flags],
             env={**os.environ, "STANDIN_FAIL": f"cuInit:1:{error}"},
@@ -303,5 +303,5 @@ def test_failed_initialisation_names_the_fix_and_whether_to_retry(directory: str
             check=False,
         )
         assert done.returncode == returncode
-        assert mend in done.stderr
+        assert fix in done.stderr
         assert code in done.stderr

@@ -134,7 +134,7 @@ def test_rehearsal_is_never_written_to_bench_device(tmp_path: Path):
 
 
 def test_missing_library_is_one_sentence():
-    """What the project needs is not installed: said with the command that mends it."""
+    """A missing dependency is reported with the command that installs it."""
     program = (
         "import sys; sys.modules['msgpack'] = None; sys.argv[1:] = []\n"
         "from hack.device_check import main; sys.exit(main())"

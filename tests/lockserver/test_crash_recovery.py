@@ -208,7 +208,7 @@ cli.main(sys.argv[2:])
 def test_server_killed_while_it_replaces_a_damaged_state_loses_no_token_and_no_holder(
     pod_dir, start_server, start_engine, step
 ):
-    """Goal: the mend of a lost state may be interrupted anywhere. Method: one bad slot, a server
+    """Goal: recovery of a lost state may be interrupted anywhere. Method: one bad slot, a server
     that is killed at each step of putting the file aside and making it anew, and again, and one
     that is not: the holder's claim is believed, and the next token is above all that were seen."""
     server = start_server()

@@ -159,7 +159,7 @@ def _may_write(server: ServerProcess, size_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _made(directory: str, how: str):
-    """The directory or its state file made unusable in one way, and mended at the end."""
+    """The directory or its state file made unusable in one way, and restored at the end."""
     path = os.path.join(directory, "lockserver.json")
     if how == "immutable":
         if subprocess.run(["chattr", "+i", path], capture_output=True).returncode:
@@ -184,7 +184,7 @@ def _made(directory: str, how: str):
 @pytest.mark.parametrize("how", ["immutable", "read_only", "directory", "symlink"])
 def test_start_on_a_state_file_that_cannot_be_written_is_one_sentence(pod_dir, start_server, how):
     """Goal: the environment's fault is said in words, and what is on file is left as it is. Method:
-    each, then start; mended, the server starts and knows the token."""
+    each, then start; restored, the server starts and knows the token."""
     server = start_server()
     with Hand(pod_dir, "engine-0") as hand, hand.connect() as client:
         client.notify(hand.want())

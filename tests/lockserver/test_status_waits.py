@@ -118,7 +118,7 @@ def check_document(document: Any, told: Told) -> None:
     assert wait["for_ms"] >= 0
     evidence = "; ".join(wait["evidence"])
     assert [words for words in told.evidence if words not in evidence] == [], evidence
-    assert [words for words in told.fix if words not in wait["mend"]] == [], wait["mend"]
+    assert [words for words in told.fix if words not in wait["fix"]] == [], wait["fix"]
     assert wait["is_fault"] == told.is_fault
     faults = [each for each in lock["waits"] if each["is_fault"]]
     if told.reason not in ("address_away", "unreachable"):  # which are told elsewhere, too
@@ -140,7 +140,7 @@ def check_text(text: str, document: Any, told: Told) -> None:
     assert f"since {wait['since']} ({duration(wait['for_ms'])})" in plain
     for evidence in wait["evidence"]:
         assert f"evidence {evidence}" in plain
-    assert f"to do {wait['mend']}" in plain
+    assert f"to do {wait['fix']}" in plain
 
 
 def test_status_in_an_80_columns_terminal_and_its_exit_codes(pod_dir, start_server, start_engine):

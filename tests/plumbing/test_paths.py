@@ -38,8 +38,8 @@ def test_missing_directory_is_made_0700_whatever_the_umask(short):
     assert paths.runtime_dir(made) == made
 
 
-def test_directory_open_to_others_is_refused_with_the_mend(short):
-    """Goal: a mode is checked, not mended; method: 0755."""
+def test_directory_open_to_others_is_refused_with_the_fix(short):
+    """Goal: a mode is checked, not changed; method: 0755."""
     (short / "run").mkdir(mode=0o755)
     (short / "run").chmod(0o755)
     assert "chmod 700" in refused(short / "run", "service.open_directory")

@@ -1,4 +1,4 @@
-"""What may befall the nodes and the server. Each fault that lasts mends itself, but for `gone`."""
+"""What may befall the nodes and the server. Each lasting fault ends by itself, except `gone`."""
 
 from __future__ import annotations
 

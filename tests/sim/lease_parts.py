@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 NEVER = float("inf")
 LEASE_MS = 5000
 DRIFT = 0.01  # how far a clock's rate may be from true time's
-LASTS_MS = (50, 400, 2000, 3500, 6000, 12_000)  # how long a fault may last before it mends itself
+LASTS_MS = (50, 400, 2000, 3500, 6000, 12_000)  # how long a fault may last before it ends by itself
 
 Queue = deque[tuple[float, Any]]  # messages, each with the time it arrives at
 

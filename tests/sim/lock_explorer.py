@@ -51,7 +51,7 @@ KINDS = (
     "lie",
     "twin",
 )
-MENDS = ("go_on", "end_stray", "mend_disk", "join")
+REPAIRS = ("go_on", "end_stray", "repair_disk", "join")
 REPORT_EVERY_S = 10.0
 STATES_MAX = 6_000_000  # about 1 KB each while they wait, a tenth of it afterwards
 
@@ -91,7 +91,7 @@ class Space:
         return steps[::-1]
 
     def stuck(self) -> int | None:
-        """A state from which nobody can be made to serve by waiting and mending; None if none."""
+        """A state from which nobody can be made to serve by waiting and repairing; None if none."""
         is_good = np.frombuffer(self.ends, dtype=np.uint8).astype(bool)
         here, there = np.array(self.ways_from), np.array(self.ways_to)
         while True:
@@ -191,7 +191,7 @@ class Explorer:
         found: list[tuple[Move, int]] = [(move, 0) for move in world.moves()]
         found.append(((wait, WAIT_MS), 0))
         for move in world.faults.possible():
-            if move[0].__name__ in MENDS:
+            if move[0].__name__ in REPAIRS:
                 found.append((move, 0))
             elif left and move[0].__name__ in self.kinds:
                 found.append((move, 1))

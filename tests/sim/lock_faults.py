@@ -1,4 +1,4 @@
-"""What may befall a simulated pod, and how all of it is mended in the end."""
+"""What may befall a simulated pod, and how all of it is repaired in the end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Faults:
             if not shell.dies_after_write:
                 found.append((self.let_die_after_write, None))
             found += [(self.lie, conn) for conn in world.conns if conn.server_open and conn.up]
-        found.append((self.mend_disk if shell.disk_fails else self.fail_disk, None))
+        found.append((self.repair_disk if shell.disk_fails else self.fail_disk, None))
         if not self.twins:
             found += [(self.twin, sup) for sup in world.sups if sup.is_alive]
         return found
@@ -131,15 +131,15 @@ class Faults:
     def fail_disk(self, _: None) -> None:
         self.world.shell.disk_fails = True
 
-    def mend_disk(self, _: None) -> None:
+    def repair_disk(self, _: None) -> None:
         self.world.shell.disk_fails = False
 
     # ------------------------------------------------------------------ the end of all that
 
-    def mend_all(self) -> None:
+    def repair_all(self) -> None:
         """Nothing is stopped or late, nothing strays, the disk works; twins are taken away."""
         world = self.world
-        self.mend_disk(None)
+        self.repair_disk(None)
         world.shell.dies_after_write = False
         self.twins = 1
         for tree in [t for t in world.living if t.strays]:

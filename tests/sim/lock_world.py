@@ -92,8 +92,8 @@ class World:
             self.do((self.wait, WAITS_MS[int(rng.random() * len(WAITS_MS))]))
 
     def settle(self, rng: random.Random, steps: int = 1500) -> bool:
-        """No more faults, and all of them mended: does somebody become active?"""
-        self.faults.mend_all()
+        """No more faults, and all of them repaired: does an engine become active?"""
+        self.faults.repair_all()
         for _ in range(steps):
             if self.is_served():
                 return True

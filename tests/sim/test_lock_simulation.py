@@ -14,7 +14,7 @@ PARTS = 5  # one after the other: a test that takes two minutes is taken for one
 EVERYTHING = """
     connect hear launch join die die_on_the_way reap give_up see_eof receive probe scan see_exit
     replace restart kill_process kill_supervisor stop go_on stray end_stray twin cut lie
-    kill_server let_die_after_write stall_server lose_slot fail_disk mend_disk wait
+    kill_server let_die_after_write stall_server lose_slot fail_disk repair_disk wait
 """
 
 

@@ -96,7 +96,7 @@ class Pod(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def server(self, which: int) -> None:
-        self.befall("kill_server let_die_after_write fail_disk mend_disk lose_slot", which)
+        self.befall("kill_server let_die_after_write fail_disk repair_disk lose_slot", which)
 
     def teardown(self) -> None:
         if self.is_settled and hasattr(self, "world"):
@@ -105,7 +105,7 @@ class Pod(RuleBasedStateMachine):
 
 def test_lock_stateful_no_sequence_breaks_a_promise():
     """Goal: the promises of docs/lock.md. Method: Hypothesis chooses what happens, the law looks
-    after every step, and every sequence is mended and must end with an engine that serves."""
+    after every step, and each sequence ends with all faults repaired and an engine serving."""
     run_state_machine_as_test(Pod, settings=settings(QUIET, max_examples=200))
 
 

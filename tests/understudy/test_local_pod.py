@@ -131,7 +131,7 @@ def test_no_free_ports_are_a_sentence(monkeypatch):
 
 
 def test_check_ports_names_the_one_that_is_taken():
-    """Goal: cause and mend in one sentence. Method: a real listener on one of them."""
+    """Goal: cause and fix in one sentence. Method: a real listener on one of them."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -57,7 +57,7 @@ def document(
                 "title": each.check.title,
                 "status": each.finding.status.value,
                 "found": each.finding.found,
-                "mend": each.finding.fix or None,
+                "fix": each.finding.fix or None,
             }
             for each in results
         ],

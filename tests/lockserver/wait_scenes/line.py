@@ -62,7 +62,7 @@ async def queue_for_the_weights(scene: Scene) -> AsyncIterator[Told]:
         waiter.launch()
         waiter.want("loader")
         await auntil(lambda: server.lock("loader")["waiters"], "the waiter to be in line")
-        assert "switchover" not in server.lock("loader")["waits"][0]["mend"]
+        assert "switchover" not in server.lock("loader")["waits"][0]["fix"]
         evidence = ("engine-0 holds it, token 1",)
         fix = ("nothing: engine-1 is granted when engine-0",)
         me = os.getpid()

@@ -1,5 +1,5 @@
 """What a scene is given and what it yields, the openings that several share, and the words in
-which evidence and mends name processes."""
+which evidence and fixes name processes."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_stop_frees_the_port_and_every_descriptor():
 
 
 def test_port_in_use_names_port_and_process():
-    """Goal: one sentence with the cause and the mend; method: take the port first."""
+    """Goal: one sentence with the cause and the fix; method: take the port first."""
 
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as listener:

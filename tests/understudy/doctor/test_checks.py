@@ -301,7 +301,7 @@ def test_document_and_lines_agree_most_serious_first():
     found = document("/d", results, ["x was removed"])
     assert json.loads(json.dumps(found)) == found
     assert set(found) == {"schema", "dir", "status", "counts", "fixed", "checks"}
-    assert set(found["checks"][0]) == {"id", "title", "status", "found", "mend"}
+    assert set(found["checks"][0]) == {"id", "title", "status", "found", "fix"}
     counts = found["counts"]
     assert (counts["fail"], counts["warn"], sum(counts.values())) == (1, 1, len(CHECKS))
     text = lines(results, ["x was removed"])
@@ -323,7 +323,7 @@ def test_parts_of_the_pod_in_the_facts_are_the_pods():
 
 
 def test_flag_of_two_ports_is_named_once():
-    """Goal: a mend that can be read. Method: strangers on both engines' ports, of a pod that is
+    """Goal: a readable fix. Method: strangers on both engines' ports, of a pod that is
     down."""
     taken = [
         Port(number, f"probes of {part}", "--engine-port", part, True, STRANGER)

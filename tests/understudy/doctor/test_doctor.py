@@ -191,10 +191,10 @@ def test_kernel_without_peer_pidfds_and_files_without_flock_are_named(
     assert code == 1
     assert checks["peer_pidfd"]["status"] == "warn"
     assert "no SO_PEERPIDFD" in checks["peer_pidfd"]["found"]
-    assert "Linux 6.5" in checks["peer_pidfd"]["mend"]
+    assert "Linux 6.5" in checks["peer_pidfd"]["fix"]
     assert checks["flock"]["status"] == "fail"
     assert "No locks available" in checks["flock"]["found"]
-    assert "local file system" in checks["flock"]["mend"]
+    assert "local file system" in checks["flock"]["fix"]
 
 
 def test_too_few_descriptors_are_named_of_the_command_and_of_a_part(directory: str, start):
