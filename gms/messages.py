@@ -3,7 +3,7 @@
 Their meaning only: `plumbing.wire` knows frames, `gms/core` what is legal. One `attach` may be
 answered several times: `waiting` any number of times, then `writing`, or `attached` and the `slabs`
 frames with the remaining descriptors. All repeat its request id. Manifests are bytes, which
-`gms/core/manifest.py` encodes and decodes.
+`gms/manifest.py` encodes and decodes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from gms.core.manifest import SLABS_MAX
+from gms.manifest import SLABS_MAX
 from plumbing.part.observe import EventMsg as EventMsg
 from plumbing.part.observe import StatusMsg as StatusMsg
 from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg

@@ -33,13 +33,13 @@ from plumbing.part.format import size
 from plumbing.service.cli import INTERRUPTED, fail, run_async
 from plumbing.service.config import Option, Resolved, resolve
 from plumbing.service.signals import SignalInbox
+from understudy.cli.settings import DRILL_OPTIONS
 from understudy.drill.clients import Target
 from understudy.drill.page import check_destination
 from understudy.drill.prompts import write_expected
 from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan
 from understudy.kubelet.runner import PodRunner, run_pod
-from understudy.settings import DRILL_OPTIONS
 from understudy.up.random_model import VLLM_RANDOM_MODEL
 from understudy.up.sessions import DrillResult, Say, run_drill
 

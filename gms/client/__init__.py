@@ -31,7 +31,7 @@ from gms.client.keeper import Keeper
 from gms.client.reader import Reader
 from gms.client.sessions import OnWait, Opening
 from gms.client.writer import Writer
-from gms.core.manifest import TensorRecord
+from gms.manifest import TensorRecord
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, DeviceMemory
 

@@ -15,7 +15,7 @@ from typing import Any
 from gms import messages as msg
 from gms.client.attachment import Attachment
 from gms.client.sessions import Opening, WeightsSession, unexpected_answer
-from gms.core.manifest import TensorRecord, WeightsManifest
+from gms.manifest import TensorRecord, WeightsManifest
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.service.process import make_fd_room
 from plumbing.wire import sockets

@@ -15,8 +15,8 @@ from gms import messages as msg
 from gms.client.attachment import Attachment
 from gms.client.reader import Reader
 from gms.client.sessions import OnWait, Opening, WeightsSession, unexpected_answer
-from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.suballocator import NeedSlab, Suballocator
+from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.errors import InvariantError, RemoteError, UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import close_all

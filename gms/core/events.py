@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gms.core.manifest import LayoutHash
+from gms.manifest import LayoutHash
 from plumbing.errors import UnderstudyError
 from plumbing.wire.messages import Message
 

@@ -26,8 +26,8 @@ from gms.core.device import Device
 from gms.core.effects import Effects
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.identity import check_identity, identity_hash
-from gms.core.manifest import check_size, layout_hash
 from gms.core.state import HANDING_BACK, Epoch, Session
+from gms.manifest import check_size, layout_hash
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 
 # The descriptors of 4,096 slabs arrive in milliseconds; a survivor that was stopped in the middle

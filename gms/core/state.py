@@ -16,7 +16,7 @@ from gms.core import events as ev
 from gms.core.events import EpochPhase as P
 from gms.core.events import SessionState as S
 from gms.core.identity import identity_hash
-from gms.core.manifest import LayoutHash
+from gms.manifest import LayoutHash
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 from plumbing.wire.messages import Message, type_of
 

@@ -15,7 +15,7 @@ from gms.core.effects import Effects
 from gms.core.events import SessionState
 from gms.core.grants import Grants
 from gms.core.identity import check_identity, first_mismatch
-from gms.core.manifest import SLABS_MAX, check_size, layout_hash
+from gms.manifest import SLABS_MAX, check_size, layout_hash
 from plumbing.errors import ProtocolError, UnderstudyError
 
 # A full device has room again when a dead process has been reaped, which takes seconds if it had

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from gms import messages as msg
 from gms import names
-from gms.core.manifest import WeightsManifest
+from gms.manifest import WeightsManifest
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.format import size

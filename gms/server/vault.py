@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from gms import epoch_file
-from gms.core.manifest import check_manifest
+from gms.manifest import check_manifest
 from gms.vmm.interface import Allocation, DeviceMemory, release_all
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd, close_all

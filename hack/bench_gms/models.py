@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from gms.core.manifest import ITEM_BYTES
 from gms.core.suballocator import NeedSlab, Suballocator
+from gms.manifest import ITEM_BYTES
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shapes")
 GRANULARITY_BYTES = 2 << 20  # of CUDA on every GPU of the last years

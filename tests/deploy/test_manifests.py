@@ -19,7 +19,7 @@ import pytest
 import engine.cli
 import gms.cli
 import lockserver.cli
-import understudy.cli
+import understudy.cli.main
 from engine.core import probes
 from engine.core.events import State
 from engine.supervisor import settings as engine_settings
@@ -50,7 +50,7 @@ PROGRAMS: dict[str, click.Group] = {
     "lockserver": lockserver.cli.main,
     "gms": gms.cli.main,
     "engine": engine.cli.main,
-    "understudy": understudy.cli.main,
+    "understudy": understudy.cli.main.main,
 }
 PROBES = {
     "lockserver": {"live", "ready"},

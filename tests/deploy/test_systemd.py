@@ -22,7 +22,7 @@ from engine.core.relaunch import BACKOFF_FIRST_MS, BACKOFF_MAX_MS
 from engine.supervisor import settings as engine_settings
 from plumbing.service.process import FDS_ADVISED
 from tests.deploy.manifests import DEPLOY
-from understudy.settings import DIRECTORY
+from understudy.cli.settings import DIRECTORY
 
 SYSTEMD = DEPLOY / "systemd"
 SERVICES = ("lockserver.service", "gms.service", "engine@.service")

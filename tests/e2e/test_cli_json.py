@@ -26,7 +26,7 @@ from click.testing import CliRunner
 import engine.cli
 import gms.cli
 import lockserver.cli
-import understudy.cli
+import understudy.cli.main
 from gms.client import messages as gms_messages
 from gms.client import open_session
 from gms.client.writer import Writer
@@ -45,7 +45,7 @@ AT_ONCE = 2  # commands: the pod has work to do meanwhile
 UNREACHABLE = 3
 DEGRADED = 4
 PROGRAMS = {
-    "understudy": understudy.cli.main,
+    "understudy": understudy.cli.main.main,
     "lockserver": lockserver.cli.main,
     "gms": gms.cli.main,
     "engine": engine.cli.main,

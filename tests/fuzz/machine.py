@@ -21,9 +21,9 @@ from gms.core import events as ev
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.identity import identity_hash
 from gms.core.machine import DeviceMachine
-from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.snapshot import epochs_in_full, snapshot
 from gms.core.state import WRITER_STATES, Epoch, Session
+from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.errors import UnderstudyError
 
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from gms import messages as msg
 from gms import names
-from gms.core.manifest import TensorRecord, encode, layout_hash
+from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message

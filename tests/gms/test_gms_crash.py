@@ -11,7 +11,7 @@ import pytest
 
 from gms import names
 from gms.core.events import JournalRecord
-from gms.core.manifest import LayoutHash
+from gms.manifest import LayoutHash
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
 from tests.gms.bench import DEVICE, ClientProcess, GmsProcess

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from gms.core.events import JournalRecord
-from gms.core.manifest import LayoutHash
+from gms.manifest import LayoutHash
 from gms.server import journal
 
 RECORD = JournalRecord("a" * 32, 8192, LayoutHash("h"), "i", "d" * 64)

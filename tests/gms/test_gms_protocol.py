@@ -13,7 +13,7 @@ import pytest
 
 from gms import epoch_file, names
 from gms import messages as msg
-from gms.core.manifest import TensorRecord, WeightsManifest, encode, layout_hash
+from gms.manifest import TensorRecord, WeightsManifest, encode, layout_hash
 from plumbing.errors import ProtocolError, RemoteError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd, close_all

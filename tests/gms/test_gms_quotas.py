@@ -21,7 +21,7 @@ from gms.core import effects as fx
 from gms.core.capacity import EPOCH_BYTES_MAX, EPOCHS_MAX
 from gms.core.device import WAITERS_MAX
 from gms.core.identity import IDENTITY_CHARS_MAX
-from gms.core.manifest import (
+from gms.manifest import (
     MANIFEST_BYTES_MAX,
     SLABS_MAX,
     TENSORS_MAX,

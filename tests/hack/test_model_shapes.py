@@ -6,8 +6,8 @@ from math import prod
 
 import pytest
 
-from gms.core.manifest import TENSORS_MAX
 from gms.core.suballocator import Suballocator
+from gms.manifest import TENSORS_MAX
 from hack.bench_gms import models
 
 SLABS_IN_A_FRAME = 250

@@ -19,9 +19,9 @@ from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase, SessionState
 from gms.core.machine import DeviceMachine
-from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.recovery import orphans_of
 from gms.core.state import WRITER_STATES, Epoch
+from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.errors import UnderstudyError
 
 MIB = 1 << 20

@@ -21,9 +21,9 @@ from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.machine import DeviceMachine
-from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.snapshot import snapshot
 from gms.core.state import WRITER_STATES, Epoch
+from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.errors import UnderstudyError
 from plumbing.wire.messages import Message
 from tests.sim.seeds import replayable, seeds

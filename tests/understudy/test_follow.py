@@ -129,7 +129,7 @@ def test_following_ends_when_nobody_reads_it(directory: Path):
     one. Method: a reader that leaves after the first line; then a memory server comes."""
     os.mknod(directory / "lockserver.sock")
     following = subprocess.Popen(
-        [sys.executable, "-m", "understudy.cli", "events", "-f", f"--dir={directory}"],
+        [sys.executable, "-m", "understudy.cli.main", "events", "-f", f"--dir={directory}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from engine import cli as engine
 from tests.understudy.test_top import WAIT_S, terminal
 from understudy.bundle.bundle import collect
-from understudy.cli import main
+from understudy.cli.main import main
 
 
 @pytest.mark.parametrize("name", ["log", "l" * 300])

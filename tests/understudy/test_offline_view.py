@@ -16,7 +16,7 @@ from understudy.status.view import offline_lines
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 EARLIER = "2030-01-01T08:48:00.000Z"
 UNREACHABLE = 3
-STATUS = (sys.executable, "-m", "understudy.cli", "status")
+STATUS = (sys.executable, "-m", "understudy.cli.main", "status")
 WAIT_S = 30.0
 
 

@@ -191,7 +191,7 @@ class Terminal:
         self.before = termios.tcgetattr(slave)
         self.slave = slave
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "understudy.cli", *words],
+            [sys.executable, "-m", "understudy.cli.main", *words],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -260,7 +260,7 @@ def test_top_that_is_ended_by_a_signal_leaves_the_terminal_as_it_was(
 
 def test_top_without_a_terminal_prints_lines_again_and_again(tmp_path: Path):
     """Goal: it can be piped. Method: two pictures, no escape sequence, no list of keys."""
-    words = [sys.executable, "-m", "understudy.cli", "top", f"--dir={tmp_path}"]
+    words = [sys.executable, "-m", "understudy.cli.main", "top", f"--dir={tmp_path}"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -8,7 +8,7 @@ import pytest
 
 from engine.backends.reference.model.checkpoint import DTYPE, Checkpoint, open_checkpoint
 from engine.backends.reference.model.weights import check_bound
-from gms.core.manifest import TensorRecord
+from gms.manifest import TensorRecord
 from plumbing.errors import UnderstudyError
 from tests.engine.reference.support import golden
 

@@ -10,8 +10,8 @@ from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.machine import DeviceMachine
-from gms.core.manifest import TensorRecord, encode, layout_hash
 from gms.core.state import Epoch
+from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.wire.messages import Message
 
 MIB = 1 << 20

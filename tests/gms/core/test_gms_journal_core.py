@@ -11,9 +11,9 @@ from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase
 from gms.core.identity import identity_hash
-from gms.core.manifest import encode, layout_hash
 from gms.core.recovery import orphans_of
 from gms.core.writing import JOURNAL_RETRY_MS
+from gms.manifest import encode, layout_hash
 from tests.gms.core.driver import IDENTITY, MIB, Answer, Bench
 
 OTHER = {"model": "tiny", "shards": {"a": "2"}}

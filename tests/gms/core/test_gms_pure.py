@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gms.core.identity import DEPTH_MAX, check_identity, first_mismatch
-from gms.core.manifest import TensorRecord, WeightsManifest, check_manifest, encode, layout_hash
 from gms.core.restart import DEATHS_MAX, GiveUp, Restarts, StartAgain
 from gms.core.suballocator import ALIGNMENT_BYTES, SLAB_BYTES_MIN, NeedSlab, Suballocator
+from gms.manifest import TensorRecord, WeightsManifest, check_manifest, encode, layout_hash
 from plumbing.errors import ProtocolError
 
 GIB = 1 << 30

@@ -87,7 +87,7 @@ def doctor(
     moved = [f"--service-port={first}", f"--lockserver-port={first + 1}"]
     moved += [f"--gms-port={first + 2}", f"--engine-port={first + 3}"]
     done = subprocess.run(
-        [*before, sys.executable, "-m", "understudy.cli", "doctor", "--json", *moved, *flags],
+        [*before, sys.executable, "-m", "understudy.cli.main", "doctor", "--json", *moved, *flags],
         capture_output=True,
         text=True,
         check=False,

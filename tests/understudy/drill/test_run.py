@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from plumbing.errors import UnderstudyError, UnreachableError
 from tests.helpers import auntil, open_fds
 from tests.understudy.drill.fake_pod import FakePod
-from understudy.cli import main
+from understudy.cli.main import main
 from understudy.drill import run as drill_run
 from understudy.drill.killer import wait_whole
 from understudy.drill.observer import OldTree

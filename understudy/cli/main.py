@@ -1,6 +1,6 @@
 """The `understudy` command: starts a pod, drills it, shows it.
 
-Owns flags and output. The commands that only look at a pod are in `status/cli.py`.
+Owns flags and output. The commands that only look at a pod are in `look.py`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from plumbing.errors import UsageError
 from plumbing.part.paths import runtime_dir
 from plumbing.service.cli import INTERRUPTED, options, plain_errors, run_async
 from plumbing.service.config import Option, Resolved, resolve
+from understudy.cli import look
+from understudy.cli.settings import DRILL_OPTIONS, NOT_WITH_MANIFEST, POD_OPTIONS, UP_OPTIONS
 from understudy.drill.page import check_destination
 from understudy.drill.report import print_report
 from understudy.drill.run import DrillPlan
 from understudy.host import machine
 from understudy.kubelet.containers import QUICK
 from understudy.manifest.values import Choices
-from understudy.settings import DRILL_OPTIONS, NOT_WITH_MANIFEST, POD_OPTIONS, UP_OPTIONS
-from understudy.status import cli as looking
 from understudy.up import manifest_pod, sessions
 from understudy.up.local_pod import LocalPod
 from understudy.up.manifest_pod import PodRequest
@@ -46,7 +46,7 @@ def main() -> None:
     """Understudy: failover for LLM inference on weights that are loaded once."""
 
 
-looking.attach(main)
+look.attach(main)
 
 
 @main.command()

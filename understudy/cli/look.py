@@ -1,7 +1,7 @@
 """The commands of `understudy` that look at a pod without changing it.
 
-`attach` adds them to the group of `understudy/cli.py`. The exception is `doctor --fix`, which does
-only what `fixes.py` calls safe.
+`attach` adds them to the group of `main.py`. The exception is `doctor --fix`, which does only what
+`fixes.py` calls safe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plumbing.part.cli import Look, json_flag, show_event, show_status, watch_fl
 from plumbing.part.paths import lockserver_socket
 from plumbing.service.cli import fail, options, run_async
 from plumbing.service.config import Option, Resolved
-from understudy.settings import DIR, STATUS_OPTIONS, UP_OPTIONS
+from understudy.cli.settings import DIR, STATUS_OPTIONS, UP_OPTIONS
 from understudy.status.events import Record, follow_events, past_events
 from understudy.status.gather import gather, start_hint, states_on_file
 from understudy.status.view import is_reachable, lines, offline_lines
