@@ -34,7 +34,7 @@ def _is_number(value: Any) -> bool:
 
 
 TYPES = {
-    "text": lambda value: isinstance(value, str),
+    "string": lambda value: isinstance(value, str),
     "bool": lambda value: isinstance(value, bool),
     **dict.fromkeys(("int", "pid", "bytes"), _is_int),
     **dict.fromkeys(("number", "ms", "s", "mono"), _is_number),
