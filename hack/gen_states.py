@@ -1,6 +1,6 @@
-"""Write docs/states.md from the tables that the program runs on; `--check` fails if it is stale.
+"""Write docs/states.md from the transition tables; `--check` fails if the page is stale.
 
-The tables are the enforcer, so a page made from them cannot be wrong about what may happen.
+The program enforces these tables, so the page cannot be wrong about what may happen.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
 
 HEAD = """# States
 
-Generated from the transition tables by `make docs`; `.ci/run` fails if the two differ.
-An event that is not in a table for the current state is refused and changes nothing.
+Generated from the transition tables by `make docs`; `.ci/run` fails if this page is stale.
+An event that the table does not list for the current state is refused and changes nothing.
 """
 
 Edge = tuple[str, str, str]  # from, event, to
@@ -39,7 +39,7 @@ def diagram(edges: Iterable[Edge]) -> list[str]:
 
 
 def table(edges: Iterable[Edge]) -> list[str]:
-    lines = ["| in | on | then |", "|---|---|---|"]
+    lines = ["| state | event | next state |", "|---|---|---|"]
     lines += [f"| {source} | {event} | {target} |" for source, event, target in edges]
     return [*lines, ""]
 
@@ -50,12 +50,17 @@ def engine_edges() -> list[Edge]:
 
 
 def ignored_by_engines() -> list[str]:
-    """A line for each state: what changes nothing there, and is no error."""
+    """A line for each state: the events that are ignored in it."""
     lines = [
         f"- in {state}: {', '.join(sorted(event.__name__ for event in events))}"
         for state, events in lifecycle.IGNORED.items()
     ]
-    return ["Ignored, as is every event about another incarnation:", "", *lines, ""]
+    return [
+        "These events are ignored, as is every event about another incarnation:",
+        "",
+        *lines,
+        "",
+    ]
 
 
 def lock_edges() -> list[Edge]:
@@ -89,15 +94,18 @@ def page() -> str:
     """The whole page."""
     lines = [HEAD, "## An engine", ""]
     lines += diagram(engine_edges()) + table(engine_edges()) + ignored_by_engines()
-    lines += ["### Its probes", "", *probe_table()]
+    lines += ["### Probes of an engine", "", *probe_table()]
     lines += [
-        "*First*: no incarnation of this engine has reached standby in this pod yet.",
+        "*First* means that no incarnation of this engine has reached standby in this pod yet.",
         "",
         "## A lock",
         "",
     ]
     lines += diagram(lock_edges()) + table(lock_edges())
-    lines += ["Nobody is granted in `releasing` or `recovering`, however long it takes.", ""]
+    lines += [
+        "No engine is granted a lock in `releasing` or `recovering`, however long that lasts.",
+        "",
+    ]
     lines += ["## A session with the GPU memory service", ""]
     lines += diagram(session_edges()) + table(session_edges())
     lines += ["## An epoch of weights", "", *diagram(epoch_edges()), *table(epoch_edges())]
@@ -112,7 +120,7 @@ def main() -> int:
             with open(PAGE, encoding="utf-8") as file:
                 found = file.read()
         if found != wanted:
-            print("docs/states.md is not what the tables say; run `make docs`", file=sys.stderr)
+            print("docs/states.md is stale; run `make docs`", file=sys.stderr)
             return 1
         return 0
     with open(PAGE, "w", encoding="utf-8") as file:

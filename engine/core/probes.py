@@ -21,7 +21,7 @@ class Rule(StrEnum):
     UNLESS_FIRST_WITHIN_BUDGET = "503 first; later 200 until the budget is spent"
     WITHIN_BUDGET = "200 until the budget is spent"
     WHILE_HEALTHY = "200 while generation is healthy"
-    WHERE_SERVED = "200 of the member that serves"
+    WHERE_SERVED = "200 on the member that serves"
     UNLESS_CRASH_LOOP = "200 until the budget is spent or a crash loop is declared"
 
 
