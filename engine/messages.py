@@ -176,17 +176,11 @@ class AttachedMsg(Message, frozen=True, tag="attached"):
     identity: dict[str, Any]
 
 
-class BrokenMsg(Message, frozen=True, tag="broken"):
-    """Why a process of the backend is about to exit, with the other fields of `FaultReportMsg`.
-
-    For a process without a channel: its parent reports too late, and about itself.
-    """
+class BrokenMsg(FaultReportMsg, frozen=True, kw_only=True, tag="broken"):
+    """The fault report of a process without a channel: its parent reports too late, and about
+    itself."""
 
     incarnation: Id
-    code: Id
-    message: Sentence
-    permanent: bool
-    exit_code: Annotated[int, Meta(ge=1, le=2)] = 1
 
 
 class LeftoverMsg(Message, frozen=True, tag="leftover"):

@@ -14,23 +14,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import NoReturn, Protocol
 
-from engine.messages import (
-    CHANNEL,
-    CanaryMsg,
-    DrainedMsg,
-    DrainMsg,
-    FaultReportMsg,
-    HealthMsg,
-    HealthyMsg,
-    PreparedMsg,
-    RunCanaryMsg,
-    ServeMsg,
-    ServingMsg,
-    WakeMsg,
-    WokenMsg,
-)
+from engine import messages as msg
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.unix_connection import UnixConnection
@@ -95,31 +81,31 @@ class BackendHandler(Protocol):
         """Take KV memory, in bytes; keep a copy of the listening socket for `serve`."""
         ...
 
-    async def run_canary(self) -> CanaryMsg: ...
+    async def run_canary(self) -> msg.CanaryMsg: ...
 
     async def serve(self) -> None: ...
 
-    def health(self) -> HealthyMsg:
+    def health(self) -> msg.HealthyMsg:
         """Immediately, whatever else is in progress."""
         ...
 
     async def drain(self, budget_s: float) -> None: ...
 
 
-class Channel:
+class Channel(Handler):
     """A connection to the supervisor; made on the loop."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.backend: BackendHandler | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._conn = UnixConnection(sock, CHANNEL, self)
+        self._conn = UnixConnection(sock, msg.CHANNEL, self)
 
-    def prepared(self, backend: BackendHandler, prepared: PreparedMsg) -> None:
+    def prepared(self, backend: BackendHandler, prepared: msg.PreparedMsg) -> None:
         """From now on `backend` takes requests."""
         self.backend = backend
         self._conn.send(prepared)
 
-    def end(self, report: FaultReportMsg) -> NoReturn:
+    def end(self, report: msg.FaultReportMsg) -> NoReturn:
         """Report why, and exit at once: requests in flight have no model, or no owner."""
         logger.error("%s [%s]", report.message, report.code)
         self._conn.send(report)
@@ -127,16 +113,13 @@ class Channel:
 
     # ------------------------------------------------------------------ wire.Handler
 
-    def opened(self, conn: Connection) -> None:
-        pass
-
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         if self.backend is None:
             close_all(fds)
             raise ProtocolError("engine.backend_phase", f"{message.TYPE} arrived before `prepared`")
-        if isinstance(message, HealthMsg):  # immediately
+        if isinstance(message, msg.HealthMsg):  # immediately
             conn.send(self.backend.health(), request_id)
             return
         task = asyncio.get_running_loop().create_task(
@@ -167,14 +150,14 @@ class Channel:
 
 async def _handle(backend: BackendHandler, message: Message, fds: list[OwnedFd]) -> Message:
     match message:
-        case WakeMsg():
-            return WokenMsg(await backend.wake(message.engine, message.token, fds[0]))
-        case RunCanaryMsg():
+        case msg.WakeMsg():
+            return msg.WokenMsg(await backend.wake(message.engine, message.token, fds[0]))
+        case msg.RunCanaryMsg():
             return await backend.run_canary()
-        case ServeMsg():
+        case msg.ServeMsg():
             await backend.serve()
-            return ServingMsg()
-        case DrainMsg():
+            return msg.ServingMsg()
+        case msg.DrainMsg():
             await backend.drain(message.budget_ms / 1000)
-            return DrainedMsg()
+            return msg.DrainedMsg()
     raise ProtocolError("engine.backend_phase", f"{message.TYPE} is not a request to a backend")

@@ -17,18 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
+
 from engine import lifeline
-from engine.messages import (
-    CHANNEL,
-    CONTROL,
-    AttachedMsg,
-    BrokenMsg,
-    FaultReportMsg,
-    LeftoverMsg,
-    LoadMsg,
-    MayLoadMsg,
-    RegisterMsg,
-)
+from engine import messages as msg
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.process import arm_from_environment, parent_environment
@@ -53,7 +45,7 @@ class BackendProcess:
     incarnation: str
     control: BlockingClient
 
-    def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> LoadMsg:
+    def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> msg.LoadMsg:
         """Wait until this rank may load its weights; the reply has the mode.
 
         Raises:
@@ -61,22 +53,22 @@ class BackendProcess:
             UnreachableError: the supervisor is gone.
         """
         reply = self.control.request(
-            MayLoadMsg(self.incarnation, rank=rank, ranks=ranks), timeout_s=timeout_s
+            msg.MayLoadMsg(self.incarnation, rank=rank, ranks=ranks), timeout_s=timeout_s
         )
-        assert isinstance(reply.message, LoadMsg)
+        assert isinstance(reply.message, msg.LoadMsg)
         return reply.message
 
     def attached(self, epoch: str, identity: dict[str, Any], rank: int = 0) -> None:
         """Report that this rank has its weights mapped, so that the next engine may load."""
         self.control.request(
-            AttachedMsg(self.incarnation, rank=rank, epoch=epoch, identity=identity),
+            msg.AttachedMsg(self.incarnation, rank=rank, epoch=epoch, identity=identity),
             timeout_s=ANSWER_TIMEOUT_S,
         )
 
     def leftover(self, path: str) -> None:
         """Report that this process uses the file `path` but does not keep it open; the supervisor
         removes it after the incarnation."""
-        self.control.request(LeftoverMsg(self.incarnation, path), timeout_s=ANSWER_TIMEOUT_S)
+        self.control.request(msg.LeftoverMsg(self.incarnation, path), timeout_s=ANSWER_TIMEOUT_S)
 
     def report(self, error: UnderstudyError) -> None:
         """Report why this process is about to exit: its parent often does not know.
@@ -84,10 +76,8 @@ class BackendProcess:
         Raises:
             UnreachableError: the supervisor is gone.
         """
-        fault = fault_report(error)
-        message = BrokenMsg(
-            self.incarnation, fault.code, fault.message, fault.permanent, fault.exit_code
-        )
+        fault = structs.asdict(fault_report(error))
+        message = msg.BrokenMsg(**fault, incarnation=self.incarnation)
         self.control.request(message, timeout_s=ANSWER_TIMEOUT_S)
 
 
@@ -104,10 +94,10 @@ def enter(name: str, environ: Mapping[str, str] = os.environ) -> BackendProcess:
     engine = _required(environ, ENGINE_ID_ENV)
     arm_from_environment()
     witness.join(witness_path)
-    control = BlockingClient(_required(environ, ENGINE_SOCKET_ENV), CONTROL)
+    control = BlockingClient(_required(environ, ENGINE_SOCKET_ENV), msg.CONTROL)
     held = lifeline.hold()
     control.request(
-        RegisterMsg(incarnation, name, os.getpid()),
+        msg.RegisterMsg(incarnation, name, os.getpid()),
         [held] if held is not None else [],
         timeout_s=ANSWER_TIMEOUT_S,
     )
@@ -128,7 +118,7 @@ def take_channel() -> socket.socket:
 
 def blocking_channel() -> BlockingClient:
     """The channel for a main process without an event loop."""
-    return BlockingClient.from_socket(take_channel(), CHANNEL)
+    return BlockingClient.from_socket(take_channel(), msg.CHANNEL)
 
 
 def child_environment() -> dict[str, str]:
@@ -136,10 +126,11 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, **parent_environment()}
 
 
-def fault_report(error: UnderstudyError) -> FaultReportMsg:
+def fault_report(error: UnderstudyError) -> msg.FaultReportMsg:
     """For the supervisor: a wrong argument is permanent, and exits with code 2."""
     is_permanent = isinstance(error, UsageError)
-    return FaultReportMsg(error.code, error.message[:4096], is_permanent, 2 if is_permanent else 1)
+    exit_code = 2 if is_permanent else 1
+    return msg.FaultReportMsg(error.code, error.message[:4096], is_permanent, exit_code)
 
 
 def _required(environ: Mapping[str, str], variable: str) -> str:

@@ -6,8 +6,9 @@ leads to, is `lifecycle.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 
 class State(StrEnum):
@@ -30,51 +31,47 @@ class WakingStep(StrEnum):
 # ---------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened to the engine; the classes below are all of them."""
+
+
+class Launch(Event, frozen=True):
     """Start a backend as `incarnation`, a name never used before."""
 
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Event, frozen=True):
     """The weights are mapped, and every process of the tree holds the witness."""
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(Event, frozen=True):
     """The lock server granted `active` to `incarnation` under `token`."""
 
     incarnation: str
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class OtherGranted:
+class OtherGranted(Event, frozen=True):
     """`active` was granted to another engine."""
 
     engine: str
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class Woken:
+class Woken(Event, frozen=True):
     """The KV cache is mapped."""
 
 
-@dataclass(frozen=True, slots=True)
-class CanaryPassed:
+class CanaryPassed(Event, frozen=True):
     """One real inference had the expected result."""
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
+class Serving(Event, frozen=True):
     """The backend accepts connections."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Event, frozen=True):
     """This incarnation has failed; `cause` is one word for metrics.
 
     `exit_code` is set where a relaunch cannot help.
@@ -90,112 +87,84 @@ class Failed:
 FROM_OUTSIDE = frozenset({"lease_lost", "member_lost"})
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetSpent:
+class BudgetSpent(Event, frozen=True):
     """The state has lasted longer than its budget."""
 
     budget_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Terminate:
+class Terminate(Event, frozen=True):
     """SIGTERM, or `engine drain`: finish the requests in flight and exit."""
 
     cause: str = "sigterm"
 
 
-@dataclass(frozen=True, slots=True)
-class TerminateNow:
+class TerminateNow(Event, frozen=True):
     """The second signal: exit at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class HandOver:
+class HandOver(Event, frozen=True):
     """A switchover: finish, hand the lock over to engine `to`, and relaunch as a standby."""
 
     incarnation: str
     to: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(Event, frozen=True):
     """No request is in flight any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reaped:
+class Reaped(Event, frozen=True):
     """Every process of the tree is gone; `verdict` is why there will be no relaunch, if so."""
 
     verdict: str | None = None
 
 
-Event = (
-    Launch
-    | Prepared
-    | Granted
-    | OtherGranted
-    | Woken
-    | CanaryPassed
-    | Serving
-    | Failed
-    | BudgetSpent
-    | Terminate
-    | TerminateNow
-    | HandOver
-    | Drained
-    | Reaped
-)
-
-
 # ---------------------------------------------------------------- effects
 
 
-@dataclass(frozen=True, slots=True)
-class StartTree:
+class Effect(msgspec.Struct, frozen=True):
+    """Something that the shell must do; the classes below are all of them."""
+
+
+class StartTree(Effect, frozen=True):
     incarnation: str
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class TellLockServer:
+class TellLockServer(Effect, frozen=True):
     """Send `want` again, with `active` in it or not."""
 
     names_incarnation: bool
     wants_active: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Effect, frozen=True):
     """Send the backend `step`'s request."""
 
     step: WakingStep
 
 
-@dataclass(frozen=True, slots=True)
-class DrainBackend:
-    pass
+class DrainBackend(Effect, frozen=True):
+    """Let the backend refuse new requests and finish those in flight."""
 
 
-@dataclass(frozen=True, slots=True)
-class KillTree:
+class KillTree(Effect, frozen=True):
     """Kill every process of the tree at once, wait until all are gone, then post `Reaped`."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleRelaunch:
-    pass
+class ScheduleRelaunch(Effect, frozen=True):
+    """Launch again when the rules of `relaunch` allow it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(Effect, frozen=True):
     """End the supervisor. `reason` is None for a departure that was requested."""
 
     code: int
     reason: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class RecordTransition:
+class RecordTransition(Effect, frozen=True):
     """A transition, for the one record from which logs, metrics and status derive."""
 
     source: State
@@ -204,27 +173,8 @@ class RecordTransition:
     message: str
 
 
-Effect = (
-    StartTree
-    | TellLockServer
-    | Ask
-    | DrainBackend
-    | KillTree
-    | ScheduleRelaunch
-    | Exit
-    | RecordTransition
-)
-
-
-# ---------------------------------------------------------------- words
-
-
 def explain(event: Event) -> tuple[str, str]:
-    """Why `event` moves an engine: one word for metrics, and a clause for logs and status.
-
-    Raises:
-        ValueError: it never does.
-    """
+    """Why `event` moves an engine: one word for metrics, and a clause for logs and status."""
     match event:
         case Launch():
             return "launched", f"launched as {event.incarnation}"

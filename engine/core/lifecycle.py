@@ -31,36 +31,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from engine.core.events import (
-    FROM_OUTSIDE,
-    Ask,
-    BudgetSpent,
-    CanaryPassed,
-    DrainBackend,
-    Drained,
-    Effect,
-    Event,
-    Exit,
-    Failed,
-    Granted,
-    HandOver,
-    KillTree,
-    Launch,
-    OtherGranted,
-    Prepared,
-    Reaped,
-    RecordTransition,
-    ScheduleRelaunch,
-    Serving,
-    StartTree,
-    State,
-    TellLockServer,
-    Terminate,
-    TerminateNow,
-    WakingStep,
-    Woken,
-    explain,
-)
+from engine.core import events as ev
+from engine.core.events import Effect, Event, State, WakingStep
 
 HOLDING = frozenset({State.WAKING, State.ACTIVE, State.DRAINING})
 
@@ -76,7 +48,7 @@ class Situation:
     token: int = 0
     is_reaped: bool = True
     is_leaving: bool = False
-    hand_over: HandOver | None = None  # what this incarnation drains for, or will once active
+    hand_over: ev.HandOver | None = None  # what this incarnation drains for, or will once active
     is_handed_over: bool = False  # it ended by that hand-over, which is not a failure
     exit_code: int | None = None
     reason: str = "not launched yet"
@@ -105,22 +77,22 @@ def _awaits(step: WakingStep) -> Callable[[Situation], bool]:
 
 def _start(now: Situation) -> list[Effect]:
     assert now.incarnation is not None
-    return [StartTree(now.incarnation, now.number), NAMED]
+    return [ev.StartTree(now.incarnation, now.number), NAMED]
 
 
 def _exit_or_relaunch(now: Situation) -> list[Effect]:
     if not now.is_reaped:
         return []  # `Reaped` comes
     if now.is_leaving:
-        return [Exit(0, None)]
+        return [ev.Exit(0, None)]
     if now.exit_code is not None:
-        return [Exit(now.exit_code, now.reason)]
-    return [ScheduleRelaunch()]
+        return [ev.Exit(now.exit_code, now.reason)]
+    return [ev.ScheduleRelaunch()]
 
 
-UNNAMED = TellLockServer(names_incarnation=False, wants_active=False)
-NAMED = TellLockServer(names_incarnation=True, wants_active=False)
-QUEUED = TellLockServer(names_incarnation=True, wants_active=True)
+UNNAMED = ev.TellLockServer(names_incarnation=False, wants_active=False)
+NAMED = ev.TellLockServer(names_incarnation=True, wants_active=False)
+QUEUED = ev.TellLockServer(names_incarnation=True, wants_active=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,66 +108,70 @@ class Row:
     guard: Callable[[Situation], bool] | None = None
 
 
-KILLED = Row(State.DEAD, (KillTree(),))
-WITHDRAWN = Row(State.DEAD, (NAMED, KillTree()))
-DRAINED = Row(State.DRAINING, (DrainBackend(),))
+KILLED = Row(State.DEAD, (ev.KillTree(),))
+WITHDRAWN = Row(State.DEAD, (NAMED, ev.KillTree()))
+DRAINED = Row(State.DRAINING, (ev.DrainBackend(),))
 
 TRANSITIONS: Mapping[tuple[State, type[Event]], Row] = {
-    (State.DEAD, Launch): Row(State.INIT, then=_start, guard=_may_launch),
-    (State.INIT, Prepared): Row(State.STANDBY, (QUEUED,)),
-    (State.STANDBY, Granted): Row(State.WAKING, (Ask(WakingStep.WAKE),)),
-    (State.WAKING, Woken): Row(
-        State.WAKING, (Ask(WakingStep.CANARY),), guard=_awaits(WakingStep.WAKE)
+    (State.DEAD, ev.Launch): Row(State.INIT, then=_start, guard=_may_launch),
+    (State.INIT, ev.Prepared): Row(State.STANDBY, (QUEUED,)),
+    (State.STANDBY, ev.Granted): Row(State.WAKING, (ev.Ask(WakingStep.WAKE),)),
+    (State.WAKING, ev.Woken): Row(
+        State.WAKING, (ev.Ask(WakingStep.CANARY),), guard=_awaits(WakingStep.WAKE)
     ),
-    (State.WAKING, CanaryPassed): Row(
-        State.WAKING, (Ask(WakingStep.SERVE),), guard=_awaits(WakingStep.CANARY)
+    (State.WAKING, ev.CanaryPassed): Row(
+        State.WAKING, (ev.Ask(WakingStep.SERVE),), guard=_awaits(WakingStep.CANARY)
     ),
-    (State.WAKING, Serving): Row(State.ACTIVE, guard=_awaits(WakingStep.SERVE)),
+    (State.WAKING, ev.Serving): Row(State.ACTIVE, guard=_awaits(WakingStep.SERVE)),
     # Only the holder of the lock has something to hand over.
-    (State.WAKING, HandOver): Row(State.WAKING),
-    (State.ACTIVE, HandOver): DRAINED,
-    (State.DRAINING, Drained): KILLED,
+    (State.WAKING, ev.HandOver): Row(State.WAKING),
+    (State.ACTIVE, ev.HandOver): DRAINED,
+    (State.DRAINING, ev.Drained): KILLED,
     # Leaving: only an active engine has requests to finish first.
-    (State.INIT, Terminate): KILLED,
-    (State.STANDBY, Terminate): WITHDRAWN,
-    (State.WAKING, Terminate): KILLED,
-    (State.ACTIVE, Terminate): DRAINED,
-    (State.DRAINING, Terminate): Row(State.DRAINING),
-    (State.DEAD, Terminate): Row(State.DEAD, then=_exit_or_relaunch),
-    (State.INIT, TerminateNow): KILLED,
-    (State.STANDBY, TerminateNow): WITHDRAWN,
-    (State.WAKING, TerminateNow): KILLED,
-    (State.ACTIVE, TerminateNow): KILLED,
-    (State.DRAINING, TerminateNow): KILLED,
-    (State.DEAD, TerminateNow): Row(State.DEAD, then=_exit_or_relaunch),
-    (State.INIT, BudgetSpent): KILLED,
-    (State.WAKING, BudgetSpent): KILLED,
-    (State.DRAINING, BudgetSpent): KILLED,
+    (State.INIT, ev.Terminate): KILLED,
+    (State.STANDBY, ev.Terminate): WITHDRAWN,
+    (State.WAKING, ev.Terminate): KILLED,
+    (State.ACTIVE, ev.Terminate): DRAINED,
+    (State.DRAINING, ev.Terminate): Row(State.DRAINING),
+    (State.DEAD, ev.Terminate): Row(State.DEAD, then=_exit_or_relaunch),
+    (State.INIT, ev.TerminateNow): KILLED,
+    (State.STANDBY, ev.TerminateNow): WITHDRAWN,
+    (State.WAKING, ev.TerminateNow): KILLED,
+    (State.ACTIVE, ev.TerminateNow): KILLED,
+    (State.DRAINING, ev.TerminateNow): KILLED,
+    (State.DEAD, ev.TerminateNow): Row(State.DEAD, then=_exit_or_relaunch),
+    (State.INIT, ev.BudgetSpent): KILLED,
+    (State.WAKING, ev.BudgetSpent): KILLED,
+    (State.DRAINING, ev.BudgetSpent): KILLED,
     # Another engine was granted the lock that this one holds.
-    (State.WAKING, OtherGranted): KILLED,
-    (State.ACTIVE, OtherGranted): KILLED,
-    (State.DRAINING, OtherGranted): KILLED,
-    (State.INIT, Failed): KILLED,
-    (State.STANDBY, Failed): KILLED,
-    (State.WAKING, Failed): KILLED,
-    (State.ACTIVE, Failed): KILLED,
-    (State.DRAINING, Failed): KILLED,
+    (State.WAKING, ev.OtherGranted): KILLED,
+    (State.ACTIVE, ev.OtherGranted): KILLED,
+    (State.DRAINING, ev.OtherGranted): KILLED,
+    (State.INIT, ev.Failed): KILLED,
+    (State.STANDBY, ev.Failed): KILLED,
+    (State.WAKING, ev.Failed): KILLED,
+    (State.ACTIVE, ev.Failed): KILLED,
+    (State.DRAINING, ev.Failed): KILLED,
     # A process may be seen dead before its fault report is read; `Reaped` waits for that.
-    (State.DEAD, Failed): Row(State.DEAD, guard=_is_reaping),
-    (State.DEAD, Reaped): Row(State.DEAD, (UNNAMED,), then=_exit_or_relaunch, guard=_is_reaping),
+    (State.DEAD, ev.Failed): Row(State.DEAD, guard=_is_reaping),
+    (State.DEAD, ev.Reaped): Row(State.DEAD, (UNNAMED,), then=_exit_or_relaunch, guard=_is_reaping),
 }
 
 IGNORED: Mapping[State, frozenset[type[Event]]] = {
-    State.INIT: frozenset({OtherGranted, HandOver}),
-    State.STANDBY: frozenset({OtherGranted, HandOver}),
+    State.INIT: frozenset({ev.OtherGranted, ev.HandOver}),
+    State.STANDBY: frozenset({ev.OtherGranted, ev.HandOver}),
     # A reconnect repeats the grant.
-    State.WAKING: frozenset({Granted}),
-    State.ACTIVE: frozenset({Granted}),
-    State.DRAINING: frozenset({Granted, HandOver}),
+    State.WAKING: frozenset({ev.Granted}),
+    State.ACTIVE: frozenset({ev.Granted}),
+    State.DRAINING: frozenset({ev.Granted, ev.HandOver}),
     # A lock granted too late is released by `Reaped`, and no budget ends the reaping. Messages that
     # the backend sent before it died may be read afterwards.
-    State.DEAD: frozenset({Granted, OtherGranted, HandOver, BudgetSpent})
-    | frozenset({Prepared, Woken, CanaryPassed, Serving, Drained}),
+    State.DEAD: frozenset(
+        [
+            *(ev.Granted, ev.OtherGranted, ev.HandOver, ev.BudgetSpent),
+            *(ev.Prepared, ev.Woken, ev.CanaryPassed, ev.Serving, ev.Drained),
+        ]
+    ),
 }
 
 
@@ -218,11 +194,11 @@ class Lifecycle:
         """
         now = self.now
         match event:
-            case Granted() | HandOver() if event.incarnation != now.incarnation:
+            case ev.Granted() | ev.HandOver() if event.incarnation != now.incarnation:
                 return []  # stale
-            case Granted() if now.state in HOLDING and event.token != now.token:
+            case ev.Granted() if now.state in HOLDING and event.token != now.token:
                 message = f"granted again under token {event.token}, was holding {now.token}"
-                event = Failed("token_changed", message)
+                event = ev.Failed("token_changed", message)
         effects = self._fire(event)
         if self.now.state is State.ACTIVE and self.now.hand_over is not None:
             effects += self._fire(self.now.hand_over)  # it arrived while waking
@@ -239,9 +215,9 @@ class Lifecycle:
         effects: list[Effect] = []
         if row.target is not before.state:
             step = now.step if row.target is State.WAKING else None
-            cause, reason = explain(event)
+            cause, reason = ev.explain(event)
             now = replace(now, state=row.target, step=step, reason=reason)
-            effects = [RecordTransition(before.state, row.target, cause, reason)]
+            effects = [ev.RecordTransition(before.state, row.target, cause, reason)]
         self.now = now
         return [*effects, *row.effects, *(row.then(now) if row.then is not None else ())]
 
@@ -249,32 +225,32 @@ class Lifecycle:
 def _learn(now: Situation, event: Event) -> Situation:
     """What `event` says, apart from the state that it leads to."""
     match event:
-        case Launch():
+        case ev.Launch():
             return Situation(incarnation=event.incarnation, number=now.number + 1, is_reaped=False)
-        case Prepared():
+        case ev.Prepared():
             return replace(now, reached_standby=True)
-        case Granted():
+        case ev.Granted():
             return replace(now, token=event.token, step=WakingStep.WAKE)
-        case Woken():
+        case ev.Woken():
             return replace(now, step=WakingStep.CANARY)
-        case CanaryPassed():
+        case ev.CanaryPassed():
             return replace(now, step=WakingStep.SERVE)
-        case HandOver():
+        case ev.HandOver():
             return replace(now, hand_over=event)
-        case Terminate() | TerminateNow():
+        case ev.Terminate() | ev.TerminateNow():
             return replace(now, is_leaving=True)
-        case Drained() | BudgetSpent() if now.state is State.DRAINING:
+        case ev.Drained() | ev.BudgetSpent() if now.state is State.DRAINING:
             return replace(now, is_handed_over=now.hand_over is not None)
-        case Failed() if now.state is not State.DEAD or event.cause not in FROM_OUTSIDE:
+        case ev.Failed() if now.state is not State.DEAD or event.cause not in ev.FROM_OUTSIDE:
             code = now.exit_code if event.exit_code is None else event.exit_code
             return replace(now, reason=event.message, exit_code=code)
-        case Reaped():
+        case ev.Reaped():
             return _reaped(replace(now, is_reaped=True, token=0, incarnation=None), event)
         case _:
             return now
 
 
-def _reaped(now: Situation, event: Reaped) -> Situation:
+def _reaped(now: Situation, event: ev.Reaped) -> Situation:
     if event.verdict is None or now.is_leaving or now.exit_code is not None:
         return now
     return replace(now, exit_code=1, reason=event.verdict)

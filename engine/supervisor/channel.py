@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from engine.messages import CHANNEL
 from plumbing.errors import ProtocolError
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.unix_connection import UnixConnection
@@ -22,7 +22,7 @@ from plumbing.wire.unix_connection import UnixConnection
 Reply = TypeVar("Reply", bound=Message)
 
 
-class BackendChannel:
+class BackendChannel(Handler):
     """Callbacks run on the loop: `on_message` for unsolicited messages, `on_closed` once."""
 
     def __init__(
@@ -55,9 +55,6 @@ class BackendChannel:
         self._conn.send(message, request_id, fds)
 
     # ------------------------------------------------------------------ wire.Handler
-
-    def opened(self, conn: Connection) -> None:
-        pass
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]

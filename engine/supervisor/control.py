@@ -11,30 +11,14 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from engine import messages as msg
 from engine.core.events import Terminate
-from engine.messages import (
-    CONTROL,
-    AttachedMsg,
-    BrokenMsg,
-    FaultReportMsg,
-    KillingMsg,
-    KillMsg,
-    LeaveMsg,
-    LeftoverMsg,
-    MayLoadMsg,
-    OkMsg,
-    RegisteredMsg,
-    RegisterMsg,
-    StatusMsg,
-    StatusReplyMsg,
-    WatchMsg,
-)
 from engine.supervisor.engine import Engine
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.tree import MAIN
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.part.observers import Observers
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
@@ -44,17 +28,14 @@ BACKEND_PREFIX = "backend-"
 KILLED = 128 + signal.SIGKILL  # what shells report of a process that SIGKILL ended
 
 
-class Control:
+class Control(Handler):
     """Serves `engine`'s control socket; descriptors are lent."""
 
     def __init__(self, engine: Engine, status: Callable[[], dict[str, Any]]) -> None:
         self._engine = engine
         self._status = status
         self._observers = Observers(engine.log, status)
-        self.server = Server(engine.settings.control_path, CONTROL, self, service="engine")
-
-    def opened(self, conn: Connection) -> None:
-        pass
+        self.server = Server(engine.settings.control_path, msg.CONTROL, self, service="engine")
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._observers.leave(conn)
@@ -71,36 +52,33 @@ class Control:
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         match message:
-            case RegisterMsg():
+            case msg.RegisterMsg():
                 self._register(conn, message, fds[0].fileno() if fds else None)
-                conn.send(RegisteredMsg(), request_id)
-            case MayLoadMsg():
+                conn.send(msg.RegisteredMsg(), request_id)
+            case msg.MayLoadMsg():
                 self._may_load(conn, message, request_id)
-            case AttachedMsg():
+            case msg.AttachedMsg():
                 self._named(message.incarnation).attached(message.rank, message.identity)
-                conn.send(OkMsg(), request_id)
-            case BrokenMsg():
-                fault = FaultReportMsg(
-                    message.code, message.message, message.permanent, message.exit_code
-                )
-                self._named(message.incarnation).broken(fault)
-                conn.send(OkMsg(), request_id)
-            case LeftoverMsg():
+                conn.send(msg.OkMsg(), request_id)
+            case msg.BrokenMsg():
+                self._named(message.incarnation).broken(message)
+                conn.send(msg.OkMsg(), request_id)
+            case msg.LeftoverMsg():
                 self._named(message.incarnation)
                 self._engine.leftovers.reported(message.path)
-                conn.send(OkMsg(), request_id)
-            case StatusMsg():
-                conn.send(StatusReplyMsg(self._status()), request_id)
-            case WatchMsg():
+                conn.send(msg.OkMsg(), request_id)
+            case msg.StatusMsg():
+                conn.send(msg.StatusReplyMsg(self._status()), request_id)
+            case msg.WatchMsg():
                 self._observers.join(conn, message.since, request_id)
-            case LeaveMsg():
+            case msg.LeaveMsg():
                 before = self._engine.lifecycle.state
                 self._engine.post(Terminate("drain"))
                 now = self._engine.lifecycle.state
-                conn.send(OkMsg(f"{before.value} → {now.value}"), request_id)
-            case KillMsg(target="supervisor"):
+                conn.send(msg.OkMsg(f"{before.value} → {now.value}"), request_id)
+            case msg.KillMsg(target="supervisor"):
                 self._end(conn, message, request_id)
-            case KillMsg():
+            case msg.KillMsg():
                 conn.send(self._rehearse(message), request_id)
             case _:
                 raise ProtocolError(
@@ -118,7 +96,7 @@ class Control:
             )
         return running
 
-    def _register(self, conn: Connection, message: RegisterMsg, lifeline: int | None) -> None:
+    def _register(self, conn: Connection, message: msg.RegisterMsg, lifeline: int | None) -> None:
         # The kernel reports 0 for a peer in another PID namespace.
         if conn.peer.pid not in (0, message.pid):
             raise ProtocolError(
@@ -126,7 +104,7 @@ class Control:
             )
         self._named(message.incarnation).tree.register(message.name, message.pid, lifeline)
 
-    def _may_load(self, conn: Connection, message: MayLoadMsg, request_id: int) -> None:
+    def _may_load(self, conn: Connection, message: msg.MayLoadMsg, request_id: int) -> None:
         incarnation = self._named(message.incarnation)
         objection = incarnation.loading.objection(message.rank, message.ranks)
         if objection is not None:
@@ -135,7 +113,7 @@ class Control:
 
     # ------------------------------------------------------------------ rehearsals
 
-    def _rehearse(self, message: KillMsg) -> KillingMsg:
+    def _rehearse(self, message: msg.KillMsg) -> msg.KillingMsg:
         """Kill or stop the process that is named."""
         target, engine, running = message.target, self._engine, self._engine.incarnation
         name = target.removeprefix(BACKEND_PREFIX) if target != "backend" else MAIN
@@ -152,9 +130,9 @@ class Control:
         did = "stopped" if message.is_stop else "killed"
         data = {"target": target, "child_pid": pid, "is_stop": message.is_stop}
         engine.log.record("engine.rehearsal", f"{did} {target} (pid {pid})", data=data)
-        return KillingMsg(pid, running.rehearsed_ms)
+        return msg.KillingMsg(pid, running.rehearsed_ms)
 
-    def _end(self, conn: Connection, message: KillMsg, request_id: int) -> None:
+    def _end(self, conn: Connection, message: msg.KillMsg, request_id: int) -> None:
         """End this supervisor as a SIGKILL from outside would. PID 1 of a namespace is not killed
         by its own signal: it exits."""
         if message.is_stop:
@@ -163,6 +141,6 @@ class Control:
                 "a stopped supervisor is detected by its liveness probe: send it SIGSTOP yourself",
             )
         self._engine.log.record("engine.rehearsal", "ending this supervisor, as requested")
-        conn.send(KillingMsg(os.getpid(), self._engine.clock.now_ms()), request_id)
+        conn.send(msg.KillingMsg(os.getpid(), self._engine.clock.now_ms()), request_id)
         os.kill(os.getpid(), signal.SIGKILL)
         os._exit(KILLED)

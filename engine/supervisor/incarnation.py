@@ -16,16 +16,8 @@ from typing import Any
 
 from engine import messages
 from engine.backends import process
-from engine.core.events import (
-    CanaryPassed,
-    Drained,
-    Event,
-    Failed,
-    Prepared,
-    Serving,
-    WakingStep,
-    Woken,
-)
+from engine.core import events as ev
+from engine.core.events import Event, Failed, WakingStep
 from engine.core.loading import Loading, LoadPermit
 from engine.supervisor.channel import BackendChannel
 from engine.supervisor.kv_layout import NAME as KV_LAYOUT
@@ -245,7 +237,7 @@ class Incarnation:
             return self._failed("kv_differs", process.fault_report(error))
         if self._layout.note not in (None, before):
             self._log.record("engine.kv_layout", self._layout.note or "", "warning")
-        return Prepared() if is_agreed else None
+        return ev.Prepared() if is_agreed else None
 
     # ------------------------------------------------------------------ what it is asked
 
@@ -253,18 +245,18 @@ class Incarnation:
         """Takes `listener`, the socket that the backend will accept from."""
         self.is_wake_asked = True
         wake = messages.WakeMsg(token, self._settings.engine)
-        self.channel.ask(wake, messages.WokenMsg, lambda reply: self._post(Woken()), [listener])
+        self.channel.ask(wake, messages.WokenMsg, lambda reply: self._post(ev.Woken()), [listener])
 
     def ask(self, step: WakingStep) -> None:
         if step is WakingStep.CANARY:
             self.run_canary(self._gate, is_idle=False)
         elif step is WakingStep.SERVE:
             serve = messages.ServeMsg()
-            self.channel.ask(serve, messages.ServingMsg, lambda reply: self._post(Serving()))
+            self.channel.ask(serve, messages.ServingMsg, lambda reply: self._post(ev.Serving()))
 
     def _gate(self, ok: bool, detail: str) -> None:
         if ok:
-            self._post(CanaryPassed())
+            self._post(ev.CanaryPassed())
         else:
             self._post(Failed("canary_failed", f"the canary failed: {detail or 'wrong tokens'}"))
 
@@ -287,7 +279,7 @@ class Incarnation:
 
     def drain(self, budget_ms: int) -> None:
         drain = messages.DrainMsg(budget_ms)
-        self.channel.ask(drain, messages.DrainedMsg, lambda reply: self._post(Drained()))
+        self.channel.ask(drain, messages.DrainedMsg, lambda reply: self._post(ev.Drained()))
 
     # ------------------------------------------------------------------ access to the weights
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Catalogue, FaultMsg, Message
 from plumbing.wire.unix_connection import connect
@@ -29,14 +29,11 @@ class Answered:
     pid: int
 
 
-class _Asker:
+class _Asker(Handler):
     """Handles one question: the first message received, or the reason why none was."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-
-    def opened(self, conn: Connection) -> None:
-        pass
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
@@ -82,7 +79,7 @@ async def ask(
         asker.answer.cancel()
 
 
-class PeerWatch:
+class PeerWatch(Handler):
     """A standing `watch` on one socket: `on_message` gets every message; lost peers are redialled.
 
     `on_lost` is called when a connection ends, unless by `close`, and at each failed attempt.
@@ -123,9 +120,6 @@ class PeerWatch:
                 await self._lost.wait()
             finally:
                 conn.close("watch ended")
-
-    def opened(self, conn: Connection) -> None:
-        pass
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from plumbing.errors import ProtocolError, RemoteError, UnreachableError, WaitTimeoutError
 from plumbing.wire import sockets
@@ -135,12 +134,7 @@ class BlockingClient:
     def __enter__(self) -> BlockingClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # ------------------------------------------------------------------ inside

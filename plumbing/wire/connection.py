@@ -33,7 +33,9 @@ _ids = itertools.count(1)
 class Handler(Protocol):
     """What a service does with its connections: plain callbacks on the loop."""
 
-    def opened(self, conn: Connection) -> None: ...
+    def opened(self, conn: Connection) -> None:
+        """By default, nothing."""
+        return
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]

@@ -10,7 +10,6 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterable
-from types import TracebackType
 
 
 class OwnedFd:
@@ -57,12 +56,7 @@ class OwnedFd:
     def __enter__(self) -> OwnedFd:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __del__(self) -> None:

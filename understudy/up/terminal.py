@@ -11,7 +11,6 @@ import os
 import select
 import threading
 from collections import deque
-from types import TracebackType
 
 PENDING_MAX_BYTES = 1 << 20  # some ten thousand lines
 FLUSH_S = 1.0  # how long the end waits for a reader
@@ -34,12 +33,7 @@ class Terminal:
         self._writer.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with self._changed:
             self._is_closing = True
             self._changed.notify()

@@ -35,7 +35,7 @@ from engine.backends.reference.link import (
     pack,
 )
 from plumbing.errors import UnderstudyError
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.unix_connection import UnixConnection
@@ -60,7 +60,7 @@ def join_ranks(
     return links[0]
 
 
-class ModelLink:
+class ModelLink(Handler):
     """A connection to a model process; made on the loop. Rank 0's asks its `followers` too."""
 
     def __init__(
@@ -161,9 +161,6 @@ class ModelLink:
         return generation
 
     # ------------------------------------------------------------------ wire.Handler
-
-    def opened(self, conn: Connection) -> None:
-        pass
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]

@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 from gms.client import Writer
@@ -79,12 +78,7 @@ class Pulse:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._over.set()
         self._thread.join()
 
