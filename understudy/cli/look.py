@@ -22,11 +22,10 @@ from plumbing.part.cli import Look, json_flag, show_event, show_status, watch_fl
 from plumbing.part.paths import lockserver_socket
 from plumbing.service.cli import fail, options, run_async
 from plumbing.service.config import Option, Resolved
-from understudy.cli.settings import DIR, STATUS_OPTIONS, UP_OPTIONS
+from understudy.cli.settings import DIR, STATUS_OPTIONS, UP_OPTIONS, ports_of
 from understudy.status.events import Record, follow_events, past_events
 from understudy.status.gather import gather, start_hint, states_on_file
 from understudy.status.view import is_reachable, lines, offline_lines
-from understudy.up.ports import Ports
 
 STATUS_TIMEOUT_S = 2.0  # a part answers in milliseconds; one that hangs should be seen soon
 
@@ -124,10 +123,7 @@ def doctor(config: Resolved, as_json: bool, strict: bool, fix: bool) -> None:
     from understudy.doctor import checks, fixes
     from understudy.doctor.probe import look
 
-    directory, first = _directory(config, is_entered=False), config["engine_port"]
-    ports = Ports(
-        config["service_port"], config["lockserver_port"], config["gms_port"], (first, first + 1)
-    )
+    directory, ports = _directory(config, is_entered=False), ports_of(config)
     facts = run_async(lambda: look(directory, ports, os.environ))
     fixed = fixes.fix(facts) if fix else []
     if fixed:

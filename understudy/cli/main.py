@@ -10,6 +10,8 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,15 @@ from plumbing.part.paths import runtime_dir
 from plumbing.service.cli import INTERRUPTED, options, plain_errors, run_async
 from plumbing.service.config import Option, Resolved, resolve
 from understudy.cli import look
-from understudy.cli.settings import DRILL_OPTIONS, NOT_WITH_MANIFEST, POD_OPTIONS, UP_OPTIONS
+from understudy.cli.settings import (
+    DRILL_OPTIONS,
+    NOT_WITH_MANIFEST,
+    POD_OPTIONS,
+    UP_OPTIONS,
+    ports_of,
+)
 from understudy.drill.page import check_destination
+from understudy.drill.records import PARTS
 from understudy.drill.report import print_report
 from understudy.drill.run import DrillPlan
 from understudy.host import machine
@@ -31,7 +40,7 @@ from understudy.manifest.values import Choices
 from understudy.up import manifest_pod, sessions
 from understudy.up.local_pod import LocalPod
 from understudy.up.manifest_pod import PodRequest
-from understudy.up.ports import Ports
+from understudy.up.sessions import Prepare
 from understudy.up.terminal import Terminal
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -59,35 +68,10 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     a manifest. Arguments after `--` go to both engines' backends.
     """
     directory = Path(runtime_dir(config["dir"]))
-    backoff_max_s = config["restart_backoff_max"]
-    request = _request(config, UP_OPTIONS, arguments, backoff_max_s=backoff_max_s)
-    if request is not None:
-        with Terminal() as terminal:
-            run_async(lambda: manifest_pod.stay_up(request, directory, terminal.say))
-        return
-    model = _model(config["model"])
-    first = config["engine_port"]
-    pod = LocalPod(
-        directory,
-        model or Path(),
-        Ports(
-            config["service_port"],
-            config["lockserver_port"],
-            config["gms_port"],
-            (first, first + 1),
-        ),
-        backend=config["backend"],
-        host=config["host"],
-        memory=config["memory"],
-        device_bytes=config["device_bytes"],
-        tensor_parallel=config["tensor_parallel"],
-        backend_args=arguments,
-        env=_log_env(),
-        http_host=config["http_host"],
-        pace=QUICK.up_to(backoff_max_s),
-    )
+    _check_manifest_flags(config, UP_OPTIONS, arguments)
+    prepare = _pod(config, UP_OPTIONS, arguments)
     with Terminal() as terminal:
-        run_async(lambda: sessions.stay_up(pod, model, terminal.say))
+        run_async(lambda: sessions.stay_up(prepare, directory, terminal.say))
 
 
 @main.command()
@@ -113,7 +97,12 @@ def drill(
     if upgrade:
         _refuse_with_upgrade(config, attach=attach)
     plan = DrillPlan(
-        config["kills"], config["target"], config["clients"], expected, is_upgrade=upgrade
+        config["kills"],
+        config["target"],
+        config["clients"],
+        expected,
+        also=() if config["file"] is None else PARTS,
+        is_upgrade=upgrade,
     )
     page = Path(config["report"]) if config["report"] else None
     if page is not None:
@@ -122,7 +111,7 @@ def drill(
     def say(line: str) -> None:
         click.echo(line, err=True)
 
-    request = _request(config, DRILL_OPTIONS, arguments, attach=attach)
+    _check_manifest_flags(config, DRILL_OPTIONS, arguments, attach=attach)
     if attach:
         _refuse_pod_flags(config, arguments)
         directory = Path(os.path.abspath(config["dir"]))
@@ -136,13 +125,9 @@ def drill(
             "--dir requires --attach: without it, a drill starts its own pod in a new directory; "
             "remove --dir, or add --attach",
         )
-    elif request is not None:
-        result = run_async(lambda: manifest_pod.drill(request, plan, say), as_json=as_json)
     else:
-        model = _model(config["model"])
-        result = run_async(
-            lambda: sessions.drill_own_pod(model, config, plan, say, arguments), as_json=as_json
-        )
+        prepare = _pod(config, DRILL_OPTIONS, arguments)
+        result = run_async(lambda: sessions.drill_new_pod(prepare, plan, say), as_json=as_json)
     if result is None:
         sys.exit(INTERRUPTED)
     backend = result.backend or config["backend"]
@@ -166,13 +151,10 @@ def drill(
 @plain_errors
 def config(as_json: bool) -> None:
     """Print all settings of `up` and `drill` with their origin."""
+    file = os.environ.get("UNDERSTUDY_CONFIG")
     described = {
-        "up": resolve(
-            UP_OPTIONS, {}, os.environ, os.environ.get("UNDERSTUDY_CONFIG"), command="up"
-        ),
-        "drill": resolve(
-            DRILL_OPTIONS, {}, os.environ, os.environ.get("UNDERSTUDY_CONFIG"), command="drill"
-        ),
+        command: resolve(declared, {}, os.environ, file, command=command)
+        for command, declared in {"up": UP_OPTIONS, "drill": DRILL_OPTIONS}.items()
     }
     if as_json:
         document = {command: resolved.describe() for command, resolved in described.items()}
@@ -215,19 +197,18 @@ def _log_env() -> dict[str, str]:
     return {"LOG_FORMAT": "text"} if is_text else {}
 
 
-def _request(
+def _check_manifest_flags(
     config: Resolved,
     declared: Sequence[Option],
     arguments: tuple[str, ...],
     *,
     attach: bool = False,
-    backoff_max_s: float | None = None,
-) -> PodRequest | None:
-    """The manifest's pod, if -f is given. Flags that contradict it are refused."""
+) -> None:
+    """Refuse flags that contradict -f, or that require it."""
     if config["file"] is None:
         if config["set"]:
             raise UsageError("pod.needless_flag", "--set requires a manifest; add -f FILE")
-        return None
+        return
     given = [each for each in declared if config.origin(each.name) == "flag"]
     needless = [each.flag for each in given if each.name in NOT_WITH_MANIFEST]
     needless += ["--attach"] if attach else []
@@ -238,12 +219,41 @@ def _request(
             f"{', '.join(needless)} cannot be used with -f, where the manifest says what runs; use "
             "--set instead, or remove -f",
         )
-    return PodRequest(
-        Path(config["file"]),
-        Choices.of(config["set"]),
-        config["pid_namespaces"],
-        backoff_max_s,
-        _log_env(),
+
+
+def _pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> Prepare:
+    """The pod to start: a manifest's if -f is given."""
+    if config["file"] is None:
+        return partial(sessions.prepare_local, _local_pod(config, declared, arguments))
+    choices = Choices.of(config["set"])
+    backoff_max_s = config["restart_backoff_max"] if declared is UP_OPTIONS else None
+    request = PodRequest(
+        Path(config["file"]), choices, config["pid_namespaces"], backoff_max_s, _log_env()
+    )
+    return partial(manifest_pod.prepare, request)
+
+
+def _local_pod(
+    config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]
+) -> LocalPod:
+    pod = LocalPod(
+        Path(),
+        _model(config["model"]),
+        backend=config["backend"],
+        device_bytes=config["device_bytes"],
+        tensor_parallel=config["tensor_parallel"],
+        backend_args=arguments,
+    )
+    if declared is not UP_OPTIONS:
+        return pod
+    return replace(
+        pod,
+        ports=ports_of(config),
+        host=config["host"],
+        memory=config["memory"],
+        env=_log_env(),
+        http_host=config["http_host"],
+        pace=QUICK.up_to(config["restart_backoff_max"]),
     )
 
 

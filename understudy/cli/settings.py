@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from engine.messages import RANKS_MAX
-from plumbing.service.config import Option
+from plumbing.service.config import Option, Resolved
 from understudy.drill.records import check_target
 from understudy.manifest.values import read_choice
-from understudy.up.ports import ENGINE_PORT, GMS_PORT, LOCKSERVER_PORT, SERVICE_PORT
+from understudy.up.ports import ENGINE_PORT, GMS_PORT, LOCKSERVER_PORT, SERVICE_PORT, Ports
 
 DIRECTORY = "/run/understudy"  # DESIGN §9
 
@@ -129,3 +129,11 @@ NOT_WITH_MANIFEST = frozenset(
 )
 
 STATUS_OPTIONS = (DIR,)
+
+
+def ports_of(config: Resolved) -> Ports:
+    """The ports in `UP_OPTIONS`."""
+    service, lockserver, gms, engine = (
+        config[f"{part}_port"] for part in ("service", "lockserver", "gms", "engine")
+    )
+    return Ports(service, lockserver, gms, (engine, engine + 1))

@@ -31,11 +31,12 @@ BACKEND_ARGUMENTS = "--"  # an engine's flags end here
 class LocalPod:
     """What distinguishes one local pod from another.
 
-    `backend_args` go to the backend unchanged; `env` is added to every container's environment.
+    `model` None: a random one, still to be created. `backend_args` go to the backend unchanged;
+    `env` is added to every container's environment.
     """
 
     directory: Path
-    model: Path
+    model: Path | None
     ports: Ports = field(default_factory=Ports)
     backend: str = "reference"
     backend_args: tuple[str, ...] = ()
@@ -46,10 +47,6 @@ class LocalPod:
     env: Mapping[str, str] = field(default_factory=dict)
     http_host: str = "127.0.0.1"  # where probes and metrics listen
     pace: Pace = QUICK
-
-    @property
-    def service_url(self) -> str:
-        return f"http://{reachable(self.host)}:{self.ports.service}"
 
     def containers(self) -> list[Container]:
         """The pod, in the order in which it starts."""
@@ -125,7 +122,7 @@ def reachable(host: str) -> str:
     return "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
 
 
-def model_arguments(backend: str, model: Path, ranks: int) -> tuple[str, ...]:
+def model_arguments(backend: str, model: Path | None, ranks: int) -> tuple[str, ...]:
     """How `backend` is told what to serve, and over how many devices.
 
     One rank is every backend's default, also of those that do not know the flag.

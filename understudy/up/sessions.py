@@ -9,16 +9,16 @@ import asyncio
 import json
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.part.paths import engine_states
 from plumbing.service.clock import rfc3339
-from plumbing.service.config import Resolved
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
 from understudy.drill.killer import wait_whole
@@ -42,6 +42,21 @@ SETTLE_DEADLINE_S = 2.0  # connections close within milliseconds; what stays lon
 SETTLE_POLL_S = 0.05
 
 WATCHED = ("lockserver", "gms")  # their descriptors and memory must not grow with kills
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPod:
+    """A pod that can be started. `runtime`: the directory that its parts share, None if they are
+    not Understudy's; `conditions`: further facts for the report of a drill."""
+
+    containers: Sequence[Container]
+    runtime: Path | None
+    title: str = "a pod"
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Prepares a pod in a directory; says what is ignored. True: for a drill, beside other pods.
+Prepare = Callable[[Path, Say, bool], Awaitable[PreparedPod]]
 
 
 @dataclass(slots=True)
@@ -68,30 +83,32 @@ class DrillResult:
         write_page(path, data)
 
 
-async def stay_up(pod: LocalPod, model: Path | None, say: Say) -> None:
-    """Run `pod` until a signal; `say` gets its output and where to send requests."""
-    check_ports(pod.ports, pod.host, pod.http_host)
-    await refuse_second_pod(pod.directory)
-    # Engines' state files belong to the previous pod; the lock server keeps its tokens.
-    for state_file in pod.directory.glob("engine_*.json"):
-        state_file.unlink(missing_ok=True)
-    if model is None:
-        pod = await with_random_model(pod, pod.directory / "random-model")
-    await keep_up(pod.containers(), pod.directory / "log", pod.directory, say)
+async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bool) -> PreparedPod:
+    """Prepare the standard pod, with a random model unless it has one."""
+    if is_drilled:
+        pod = replace(pod, ports=free_pod_ports())
+    else:
+        check_ports(pod.ports, pod.host, pod.http_host)
+        await refuse_second_pod(directory)
+        # Engines' state files belong to the previous pod; the lock server keeps its tokens.
+        for state_file in engine_states(directory):
+            state_file.unlink(missing_ok=True)
+    pod = replace(pod, directory=directory)
+    if pod.model is None:
+        pod = await with_random_model(pod, directory / "random-model")
+    return PreparedPod(pod.containers(), directory)
 
 
-async def keep_up(
-    containers: Sequence[Container], log_dir: Path, directory: Path | None, say: Say
-) -> None:
-    """Run the containers until a signal. `directory` is shared by the parts of the pod; None: the
-    containers are not Understudy's."""
+async def stay_up(prepare: Prepare, directory: Path, say: Say) -> None:
+    """Run a pod in `directory` until a signal; `say` gets its output and where to send requests."""
+    pod = await prepare(directory, say, False)
 
     async def body() -> None:
-        for line in await _welcome(directory, containers) if directory is not None else ():
+        for line in await _welcome(pod.runtime, pod.containers) if pod.runtime is not None else ():
             say(line)
         await asyncio.Event().wait()
 
-    runner = PodRunner(containers, log_dir, say)
+    runner = PodRunner(pod.containers, directory / "log", say)
     inbox = SignalInbox()
     try:
         await run_pod(runner, body, inbox.get, say)
@@ -113,45 +130,34 @@ async def refuse_second_pod(directory: Path) -> None:
         )
 
 
-async def drill_own_pod(
-    model: Path | None,
-    config: Resolved,
-    plan: DrillPlan,
-    say: Say,
-    backend_args: Sequence[str] = (),
-) -> DrillResult | None:
+async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillResult | None:
     """Start a pod in a new directory and on free ports, drill it, stop it. None: interrupted.
 
-    `config`: the settings of `POD_OPTIONS`. The directory, with the containers' logs, is kept
-    unless the drill passes.
+    The directory, with the containers' logs, is kept if the drill was started and fails.
     """
-    base = Path(tempfile.mkdtemp(prefix="understudy-drill-"))
-    directory = base / "pod"
-    directory.mkdir(mode=0o700)
-    passed = False
+    directory = Path(tempfile.mkdtemp(prefix="understudy-"))
+    is_worth_keeping = False
     try:
-        pod = LocalPod(
-            directory,
-            model or Path(),
-            free_pod_ports(),
-            backend=config["backend"],
-            device_bytes=config["device_bytes"],
-            tensor_parallel=config["tensor_parallel"],
-            backend_args=tuple(backend_args),
-        )
-        if model is None:
-            pod = await with_random_model(pod, base / "model")
-        runner = PodRunner(pod.containers(), directory / "log")
-        say(f"starting a pod in {directory}")
-        drill = Drill(directory, plan, say, runner)
-        result = await run_drill(drill, runner, plan, say)
-        passed = result is None or result.report.passed
+        pod = await prepare(directory, say, True)
+        if pod.runtime is None:
+            raise UsageError(
+                "drill.no_directory",
+                f"no container of {pod.title} has UNDERSTUDY_DIR, so there is nothing to drill; "
+                "pass the manifest of an Understudy pod",
+            )
+        runner = PodRunner(pod.containers, directory / "log")
+        is_worth_keeping = True
+        say(f"starting {pod.title} in {directory}")
+        result = await run_drill(Drill(pod.runtime, plan, say, runner), runner, plan, say)
+        if result is not None:
+            result.conditions = dict(pod.conditions)
+        is_worth_keeping = result is not None and not result.report.passed
         return result
     finally:
-        if passed:
-            shutil.rmtree(base, ignore_errors=True)
-        else:
+        if is_worth_keeping:
             say(f"the logs are kept in {directory / 'log'}")
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillResult | None:
