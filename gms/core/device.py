@@ -7,7 +7,8 @@ what it alone kept) and `retire` (take the committed epoch out of service). It d
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gms.core import effects as fx
 from gms.core import events as ev

@@ -7,68 +7,60 @@ to the driver, whose completions come back as events, and records for the log.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from gms.core.events import JournalRecord
 from plumbing.errors import UnderstudyError
 from plumbing.wire.messages import Message
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(Struct, frozen=True):
     """Base of all effects."""
 
 
-@dataclass(frozen=True, slots=True)
-class Respond(Effect):
+class Respond(Effect, frozen=True):
     session: int
     request_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendMessage(Respond):
+class SendMessage(Respond, frozen=True):
     """Send `message`; with `allocated` goes the descriptor of the slab that was just created."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class GrantWriting(Respond):
+class GrantWriting(Respond, frozen=True):
     """Send `writing`: the epoch, its file and the room that it has."""
 
     epoch: str
 
 
-@dataclass(frozen=True, slots=True)
-class SendEpoch(Respond):
+class SendEpoch(Respond, frozen=True):
     """Send `attached`: manifest, sizes, read-only descriptors."""
 
     epoch: str
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseRequest(Respond):
+class RefuseRequest(Respond, frozen=True):
     """Send the error, then close the connection."""
 
     error: UnderstudyError
 
 
-@dataclass(frozen=True, slots=True)
-class OpenEpoch(Effect):
+class OpenEpoch(Effect, frozen=True):
     session: int
     epoch: str
 
 
-@dataclass(frozen=True, slots=True)
-class CreateSlab(Effect):
+class CreateSlab(Effect, frozen=True):
     session: int
     epoch: str
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class SealEpoch(Effect):
+class SealEpoch(Effect, frozen=True):
     """Check the manifest, then seal, which both take a while; then `Sealed` or `DriverFailed`."""
 
     session: int
@@ -76,8 +68,7 @@ class SealEpoch(Effect):
     manifest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class AdoptEpoch(Effect):
+class AdoptEpoch(Effect, frozen=True):
     """Check what the session offered and hold it; then `Adopted` or `DriverFailed`."""
 
     session: int
@@ -86,29 +77,25 @@ class AdoptEpoch(Effect):
     manifest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class DiscardOffer(Effect):
+class DiscardOffer(Effect, frozen=True):
     """Release what was adopted of an epoch, or is being adopted: its offer has broken off."""
 
     epoch: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unwatch(Effect):
+class Unwatch(Effect, frozen=True):
     """Stop watching the epoch's file: a session owns the epoch again."""
 
     epoch: str
 
 
-@dataclass(frozen=True, slots=True)
-class MarkHistory(Effect):
+class MarkHistory(Effect, frozen=True):
     """Mark the epoch's own file as out of service; nothing comes back."""
 
     epoch: str
 
 
-@dataclass(frozen=True, slots=True)
-class WriteJournal(Effect):
+class WriteJournal(Effect, frozen=True):
     """Put `record` on disk; then `Journalled` or `JournalFailed`, without a session `JournalKept`
     or `JournalBehind`."""
 
@@ -116,15 +103,13 @@ class WriteJournal(Effect):
     record: JournalRecord | None
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseEpoch(Effect):
+class ReleaseEpoch(Effect, frozen=True):
     """Close what we hold of it, then watch its file; `EpochFree` when no process holds that."""
 
     epoch: str
 
 
-@dataclass(frozen=True, slots=True)
-class RecordEvent(Effect):
+class RecordEvent(Effect, frozen=True):
     """One event of a type `gms.*` for the log of events."""
 
     type: str

@@ -9,8 +9,9 @@ completions of the effect of the same kind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from gms.manifest import LayoutHash
 from plumbing.errors import UnderstudyError
@@ -52,8 +53,7 @@ class EpochPhase(StrEnum):
     ORPHANED = "orphaned"  # left by an earlier server; a process may still map it
 
 
-@dataclass(frozen=True, slots=True)
-class JournalRecord:
+class JournalRecord(Struct, frozen=True):
     """The journal's record of the committed epoch: enough to check it when it is handed back."""
 
     epoch: str
@@ -66,18 +66,15 @@ class JournalRecord:
     previous: JournalRecord | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceEvent:
+class DeviceEvent(Struct, frozen=True):
     """Base of all events."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionEvent(DeviceEvent):
+class SessionEvent(DeviceEvent, frozen=True):
     session: int
 
 
-@dataclass(frozen=True, slots=True)
-class Received(SessionEvent):
+class Received(SessionEvent, frozen=True):
     """A message from a client, which need not have a session, with facts from the kernel."""
 
     request_id: int
@@ -86,118 +83,94 @@ class Received(SessionEvent):
     is_mapped: bool = False  # for `drop`: some process holds the committed epoch's file
 
 
-@dataclass(frozen=True, slots=True)
-class EpochOpened(SessionEvent):
+class EpochOpened(SessionEvent, frozen=True):
     """The epoch's file exists."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlabCreated(SessionEvent):
+class SlabCreated(SessionEvent, frozen=True):
     """The requested slab exists."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed(SessionEvent):
+class Sealed(SessionEvent, frozen=True):
     """The manifest is valid and every slab is sealed: no process can write any more."""
 
     tensors: int
 
 
-@dataclass(frozen=True, slots=True)
-class Journalled(SessionEvent):
+class Journalled(SessionEvent, frozen=True):
     """The record is on disk."""
 
 
-@dataclass(frozen=True, slots=True)
-class JournalFailed(SessionEvent):
+class JournalFailed(SessionEvent, frozen=True):
     """The record could not be written; the machine retries."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Adopted(SessionEvent):
+class Adopted(SessionEvent, frozen=True):
     """The offered memory passed its checks, and the driver holds it."""
 
     tensors: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceFull(SessionEvent):
+class DeviceFull(SessionEvent, frozen=True):
     """The driver has no memory for the requested slab; other processes may release some."""
 
     error: UnderstudyError
 
 
-@dataclass(frozen=True, slots=True)
-class DriverFailed(SessionEvent):
+class DriverFailed(SessionEvent, frozen=True):
     """A driver call for this session failed for good."""
 
     error: UnderstudyError
 
 
-@dataclass(frozen=True, slots=True)
-class Closed(SessionEvent):
+class Closed(SessionEvent, frozen=True):
     """The connection has ended: the process died, or left."""
 
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class EpochFree(DeviceEvent):
+class EpochFree(DeviceEvent, frozen=True):
     """No process holds the file of this epoch any more, and our own copy is freed."""
 
     epoch: str
 
 
-@dataclass(frozen=True, slots=True)
-class JournalKept(DeviceEvent):
+class JournalKept(DeviceEvent, frozen=True):
     """A record that no session waits for is on disk."""
 
 
-@dataclass(frozen=True, slots=True)
-class JournalBehind(DeviceEvent):
+class JournalBehind(DeviceEvent, frozen=True):
     """A record that no session waits for could not be written: the journal is out of date."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class HoldersSeen(DeviceEvent):
+class HoldersSeen(DeviceEvent, frozen=True):
     """The processes that have the file of a releasing or orphaned epoch open, where visible."""
 
     epoch: str
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed(DeviceEvent):
+class DeadlinePassed(DeviceEvent, frozen=True):
     """`DeviceMachine.next_deadline_ms` has come."""
 
 
 # The machine's own verdicts on a session: rows of its table, never accepted from a shell.
 
 
-@dataclass(frozen=True, slots=True)
-class GrantedRead(SessionEvent):
-    pass
+class GrantedRead(SessionEvent, frozen=True): ...
 
 
-@dataclass(frozen=True, slots=True)
-class GrantedWrite(SessionEvent):
-    pass
+class GrantedWrite(SessionEvent, frozen=True): ...
 
 
-@dataclass(frozen=True, slots=True)
-class SessionRefused(SessionEvent):
-    pass
+class SessionRefused(SessionEvent, frozen=True): ...
 
 
-@dataclass(frozen=True, slots=True)
-class Rejoined(SessionEvent):
-    pass
+class Rejoined(SessionEvent, frozen=True): ...
 
 
-@dataclass(frozen=True, slots=True)
-class AskedToOffer(SessionEvent):
-    pass
+class AskedToOffer(SessionEvent, frozen=True): ...

@@ -10,7 +10,8 @@ owner may still be mapped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gms import messages as msg
 from gms.core import capacity
@@ -25,25 +26,21 @@ from gms.core.state import Epoch, Session
 from plumbing.errors import InvariantError, UnderstudyError
 
 
-@dataclass(frozen=True, slots=True)
-class GrantRead:
+class GrantRead(Struct, frozen=True):
     """Grant RO on the committed epoch."""
 
 
-@dataclass(frozen=True, slots=True)
-class GrantWrite:
+class GrantWrite(Struct, frozen=True):
     """Grant RW: a staging epoch of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deny:
+class Deny(Struct, frozen=True):
     """Waiting cannot help: an error, at once."""
 
     error: UnderstudyError
 
 
-@dataclass(frozen=True, slots=True)
-class KeepWaiting:
+class KeepWaiting(Struct, frozen=True):
     """Not yet; `reason` is a code, `message` a sentence that names what the session waits for."""
 
     reason: str

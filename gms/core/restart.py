@@ -11,7 +11,7 @@ counter shows it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 DEATHS_MAX = 5  # in a row: 0 + 0.5 + 1 + 2 s of back-off and five start-ups, about ten seconds
 LONG_LIFE_MS = 10_000.0  # a server that lived longer did not die of how it was started
@@ -22,15 +22,13 @@ SIGKILL = 9  # signal(7); a core does not import the module
 USAGE_EXIT_CODE = 2
 
 
-@dataclass(frozen=True, slots=True)
-class StartAgain:
+class StartAgain(Struct, frozen=True):
     """Restart it after `delay_ms`."""
 
     delay_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(Struct, frozen=True):
     """End the container with this exit code."""
 
     exit_code: int

@@ -22,6 +22,10 @@ from plumbing.wire.messages import Message, type_of
 
 SessionInput = type[ev.SessionEvent] | type[Message]
 
+# The states in which a driver call for the session is under way, and those that may be refused.
+CALLS_DRIVER = (S.OPENING, S.ALLOCATING, S.SEALING, S.ADOPTING)
+REFUSABLE = (S.WAITING, S.WRITING, S.ALLOCATING, S.REJOINING, S.OFFERING, S.ADOPTING)
+
 SESSION_TRANSITIONS: Mapping[tuple[S, SessionInput], S] = {
     (S.OPEN, msg.AttachMsg): S.WAITING,
     (S.WAITING, ev.GrantedRead): S.READING,
@@ -43,16 +47,8 @@ SESSION_TRANSITIONS: Mapping[tuple[S, SessionInput], S] = {
     (S.REJOINING, ev.AskedToOffer): S.OFFERING,
     (S.OFFERING, msg.OfferMsg): S.ADOPTING,
     (S.ADOPTING, ev.Adopted): S.READING,
-    (S.OPENING, ev.DriverFailed): S.CLOSED,
-    (S.ALLOCATING, ev.DriverFailed): S.CLOSED,
-    (S.SEALING, ev.DriverFailed): S.CLOSED,
-    (S.ADOPTING, ev.DriverFailed): S.CLOSED,
-    (S.WAITING, ev.SessionRefused): S.CLOSED,
-    (S.WRITING, ev.SessionRefused): S.CLOSED,
-    (S.ALLOCATING, ev.SessionRefused): S.CLOSED,
-    (S.REJOINING, ev.SessionRefused): S.CLOSED,
-    (S.OFFERING, ev.SessionRefused): S.CLOSED,
-    (S.ADOPTING, ev.SessionRefused): S.CLOSED,
+    **{(state, ev.DriverFailed): S.CLOSED for state in CALLS_DRIVER},
+    **{(state, ev.SessionRefused): S.CLOSED for state in REFUSABLE},
     **{(state, ev.Closed): S.CLOSED for state in S if state is not S.CLOSED},
 }
 

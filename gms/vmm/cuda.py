@@ -173,13 +173,6 @@ class CudaReservation(FilledRange):
             access = self._memory.access(writable=writable)
             self._call("MemSetAccess", address, size_bytes, [access], 1)
 
-    def _check_mapped(self, offset_bytes: int, size_bytes: int) -> None:
-        if offset_bytes < 0 or offset_bytes + size_bytes > self.mapped_bytes:
-            raise InvariantError(
-                f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not mapped: only the "
-                f"first {self.mapped_bytes} are"
-            )
-
 
 class CudaMemory:
     """The `cuda` kind of memory, of the one device called `device_uuid`."""

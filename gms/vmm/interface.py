@@ -26,7 +26,6 @@ class Allocation(Protocol):
 
     def fileno(self) -> int:
         """Lend the descriptor by which it is held."""
-        ...
 
     def export(self, *, writable: bool) -> OwnedFd:
         """A descriptor for another process, which the caller owns.
@@ -34,7 +33,6 @@ class Allocation(Protocol):
         Raises:
             InvariantError: writable, of memory that is sealed or was imported read-only.
         """
-        ...
 
     def seal(self) -> None:
         """Make it read-only for every process, permanently.
@@ -45,7 +43,6 @@ class Allocation(Protocol):
         Raises:
             UnderstudyError: `gms.still_writable`, a process has a writable mapping.
         """
-        ...
 
     def check(self, name: str) -> None:
         """Check memory from another process: its size is right, it is not writable, and it was
@@ -57,11 +54,9 @@ class Allocation(Protocol):
         Raises:
             UnderstudyError: `gms.bad_slab`.
         """
-        ...
 
     def release(self) -> None:
         """Release it. The last holder's release frees, which takes time: never on a loop."""
-        ...
 
 
 def release_all(allocations: Iterable[Allocation]) -> None:
@@ -87,31 +82,24 @@ class Reservation(Protocol):
             InvariantError: they do not fit, or are of another kind.
             UnderstudyError: `gms.driver_failed`.
         """
-        ...
 
     def make_read_only(self) -> None:
         """Make every mapping read-only in place; drops every right to write."""
-        ...
 
     def unmap(self) -> None:
         """Unmap everything; the addresses stay."""
-        ...
 
     def free(self) -> None:
         """Unmap everything and release the addresses."""
-        ...
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
         """A copy of what is mapped there; works on device memory too."""
-        ...
 
     def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
         """Copy `data` there, completely; works on device memory too."""
-        ...
 
     def clear(self) -> None:
         """Zero everything that is mapped, which must be writable."""
-        ...
 
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         """What is mapped there, in place; read-only where the mapping is.
@@ -121,7 +109,6 @@ class Reservation(Protocol):
         Raises:
             UnderstudyError: `gms.not_host_memory`, this process cannot address a device's memory.
         """
-        ...
 
 
 class FilledRange:
@@ -164,7 +151,6 @@ class DeviceMemory(Protocol):
             UnderstudyError: `gms.device_full`, too little is left; `gms.driver_failed`, with the
                 driver's reason.
         """
-        ...
 
     def adopt(self, fd: OwnedFd, size_bytes: int) -> Allocation:
         """Memory of another process; takes `fd`.
@@ -172,12 +158,9 @@ class DeviceMemory(Protocol):
         Raises:
             UnderstudyError: `gms.bad_slab`, it is not memory of that size.
         """
-        ...
 
     def reserve(self, size_bytes: int) -> Reservation:
         """A free range of addresses."""
-        ...
 
     def facts(self) -> dict[str, Any]:
         """Facts about the driver, for status; plain data."""
-        ...

@@ -41,15 +41,12 @@ class AddressRange(Protocol):
 
     def scratch(self) -> None:
         """From parked: make all of it usable for warm-up."""
-        ...
 
     def park(self) -> None:
         """Release all memory."""
-        ...
 
     def take(self, deadline_s: float) -> None:
         """From parked: take zeroed memory, or raise and stay parked."""
-        ...
 
     def resident_bytes(self) -> int: ...
 
