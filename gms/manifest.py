@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import Any, NewType
+from typing import Annotated, NewType
 
-import msgpack
+from msgspec import Meta, Raw, Struct, msgpack
 
 from plumbing.errors import ProtocolError
 
@@ -42,17 +41,24 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
+# A list of integers may be small on the wire and large in memory, so its length has a limit.
+Dimensions = Annotated[tuple[int, ...], Meta(max_length=TENSORS_MAX)]
+
+
+class TensorRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One tensor: `offset` from the start of the epoch and `nbytes` in bytes, `shape` and
     `strides` in elements. It may span slabs, which are mapped side by side."""
 
     name: str
     offset: int
     nbytes: int
-    shape: tuple[int, ...]
+    shape: Dimensions
     dtype: str
-    strides: tuple[int, ...] | None = None  # None: C-contiguous
+    strides: Dimensions | None = None  # None: C-contiguous
+
+
+_RECORD = msgpack.Decoder(TensorRecord)  # coerces nothing: `true` is not an integer
+_ROWS = msgpack.Decoder(Annotated[list[Raw], Meta(max_length=TENSORS_MAX)])
 
 
 class WeightsManifest(Mapping[str, TensorRecord]):
@@ -63,27 +69,23 @@ class WeightsManifest(Mapping[str, TensorRecord]):
         self.encoded = encoded
 
     @cached_property
-    def _rows(self) -> dict[str, tuple[Any, ...]]:
-        return {row[0]: row for row in msgpack.unpackb(self.encoded, use_list=False)}
+    def _records(self) -> dict[str, TensorRecord]:
+        return {record.name: record for record in map(_RECORD.decode, _ROWS.decode(self.encoded))}
 
     def __getitem__(self, name: str) -> TensorRecord:
-        return TensorRecord(*self._rows[name])
+        return self._records[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
+        return iter(self._records)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._records)
 
 
 def encode(records: Iterable[TensorRecord]) -> bytes:
     """The one encoding of a manifest with these records."""
-    rows = [(r.name, r.offset, r.nbytes, r.shape, r.dtype, r.strides) for r in records]
-    packer = msgpack.Packer()
-    parts = [packer.pack_array_header(len(rows))]
     # Row by row, as in `_decode`: packing megabytes in one call would block all other threads.
-    parts += [packer.pack(row) for row in rows]
-    return b"".join(parts)
+    return msgpack.encode([Raw(msgpack.encode(record)) for record in records])
 
 
 def check_size(manifest: bytes) -> None:
@@ -103,7 +105,7 @@ def check_size(manifest: bytes) -> None:
 
 def layout_hash(slab_sizes: Sequence[int], manifest: bytes) -> LayoutHash:
     """SHA-256, in hex, of an epoch's memory: the slabs' sizes, then the manifest's bytes."""
-    hashed = hashlib.sha256(msgpack.packb(list(slab_sizes)))
+    hashed = hashlib.sha256(msgpack.encode(list(slab_sizes)))
     hashed.update(manifest)
     return LayoutHash(hashed.hexdigest())
 
@@ -133,39 +135,22 @@ def check_manifest(manifest: bytes, slab_sizes: Sequence[int]) -> int:
 
 def _decode(manifest: bytes) -> list[TensorRecord]:
     try:
-        # No maps and no extensions: empty ones take seventy times their size in memory.
-        limits = {"max_array_len": TENSORS_MAX, "max_map_len": 0, "max_ext_len": 0}
-        unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=len(manifest), **limits)
-        unpacker.feed(manifest)
-        count = unpacker.read_array_header()
-        if count > TENSORS_MAX:
-            raise _bad(f"it lists {count} tensors and the limit is {TENSORS_MAX}")
-        records = [_record(unpacker.unpack()) for _ in range(count)]
-    except ProtocolError:
-        raise
-    except Exception as error:  # msgpack raises a dozen unrelated classes on bad input
-        raise _bad(f"it is not a MessagePack array ({error})") from error
+        rows = _ROWS.decode(manifest)
+    except (ValueError, RecursionError) as error:
+        what = f"it is not a MessagePack array of at most {TENSORS_MAX} tensors ({error})"
+        raise _bad(what) from error
+    records = [_record(index, row) for index, row in enumerate(rows)]
     if encode(records) != manifest:  # one layout has one encoding, and so one hash
         raise _bad("its encoding is not the canonical one")
     return records
 
 
-def _record(row: Any) -> TensorRecord:
-    """A row, if all its types are right: nothing is coerced, `true` is not an integer."""
-    match row:
-        case (name, offset, nbytes, shape, dtype, strides) if (
-            type(row) is tuple
-            and type(name) is type(dtype) is str
-            and type(offset) is type(nbytes) is int
-            and _are_integers(shape)
-            and (strides is None or _are_integers(strides))
-        ):
-            return TensorRecord(name, offset, nbytes, shape, dtype, strides)
-    raise _bad(f"{str(row)[:80]} is not a tensor's name, offset, nbytes, shape, dtype and strides")
-
-
-def _are_integers(value: Any) -> bool:
-    return type(value) is tuple and all(type(item) is int for item in value)
+def _record(index: int, row: Raw) -> TensorRecord:
+    try:
+        return _RECORD.decode(row)
+    except (ValueError, RecursionError) as error:
+        what = "is not a tensor's name, offset, nbytes, shape, dtype and strides"
+        raise _bad(f"row {index} {what} ({error})") from error
 
 
 def _check_record(record: TensorRecord, size_bytes: int) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from gms import messages as msg
 from gms.client.attachment import Attachment
