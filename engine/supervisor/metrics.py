@@ -33,19 +33,15 @@ class EngineMetrics:
             "engine_state",
             "The engine's state; one of them is 1.",
             states,
-            ("engine_id", "role"),
             {"engine_id": (engine,), "role": (role,)},
         )
         self._entered = page.gauge(
             "engine_state_entered_timestamp_seconds",
             "When the engine entered its state.",
-            ("engine_id",),
             {"engine_id": (engine,)},
         )
         self._transitions = page.counter(
-            "engine_transitions_total",
-            "Changes of state.",
-            ("engine_id", "from_state", "to_state"),
+            "engine_transitions_total", "Changes of state.", ("engine_id", "from_state", "to_state")
         )
         for (source, _), row in TRANSITIONS.items():
             if source is not row.target:
@@ -53,7 +49,6 @@ class EngineMetrics:
         self._durations = page.histogram(
             "engine_state_duration_seconds",
             "How long each state lasted.",
-            ("state",),
             {"state": states},
             buckets=STATE_BUCKETS_S,
         )
@@ -72,21 +67,16 @@ class EngineMetrics:
         self._lost = page.counter(
             "engine_lock_lost_total",
             "Deaths of this engine because it lost the lock, its lease or another member.",
-            ("reason",),
             {"reason": LOST},
         )
         self._phases = page.histogram(
             "failover_phase_duration_seconds",
             "Phases of a failover as this process sees them: wake and serve, and detect of a"
             " rehearsed death; the lock server measures fence and grant.",
-            ("phase",),
             {"phase": PHASES},
         )
         self._canaries = page.counter(
-            "engine_canary_total",
-            "Canary inferences by result.",
-            ("result",),
-            {"result": ("ok", "failed")},
+            "engine_canary_total", "Canary inferences by result.", {"result": ("ok", "failed")}
         )
         self._in_flight = page.gauge(
             "engine_inflight_requests", "Requests in flight in the backend."
@@ -94,7 +84,6 @@ class EngineMetrics:
         self._rejected = page.counter(
             "engine_rejected_requests_total",
             "Requests that the backend refused.",
-            ("reason",),
             {"reason": ("backend",)},
         )
         self._rejected_known = 0

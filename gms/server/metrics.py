@@ -15,12 +15,7 @@ from plumbing.service.metrics import Metrics
 
 STATES = ("empty", "staging", "committed", "recovering", "down")
 MODES = ("rw", "ro", "waiting")
-COUNTERS = (
-    "exports_total",
-    "reclaims_total",
-    "oom_waits_total",
-    "protocol_errors_total",
-)
+COUNTERS = ("exports_total", "reclaims_total", "oom_waits_total", "protocol_errors_total")
 EVENTS = {"gms.recovered": "recoveries_total", "gms.condemned": "condemnations_total"}
 
 
@@ -34,32 +29,18 @@ class GmsMetrics:
         one = {"device_uuid": devices}
         m = self.metrics
         self._sessions = m.gauge(
-            "gms_sessions",
-            "Attached sessions and waiting ones, by mode.",
-            ("device_uuid", "mode"),
-            {**one, "mode": MODES},
+            "gms_sessions", "Attached sessions and waiting ones, by mode.", {**one, "mode": MODES}
         )
-        self._state = m.one_hot(
-            "gms_epoch_state", "State of the device's memory.", STATES, ("device_uuid", "tag"), both
-        )
-        bytes_labels = ("device_uuid", "tag")
+        self._state = m.one_hot("gms_epoch_state", "State of the device's memory.", STATES, both)
         self._allocated = m.gauge(
-            "gms_allocated_bytes", "Memory of all epochs, shared by readers.", bytes_labels, both
+            "gms_allocated_bytes", "Memory of all epochs, shared by readers.", both
         )
-        self._exported = m.gauge(
-            "gms_exported_bytes", "Memory of the committed epoch.", bytes_labels, both
-        )
-        self._capacity = m.gauge(
-            "gms_capacity_bytes", "What the device may hold.", bytes_labels, both
-        )
-        self._fds = m.gauge(
-            "gms_open_fds", "Open descriptors of the device's server.", ("device_uuid",), one
-        )
-        self._restarts = m.counter(
-            "gms_restarts_total", "Restarts of the device's server.", ("device_uuid",), one
-        )
+        self._exported = m.gauge("gms_exported_bytes", "Memory of the committed epoch.", both)
+        self._capacity = m.gauge("gms_capacity_bytes", "What the device may hold.", both)
+        self._fds = m.gauge("gms_open_fds", "Open descriptors of the device's server.", one)
+        self._restarts = m.counter("gms_restarts_total", "Restarts of the device's server.", one)
         self._counters = {
-            name: m.counter(f"gms_{name}", _HELP[name], ("device_uuid",), one)
+            name: m.counter(f"gms_{name}", _HELP[name], one)
             for name in (*COUNTERS, *EVENTS.values())
         }
         self._seen: dict[tuple[str, str], int] = {}

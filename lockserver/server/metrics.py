@@ -32,10 +32,10 @@ class LockMetrics:
         known = {"lock": locks}
 
         def gauge(name: str, text: str) -> Gauge:
-            return metrics.gauge(name, text, ("lock",), known)
+            return metrics.gauge(name, text, known)
 
         def counter(name: str, text: str, label: str, values: tuple[str, ...]) -> Counter:
-            return metrics.counter(name, text, ("lock", label), {**known, label: values})
+            return metrics.counter(name, text, {**known, label: values})
 
         self._held = gauge("lock_held", "1 while the lock is held.")
         self._token = gauge("lock_token", "The token of the lock's holder, 0 without one.")
@@ -70,7 +70,7 @@ class LockMetrics:
             "lock_write_problem", "1 while grants cannot be written to the state file."
         )
         self._wait = metrics.histogram(
-            "lock_wait_duration_seconds", "From the request to the grant.", ("lock",), known
+            "lock_wait_duration_seconds", "From the request to the grant.", known
         )
         self._sync = metrics.histogram(
             "lock_state_sync_duration_seconds", "One write of the state file, with its sync."
@@ -78,13 +78,12 @@ class LockMetrics:
         self._phases = metrics.histogram(
             "failover_phase_duration_seconds",
             "The phases of a takeover that this process sees.",
-            ("phase",),
             {"phase": PHASES},
         )
         text = "The lock's state; in releasing and recovering no engine is granted it."
-        self._state = metrics.one_hot("lock_state", text, tuple(LockState), ("lock",), known)
+        self._state = metrics.one_hot("lock_state", text, tuple(LockState), known)
         text = "The lock's service socket."
-        self._services = metrics.one_hot("lock_service_state", text, STATES, ("lock",), known)
+        self._services = metrics.one_hot("lock_service_state", text, STATES, known)
 
     def synced(self, seconds: float) -> None:
         self._sync.observe(seconds)

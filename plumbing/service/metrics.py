@@ -39,7 +39,7 @@ DURATION_BUCKETS_S = (
 # A `_created` series per counter doubles the page and nothing here restarts a counter by itself.
 disable_created_metrics()  # type: ignore[no-untyped-call] # the library has no annotation here
 
-Values = Mapping[str, Sequence[str]]
+Labels = Mapping[str, Sequence[str]] | Sequence[str]  # with their known values, or only names
 M = TypeVar("M", Gauge, Counter, Histogram)
 
 
@@ -66,8 +66,8 @@ class OneHot:
 class Metrics:
     """The metrics of one process. Names are given without the `understudy_` prefix.
 
-    `values` names the known values of the labels, `{"lock": ("active", "loader")}`: their product
-    is exported as zeros from the start. Leave out metrics whose labels are not known yet, and call
+    Labels are given with their known values, `{"lock": ("active", "loader")}`, whose product is
+    exported as zeros from the start; or by name only where values are not known yet: call
     `.labels(…)` once when they are. `limits` are the limits that `limit_hits` will name.
     """
 
@@ -82,57 +82,40 @@ class Metrics:
         )
         self.build_info()
         self.limit_hits = self.counter(
-            "limit_hits_total",
-            "Number of times a limit was reached, by limit.",
-            ("limit",),
-            {"limit": limits},
+            "limit_hits_total", "Number of times a limit was reached, by limit.", {"limit": limits}
         )
 
-    def gauge(
-        self,
-        name: str,
-        help_text: str,
-        labels: Sequence[str] = (),
-        values: Values | None = None,
-    ) -> Gauge:
-        metric = Gauge(name, help_text, labels, namespace=PREFIX, registry=self.registry)
-        return _with_zeros(metric, labels, values)
+    def gauge(self, name: str, help_text: str, labels: Labels = ()) -> Gauge:
+        metric = Gauge(name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry)
+        return _with_zeros(metric, labels)
 
-    def counter(
-        self,
-        name: str,
-        help_text: str,
-        labels: Sequence[str] = (),
-        values: Values | None = None,
-    ) -> Counter:
+    def counter(self, name: str, help_text: str, labels: Labels = ()) -> Counter:
         """A counter; `_total` is appended where `name` lacks it."""
-        metric = Counter(name, help_text, labels, namespace=PREFIX, registry=self.registry)
-        return _with_zeros(metric, labels, values)
+        metric = Counter(name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry)
+        return _with_zeros(metric, labels)
 
     def histogram(
         self,
         name: str,
         help_text: str,
-        labels: Sequence[str] = (),
-        values: Values | None = None,
+        labels: Labels = (),
         buckets: Sequence[float] = DURATION_BUCKETS_S,
     ) -> Histogram:
+        names = tuple(labels)
         metric = Histogram(
-            name, help_text, labels, namespace=PREFIX, registry=self.registry, buckets=buckets
+            name, help_text, names, namespace=PREFIX, registry=self.registry, buckets=buckets
         )
-        return _with_zeros(metric, labels, values)
+        return _with_zeros(metric, labels)
 
     def one_hot(
         self,
         name: str,
         help_text: str,
         states: Sequence[str],
-        labels: Sequence[str] = (),
-        values: Values | None = None,
+        labels: Mapping[str, Sequence[str]] | None = None,
     ) -> OneHot:
         """A state as gauges labelled `state`, beside `labels`."""
-        known = {**(values or {}), "state": tuple(states)}
-        return OneHot(self.gauge(name, help_text, (*labels, "state"), known), states)
+        return OneHot(self.gauge(name, help_text, {**(labels or {}), "state": states}), states)
 
     def build_info(self, driver: str = "none") -> None:
         """Export the version; called again once the GPU driver's version is known."""
@@ -145,10 +128,10 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def _with_zeros(metric: M, labels: Sequence[str], values: Values | None) -> M:
+def _with_zeros(metric: M, labels: Labels) -> M:
     """`metric`, exporting zeros for every combination of the labels' known values."""
-    if labels and values is not None and all(label in values for label in labels):
-        for known in itertools.product(*(values[label] for label in labels)):
+    if labels and isinstance(labels, Mapping):
+        for known in itertools.product(*labels.values()):
             metric.labels(*known)
     return metric
 

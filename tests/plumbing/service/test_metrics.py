@@ -27,10 +27,10 @@ def test_known_label_values_are_zeros_before_anything_happened():
     """Goal: never absent; method: scrape at once, every kind of metric."""
     metrics = Metrics(limits=("frame_bytes",))
     locks = {"lock": ("active", "loader")}
-    metrics.gauge("lock_held", "h", ("lock",), locks)
-    metrics.counter("lock_grants_total", "h", ("lock",), locks)
+    metrics.gauge("lock_held", "h", locks)
+    metrics.counter("lock_grants_total", "h", locks)
     metrics.counter("gms_commits", "h")
-    metrics.histogram("lock_wait_duration_seconds", "h", ("lock",), locks)
+    metrics.histogram("lock_wait_duration_seconds", "h", locks)
     for lock in locks["lock"]:
         assert value(metrics, "understudy_lock_held", lock=lock) == 0
         assert value(metrics, "understudy_lock_grants_total", lock=lock) == 0
@@ -53,7 +53,7 @@ def test_one_hot_has_every_state_and_at_most_one():
     """Goal: `{state="…"}` sums to one; method: set two states in turn, for two engines."""
     metrics = Metrics()
     known = {"engine_id": ("engine-0", "engine-1")}
-    state = metrics.one_hot("engine_state", "h", ("init", "standby"), ("engine_id",), known)
+    state = metrics.one_hot("engine_state", "h", ("init", "standby"), known)
 
     def seen(engine):
         return {
