@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gms.client import messages as gms_messages
-from plumbing.part.paths import engine_sockets
+from plumbing.part.paths import gms_socket
 from tests.e2e.pods import AS_USERS_RUN_IT, GRACE_S, WHOLE_DEADLINE_S
 from tests.e2e.processes import Processes, kill, pod_ports
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
@@ -25,7 +25,7 @@ from tests.helpers import POLL_S
 from understudy.drill.killer import wait_whole
 from understudy.drill.records import TARGETS
 from understudy.kubelet.runner import PodRunner
-from understudy.status.gather import engine_status, status_of
+from understudy.status.gather import PodPart, engine_parts, status_of
 from understudy.up.local_pod import LocalPod
 
 
@@ -86,13 +86,13 @@ async def running(pod: LocalPod, names: str) -> AsyncIterator[None]:
 
 
 async def device(pod: LocalPod, name: str) -> Mapping[str, Any]:
-    path = str(pod.directory / f"gms_{name}_weights.sock")
-    return await status_of(name, path, gms_messages.CATALOGUE, gms_messages.StatusMsg())
+    path = gms_socket(str(pod.directory), name)
+    return await status_of(PodPart(name, path, gms_messages.CATALOGUE))
 
 
 async def engine(pod: LocalPod, name: str) -> Mapping[str, Any]:
-    path = engine_sockets(pod.directory).get(name, "")
-    return await engine_status(name, path) if path else {}
+    found = [part for part in engine_parts(pod.directory) if part.name == name]
+    return await status_of(found[0]) if found else {}
 
 
 def loads_of(pod: LocalPod) -> list[str]:

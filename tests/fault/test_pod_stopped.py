@@ -9,7 +9,7 @@ from tests.e2e.pods import Pod, PodHome
 from tests.e2e.processes import Processes, kill
 from tests.fault.conftest import SILENT_MS
 from tests.helpers import auntil
-from understudy.status.gather import lock_status
+from understudy.status.gather import lockserver_part, status_of
 
 STATUS_ASKED = 20  # after the window: how often nobody may have been granted
 
@@ -21,7 +21,9 @@ def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(home: PodHome
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
         incarnation = (await pod.engine(before.engine))["engine"]["incarnation"]
-        granted = (await lock_status(pod.directory))["token"]  # one number per grant, of any lock
+        granted = (await status_of(lockserver_part(pod.directory)))[
+            "token"
+        ]  # one number per grant, of any lock
         tree = pod.tree(before.engine)
         with Processes(tree) as holder:
             async with pod.load() as load:
@@ -37,7 +39,7 @@ def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(home: PodHome
                     after = await pod.whole()
                 assert not grants.made
                 assert (after.engine, after.token) == (before.engine, before.token)
-                assert (await lock_status(pod.directory))["token"] == granted
+                assert (await status_of(lockserver_part(pod.directory)))["token"] == granted
                 assert load.tokens() == {before.token}
                 assert not load.lost()
                 assert not load.refused()
@@ -50,7 +52,7 @@ async def nobody_is_granted(pod: Pod, granted: int, tree: list[int]) -> None:
     """Past the window: `recovering`, unresponsive, the processes to kill are named, token kept."""
 
     async def overdue():
-        lock = (await lock_status(pod.directory)).get("locks", {}).get("active", {})
+        lock = (await status_of(lockserver_part(pod.directory))).get("locks", {}).get("active", {})
         return lock if lock and lock["holder"]["unresponsive"] else None
 
     while (lock := await overdue()) is None:
@@ -61,7 +63,7 @@ async def nobody_is_granted(pod: Pod, granted: int, tree: list[int]) -> None:
     assert {each["pid"] for each in lock["waiting_for"]} == backend
     assert all(f"pid {pid} (" in lock["problem"] for pid in backend)
     for _ in range(STATUS_ASKED):
-        document = await lock_status(pod.directory)
+        document = await status_of(lockserver_part(pod.directory))
         assert document["token"] == granted
         assert document["locks"]["active"]["state"] == "recovering"
         assert [each["engine"] for each in document["locks"]["active"]["waiters"]]
@@ -86,7 +88,7 @@ def test_stopped_lock_server_costs_nothing(home: PodHome):
                     await load.answers()
                 assert not grants.made
             assert after == before
-            lock = (await lock_status(pod.directory))["locks"]["active"]
+            lock = (await status_of(lockserver_part(pod.directory)))["locks"]["active"]
             assert (lock["state"], lock["problem"]) == ("held", None)
             assert load.tokens() == {before.token}
             assert not load.lost()

@@ -278,8 +278,7 @@ def _refuse_with_upgrade(config: Resolved, *, attach: bool) -> None:
         raise UsageError(
             "drill.needless_flag",
             f"{', '.join(needless)} cannot be used with --upgrade, which starts its own pod and "
-            "has no"
-            " kills; to upgrade a running pod, follow docs/operations.md",
+            "has no kills; to upgrade a running pod, follow docs/operations.md",
         )
 
 

@@ -32,12 +32,7 @@ POD_OPTIONS = (
         "Memory to use per device; 4GiB of host memory, or all of a GPU, unless given.",
     ),
     Option(
-        "tensor_parallel",
-        int,
-        1,
-        "Number of devices per engine.",
-        minimum=1,
-        maximum=RANKS_MAX,
+        "tensor_parallel", int, 1, "Number of devices per engine.", minimum=1, maximum=RANKS_MAX
     ),
 )
 

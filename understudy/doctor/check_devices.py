@@ -106,8 +106,7 @@ def sharing_mode(facts: PodFacts) -> Finding:
     if facts.mps is not None:
         return warned(
             f"the Multi-Process Service is in use ({facts.mps}): a fault in one client kills all "
-            "of "
-            "them, the standby along with the active engine",
+            "of them, the standby along with the active engine",
             "run the pod without MPS: unset CUDA_MPS_PIPE_DIRECTORY, stop the daemon",
         )
     return passed("compute mode is default, no Multi-Process Service found")
@@ -119,8 +118,7 @@ def memory_outside(facts: PodFacts) -> Finding:
         return failed(
             f"processes outside the pod hold its weights: {_held(facts.slabs)}",
             "find out what they are (an engine that lost its supervisor?) and kill them; the "
-            "memory is "
-            "freed when the last one exits",
+            "memory is freed when the last one exits",
         )
     devices = facts.gpus_served() or [u for uuids in facts.named.values() for u in uuids]
     strangers = [

@@ -21,15 +21,7 @@ from plumbing.part.paths import gms_sockets
 from plumbing.service import procfs
 from plumbing.wire.peer import SO_PEERPIDFD
 from understudy.doctor import probe_devices, probe_directory
-from understudy.doctor.facts import (
-    FdUse,
-    Kernel,
-    MachineFacts,
-    PodFacts,
-    Port,
-    Process,
-    SocketFile,
-)
+from understudy.doctor.facts import FdUse, Kernel, MachineFacts, PodFacts, Port, Process, SocketFile
 from understudy.host import fd_count, installed
 from understudy.status.gather import gather
 from understudy.up.ports import Ports

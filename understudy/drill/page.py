@@ -289,6 +289,5 @@ def write_page(path: Path, data: dict[str, Any]) -> None:
         write_atomic(str(path), render(data), MODE, survives_power_cut=False)
     except OSError as error:
         raise UnderstudyError(
-            "drill.report_not_written",
-            f"cannot write the report page to {path}: {error.strerror}",
+            "drill.report_not_written", f"cannot write the report page to {path}: {error.strerror}"
         ) from error

@@ -21,12 +21,13 @@ from typing import Any
 from gms.client import messages as gms_messages
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.part.format import duration
+from plumbing.part.paths import gms_socket
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import descendants, parent
 from plumbing.wire.peer import is_gone
 from understudy.drill.records import LOCKSERVER, MemoryKill, PartKill
 from understudy.host import physical_bytes
-from understudy.status.gather import Pids, gather, pids_of, status_of
+from understudy.status.gather import Pids, PodPart, gather, pids_of, status_of
 from understudy.status.memory_view import Document, devices
 
 POLL_S = 0.01
@@ -135,12 +136,11 @@ async def wait_recovered(directory: Path, kill: MemoryKill, say: Say) -> None:
     Raises:
         WaitTimeoutError: `drill.no_recovery`, with what is missing.
     """
-    path = str(directory / f"gms_{kill.device}_{kill.tag}.sock")
+    path = gms_socket(str(directory), kill.device, kill.tag)
+    server = PodPart(kill.device, path, gms_messages.CATALOGUE)
     said_ms = kill.killed_ms
     while True:
-        device = await status_of(
-            kill.device, path, gms_messages.CATALOGUE, gms_messages.StatusMsg()
-        )
+        device = await status_of(server)
         missing = _missing(kill, device)
         now_ms = clock.now_ms()
         if missing is None:
@@ -240,8 +240,7 @@ async def _until_gone(target: str, pidfds: list[int]) -> None:
             raise WaitTimeoutError(
                 "drill.no_part",
                 f"processes of {target} are still alive {BACK_DEADLINE_S:g} s after the kill; "
-                "check their "
-                "state with `ps`",
+                "check their state with `ps`",
             )
         await asyncio.sleep(POLL_S)
 

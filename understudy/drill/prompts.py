@@ -29,11 +29,7 @@ COMPLETIONS = (
     "A B C D E F G",
     "The weights were loaded once, and",
 )
-CHATS = (
-    "Name three colours.",
-    "What is a phone call?",
-    "Count to seven.",
-)
+CHATS = ("Name three colours.", "What is a phone call?", "Count to seven.")
 
 
 def all_prompts(model: str) -> list[Prompt]:

@@ -47,7 +47,7 @@ from understudy.drill.records import (
 from understudy.drill.upgrade import SETTING, VALUE, Upgrader
 from understudy.kubelet.http_get import get
 from understudy.kubelet.runner import PodRunner
-from understudy.status.gather import engine_status, gather, pids_of, start_hint
+from understudy.status.gather import engine_parts, gather, pids_of, start_hint, status_of
 from understudy.status.view import is_reachable
 
 FIRST_WHOLE_DEADLINE_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
@@ -135,8 +135,7 @@ class Drill:
         return target
 
     async def run(self, target: Target) -> None:
-        """All kills under load. Raises what ended the drill early; `records` is valid either "
-        "way."""
+        """All kills under load. Raises what ended the drill early; `records` is valid anyway."""
         stopping = asyncio.Event()
         engines = engine_sockets(self._directory)
         observer = Observer(self._directory, engines, self.records)
@@ -194,8 +193,8 @@ class Drill:
 
     async def _backend(self, engine: str) -> dict[str, Any]:
         """What `engine` reports about its backend."""
-        path = engine_sockets(self._directory)[engine]
-        return (await engine_status(engine, path)).get("backend") or {}
+        parts = {part.name: part for part in engine_parts(self._directory)}
+        return (await status_of(parts[engine])).get("backend") or {}
 
     async def _watch_memory(self) -> None:
         """Note the committed memory, and start sampling the physical memory."""

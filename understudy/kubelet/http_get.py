@@ -40,8 +40,7 @@ class HttpReply:
 
 
 async def get(url: str, timeout_s: float = 2.0) -> HttpReply:
-    """GET `url` (http only); never raises: an unreachable server is an `HttpReply` with status "
-    "0."""
+    """GET `url` (http only); never raises: status 0 if the server is unreachable."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "127.0.0.1", parts.port or 80

@@ -105,8 +105,7 @@ async def _render(directory: Path) -> str:
     raise UsageError(
         "manifest.no_kubectl",
         f"rendering {directory} requires kubectl, which is not installed; install it, or pass a "
-        "file "
-        "rendered by `kubectl kustomize`",
+        "file rendered by `kubectl kustomize`",
     )
 
 
@@ -127,8 +126,7 @@ async def _ask_kubectl(kubectl: str, directory: Path) -> str:
         raise UsageError(
             "manifest.not_rendered",
             f"`kubectl kustomize {directory}` timed out after {RENDER_DEADLINE_S:g} s; pass a "
-            "rendered "
-            "file",
+            "rendered file",
         ) from error
     if process.returncode:
         why = (errors.decode(errors="replace").strip().splitlines() or ["no error message"])[-1]

@@ -141,8 +141,7 @@ def _container(
         raise UsageError(
             "manifest.no_command",
             f"container {spec.name} has no command, and its image is not read here; add the "
-            "command "
-            "to the manifest",
+            "command to the manifest",
         )
     numbers = {number: place.ports[name] for name, number in spec.ports.items()}
     paths = _paths(spec, place)

@@ -28,11 +28,7 @@ GRACE_S = 30  # Kubernetes' terminationGracePeriodSeconds
 PORT_MAX = 65535
 KEY = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]+")  # of a ConfigMap: a file name in a volume
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job")
-RESTARTS = {
-    "Always": Restart.ALWAYS,
-    "OnFailure": Restart.ON_FAILURE,
-    "Never": Restart.NEVER,
-}
+RESTARTS = {"Always": Restart.ALWAYS, "OnFailure": Restart.ON_FAILURE, "Never": Restart.NEVER}
 
 Document = Mapping[str, Any]
 

@@ -110,7 +110,6 @@ class PodManifest:
     left_out: tuple[str, ...]
 
     def ports(self) -> dict[str, int]:
-        """Every port of the pod by name, sorted by number: adjacent ports stay adjacent when "
-        "moved."""
+        """Every port of the pod by name, sorted by number: neighbours stay so when moved."""
         found = {name: number for spec in self.specs for name, number in spec.ports.items()}
         return dict(sorted(found.items(), key=lambda pair: pair[1]))

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import messages as engine_messages
-from gms.client import messages as gms_messages
-from lockserver.client import messages as lock_messages
 from plumbing.errors import UnreachableError
-from plumbing.part import observe
-from plumbing.part.paths import LOCKSERVER_SOCKET, engine_sockets, gms_sockets
+from plumbing.part.observe import EventMsg, StatusReplyMsg, WatchMsg
 from plumbing.part.peers import ASK_TIMEOUT_S, PeerWatch
 from plumbing.service.clock import Clock, SystemClock, rfc3339
-from plumbing.wire.messages import Catalogue, Message
-from understudy.status.gather import start_hint
+from plumbing.wire.messages import Message
+from understudy.status.gather import (
+    PodPart,
+    engine_parts,
+    lockserver_part,
+    memory_parts,
+    start_hint,
+)
 
 RESCAN_S = 1.0  # for parts that were not there: operators start them by hand
 
@@ -45,9 +46,9 @@ class FollowedPart:
         self._last_id = 0  # records of that process up to this id are skipped
 
     def received(self, message: Message) -> None:
-        if isinstance(message, observe.StatusReplyMsg):
+        if isinstance(message, StatusReplyMsg):
             self._reached(message.document)
-        elif isinstance(message, observe.EventMsg) and message.record["id"] > self._last_id:
+        elif isinstance(message, EventMsg) and message.record["id"] > self._last_id:
             self._last_id = message.record["id"]
             self._on_record(message.record)
 
@@ -91,39 +92,20 @@ class _KeptEvents:
         self._newest_id: int | None = None
 
     def received(self, message: Message) -> None:
-        if isinstance(message, observe.StatusReplyMsg):
+        if isinstance(message, StatusReplyMsg):
             self._newest_id = message.document["as_of_event_id"]
-        elif isinstance(message, observe.EventMsg):
+        elif isinstance(message, EventMsg):
             self.records.append(message.record)
         last_id = self.records[-1]["id"] if self.records else 0
         if self._newest_id is not None and last_id >= self._newest_id:
             self.is_complete.set()
 
 
-@dataclass(frozen=True, slots=True)
-class EventSource:
-    """A part and how to watch it. `is_replayed`: following begins with all events it has kept."""
-
-    name: str
-    catalogue: Catalogue
-    watch: Callable[[int | None], Message]
-    is_replayed: bool = False
-
-
-def sources(directory: Path) -> dict[str, EventSource]:
-    """Every part that has a socket in `directory`, by the socket's path."""
-    found: dict[str, EventSource] = {}
-    lockserver = directory / LOCKSERVER_SOCKET
-    if lockserver.exists():
-        found[str(lockserver)] = EventSource(
-            "lockserver", lock_messages.CATALOGUE, observe.WatchMsg
-        )
-    for device, path in gms_sockets(directory).items():
-        catalogue, watch = gms_messages.CATALOGUE, gms_messages.WatchMsg
-        found[path] = EventSource(f"gms-{device}", catalogue, watch, is_replayed=True)
-    for engine, path in engine_sockets(directory).items():
-        found[path] = EventSource(engine, engine_messages.CONTROL, observe.WatchMsg)
-    return found
+def _parts(directory: Path) -> list[PodPart]:
+    """Every part that has a socket in `directory`."""
+    lockserver = lockserver_part(directory)
+    found = [lockserver] if Path(lockserver.path).exists() else []
+    return [*found, *memory_parts(directory), *engine_parts(directory)]
 
 
 def _no_pod(directory: Path) -> UnreachableError:
@@ -138,26 +120,24 @@ async def past_events(directory: Path) -> list[Record]:
     Raises:
         UnreachableError: `pod.no_sockets`, there is no pod in `directory`.
     """
-    found = sources(directory)
-    if not found:
+    parts = _parts(directory)
+    if not parts:
         raise _no_pod(directory)
-    parts: list[_KeptEvents] = []
-    watches: list[PeerWatch] = []
-    for path, source in found.items():
-        part = _KeptEvents()
-        parts.append(part)
-        done = part.is_complete.set
-        watches.append(PeerWatch(path, source.catalogue, source.watch(0), part.received, done))
+    kept = [_KeptEvents() for _ in parts]
+    watches = [
+        PeerWatch(part.path, part.catalogue, WatchMsg(0), each.received, each.is_complete.set)
+        for part, each in zip(parts, kept, strict=True)
+    ]
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
-            for part in parts:
-                await part.is_complete.wait()
+            for each in kept:
+                await each.is_complete.wait()
     except TimeoutError:
         pass  # a part that hangs does not hide the events of the others
     finally:
         for watch in watches:
             await watch.close()
-    records = [record for part in parts for record in part.records]
+    records = [record for each in kept for record in each.records]
     return sorted(records, key=lambda record: float(record["mono_ms"]))
 
 
@@ -172,12 +152,13 @@ async def follow_events(directory: Path, on_record: OnRecord, clock: Clock | Non
     is_new = False
     try:
         while True:
-            for path, source in sources(directory).items():
-                if path not in watches:
-                    part = FollowedPart(source.name, on_record, clock, is_new=is_new)
-                    question = source.watch(0 if source.is_replayed else None)
-                    watches[path] = PeerWatch(
-                        path, source.catalogue, question, part.received, part.lost
+            for part in _parts(directory):
+                if part.path not in watches:
+                    name = f"gms-{part.name}" if part.is_memory else part.name
+                    followed = FollowedPart(name, on_record, clock, is_new=is_new)
+                    question = WatchMsg(0 if part.is_memory else None)
+                    watches[part.path] = PeerWatch(
+                        part.path, part.catalogue, question, followed.received, followed.lost
                     )
             if not watches:
                 raise _no_pod(directory)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from engine import messages as engine_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError
+from plumbing.part.observe import StatusMsg, StatusReplyMsg
 from plumbing.part.paths import (
     LOCKSERVER_SOCKET,
     engine_sockets,
@@ -25,7 +27,7 @@ from plumbing.part.paths import (
 )
 from plumbing.part.peers import ASK_TIMEOUT_S, ask
 from plumbing.service.files import read_json
-from plumbing.wire.messages import Catalogue, Message
+from plumbing.wire.messages import Catalogue
 from understudy.status.view import pod_view
 
 
@@ -50,33 +52,48 @@ def states_on_file(directory: Path) -> list[dict[str, Any]]:
     return [document for document in found if document is not None]
 
 
-async def status_of(
-    name: str, path: str, catalogue: Catalogue, question: Message, timeout_s: float = ASK_TIMEOUT_S
-) -> dict[str, Any]:
-    """One part's status document, or `{"name", "error"}` with the reason for its absence."""
+@dataclass(frozen=True, slots=True)
+class PodPart:
+    """A part of a pod by its socket. `name`: `lockserver`, a device, or an engine's id."""
+
+    name: str
+    path: str
+    catalogue: Catalogue
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether it is a device's memory server."""
+        return self.catalogue is gms_messages.CATALOGUE
+
+
+def lockserver_part(directory: Path) -> PodPart:
+    """The lock server, whether or not it has a socket."""
+    path = lockserver_socket(str(directory))
+    return PodPart("lockserver", path, lock_messages.CATALOGUE)
+
+
+def memory_parts(directory: Path) -> list[PodPart]:
+    """The devices' memory servers that have a socket."""
+    found = gms_sockets(directory).items()
+    return [PodPart(device, path, gms_messages.CATALOGUE) for device, path in found]
+
+
+def engine_parts(directory: Path) -> list[PodPart]:
+    """The engines that have a socket."""
+    found = engine_sockets(directory).items()
+    return [PodPart(engine, path, engine_messages.CONTROL) for engine, path in found]
+
+
+async def status_of(part: PodPart, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
+    """The part's status document, or `{"name", "error"}` with the reason for its absence."""
     try:
-        answer = (await ask(path, catalogue, question, timeout_s)).message
+        answer = (await ask(part.path, part.catalogue, StatusMsg(), timeout_s)).message
     except UnderstudyError as error:
-        return {"name": name, "error": error.message}
-    document = getattr(answer, "document", None)
-    if not isinstance(document, dict):
-        return {"name": name, "error": f"it answered a status request with {answer.TYPE}"}
-    return document
-
-
-async def lock_status(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
-    path, question = lockserver_socket(str(directory)), lock_messages.StatusMsg()
-    return await status_of("lockserver", path, lock_messages.CATALOGUE, question, timeout_s)
-
-
-async def engine_status(engine: str, path: str, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
-    question = engine_messages.StatusMsg()
-    return await status_of(engine, path, engine_messages.CONTROL, question, timeout_s)
-
-
-async def memory_status(device: str, path: str, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
-    question = gms_messages.StatusMsg()
-    return await status_of(device, path, gms_messages.CATALOGUE, question, timeout_s)
+        return {"name": part.name, "error": error.message}
+    if not isinstance(answer, StatusReplyMsg):
+        error_text = f"it answered a status request with {answer.TYPE}"
+        return {"name": part.name, "error": error_text}
+    return answer.document
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,37 +113,29 @@ class Pids:
 
 async def pids_of(directory: Path) -> Pids:
     """The pids of the parts that answer in `directory`, from the kernel."""
-    gms, engines = gms_sockets(directory), engine_sockets(directory)
-    of_gms = (gms_messages.CATALOGUE, gms_messages.StatusMsg())
-    of_engine = (engine_messages.CONTROL, engine_messages.StatusMsg())
-    lock, *others = await asyncio.gather(
-        _pid(lockserver_socket(str(directory)), lock_messages.CATALOGUE, lock_messages.StatusMsg()),
-        *(_pid(path, *of_gms) for path in gms.values()),
-        *(_pid(path, *of_engine) for path in engines.values()),
+    lock, gms, engines = await asyncio.gather(
+        _pids([lockserver_part(directory)]),
+        _pids(memory_parts(directory)),
+        _pids(engine_parts(directory)),
     )
-    servers = zip(gms, others[: len(gms)], strict=True)
-    supervisors = zip(engines, others[len(gms) :], strict=True)
-    return Pids(
-        lock or None,
-        {device: pid for device, pid in servers if pid},
-        {engine: pid for engine, pid in supervisors if pid},
-    )
+    return Pids(lock.get("lockserver"), gms, engines)
 
 
-async def _pid(path: str, catalogue: Catalogue, question: Message) -> int:
+async def _pids(parts: Sequence[PodPart]) -> dict[str, int]:
+    found = await asyncio.gather(*map(_pid, parts))
+    return {part.name: pid for part, pid in zip(parts, found, strict=True) if pid}
+
+
+async def _pid(part: PodPart) -> int:
     try:
-        return (await ask(path, catalogue, question)).pid
+        return (await ask(part.path, part.catalogue, StatusMsg())).pid
     except UnderstudyError:
         return 0
 
 
 async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
     """The whole pod's view (`view.pod_view`): every part is asked once, all at the same time."""
-    gms = gms_sockets(directory)
-    engines = engine_sockets(directory)
-    lock, *others = await asyncio.gather(
-        lock_status(directory, timeout_s),
-        *(memory_status(device, path, timeout_s) for device, path in gms.items()),
-        *(engine_status(engine, path, timeout_s) for engine, path in engines.items()),
-    )
+    gms, engines = memory_parts(directory), engine_parts(directory)
+    parts = (lockserver_part(directory), *gms, *engines)
+    lock, *others = await asyncio.gather(*(status_of(part, timeout_s) for part in parts))
     return pod_view(str(directory), lock, others[: len(gms)], others[len(gms) :])

@@ -45,9 +45,7 @@ def memory_lines(part: Document, now: datetime, engines: Engines) -> list[str]:
 def memory_faults(part: Document, engines: Engines) -> list[str]:
     """The faults of the memory, as sentences."""
     if "error" in part:
-        return [
-            f"gms {part['name']} down: {part['error']}; engines keep serving, new ones wait",
-        ]
+        return [f"gms {part['name']} down: {part['error']}; engines keep serving, new ones wait"]
     return [fault for device in devices(part) for fault in _faults(device, engines)]
 
 

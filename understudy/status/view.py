@@ -19,10 +19,7 @@ SERVING = "active"
 
 
 def pod_view(
-    directory: str,
-    lockserver: Document,
-    gms: Sequence[Document],
-    engines: Sequence[Document],
+    directory: str, lockserver: Document, gms: Sequence[Document], engines: Sequence[Document]
 ) -> dict[str, Any]:
     """The document of `understudy status --json`.
 

@@ -196,10 +196,10 @@ def test_status_of_no_pod_is_unreachable(directory):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["drill", "--kills", "0"], "the least is 1"),
+        (["drill", "--kills", "0"], "the minimum is 1"),
         (["drill", "--target", "nobody"], "must be one of backend-http"),
         (["drill", "--target", "backend-model-0"], "must be one of backend-http"),
-        (["up", "--tensor-parallel", "0"], "the least is 1"),
+        (["up", "--tensor-parallel", "0"], "the minimum is 1"),
         (["drill", "--model", "/no/such/model"], "is not a directory"),
         (["drill", "--attach"], "add --yes"),
         (["drill", "--attach", "--yes", "--tensor-parallel", "2"], "--tensor-parallel cannot be"),
@@ -213,7 +213,7 @@ def test_status_of_no_pod_is_unreachable(directory):
         (["drill", "--dir", "/tmp/pod", "--kills", "1"], "or add --attach"),
         (["drill", "-f", "x.yaml", "--dir", "/tmp/pod"], "or add --attach"),
         (["up", "-f", "x.yaml", "--", "--slots=1"], "cannot be used with -f"),
-        (["up", "--restart-backoff-max", "-1"], "the least is 0"),
+        (["up", "--restart-backoff-max", "-1"], "the minimum is 0"),
     ],
 )
 def test_bad_flags_are_refused_with_exit_code_2(arguments, words):
