@@ -1,7 +1,8 @@
-"""An engine played by hand: a witness that a process holds, and each connection as the test likes.
+"""An engine driven by hand: a process that holds a witness, and connections under the test's
+control.
 
-What `LockClient` never does (hang up before the answer, two connections at once, an old token) is
-done with this. The supervisor is this very process, so its pidfd never becomes readable.
+For behaviour that `LockClient` never shows: disconnecting before the answer, two connections at
+once, an old token. The supervisor is the test process itself, so its pidfd never becomes readable.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Hand:
         return BlockingClient(os.path.join(self.directory, "lockserver.sock"), CATALOGUE)
 
     def want(self, *locks: str, **fields: Any) -> WantMsg:
-        """Its whole truth: `active`, unless told otherwise."""
+        """Send the complete `want`: `active`, unless given otherwise."""
         truth: dict[str, Any] = {
             "supervisor": self.supervisor,
             "engine": self.engine,
@@ -53,7 +54,7 @@ class Hand:
         return WantMsg(**{**truth, **fields})
 
     def granted(self, client: BlockingClient) -> int:
-        """The token of its own next grant; others' are skipped."""
+        """The token of its own next grant; grants to others are skipped."""
         while True:
             message = client.receive(ANSWER_S).message
             if isinstance(message, GrantedMsg) and message.incarnation == self.incarnation:
@@ -63,7 +64,7 @@ class Hand:
         client.notify(BeatMsg(progress))
 
     def end(self) -> None:
-        """Kill and reap the backend; again is harmless."""
+        """Kill and reap the backend; repeating it is harmless."""
         self.backend.kill()
         self.backend.wait()
         assert self.backend.stdout is not None

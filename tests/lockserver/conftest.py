@@ -1,4 +1,4 @@
-"""A pod's directory, lock servers and engines that are gone after each test."""
+"""A pod's directory, and lock servers and engines that are stopped after each test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pod_dir(tmp_path):
 
 @pytest.fixture
 def start_server(pod_dir):
-    """`start_server(*flags)`: a running lock server in a process of its own."""
+    """`start_server(*flags)`: a lock server running in its own process."""
     with contextlib.ExitStack() as stack:
 
         def start(*flags: str) -> ServerProcess:

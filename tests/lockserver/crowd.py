@@ -1,7 +1,7 @@
-"""Many waiters from one process, as cheap as they come: each has a witness, a flock, a connection.
+"""Many cheap waiters in one process: each has only a witness, a flock and a connection.
 
-Also runs as a program, `python -m tests.lockserver.crowd DIR COUNT`: one line once all have been
-answered, and the reasons of those who were refused; the end comes with its stdin's.
+Also a program, `python -m tests.lockserver.crowd DIR COUNT`: it prints one line once all waiters
+have been answered, and why any were refused. It exits when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ANSWER_S = 60.0
 
 
 class OneOfMany:
-    """One waiter. `join` asks for `active`; the witness is this process's as long as it lives."""
+    """One waiter. `join` requests `active`; this process holds the witness while it lives."""
 
     def __init__(self, directory: str, number: int) -> None:
         self.engine = f"crowd-{number}"
@@ -30,11 +30,11 @@ class OneOfMany:
         self.client = BlockingClient(os.path.join(directory, "lockserver.sock"), CATALOGUE)
         name, supervisor = os.path.basename(path), f"{os.getpid():x}-{number}".rjust(16, "0")
         want = WantMsg(supervisor, self.engine, self.incarnation, name, ("active",), {})
-        with contextlib.suppress(Exception):  # refused before it could speak: `answer` says why
+        with contextlib.suppress(Exception):  # refused early: `answer` raises
             self.client.notify(want)
 
     def answer(self) -> GrantedMsg:
-        """The next word about who holds it.
+        """The next message that names the holder.
 
         Raises:
             RemoteError: it was refused.

@@ -1,8 +1,7 @@
-"""A lock server that is killed at one step of a grant. Nothing is changed but where it ends.
+"""A lock server that is killed at one step of a grant. Only its end is altered.
 
-Runs as a program, `python -m tests.lockserver.doomed_server MOMENT TOKEN serve …`: the real
-command, which kills itself (SIGKILL: nothing is flushed, closed or said) when the grant that
-carries TOKEN reaches MOMENT.
+A program, `python -m tests.lockserver.doomed_server MOMENT TOKEN serve …`: the real command, which
+kills itself when the grant with TOKEN reaches MOMENT (SIGKILL: nothing is flushed, closed or sent).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from lockserver.messages import GrantedMsg
 from lockserver.state_file import LockStateFile
 from plumbing.wire.connection import Connection
 
-# In the order in which a grant meets them.
+# In the order in which a grant reaches them.
 MOMENTS = ("before_write", "half_written", "before_sync", "before_send", "after_send")
 
 
@@ -27,7 +26,7 @@ def _die(*_: Any) -> NoReturn:
 
 
 def doom(moment: str, token: int) -> None:
-    """Have this process die at `moment` of the grant with `token`."""
+    """Make this process die at `moment` of the grant with `token`."""
     write, send, pwrite = LockStateFile.write, Connection.send, os.pwrite
 
     def half(fd: int, slot: bytes, offset: int) -> NoReturn:

@@ -1,7 +1,7 @@
 """Stand-ins for engines: a real supervisor connection over real processes that hold a witness.
 
-Also runs as a program, `python -m tests.lockserver.engines DIR ENGINE MIB FATE`: a supervisor in a
-process of its own, which writes what it hears to stdout as lines of JSON, and can be killed.
+Also a program, `python -m tests.lockserver.engines DIR ENGINE MIB FATE`: a supervisor in its own
+process, which writes the messages it receives to stdout as JSON lines and can be killed.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Engine:
         self.backends.clear()
 
     def relent(self) -> None:
-        """What a supervisor says once its tree is reaped."""
+        """What a supervisor sends once its tree is reaped."""
         self.incarnation = self.witness = None
         self.want()
 
@@ -122,13 +122,13 @@ class Engine:
         return await auntil(lambda: self.token(lock), f"{self.client.engine} to be granted {lock}")
 
     async def hold(self, lock: str = "active") -> int:
-        """Launch, want `lock` and be granted it: the token."""
+        """Launch, request `lock` and wait for the grant; returns its token."""
         self.launch()
         self.want(lock)
         return await self.granted(lock)
 
     async def stand_by(self) -> None:
-        """Launch, want `active`, and hear for the first time who has it."""
+        """Launch, request `active`, and wait for the first message that names the holder."""
         self.launch()
         self.want("active")
         await auntil(lambda: self.heard, f"{self.client.engine} to hear who is active")
@@ -152,7 +152,7 @@ class Engine:
 
 
 class EngineProcess:
-    """An `Engine` in a process of its own, with the pids and pidfds of its whole tree."""
+    """An `Engine` in its own process, with the pids and pidfds of its whole tree."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ class EngineProcess:
         fate: str = "dies_with_parent",
         under: Sequence[str] = (),
     ) -> None:
-        """`under` is a command that runs the supervisor, in a PID namespace of its own say; pids
-        are what they are called here."""
+        """`under` is a command that runs the supervisor, for example in its own PID namespace; pids
+        are those seen from here."""
         self.process = subprocess.Popen(
             [*under, sys.executable, "-m", __name__, directory, engine, str(dirty_mib), fate],
             stdout=subprocess.PIPE,
@@ -196,7 +196,7 @@ class EngineProcess:
                 signal.pidfd_send_signal(pidfd.fileno(), number)
 
     def close(self) -> None:
-        """End the whole tree; again is harmless."""
+        """End the whole tree; repeating it is harmless."""
         self.signal(signal.SIGKILL, tree=True)
         self.process.wait()
         assert self.process.stdout is not None

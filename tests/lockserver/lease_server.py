@@ -1,4 +1,5 @@
-"""A lock server over TCP that does what a test says: renews or not, grants, tells who is lost."""
+"""A lock server over TCP that the test controls: it renews or not, grants, and reports lost
+members."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from plumbing.wire.tcp.server import TcpServer
 
 @dataclass
 class LeaseServer:
-    """`auto` grants these locks when they are wanted; `is_deaf` answers nothing and forgets."""
+    """`auto`: locks that are granted on request; `is_deaf`: receives, answers and keeps nothing."""
 
     lease_ms: int = 1000
     auto: tuple[str, ...] = ()
@@ -66,7 +67,7 @@ class LeaseServer:
                 self.grant(lock, message.engine, message.incarnation)
 
     def grant(self, lock: str, engine: str, incarnation: str) -> int:
-        """Tell everybody; the same incarnation gets the same token again."""
+        """Send the grant to every client; the same incarnation gets the same token again."""
         if (lock, incarnation) not in self.granted:
             self.token += 1
             self.granted[lock, incarnation] = self.token
@@ -76,7 +77,7 @@ class LeaseServer:
         return token
 
     def hang_up(self) -> None:
-        """Close every connection, so that each client says its want anew."""
+        """Close every connection, so that each client sends its want again."""
         for conn in tuple(self.conns):
             conn.close("the test hangs up")
 

@@ -1,10 +1,10 @@
-"""A virtual world of members, a network and a lock server, for the keeper of a lease alone.
+"""A virtual world of members, a network and a lock server, to test the lease keeper alone.
 
-Time is one number; each member reads it by a clock of its own, with an offset and a rate. Messages
-take as long as they like, on connections that are cut; a member may be stopped, so that what
-arrives waits. The server is the simplest that keeps the rules of leases: it counts from when it
-receives, waits a margin more, files its holder with its lease, and may be restarted with another
-lease. `World.check` says whether two members could be serving at once.
+Time is one number; each member reads it through its own clock, with an offset and a rate. Messages
+take arbitrarily long, on connections that are cut; a member may be stopped, so that what arrives
+has to wait. The server is the simplest one that follows the rules of leases: it counts from when it
+receives, adds a margin, puts its holder on file with the lease, and may restart with a different
+lease length. `World.check` reports whether two members could be serving at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockserver.client.lease import BEATS_PER_LEASE, LeaseKeeper
 
 LEASES_MS = (500, 1000, 2000)
 MARGIN = 0.2  # of the lease
-DRIFT = 0.005  # each clock is so much too fast or slow at most; two of them are well in the margin
+DRIFT = 0.005  # maximum clock error, fast or slow; two of them are well within the margin
 DELAY_MS = 150.0  # of one message, and now and then much more
 STEP_MS = 25.0
 
@@ -48,7 +48,7 @@ class Member:
 
 
 class World:
-    """`serving_at_once` is the violation that was seen, if any."""
+    """`serving_at_once` is the violation that was found, if any."""
 
     def __init__(self, seed: int, keeper: Keeper = LeaseKeeper) -> None:
         self.random = random.Random(seed)
@@ -121,7 +121,7 @@ class World:
             self._say(me, "want" if me.must_repeat else "beat")
 
     def _stop(self, me: Member) -> None:
-        """Its tree is killed, and reaped a while later."""
+        """Its tree is killed, and reaped a little later."""
         me.serving = None
         me.reaped_at = self.now + self.random.uniform(0, 1500)
 
@@ -138,7 +138,7 @@ class World:
         me.keeper.sent(me.progress, clock)
         me.must_repeat = False
         lease = me.keeper.lease
-        if me.keeper.is_held:  # no news for a right keeper; a wrong one is not to be saved by it
+        if me.keeper.is_held:  # redundant for a correct keeper; it must not hide a broken one
             self._arm(me)
         me.beat_at = clock + (lease.lease_ms if lease else 500) / BEATS_PER_LEASE
         said = (me.name, me.conn, me.incarnation, me.progress, what)
@@ -170,7 +170,7 @@ class World:
     # ------------------------------------------------------------------ the network and the server
 
     def _send(self, stream: tuple[int, str], deliver: Callable[[], None]) -> None:
-        """What goes one way on one connection stays in order; what was late makes the rest late."""
+        """Messages in one direction on one connection stay in order; a late one delays the rest."""
         if stream[0] in self._deaf:
             return
         delay = self.random.uniform(0, DELAY_MS) * (20 if self.random.random() < 0.05 else 1)
@@ -184,7 +184,7 @@ class World:
         self._expire()
         who = (name, incarnation)
         if self._holder is not None and self._holder[0] == name and self._holder[1] < incarnation:
-            self._free()  # it says itself that it has reaped
+            self._free()  # it reports that it has reaped
         if who in self._ended:
             self._answer(name, conn, ("refused", incarnation, 0))
             return
@@ -199,7 +199,8 @@ class World:
             self._answer(name, conn, ("granted", incarnation, 0))
 
     def lease_of(self, who: tuple[str, int]) -> int:
-        """A holder keeps the lease that is filed with it: a server after this one waits that."""
+        """A holder keeps the lease length on file, and so must a server that restarts after this
+        one."""
         return self._filed_ms if self._holder == who else self.lease_ms
 
     def _until(self, lease_ms: int) -> float:
@@ -216,7 +217,7 @@ class World:
         self._holder = None
 
     def _restart(self) -> None:
-        """It knows what is on its file, and nothing else; its lease may be another now."""
+        """It knows only what is on file; its lease length may differ now."""
         self.lease_ms = self.random.choice(LEASES_MS)
         self._expiry = self._until(self._filed_ms)
         for member in self.members.values():

@@ -1,8 +1,9 @@
-"""Stand-ins for members over TCP: what a supervisor says, by hand, and nothing that a client adds.
+"""Stand-ins for members over TCP: the messages of a supervisor, sent by hand, without a client.
 
-As a program, `python -m tests.lockserver.members ADDRESS PSK ENGINE MEMBER MEMBERS`: a member in a
-process of its own that beats until it is stopped or killed, wants `active`, claims what it is
-granted, and writes what it hears to stdout as lines of JSON. It is told to reap on stdin.
+As a program, `python -m tests.lockserver.members ADDRESS PSK ENGINE MEMBER MEMBERS`: a member in
+its own process that sends heartbeats until it is stopped or killed, requests `active`, claims what
+it is granted, and writes the messages it receives to stdout as JSON lines. A line on stdin makes it
+reap.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BEAT_S = 0.05
 
 
 class Member:
-    """One member's connection; a new one after `connect` again. Beats while `beats` is true."""
+    """One member's connection; `connect` replaces it. Sends heartbeats while `beats` is true."""
 
     def __init__(
         self, address: str, psk: str | None, engine: str, member: int = 0, members: int = 1
@@ -51,7 +52,7 @@ class Member:
         self.conn: Connection | None = None
         self._beating: asyncio.Task[None] | None = None
 
-    # ------------------------------------------------------------------ what it says
+    # ------------------------------------------------------------------ sending
 
     async def connect(self) -> None:
         security = Security(psk=self.psk) if self.psk else None
@@ -61,12 +62,12 @@ class Member:
             self._beating = asyncio.create_task(self._beat())
 
     async def join(self, *locks: str) -> str:
-        """Connect and launch: a connection that says nothing is closed."""
+        """Connect and launch at once, because a connection that sends nothing is closed."""
         await self.connect()
         return self.launch(*locks)
 
     def launch(self, *locks: str) -> str:
-        """A new incarnation, said at once: the last one is reaped."""
+        """Report a new incarnation at once: the last one is reaped."""
         self.incarnation, self.locks, self.tokens = new_incarnation(self.engine), locks, {}
         self.want()
         return self.incarnation
@@ -107,7 +108,7 @@ class Member:
             self.conn.close("the test is over")
             await auntil(lambda: self.ended, "the connection to end")
 
-    # ------------------------------------------------------------------ what it hears
+    # ------------------------------------------------------------------ receiving
 
     def opened(self, conn: Connection) -> None:
         pass
@@ -127,7 +128,7 @@ class Member:
         return [message for message in self.heard if isinstance(message, kind)]
 
     def token(self) -> int:
-        """Of the last grant of `active` to this incarnation; 0 without one."""
+        """The token of the last grant of `active` to this incarnation; 0 if there was none."""
         own = [m.token for m in self.of(GrantedMsg) if m.incarnation == self.incarnation]
         return own[-1] if own else 0
 
@@ -151,7 +152,7 @@ class Member:
 
 
 class MemberProcess:
-    """A `Member` in a process of its own."""
+    """A `Member` in its own process."""
 
     def __init__(self, address: str, psk: str, engine: str, member: int, members: int) -> None:
         self.process = subprocess.Popen(
@@ -166,7 +167,7 @@ class MemberProcess:
         self.incarnation: str = self.hear("launched")["incarnation"]
 
     def hear(self, kind: str) -> dict[str, Any]:
-        """The next line of this kind; blocks until then."""
+        """The next line of this kind; blocks until it arrives."""
         while True:
             line = self._line(kind)
             document: dict[str, Any] = json.loads(line)

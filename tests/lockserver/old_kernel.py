@@ -1,7 +1,8 @@
-"""Run a command as on an older kernel: the system calls that it lacks fail as they would there.
+"""Run a command as if on an older kernel: the system calls it lacks fail as they would there.
 
 `python -m tests.lockserver.old_kernel LACKS COMMAND …`, where LACKS is `SO_PEERPIDFD` (before Linux
-6.5) or `pidfds` (before 5.3: `pidfd_open` too). A seccomp filter, which the command cannot lift.
+6.5) or `pidfds` (before 5.3: `pidfd_open` too). It uses a seccomp filter, which the command cannot
+remove.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def program(lacks: str) -> list[tuple[int, int, int, int]]:
 
 
 def install(lacks: str) -> None:
-    """For this process and whatever it becomes or starts."""
+    """For this process, whatever it executes, and its children."""
     code = b"".join(struct.pack("HBBI", *line) for line in program(lacks))
     held = ctypes.create_string_buffer(code, len(code))
     description = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(held))

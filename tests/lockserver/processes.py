@@ -1,4 +1,4 @@
-"""A lock server in a process of its own, as a pod runs it."""
+"""A lock server in its own process, as a pod runs it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-SETTLED_READINGS = 25  # alike, one after another: what was closed a moment ago is closed by then
+SETTLED_READINGS = 25  # equal readings in a row: recently closed descriptors are gone by then
 
 
 def settled_fds(pid: int) -> int:
-    """How many descriptors `pid` has once it has dealt with the connections that just ended."""
+    """How many descriptors `pid` has once it has handled the connections that just ended."""
     readings: list[int] = []
 
     def is_settled() -> bool:
@@ -38,9 +38,9 @@ def settled_fds(pid: int) -> int:
 
 
 class ServerProcess:
-    """`lockserver serve` on `directory`; `start` again after a kill is a restart.
+    """`lockserver serve` on `directory`; `start` after a kill is a restart.
 
-    `command` is what runs `lockserver`; a test may put it under another program, or in a namespace.
+    `command` runs `lockserver`; a test may run it under another program, or in a namespace.
     """
 
     def __init__(self, directory: str, *flags: str) -> None:
@@ -56,7 +56,7 @@ class ServerProcess:
         until(self._answers, "the lock server to answer")
 
     def spawn(self) -> int:
-        """Start it without waiting for it; its pid."""
+        """Start it without waiting for it; returns its pid."""
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
                 [

@@ -1,4 +1,5 @@
-"""No clock decides who holds the lock: an hour back or forth changes what is printed, at most."""
+"""Clocks never decide which engine holds the lock: a shift of an hour only changes what is
+printed."""
 
 from __future__ import annotations
 
@@ -37,9 +38,9 @@ def why_no_time_namespace() -> str | None:
 def test_monotonic_clock_moved_by_an_hour_between_two_servers_changes_nothing(
     pod_dir, start_engine, is_later_first
 ):
-    """Goal: what is filed of a clock is for people. Method: a server whose monotonic clock (a time
-    namespace's) is an hour ahead, and one without, follow each other: the living holder keeps its
-    token at once, and a death is still followed by a grant at once."""
+    """Goal: clock values on file are only for display. Method: run a server whose monotonic clock
+    is an hour ahead (a time namespace) and then one without, in either order: the living holder
+    keeps its token at once, and after its death the next grant is immediate."""
     server = ServerProcess(pod_dir, "--window-ms", "3600000")
     plain = server.command
     ahead = (*TIME_NAMESPACE, *plain)
@@ -71,8 +72,8 @@ def test_monotonic_clock_moved_by_an_hour_between_two_servers_changes_nothing(
 def test_time_of_day_set_back_an_hour_while_held_only_shows_in_what_is_printed(
     pod_dir, start_engine, tmp_path_factory
 ):
-    """Goal: nothing is silent, gone or out of order because somebody set the clock. Method: a
-    server under a preloaded library that moves the time of day; moved while a lock is held."""
+    """Goal: setting the clock makes nothing silent, gone or out of order. Method: run a server with
+    a preloaded library that shifts the time of day, and shift it while a lock is held."""
     place = tmp_path_factory.mktemp("clock")
     library, offset = place / "wall_clock.so", place / "offset"
     source = Path(__file__).with_name("wall_clock.c")
@@ -104,7 +105,7 @@ def test_time_of_day_set_back_an_hour_while_held_only_shows_in_what_is_printed(
 
 
 def events(directory: str) -> list[dict]:
-    """What the server remembers."""
+    """The events that the server remembers."""
     with BlockingClient(os.path.join(directory, "lockserver.sock"), CATALOGUE) as client:
         last = client.request(WatchMsg(0)).message.document["as_of_event_id"]
         seen: list[dict] = []

@@ -1,4 +1,5 @@
-"""The lock server dies: at each step of a grant, again and again, with whoever holds or waits."""
+"""The lock server dies: at each step of a grant, repeatedly, and together with holders and
+waiters."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ KILLS = 12
 
 
 def owners(engines: Iterable[Engine]) -> dict[int, set[str]]:
-    """By token, whom anybody heard it was granted to."""
+    """By token, the engine it was granted to, as received by any engine."""
     found: dict[int, set[str]] = {}
     for engine in engines:
         for lock, incarnation, token in engine.heard:
@@ -32,7 +33,7 @@ def owners(engines: Iterable[Engine]) -> dict[int, set[str]]:
 
 
 def served(engines: Iterable[Engine]) -> list[str]:
-    """The engines that were told that they hold it."""
+    """The engines that were told that they hold the lock."""
     return [engine.client.engine for engine in engines if engine.token()]
 
 
@@ -40,9 +41,9 @@ def served(engines: Iterable[Engine]) -> list[str]:
 def test_server_killed_at_any_step_of_a_grant_one_is_granted_and_no_token_twice(
     pod_dir, start_engine, moment
 ):
-    """Goal: what is on disk is never behind what was sent, wherever the server ends. Method: a
-    server that is killed at one step of the second grant, while two engines wait; another follows.
-    Who was chosen is chosen again if it was on file; nobody ever hears one token of two."""
+    """Goal: what is on disk is never behind what was sent, whenever the server dies. Method: kill a
+    server at one step of the second grant, while two engines wait, and start another. A grant on
+    file is repeated to the same engine; no token is ever received for two engines."""
     doomed = ServerProcess(pod_dir)
     doomed.command = (sys.executable, "-m", "tests.lockserver.doomed_server", moment, "2")
     server = ServerProcess(pod_dir)
@@ -75,9 +76,9 @@ def test_server_killed_at_any_step_of_a_grant_one_is_granted_and_no_token_twice(
 def test_server_killed_again_and_again_holder_keeps_its_token_and_waiters_get_in(
     pod_dir, start_server
 ):
-    """Goal: no number of restarts costs anybody the lock or the way to it. Method: a holder and
-    three waiters; the server is killed when none, one, … or all of them are back, again and again.
-    Then each gives up, and each of the others is granted once, with a larger token."""
+    """Goal: no number of restarts costs an engine the lock or its turn. Method: with a holder and
+    three waiters, kill the server repeatedly, when none, one, … or all of them have reconnected.
+    Then each gives up the lock, and each of the others is granted it once, with a larger token."""
     server = start_server()
 
     async def scenario() -> None:
@@ -124,9 +125,9 @@ async def _all_in_turn(holder: Engine, waiters: list[Engine]) -> None:
 def test_server_and_both_engines_killed_at_once_the_first_back_is_granted_with_a_larger_token(
     pod_dir, start_server, start_engine
 ):
-    """Goal: after the end of everything the order is who comes first, with no window to sit out.
-    Method: SIGKILL to the server, the holder's tree and the waiter's; a server with a window of an
-    hour; the engine that waited is relaunched first."""
+    """Goal: after everything has died, the first engine to ask is granted the lock, without a
+    waiting period. Method: SIGKILL the server and both engines' trees; start a server with a window
+    of an hour; relaunch the engine that was waiting first."""
     server = start_server("--window-ms", "3600000")
     engines = [start_engine("engine-0")]
     assert engines[0].granted() == 1
@@ -142,8 +143,8 @@ def test_server_and_both_engines_killed_at_once_the_first_back_is_granted_with_a
 
 
 def test_grant_lost_with_its_connection_is_repeated_and_to_no_other(pod_dir, start_server):
-    """Goal: a grant that was not heard is no lost lock. Method: ask and hang up at once, so that
-    the grant is sent to nobody; a second engine waits; the first asks again."""
+    """Goal: a grant that was not received does not lose the lock. Method: request it and disconnect
+    at once, so that the grant reaches no client; a second engine waits; the first asks again."""
     server = start_server()
 
     async def scenario() -> None:
@@ -172,8 +173,9 @@ def test_grant_lost_with_its_connection_is_repeated_and_to_no_other(pod_dir, sta
 def test_server_stopped_for_longer_than_any_window_declares_no_one_dead(
     pod_dir, start_server, start_engine
 ):
-    """Goal: the server's own stall is not the engines'. Method: SIGSTOP it for many times the
-    window and the silence, with heartbeats queueing up, and let it go on: no event about them."""
+    """Goal: the server's own stall is not blamed on the engines. Method: SIGSTOP it for many times
+    the window and the silence limit while heartbeats queue up, then SIGCONT: no event about the
+    engines."""
     server = start_server("--silent-ms", "100", "--window-ms", "100")
     holder = start_engine("engine-0")
     token = holder.granted()
@@ -182,7 +184,7 @@ def test_server_stopped_for_longer_than_any_window_declares_no_one_dead(
         async with Engine(pod_dir, "engine-1") as standby:
             await standby.stand_by()
             os.kill(server.pid, signal.SIGSTOP)
-            await asyncio.sleep(2)  # the stall itself: twice patience.STALL_MS
+            await asyncio.sleep(2)  # the stall itself: twice evidence.STALL_MS
             os.kill(server.pid, signal.SIGCONT)
             lock = await asyncio.to_thread(server.lock)
             assert (lock["state"], lock["holder"]["token"]) == ("held", token)
@@ -208,9 +210,10 @@ cli.main(sys.argv[2:])
 def test_server_killed_while_it_replaces_a_damaged_state_loses_no_token_and_no_holder(
     pod_dir, start_server, start_engine, step
 ):
-    """Goal: recovery of a lost state may be interrupted anywhere. Method: one bad slot, a server
-    that is killed at each step of putting the file aside and making it anew, and again, and one
-    that is not: the holder's claim is believed, and the next token is above all that were seen."""
+    """Goal: recovery of a lost state may be interrupted at any point. Method: damage one slot; kill
+    a server at each step of setting the file aside and creating it anew, and once more; then start
+    one that survives. The holder's claim is believed, and the next token is above all earlier
+    ones."""
     server = start_server()
     holder = start_engine("engine-0")
     assert holder.granted() == 1

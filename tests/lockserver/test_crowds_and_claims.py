@@ -1,4 +1,4 @@
-"""Too many, too quiet, too late, or twice: who asks for a lock as nobody should."""
+"""Misbehaving clients: too many, too quiet, too late, or duplicate."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.lockserver.engines import Engine, EngineProcess
 from tests.lockserver.processes import ServerProcess
 
 WAITERS = 1000
-# What a thousand waiters may weigh: 24 KiB each is twice what was seen.
+# Memory allowed for a thousand waiters: 24 KiB each is twice what was measured.
 
 
 @contextlib.contextmanager
 def crowd(directory: str, count: int):
-    """`count` waiters in a process of their own, and what became of them."""
+    """`count` waiters in one process, and what became of them."""
     command = [sys.executable, "-m", "tests.lockserver.crowd", directory, str(count)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -49,9 +49,10 @@ def code_of(hand: Hand, **claims) -> str:
 def test_thousand_waiters_cost_the_holder_nothing_and_each_grant_is_one(
     pod_dir, start_server, start_engine
 ):
-    """Goal: a crowd is slower to serve, and that is all. Method: a holder, a thousand waiters;
-    the holder dies and the first of them is granted; the crowd dies, and an engine is."""
-    server = start_server("--silent-ms", "60000")  # who waits here does not beat
+    """Goal: a crowd is slower to serve, and nothing worse. Method: a holder and a thousand waiters;
+    the holder dies and the first waiter is granted the lock; the crowd dies, and an engine is
+    granted it."""
+    server = start_server("--silent-ms", "60000")  # these waiters send no heartbeats
     holder = start_engine("engine-0")
     assert holder.granted() == 1
     with crowd(pod_dir, WAITERS) as found:
@@ -71,14 +72,15 @@ def test_thousand_waiters_cost_the_holder_nothing_and_each_grant_is_one(
 
 
 def test_waiters_beyond_the_limit_are_refused_and_no_others(pod_dir, start_server, start_engine):
-    """Goal: a limit is a sentence, and ends with those who reached it. Method: more than the limit
-    from one process, which is told so; another process's engine still gets in, before and after."""
+    """Goal: reaching a limit is one clear error, and the limit only affects the process that
+    reached it. Method: exceed the limit from one process, which is refused; an engine in another
+    process is still accepted, before and after."""
     server = start_server()
     holder = start_engine("engine-0")
     assert holder.granted() == 1
     with crowd(pod_dir, SUPERVISORS_MAX + 10) as found:
         assert found["refused"].keys() <= {"wire.too_many_connections", "lock.too_many_waiters"}
-        assert found["waiting"] == SUPERVISORS_MAX - 1  # the holder is known, too
+        assert found["waiting"] == SUPERVISORS_MAX - 1  # the holder counts too
         with Hand(pod_dir, "late") as late:
             assert code_of(late) == "lock.too_many_waiters"
         assert server.lock()["holder"]["token"] == 1
@@ -91,9 +93,10 @@ def test_waiters_beyond_the_limit_are_refused_and_no_others(pod_dir, start_serve
 def test_client_that_connects_and_sends_nothing_is_refused_and_disturbs_no_one(
     pod_dir, start_server, start_engine
 ):
-    """Goal: silence has a deadline, and no place in the line. Method: connections that say nothing,
-    beside a holder; each is closed with a code, and a waiter that came after them is granted."""
-    server = start_server("--silent-ms", "60000")  # who waits here does not beat
+    """Goal: silent clients have a deadline and no place in the queue. Method: open silent
+    connections beside a holder; each is closed with a code, and a waiter that arrived later is
+    granted the lock."""
+    server = start_server("--silent-ms", "60000")  # these waiters send no heartbeats
     holder = start_engine("engine-0")
     assert holder.granted() == 1
     with Hand(pod_dir, "engine-1") as hand, contextlib.ExitStack() as stack:
@@ -112,9 +115,9 @@ def test_client_that_connects_and_sends_nothing_is_refused_and_disturbs_no_one(
 
 
 def test_want_with_an_old_token_or_one_never_granted_gets_nothing(pod_dir, start_server):
-    """Goal: a token is no key. Method: claims by an incarnation that lost the lock, by one that
-    never had it, before and after a restart, with small tokens and huge ones, and one by the holder
-    itself, which is told its own."""
+    """Goal: a token alone grants nothing. Method: claims by an incarnation that lost the lock and
+    by one that never had it, before and after a restart, with small and huge tokens; and one by the
+    holder itself, which is sent its own token."""
     server = start_server()
     with Hand(pod_dir, "engine-0") as old, old.connect() as client:
         client.notify(old.want())
@@ -152,8 +155,8 @@ def is_over(client: BlockingClient) -> bool:
 def test_reconnect_that_overtakes_the_old_connections_end_keeps_lock_and_place(
     pod_dir, start_server
 ):
-    """Goal: the newest connection is the supervisor. Method: holder and waiter connect again before
-    their old connections end; the old ones end late, and say one more thing first."""
+    """Goal: the newest connection represents the supervisor. Method: holder and waiter reconnect
+    before their old connections close; the old ones send one more message and then close late."""
     server = start_server()
     with (
         Hand(pod_dir, "engine-0") as holder,
@@ -184,8 +187,9 @@ def test_reconnect_that_overtakes_the_old_connections_end_keeps_lock_and_place(
 def test_same_engine_id_twice_the_second_waits_outside_until_the_first_process_ends(
     pod_dir, start_server
 ):
-    """Goal: two containers with one ENGINE_ID. Method: supervisors in processes of their own; the
-    second is refused as long as the first lives, connected or not, and gets in by itself then."""
+    """Goal: two containers with one ENGINE_ID. Method: two supervisors in their own processes; the
+    second is refused while the first lives, connected or not, and is accepted automatically
+    afterwards."""
     server = start_server()
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""The kernel ends a process at the time that it was armed for: real processes, real signals."""
+"""The kernel kills a process when its timer fires: real processes, real signals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lockserver.client.dead_man import DeadMan, now_ms
 
 
 class Program:
-    """A Python program that prints lines; its text gets `DeadMan` and `now_ms`."""
+    """A Python program that prints lines; `DeadMan` and `now_ms` are defined in it."""
 
     def __init__(self, body: str, *wrapper: str) -> None:
         self.process = subprocess.Popen(
@@ -73,8 +73,8 @@ def test_a_process_that_does_nothing_is_killed(start):
 
 
 def test_a_stopped_process_is_killed(start):
-    """Goal: SIGSTOP does not keep a process from being ended.
-    Method: armed far enough ahead to stop it before; it is seen stopped, then dead."""
+    """Goal: SIGSTOP does not protect a process from the timer. Method: arm it far enough ahead to
+    stop the process first; the process is stopped, then dead."""
     program = start("DeadMan().arm(now_ms() + 500); print('armed', flush=True); signal.pause()")
     assert program.line() == "armed"
     program.process.send_signal(signal.SIGSTOP)
@@ -82,15 +82,15 @@ def test_a_stopped_process_is_killed(start):
 
 
 def test_a_process_that_holds_the_interpreter_is_killed(start):
-    """Goal: it needs no loop and no Python. Method: C code that does not return and holds the
-    interpreter's lock."""
+    """Goal: the timer needs neither the event loop nor Python. Method: run C code that never
+    returns and holds the interpreter's lock."""
     program = start("import ctypes; DeadMan().arm(now_ms() + 50); ctypes.PyDLL(None).pause()")
     assert program.ended() == -signal.SIGKILL
 
 
 def test_rearmed_or_disarmed_timer_does_nothing_at_the_old_time(start):
-    """Goal: only the last word counts. Method: three timers that are due at once, in order; the
-    one that stays is the last, and the process says what it has outlived."""
+    """Goal: only the last setting counts. Method: set three timers that are due at once, in order;
+    only the last one remains, and the process prints what it has outlived."""
     program = start(
         "later, off, last = DeadMan(), DeadMan(), DeadMan()\n"
         "begun = now_ms()\n"
@@ -106,16 +106,16 @@ def test_rearmed_or_disarmed_timer_does_nothing_at_the_old_time(start):
 
 
 def test_past_time_means_now(start):
-    """Goal: a lease that has run out while the timer was being set ends the process all the same.
-    Method: arm for a moment ago, and for before the machine came up."""
+    """Goal: a lease that expires while the timer is being set still ends the process. Method: arm
+    for a moment ago, and for a time before the machine booted."""
     for at in ("now_ms() - 1000", "-5"):
         program = start(f"DeadMan().arm({at}); signal.pause()")
         assert program.ended() == -signal.SIGKILL
 
 
 def test_children_have_no_timer_by_fork_or_exec(start):
-    """Goal: what a supervisor starts is not ended by its timer (it dies in another way, or is
-    somebody else's). Method: one child by fork, one by exec; both live when the parent is dead."""
+    """Goal: a supervisor's timer does not kill its children (they die in another way, or are not
+    its own). Method: one child by fork, one by exec; both are alive when the parent is dead."""
     program = start(
         "DeadMan().arm(now_ms() + 2000)\n"
         "forked = os.fork()\n"
@@ -134,7 +134,8 @@ def test_children_have_no_timer_by_fork_or_exec(start):
 
 
 def test_the_timer_outlives_the_thread_that_made_it(start):
-    """Goal: it is the process's. Method: make and arm it in a thread that has ended by then."""
+    """Goal: the timer belongs to the process. Method: create and arm it in a thread that has ended
+    when it fires."""
     program = start(
         "thread = threading.Thread(target=lambda: DeadMan().arm(now_ms() + 200))\n"
         "thread.start(); thread.join(); signal.pause()"
@@ -145,9 +146,9 @@ def test_the_timer_outlives_the_thread_that_made_it(start):
 @may_unshare
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_pid_1_of_a_container_is_ended_too(start, is_stopped):
-    """Goal: PID 1 of a namespace, deaf to SIGKILL from a timer, ends as well, stopped or not, and
-    with it all that runs in the namespace. Method: a namespace whose PID 1 is armed, with a child;
-    stopped from outside."""
+    """Goal: PID 1 of a namespace, which ignores SIGKILL from a timer, is killed as well, stopped or
+    not, with everything in the namespace. Method: arm PID 1 of a namespace that has a child; stop
+    it from outside."""
     program = start(
         "child = subprocess.Popen(['sleep', '60'])\n"
         "DeadMan().arm(now_ms() + 1500)\n"
@@ -166,7 +167,7 @@ def test_pid_1_of_a_container_is_ended_too(start, is_stopped):
 
 @may_unshare
 def test_disarmed_pid_1_stays_alive(start):
-    """Goal: both of its timers are disarmed. Method: arm, disarm, outlive the time."""
+    """Goal: both of its timers are disarmed. Method: arm, disarm, and outlive the time."""
     program = start(
         "timer = DeadMan(); begun = now_ms(); timer.arm(begun + 600); timer.disarm()\n"
         "while now_ms() < begun + 700: pass\n"
@@ -178,8 +179,8 @@ def test_disarmed_pid_1_stays_alive(start):
 
 
 def test_without_a_timer_there_is_a_clear_error(start):
-    """Goal: who cannot be ended in time is told so. Method: no signal may be queued in that
-    process, so the kernel refuses a timer."""
+    """Goal: a process that could not be killed in time is refused with an error. Method: allow no
+    queued signals in that process, so that the kernel refuses the timer."""
     program = start(
         "import resource\n"
         "from plumbing.errors import UnderstudyError\n"
@@ -191,7 +192,7 @@ def test_without_a_timer_there_is_a_clear_error(start):
 
 
 def test_closed_timer_does_nothing(start):
-    """Goal: a client that is closed leaves no timer. Method: close an armed one, outlive it."""
+    """Goal: a closed client leaves no timer. Method: close an armed one, then outlive its time."""
     program = start(
         "timer = DeadMan(); begun = now_ms(); timer.arm(begun + 600); timer.close()\n"
         "while now_ms() < begun + 700: pass\n"

@@ -1,4 +1,4 @@
-"""Events are recorded after engines are answered: late, in order, with the time they happened."""
+"""Events are recorded after engines are answered: late, but in order and with their true times."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tests.helpers import auntil
 
 
 def test_event_recorded_late_has_the_time_at_which_it_happened():
-    """Goal: phases in reports stay true although records wait. Method: two events, a clock that
-    moves between them and again before they are recorded; their ids are in order."""
+    """Goal: the phases in reports stay accurate although recording is delayed. Method: two events,
+    and a clock that moves between them and again before they are recorded; their ids are in
+    order."""
 
     async def scenario() -> list[Event]:
         clock = FakeClock(1000.0)
@@ -36,7 +37,7 @@ def test_event_recorded_late_has_the_time_at_which_it_happened():
 
 
 def test_event_is_recorded_without_a_flush():
-    """Goal: no event is forgotten. Method: one event, and nothing but the loop running."""
+    """Goal: no event is lost. Method: record one event and run only the loop."""
 
     async def scenario() -> None:
         log = EventLog("lockserver", FakeClock())

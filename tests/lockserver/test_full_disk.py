@@ -1,4 +1,5 @@
-"""A disk without a byte left: what must go on, and what is one sentence."""
+"""A disk without a free byte: what must continue to work, and what must fail with one clear
+error."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def server_on(directory: str) -> ServerProcess:
 
 
 def fill(directory: str) -> None:
-    """To the last byte, whatever has become free since."""
+    """Fill the disk to the last byte, including what has been freed since."""
     with (
         open(os.path.join(directory, "filler"), "ab", buffering=0) as filler,
         contextlib.suppress(OSError),
@@ -48,8 +49,8 @@ def fill(directory: str) -> None:
 
 
 def test_full_disk_stops_no_grant_no_takeover_and_no_restart(small_disk):
-    """Goal: the state file never needs room, and neither do a seal, a socket and the guard. Method:
-    a tmpfs filled after the start, and again while the server is dead."""
+    """Goal: the state file, a seal, a socket and the guard never need space. Method: fill a tmpfs
+    after the start, and again while the server is dead."""
 
     async def scenario() -> None:
         async with (
@@ -78,7 +79,7 @@ def test_full_disk_stops_no_grant_no_takeover_and_no_restart(small_disk):
 
 
 def test_first_start_on_a_full_disk_is_one_sentence_and_leaves_nothing_behind(small_disk):
-    """Goal: no half-made state. Method: fill, start, make room, start."""
+    """Goal: no half-created state. Method: fill the disk, start, free some space, start again."""
     fill(small_disk)
     server = server_on(small_disk)
     command = [*server.command, "serve", "--dir", small_disk, "--http-port", "0"]

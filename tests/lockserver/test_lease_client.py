@@ -16,11 +16,11 @@ from plumbing.errors import UnderstudyError
 from tests.helpers import auntil
 from tests.lockserver.lease_server import LeaseServer
 
-LEASE_MS = 2000  # a machine with much to do stops a process for a second
+LEASE_MS = 2000  # a busy machine may stall a process for a second
 
 
 class Ledger:
-    """Stands in for the kernel's timer: when it would have struck."""
+    """Stands in for the kernel's timer: records when it would have fired."""
 
     def __init__(self) -> None:
         self.at_ms: float | None = None
@@ -35,7 +35,7 @@ class Ledger:
 
 
 class Member:
-    """One client with all that it was told."""
+    """One client and every message it was sent."""
 
     def __init__(self, address: str, engine: str = "engine-0", **more: int) -> None:
         self.told: list[tuple[str, object]] = []
@@ -75,7 +75,7 @@ async def running(member: Member) -> AsyncIterator[Member]:
 
 @contextlib.asynccontextmanager
 async def holding(server: LeaseServer, member: Member | None = None) -> AsyncIterator[Member]:
-    """A member that was granted `active`, by a server that grants it to whoever wants it."""
+    """A member that was granted `active` by a server that grants it on request."""
     server.auto = ("active",)
     async with running(member or Member(server.address)) as holder:
         holder.want("active")
@@ -84,7 +84,7 @@ async def holding(server: LeaseServer, member: Member | None = None) -> AsyncIte
 
 
 def with_server(test: Callable[[LeaseServer], Awaitable[None]]) -> Callable[[], None]:
-    """Run `test` on a loop of its own, with a server."""
+    """Run `test` on its own loop, with a server."""
 
     def run() -> None:
         async def whole() -> None:
@@ -108,8 +108,8 @@ async def beats(server: LeaseServer, count: int = 3) -> None:
 
 @with_server
 async def test_want_says_which_member_it_is(server):
-    """Goal: the first message on each connection names the member; each message has a number of
-    its own. Method: two connections, the second after a cut."""
+    """Goal: the first message on each connection identifies the member, and every message has its
+    own number. Method: two connections, the second after a cut."""
     async with running(Member(server.address, member=(1, 2))) as member:
         member.want("active")
         await auntil(lambda: server.want and server.want.incarnation, "the want")
@@ -125,8 +125,8 @@ async def test_want_says_which_member_it_is(server):
 
 @with_server
 async def test_a_holder_is_armed_from_its_grant_until_it_is_reaped(server):
-    """Goal: the kernel watches exactly while `active` is held. Method: waiting, granted, renewed,
-    reaped; what would have struck is 80 % of the lease after something that was sent."""
+    """Goal: the kernel's timer is armed exactly while `active` is held. Method: waiting, granted,
+    renewed, reaped; the timer is due at 80 % of the lease after a message that was sent."""
     server.auto = ("active", "loader")
     async with running(Member(server.address)) as member:
         member.want("loader")
@@ -147,8 +147,9 @@ async def test_a_holder_is_armed_from_its_grant_until_it_is_reaped(server):
 
 @with_server
 async def test_a_server_that_falls_silent_costs_a_holder_its_lease_once(server):
-    """Goal: lost at 60 % of the lease, before the kernel's 80 %, once, also when the server is
-    heard again; the next incarnation begins afresh. Method: a deaf server, then one that hears."""
+    """Goal: the lock is lost at 60 % of the lease, before the kernel's 80 %, and only once, even if
+    the server answers again; the next incarnation starts afresh. Method: a deaf server, then one
+    that answers."""
     async with holding(server) as member:
         server.is_deaf = True
         await auntil(lambda: member.heard("lease_lost"), "the lease to be lost")
@@ -170,23 +171,23 @@ async def test_a_server_that_falls_silent_costs_a_holder_its_lease_once(server):
 
 @with_server
 async def test_a_waiter_loses_nothing(server):
-    """Goal: who holds nothing has nothing to stop. Method: the server is deaf for longer than a
-    lease, then grants."""
+    """Goal: an engine that holds nothing has nothing to stop. Method: the server is deaf for longer
+    than a lease, then grants."""
     async with running(Member(server.address)) as member:
         member.want("active")
         await beats(server)
         server.is_deaf = True
         await auntil(lambda: member.client.lease["valid_for_ms"] == 0, "the lease to run out")
         server.is_deaf, server.auto = False, ("active",)
-        server.hang_up()  # what was said to the deaf is said again
+        server.hang_up()  # messages that the deaf server ignored are sent again
         await auntil(lambda: member.heard("active"), "the grant")
         assert member.heard("lease_lost") == []
 
 
 @with_server
 async def test_grant_without_a_valid_lease_is_requested_again(server):
-    """Goal: no grant is acted on without a lease that runs; it is not kept, but asked for anew.
-    Method: a server that grants and renews nothing, then renews."""
+    """Goal: a grant is acted on only while a lease is valid; otherwise it is dropped and requested
+    again. Method: a server that grants but renews nothing, then renews."""
     server.renews, server.auto = False, ("active",)
     async with running(Member(server.address)) as member:
         member.want("active")
@@ -202,7 +203,7 @@ async def test_grant_without_a_valid_lease_is_requested_again(server):
 
 @with_server
 async def test_grants_to_others_are_reported_without_a_lease(server):
-    """Goal: that somebody else was granted is news at any time. Method: no renewals."""
+    """Goal: a grant to another engine is reported at any time. Method: no renewals."""
     server.renews = False
     async with running(Member(server.address)) as member:
         member.want("active")
@@ -214,8 +215,8 @@ async def test_grants_to_others_are_reported_without_a_lease(server):
 
 @with_server
 async def test_cut_connection_is_not_a_loss_within_the_lease(server):
-    """Goal: connections come and go, the lease stays. Method: cut again and again for longer than
-    a lease while the server answers."""
+    """Goal: the lease survives cut connections. Method: cut repeatedly for longer than a lease
+    while the server answers."""
     async with holding(server) as member:
         end = now_ms() + 1.5 * LEASE_MS
         while now_ms() < end:
@@ -227,7 +228,8 @@ async def test_cut_connection_is_not_a_loss_within_the_lease(server):
 
 @with_server
 async def test_a_server_that_restarts_within_the_lease_costs_nothing(server):
-    """Goal: nobody loses by a restart. Method: stop the server, start it on the same port."""
+    """Goal: no engine loses anything by a restart. Method: stop the server, start it on the same
+    port."""
     async with holding(server) as member:
         port = server.server.port
         await server.stop()
@@ -242,8 +244,8 @@ async def test_a_server_that_restarts_within_the_lease_costs_nothing(server):
 
 @with_server
 async def test_silent_connection_is_replaced(server):
-    """Goal: half-open connections are found, also where the lease is long. Method: a server that
-    stays connected and silent; the client comes back on a new connection by itself."""
+    """Goal: half-open connections are detected even if the lease is long. Method: a server that
+    stays connected but silent; the client opens a new connection by itself."""
     for lease_ms in (LEASE_MS, 3_600_000):
         server.lease_ms, server.is_deaf = lease_ms, False
         async with running(Member(server.address)) as member:
@@ -258,8 +260,8 @@ async def test_silent_connection_is_replaced(server):
 
 @with_server
 async def test_lost_member_is_reported_for_this_incarnation_only(server):
-    """Goal: `member_lost` of an incarnation that is over changes nothing.
-    Method: one for another incarnation, then one for ours."""
+    """Goal: `member_lost` for an incarnation that is over changes nothing. Method: send one for
+    another incarnation, then one for ours."""
     async with running(Member(server.address, member=(0, 2))) as member:
         member.want("active")
         await beats(server)
@@ -275,10 +277,10 @@ async def test_lost_member_is_reported_for_this_incarnation_only(server):
 
 @with_server
 async def test_heartbeats_are_as_frequent_as_the_lease_requires(server):
-    """Goal: a short lease is renewed often enough. Method: a usual heartbeat longer than the
-    lease; the holder keeps it for several leases."""
+    """Goal: a short lease is renewed often enough. Method: a default heartbeat longer than the
+    lease; the holder keeps the lease for several of its lengths."""
     member = Member(server.address)
-    member.client._heartbeat_ms = 400  # the first one comes so late, then a tenth of the lease
+    member.client._heartbeat_ms = 400  # only the first is this late
     async with holding(server, member):
         await beats(server, 20)
         assert member.heard("lease_lost") == []
@@ -286,13 +288,15 @@ async def test_heartbeats_are_as_frequent_as_the_lease_requires(server):
 
 
 def test_on_a_unix_socket_there_is_no_lease(tmp_path):
-    """Goal: on one host nothing changes. Method: a client of a path has no timer and no lease."""
+    """Goal: on one host nothing changes. Method: a client of a Unix path has no timer and no
+    lease."""
     client = LockClient(str(tmp_path / "lockserver.sock"), engine="engine-0")
     assert client.lease is None
 
 
 def test_over_tcp_no_timer_no_client(monkeypatch):
-    """Goal: a process that the kernel could not end is refused. Method: a kernel without timers."""
+    """Goal: a process that the kernel could not kill is refused. Method: a kernel without
+    timers."""
 
     def refuse() -> None:
         raise UnderstudyError("lock.no_dead_man", "no timer")

@@ -1,4 +1,4 @@
-"""The lease as its member counts it: tables, and a simulation that finds what is left out."""
+"""The lease as its member counts it: tables, and a simulation that detects missing rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kept(lease_ms: int = 1000, sent_ms: float = 0.0) -> LeaseKeeper:
 
 
 def test_lease_counts_from_when_it_was_requested():
-    """Goal: not the answer's time counts. Method: an answer that takes half the lease."""
+    """Goal: the time of the answer does not count. Method: an answer that takes half the lease."""
     keeper = LeaseKeeper()
     keeper.sent(1, 100.0)
     assert not keeper.may_act(100.0)
@@ -44,8 +44,8 @@ def test_answer_to_a_message_never_sent_renews_nothing(progress):
 
 
 def test_an_answer_counts_once_and_passes_over_older_ones():
-    """Goal: answers that come twice or late change nothing. Method: answer the second message,
-    then the first, then the second again."""
+    """Goal: duplicate or late answers change nothing. Method: answer the second message, then the
+    first, then the second again."""
     keeper = LeaseKeeper()
     keeper.sent(1, 0.0)
     keeper.sent(2, 100.0)
@@ -56,8 +56,8 @@ def test_an_answer_counts_once_and_passes_over_older_ones():
 
 
 def test_answers_for_a_cut_connection_or_an_older_incarnation_do_not_count():
-    """Goal: an answer renews the lease of what was named, and on its own connection.
-    Method: cut, or begin anew, between the message and its answer."""
+    """Goal: an answer renews the lease only for the incarnation that was named, and only on its own
+    connection. Method: cut, or begin anew, between the message and its answer."""
     for forget in (LeaseKeeper.cut, LeaseKeeper.begin):
         keeper = LeaseKeeper()
         keeper.sent(1, 0.0)
@@ -66,7 +66,7 @@ def test_answers_for_a_cut_connection_or_an_older_incarnation_do_not_count():
 
 
 def test_a_cut_leaves_the_lease_and_another_incarnation_ends_it():
-    """Goal: a connection may come back within its lease. Method: cut, then begin."""
+    """Goal: a client may reconnect within its lease. Method: cut, then begin."""
     keeper = kept()
     keeper.hold()
     keeper.cut()
@@ -78,8 +78,8 @@ def test_a_cut_leaves_the_lease_and_another_incarnation_ends_it():
 
 
 def test_only_a_holder_must_stop():
-    """Goal: a standby that cannot be heard has nothing to stop. Method: the same time, with and
-    without a lock."""
+    """Goal: an unreachable standby has nothing to stop. Method: the same silence with and without a
+    lock."""
     keeper = kept()
     assert not keeper.must_stop(5000.0)
     keeper = kept()
@@ -91,8 +91,8 @@ def test_only_a_holder_must_stop():
 
 
 def test_answers_while_the_tree_is_reaped_keep_the_supervisor_alive():
-    """Goal: lost at 60 %, but answered before the lease has run out: the kernel's time moves on,
-    the loss stays. Method: an answer at 70 %."""
+    """Goal: after a loss at 60 %, an answer before the lease expires extends the kernel's timer but
+    does not undo the loss. Method: an answer at 70 %."""
     keeper = kept()
     keeper.hold()
     keeper.sent(2, 500.0)
@@ -104,8 +104,8 @@ def test_answers_while_the_tree_is_reaped_keep_the_supervisor_alive():
 
 
 def test_expired_lease_is_not_revived():
-    """Goal: no answer makes up for a time without a lease. Method: the answer comes after the
-    lease's whole length, and nobody looked in between."""
+    """Goal: no answer makes up for a time without a lease. Method: an answer after the full length
+    of the lease, without a check in between."""
     keeper = kept()
     keeper.hold()
     keeper.sent(2, 950.0)
@@ -115,8 +115,8 @@ def test_expired_lease_is_not_revived():
 
 
 def test_a_waiter_s_lease_is_revived():
-    """Goal: a standby that could not be heard for long may be granted again.
-    Method: an answer long after the lease ran out, and nothing held."""
+    """Goal: a standby that was unreachable for a long time may be granted the lock again. Method:
+    an answer long after the lease expired, with no lock held."""
     keeper = kept()
     keeper.sent(2, 9000.0)
     assert not keeper.may_act(9005.0)
@@ -125,8 +125,8 @@ def test_a_waiter_s_lease_is_revived():
 
 
 def test_unanswered_messages_are_bounded():
-    """Goal: a server that answers nothing costs no memory, and its next answer counts.
-    Method: far more messages than are kept; answer the last and one that was dropped."""
+    """Goal: a server that answers nothing costs no memory, and its next answer counts. Method: send
+    far more messages than are kept; answer the last one and one that was dropped."""
     keeper = LeaseKeeper()
     for number in range(1, 10 * SENT_MAX):
         keeper.sent(number, float(number))
@@ -152,7 +152,8 @@ def violation(
 
 def test_two_members_never_serve_at_once():
     """Goal: whatever is late, lost, stopped or restarted, a member has stopped before the server
-    grants to another. Method: schedules by seed, in virtual time; the world is not idle in them."""
+    grants the lock to another. Method: seeded schedules in virtual time, with a check that the
+    world is not idle."""
     assert {seed: found for seed in SEEDS if (found := violation(seed))} == {}
     world = World(0)
     world.run(10 * STEPS)
@@ -184,8 +185,8 @@ class ActsOnOldGrants(LeaseKeeper):
 
 
 class AnnouncesItsOwnLease(World):
-    """A server that was restarted with another lease, and renews with that what is on its file
-    with the old one: the server after it would not wait long enough."""
+    """A server that restarts with a different lease length and renews with that, while the old
+    length is still on file: the server after it would not wait long enough."""
 
     def lease_of(self, who: tuple[str, int]) -> int:
         return self.lease_ms
@@ -201,6 +202,6 @@ class AnnouncesItsOwnLease(World):
     ],
 )
 def test_the_simulation_finds_what_is_left_out(keeper, world):
-    """Goal: the simulation can fail. Method: one rule left out at a time, of the keeper's or of
-    the server's."""
+    """Goal: show that the simulation can fail. Method: leave out one rule at a time, of the keeper
+    or of the server."""
     assert any(violation(seed, keeper, world) for seed in SEEDS)

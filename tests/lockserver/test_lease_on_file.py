@@ -1,4 +1,4 @@
-"""A group of members on file: it fits, is read back, and an older server grants nobody over it."""
+"""A group of members on file: it fits, is read back, and makes an older server grant nothing."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def directory(tmp_path):
 
 
 def test_two_groups_of_as_many_members_and_with_the_longest_names_fit_a_slot(directory):
-    """Goal: no grant is refused by its own record. Method: 16 members, ids of 63 characters and the
-    largest numbers, in both locks; written for real and read back."""
+    """Goal: no grant fails because its record is too large. Method: write and read back 16 members
+    with ids of 63 characters and the largest numbers, in both locks."""
     assert MEMBERS_MAX == MEMBERS_SPOKEN_MAX
     holders = {name: leased("e" * 63, MEMBERS_MAX, TOKEN_CLAIMED_MAX) for name in LOCKS}
     record = LockRecord(TOKEN_CLAIMED_MAX, holders, frozenset())
@@ -63,7 +63,8 @@ def test_two_groups_of_as_many_members_and_with_the_longest_names_fit_a_slot(dir
 
 
 def test_file_of_before_leases_is_read_as_it_was_written(directory):
-    """Goal: an upgrade of the server is no failover. Method: the bytes that it used to write."""
+    """Goal: upgrading the server causes no failover. Method: the bytes that the older version
+    wrote."""
     text = (
         b'{"schema":1,"token":7,"holders":{"active":{"engine":"e","incarnation":"e-0000000000000001"'
         b',"supervisor":"0123456789abcdef","witness":"witness_e_0000000000000001","dev":3,"ino":4,'
@@ -78,9 +79,9 @@ def test_file_of_before_leases_is_read_as_it_was_written(directory):
 
 
 def test_older_server_that_reads_a_group_grants_and_seals_nothing(directory):
-    """Goal: a downgrade is a visible wait, not two owners. Method: a server that knows nothing of
-    leases reads the record, while a witness of that very name lies free in its directory; another
-    engine waits for an hour."""
+    """Goal: a downgrade causes a visible wait, not two owners. Method: a server without leases
+    reads the record, while a free witness of that name is in its directory; another engine waits
+    for an hour."""
     holder = leased("engine-0", 2)
     path = free_witness(directory, holder.incarnation)
     as_read = Holder.from_dict({k: v for k, v in holder.to_dict().items() if k != "lease"})
@@ -107,4 +108,4 @@ def test_older_server_that_reads_a_group_grants_and_seals_nothing(directory):
             file = due.witness
             assert witness.probe(path, file.dev, file.ino) is WitnessState.UNPROVEN
     assert machine.locks["active"].state is LockState.RECOVERING
-    assert os.path.getsize(path) == 0  # not sealed: whoever joins it now may
+    assert os.path.getsize(path) == 0  # not sealed: a process may still join it

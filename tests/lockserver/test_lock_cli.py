@@ -1,4 +1,4 @@
-"""The `lockserver` command as people use it: looking once, looking on, and Ctrl-C."""
+"""The `lockserver` command as operators use it: one look, watching, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(*words: str, directory: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def running(*words: str, directory: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The command until the block ends. Unbuffered: what is read ahead, `select` cannot see."""
+    """The command until the block ends. Unbuffered, because `select` cannot see buffered input."""
     process = subprocess.Popen(
         command(*words, directory=directory), stdout=subprocess.PIPE, bufsize=0
     )
@@ -46,7 +46,7 @@ def running(*words: str, directory: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def line_of(stream: IO[bytes] | None) -> str:
-    """The next line that it writes."""
+    """The next line of its output."""
     assert stream is not None
     ready, _, _ = select.select([stream], [], [], WAIT_S)
     assert ready, "it wrote nothing"
@@ -67,7 +67,7 @@ def engine(start_engine, server: ServerProcess) -> EngineProcess:
 
 
 def test_events_prints_what_the_server_remembers_and_ends(engine, server, pod_dir):
-    """Goal: what happened is there to be read afterwards. Method: a grant, then the command."""
+    """Goal: past events can be read afterwards. Method: a grant, then the command."""
     done = run("events", "--json", directory=pod_dir)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
@@ -82,8 +82,8 @@ def test_events_prints_what_the_server_remembers_and_ends(engine, server, pod_di
 def test_events_followed_are_those_from_now_on_and_end_with_the_server(
     server, start_engine, pod_dir
 ):
-    """Goal: -f is news only. Method: follow, then let an engine be granted, then end the server;
-    the command says that it is gone."""
+    """Goal: -f prints only new events. Method: follow, grant the lock to an engine, stop the
+    server; the command reports that the server is gone."""
     alone(server)
     with running("events", "-f", "--json", directory=pod_dir) as following:
         until(lambda: len(server_connections(server)) > 0, "the observer to be there")
@@ -98,7 +98,8 @@ def test_events_followed_are_those_from_now_on_and_end_with_the_server(
 
 
 def test_following_and_watching_end_with_ctrl_c_like_every_command(server, pod_dir):
-    """Goal: 130, no trace. Method: SIGINT to each once it has something to show, or listens."""
+    """Goal: exit code 130, no traceback. Method: SIGINT to each command once it has printed
+    something, or listens."""
     alone(server)
     with running("events", "--follow", directory=pod_dir) as following:
         until(lambda: len(server_connections(server)) > 0, "the observer to be there")
@@ -111,8 +112,8 @@ def test_following_and_watching_end_with_ctrl_c_like_every_command(server, pod_d
 
 
 def test_status_watched_goes_on_without_its_server(engine, server, pod_dir):
-    """Goal: one sees it go and come. Method: documents while it runs, then after its SIGKILL: the
-    offline view, and back again."""
+    """Goal: watching shows the server go down and come back. Method: read documents while it runs,
+    after its SIGKILL (the offline view), and after its restart."""
     with running("status", "--watch", "--json", directory=pod_dir) as watching:
         documents = iter(lambda: json.loads(line_of(watching.stdout)), None)
         assert next(documents)["server"]["online"]
@@ -125,8 +126,8 @@ def test_status_watched_goes_on_without_its_server(engine, server, pod_dir):
 
 
 def test_commands_of_a_directory_without_any_server_exit_with_3(tmp_path):
-    """Goal: nobody there is not an empty list. Method: each command on an empty directory; watching
-    says so and goes on."""
+    """Goal: a missing server is not shown as an empty list. Method: run each command on an empty
+    directory; watching reports it and continues."""
     for words in (["status"], ["events"], ["events", "-f"]):
         done = run(*words, directory=str(tmp_path))
         assert done.returncode == UNREACHABLE
@@ -138,12 +139,13 @@ def test_commands_of_a_directory_without_any_server_exit_with_3(tmp_path):
 
 
 def alone(server: ServerProcess) -> None:
-    """Until nobody is connected: whoever asked whether the server was up, for one, was."""
+    """Wait until no client is connected, including the one that checked whether the server was
+    up."""
     until(lambda: not server_connections(server), "earlier questions to be over")
 
 
 def server_connections(server: ServerProcess) -> list[str]:
-    """The connections to the server's socket, as the kernel lists them."""
+    """The connections to the server's socket, as listed by the kernel."""
     with open("/proc/net/unix") as table:
         rows = [line.split() for line in table]
     path = f"{server.directory}/lockserver.sock"

@@ -16,8 +16,8 @@ from tests.lockserver.processes import ServerProcess, free_port, settled_fds
 def test_failover_dirty_holder_killed_grant_comes_after_its_processes_are_gone(
     pod_dir, start_server, start_engine
 ):
-    """Goal: the fence. Method: a holder with 1 GiB of dirty memory in two processes is killed; at
-    the moment the next engine hears its grant, every pidfd of the old tree is readable."""
+    """Goal: the fence. Method: kill a holder with 1 GiB of dirty memory in two processes; when the
+    next engine receives its grant, every pidfd of the old tree is readable."""
     start_server()
     holder = start_engine("engine-0", dirty_mib=512)
     assert holder.granted() == 1
@@ -38,8 +38,8 @@ def test_failover_dirty_holder_killed_grant_comes_after_its_processes_are_gone(
 def test_failover_without_the_witness_grants_no_engine_and_status_shows_the_fix(
     pod_dir, start_server, start_engine
 ):
-    """Goal: a removed witness proves nothing, for ever, and people are told what to do. Method:
-    unlink it, kill the holder's whole tree, look; then do what the sentence says."""
+    """Goal: a removed witness never proves anything, and operators are shown the fix. Method:
+    unlink it, kill the holder's whole tree, read the status; then apply the fix."""
     server = start_server()
     holder = start_engine("engine-0")
     holder.granted()
@@ -67,8 +67,8 @@ def test_failover_without_the_witness_grants_no_engine_and_status_shows_the_fix(
 def test_failover_supervisor_killed_grant_waits_for_its_orphans(
     pod_dir, start_server, start_engine
 ):
-    """Goal: the end of the connection and of the supervisor prove nothing about its tree. Method:
-    kill the supervisor of backends that outlive it; only their death hands the lock on."""
+    """Goal: a closed connection and a dead supervisor prove nothing about the tree. Method: kill
+    the supervisor of backends that outlive it; only their death frees the lock."""
     server = start_server()
     holder = start_engine("engine-0", fate="outlives_parent")
     holder.granted()
@@ -96,7 +96,8 @@ def test_failover_supervisor_killed_grant_waits_for_its_orphans(
 def test_server_killed_and_restarted_with_living_holder_same_token_no_failover(
     pod_dir, start_server
 ):
-    """Goal: a dead lock server costs nothing. Method: SIGKILL, restart, listen to both engines."""
+    """Goal: a dead lock server costs nothing. Method: SIGKILL it, restart it, and read both
+    engines' messages."""
     server = start_server()
 
     async def scenario() -> None:
@@ -121,8 +122,8 @@ def test_server_killed_and_restarted_with_living_holder_same_token_no_failover(
 def test_server_and_holder_killed_together_standby_is_granted_at_once(
     pod_dir, start_server, start_engine
 ):
-    """Goal: a witness that is free after a restart ends the wait, whatever the window. Method: kill
-    both, restart with a window of an hour."""
+    """Goal: after a restart a free witness ends the wait, whatever the window. Method: kill both,
+    restart with a window of an hour."""
     server = start_server("--window-ms", "3600000")
     holder = start_engine("engine-0")
     holder.granted()
@@ -144,7 +145,7 @@ def test_stopped_holder_and_restarted_server_no_engine_is_granted_after_the_wind
     pod_dir, start_server, start_engine
 ):
     """Goal: a hung holder is reported, never replaced. Method: SIGSTOP its whole tree, restart the
-    server with a window of 50 ms, wait for the report, then let it go on."""
+    server with a window of 50 ms, wait for the report, then SIGCONT."""
     server = start_server("--window-ms", "50", "--silent-ms", "300")
     holder = start_engine("engine-0")
     token = holder.granted()
@@ -176,8 +177,8 @@ def test_stopped_holder_and_restarted_server_no_engine_is_granted_after_the_wind
 def test_stopped_holder_is_reported_unresponsive_and_freed_when_its_processes_die(
     pod_dir, start_server, start_engine
 ):
-    """Goal: silence lets the server try the witness, and only that frees. Method: stop the
-    supervisor alone, wait for the report, then kill its backends."""
+    """Goal: silence makes the server try the witness, and only a free witness frees the lock.
+    Method: stop only the supervisor, wait for the report, then kill its backends."""
     server = start_server("--silent-ms", "300")
     holder = start_engine("engine-0")
     holder.granted()
@@ -200,7 +201,7 @@ def test_stopped_holder_is_reported_unresponsive_and_freed_when_its_processes_di
 
 
 def test_second_server_on_one_directory_is_refused_by_name(pod_dir, start_server):
-    """Goal: two servers cannot both run. Method: start a second one and read its sentence."""
+    """Goal: two servers cannot both run. Method: start a second one and read its error."""
     server = start_server()
     second = subprocess.run(
         [sys.executable, "-m", "lockserver.cli", "serve", "--dir", pod_dir, "--http-port", "0"],
@@ -236,13 +237,14 @@ def test_lock_server_descriptors_after_many_failovers(pod_dir, start_server):
                 await takeover(one, two)
             await auntil(lambda: len(open_fds(server.pid)) == before, "as many as before")
             witnesses = [n for n in os.listdir(pod_dir) if n.startswith("witness_")]
-            assert len(witnesses) <= 3  # two live, at most one that ended since the last grant
+            assert len(witnesses) <= 3  # two live, at most one that has ended since the last grant
 
     asyncio.run(scenario())
 
 
 def test_missing_directory_and_taken_port_are_one_sentence(pod_dir, start_server):
-    """Goal: start-up says what is wrong. Method: run `serve` and read stderr and the exit code."""
+    """Goal: a failed start reports its cause. Method: run `serve` and read stderr and the exit
+    code."""
     server = start_server()
     for flags, code, word in (
         (("--dir", "/nonexistent/x/y"), 2, "does not exist"),
@@ -261,7 +263,7 @@ def test_missing_directory_and_taken_port_are_one_sentence(pod_dir, start_server
 
 
 def test_status_offline_shows_the_state_file(pod_dir, start_server, start_engine):
-    """Goal: `status` works with the server down. Method: kill it and ask the command."""
+    """Goal: `status` works while the server is down. Method: kill it and run the command."""
     server: ServerProcess = start_server()
     holder = start_engine("engine-0")
     holder.granted()

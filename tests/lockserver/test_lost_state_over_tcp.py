@@ -1,7 +1,7 @@
-"""A lock server over TCP that lost its state knows of no holder, and must not think there is none.
+"""A lock server over TCP that lost its state knows no holder, and must not assume there is none.
 
-On one host a witness in the directory says that engines were launched. Holders on other hosts leave
-nothing there, so that an empty directory may be a new one, or one whose state was lost.
+On one host, a witness in the directory shows that engines were launched. Holders on other hosts
+leave nothing there, so an empty directory may be a new one, or one whose state was lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.lockserver.members import Member
 from tests.lockserver.processes import ServerProcess, free_port
 
 LEASE_MS, MARGIN_MS = 600, 300
-CLOCK_MS = 20  # between the start of the lease's count and the record of it
+CLOCK_MS = 20  # between the start of the lease and the record of it
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ async def restart_without_state(server: ServerProcess) -> None:
 
 
 async def event(server: ServerProcess, kind: str) -> dict[str, Any]:
-    """What the server says of the lock `active`, the first of this kind since its start."""
+    """The first event of this kind about the lock `active` since the server's start."""
     command = (sys.executable, "-m", "lockserver.cli", "events", "--json", "--dir")
     process = await asyncio.create_subprocess_exec(
         *command, server.directory, stdout=subprocess.PIPE
@@ -65,8 +65,9 @@ async def event(server: ServerProcess, kind: str) -> dict[str, Any]:
 def test_state_lost_and_the_holder_silent_no_grant_before_its_lease_can_have_expired(
     server,
 ):
-    """Goal: no second holder while the first may live. Method: grant one, lose the state, start
-    anew; the other one asks at once and is granted, but not before a lease and the margin."""
+    """Goal: no second holder while the first may live. Method: grant the lock to one engine, lose
+    the state, restart; the other engine asks at once and is granted the lock, but not before a
+    lease and the margin."""
 
     async def scenario() -> None:
         async with holder_and_other(server) as (holder, other):
@@ -83,8 +84,8 @@ def test_state_lost_and_the_holder_silent_no_grant_before_its_lease_can_have_exp
 
 
 def test_state_lost_and_the_holder_reconnects_it_keeps_its_grant(server):
-    """Goal: who lives and knows its token is believed. Method: as above, and the holder connects
-    again; the other one is not granted, also after the lease."""
+    """Goal: a living holder that knows its token is believed. Method: as above, but the holder
+    reconnects; the other engine is not granted the lock, even after the lease."""
 
     async def scenario() -> None:
         async with holder_and_other(server) as (holder, other):

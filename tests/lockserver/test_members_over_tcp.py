@@ -21,7 +21,7 @@ from tests.lockserver.members import Member, MemberProcess
 from tests.lockserver.processes import free_port
 from tests.plumbing.wire.certificates import write_secret
 
-LEASE_MS, MARGIN_MS, SILENT_MS = 2000, 500, 1000  # a busy machine may be late by so much
+LEASE_MS, MARGIN_MS, SILENT_MS = 2000, 500, 1000  # how late a busy machine may be
 FLAGS = (
     *("--lease-ms", str(LEASE_MS), "--lease-margin-ms", str(MARGIN_MS)),
     *("--silent-ms", str(SILENT_MS)),
@@ -49,7 +49,7 @@ def server(start_server, address, psk):
 
 @pytest.fixture
 def start_member(address, psk):
-    """`start_member(engine, member, members)`: a member in a process of its own."""
+    """`start_member(engine, member, members)`: a member in its own process."""
     with contextlib.ExitStack() as stack:
 
         def start(engine: str, member: int = 0, members: int = 1) -> MemberProcess:
@@ -79,8 +79,9 @@ def members_of(server, engine: str = "engine-0") -> dict[str, Any]:
 def test_member_killed_the_other_is_notified_and_the_lock_is_free_when_the_last_is_gone(
     server, start_member
 ):
-    """Goal: the count of references over TCP. Method: two member processes hold; one is SIGKILLed;
-    the other hears that it is lost, lives on, and only when it has reaped the next is granted."""
+    """Goal: the lock counts members over TCP. Method: two member processes hold it; SIGKILL one;
+    the other is notified of the loss and lives on, and the next engine is granted the lock only
+    when that member has reaped."""
     members = [start_member("engine-0", k, 2) for k in (0, 1)]
     assert [member.granted() for member in members] == [1, 1]
     standby = start_member("engine-1")
@@ -98,9 +99,10 @@ def test_member_killed_the_other_is_notified_and_the_lock_is_free_when_the_last_
 
 
 def test_stopped_member_is_found_by_its_silence_and_its_lease_is_awaited(server, start_member):
-    """Goal: half-open connections are found. Method: a SIGSTOPped holder of one member: its kernel
-    keeps the connection open and answers; status names what is waited for; then, and only then, the
-    next is granted; continued, it hears that it is over."""
+    """Goal: half-open connections are detected. Method: SIGSTOP a holder of one member, whose
+    kernel keeps the connection open and answers; status names what the server waits for, and only
+    then is the next engine granted the lock. After SIGCONT the old holder is told that it is
+    over."""
     holder = start_member("engine-0")
     assert holder.granted() == 1
     standby = start_member("engine-1")
@@ -119,8 +121,8 @@ def test_stopped_member_is_found_by_its_silence_and_its_lease_is_awaited(server,
 
 
 def test_restarted_server_gives_living_members_the_same_grant(server, start_member):
-    """Goal: a restart of the server is no failover. Method: SIGKILL it, start it again; both
-    members come back by themselves and keep token 1."""
+    """Goal: a restart of the server is no failover. Method: SIGKILL it and start it again; both
+    members reconnect by themselves and keep token 1."""
     members = [start_member("engine-0", k, 2) for k in (0, 1)]
     assert [member.granted() for member in members] == [1, 1]
     server.kill()
@@ -133,9 +135,9 @@ def test_restarted_server_gives_living_members_the_same_grant(server, start_memb
 def test_restarted_server_waits_out_the_lease_of_a_member_that_does_not_come_back(
     server, start_member
 ):
-    """Goal: a restarted server grants neither too early nor never. Method: the server and then the
-    holder are killed; the standby is granted after the lease on file, and not for a claim of its
-    own."""
+    """Goal: a restarted server grants neither too early nor never. Method: kill the server and then
+    the holder; the standby is granted the lock after the lease on file, and a claim of its own does
+    not shorten that."""
     holder = start_member("engine-0")
     assert holder.granted() == 1
     standby = start_member("engine-1")
@@ -159,8 +161,8 @@ async def with_members(address, psk, scenario, *members: tuple[str, int, int]) -
 
 
 def test_lease_is_answered_before_the_grant_that_follows_from_it(server, address, psk):
-    """Goal: a member never has to act on a grant without a lease. Method: the order of what one
-    hears, and what it is told of the lease."""
+    """Goal: a member never has to act on a grant without a lease. Method: check the order of the
+    messages that a member receives, and the lease they give it."""
 
     async def scenario(member: Member) -> None:
         await member.join("active")
@@ -190,7 +192,8 @@ def test_incomplete_engine_waits_and_status_names_the_missing_members(server, ad
 
 
 def test_another_supervisor_of_a_living_member_is_refused_with_the_time_left(server, address, psk):
-    """Goal: two of one name cannot both be it. Method: the same engine and member, connected."""
+    """Goal: two supervisors cannot both be the same member. Method: connect the same engine and
+    member twice."""
 
     async def scenario(first: Member, second: Member) -> None:
         await first.join("active")
@@ -203,7 +206,8 @@ def test_another_supervisor_of_a_living_member_is_refused_with_the_time_left(ser
 
 
 def test_over_tcp_only_members_are_answered(server, address, psk):
-    """Goal: what changes or shows the lock is on the Unix socket. Method: a question over TCP."""
+    """Goal: only the Unix socket accepts requests that change or show the lock. Method: send one
+    over TCP."""
 
     async def scenario(member: Member) -> None:
         await member.connect()
@@ -215,8 +219,9 @@ def test_over_tcp_only_members_are_answered(server, address, psk):
 
 
 def test_engines_on_this_host_and_members_of_others_share_one_lock(server, pod_dir, address, psk):
-    """Goal: one machine for both. Method: a witness holds, a member waits, hears who holds, and is
-    granted when the witness is free; then the other way round."""
+    """Goal: one machine for both. Method: an engine with a witness holds the lock; a member waits,
+    is sent the holder, and is granted the lock when the witness is free; then the other way
+    round."""
 
     async def scenario(member: Member) -> None:
         async with Engine(pod_dir, "engine-1") as engine:
@@ -236,7 +241,8 @@ def test_engines_on_this_host_and_members_of_others_share_one_lock(server, pod_d
 
 
 def test_metrics_show_the_holders_lease_and_missing_members(server, address, psk):
-    """Goal: an alert can be made of it. Method: scrape while one of two members is away."""
+    """Goal: the metrics are enough for an alert. Method: scrape while one of two members is
+    disconnected."""
 
     async def scenario(first: Member, second: Member) -> None:
         await first.join("active")
@@ -254,7 +260,7 @@ def test_metrics_show_the_holders_lease_and_missing_members(server, address, psk
 
 
 def test_member_with_another_key_is_refused(server, address, tmp_path):
-    """Goal: whoever has not the key has no word. Method: a member with another one."""
+    """Goal: a member without the key is refused. Method: a member with a different key."""
     other = tmp_path / "other"
     other.write_bytes(os.urandom(32))
     other.chmod(0o600)
@@ -265,8 +271,8 @@ def test_member_with_another_key_is_refused(server, address, tmp_path):
 
 
 def test_key_that_was_renewed_badly_is_a_problem_and_the_old_one_stays(server, address, psk):
-    """Goal: a broken new key is said in status, and members get in with the old one until a good
-    one is there. Method: replace the file by one that is too short, then by a good one."""
+    """Goal: status reports a broken new key, and members connect with the old one until a valid key
+    is there. Method: replace the file with one that is too short, then with a valid one."""
     old = write_secret(f"{psk}.old", Path(psk).read_bytes())
 
     async def gets_in(key: str) -> None:

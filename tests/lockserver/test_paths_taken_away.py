@@ -1,4 +1,5 @@
-"""Files and directories removed or replaced under a lock server that runs, while a lock is held."""
+"""Files and directories are removed or replaced under a running lock server while a lock is
+held."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def take_away(path: str, how: str) -> None:
 
 @contextlib.contextmanager
 def put_there(path: str, stranger: str):
-    """Something else at `path`, in one step."""
+    """Put something else at `path`, in one step."""
     with contextlib.ExitStack() as stack:
         if stranger == "a listener":
             other = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -45,8 +46,8 @@ def put_there(path: str, stranger: str):
 
 @pytest.mark.parametrize("how", ["nothing", "a stale socket"])
 def test_socket_path_deleted_or_replaced_while_held_is_taken_back(pod_dir, start_server, how):
-    """Goal: whoever was not connected can still come, and whoever was notices nothing. Method:
-    remove the socket's path while a lock is held; a newcomer waits and is granted in its turn."""
+    """Goal: new clients can still connect, and connected ones are not affected. Method: remove the
+    socket's path while a lock is held; a new engine waits and is granted the lock in its turn."""
     server = start_server()
 
     async def scenario() -> None:
@@ -70,8 +71,8 @@ def test_socket_path_deleted_or_replaced_while_held_is_taken_back(pod_dir, start
 def test_foreign_socket_path_is_reported_and_taken_back_when_it_is_gone(
     pod_dir, start_server, start_engine, stranger
 ):
-    """Goal: no silent deafness. Method: put something else at the path; status over HTTP says so
-    while a takeover of those who are connected works; remove it."""
+    """Goal: an unreachable server is reported. Method: put something else at the path; status over
+    HTTP reports it while a takeover between connected engines works; remove it."""
     server = start_server()
     path = os.path.join(pod_dir, SOCKET)
 
@@ -95,8 +96,8 @@ def test_foreign_socket_path_is_reported_and_taken_back_when_it_is_gone(
 def test_guard_and_socket_removed_a_second_server_cannot_take_over_and_the_first_goes_on(
     pod_dir, start_server
 ):
-    """Goal: one server per directory, whatever is removed. Method: remove both, start a second one
-    once the first has them back: it ends, and the first still grants."""
+    """Goal: one server per directory, whatever is removed. Method: remove both, and start a second
+    server once the first has recreated them: the second exits, and the first still grants."""
     server = start_server()
 
     async def scenario() -> None:
@@ -126,9 +127,10 @@ def test_guard_and_socket_removed_a_second_server_cannot_take_over_and_the_first
 def test_second_server_in_an_emptied_directory_the_first_ends_and_grants_nothing(
     pod_dir, start_server, start_engine, is_killed
 ):
-    """Goal: of two servers over one directory, the one that lost its files yields. Method: stop it,
-    remove its guard, socket and state, start a second one, let the first go on: it writes nothing
-    into the other's file and ends; the holder shows the second its token, or the next is let in."""
+    """Goal: of two servers on one directory, the one that lost its files gives way. Method: stop
+    it, remove its guard, socket and state, start a second one and continue the first: it writes
+    nothing into the other's file and exits; the holder shows the second its token, or the next
+    engine is granted the lock."""
     first = start_server()
     holder = start_engine("engine-0")
     assert holder.granted() == 1
@@ -162,9 +164,9 @@ def test_second_server_in_an_emptied_directory_the_first_ends_and_grants_nothing
 
 @pytest.mark.parametrize("how", ["moved", "removed"])
 def test_directory_replaced_while_held_the_server_exits_and_grants_nothing(pod_dir, how):
-    """Goal: what is known of one directory is not written into another. Method: move the directory
-    away (or remove all of it) and make a new one while a holder dies: the server ends with a
-    sentence, nothing was granted, and the new directory is empty."""
+    """Goal: the state of one directory is never written into another. Method: move (or remove) the
+    directory and create a new one while a holder dies: the server exits with an error, nothing is
+    granted, and the new directory is empty."""
     place = os.path.join(pod_dir, "pod")
     os.mkdir(place, 0o700)
     server = ServerProcess(place)

@@ -1,4 +1,4 @@
-"""Where the server cannot see its engines' processes, or the kernel is older: the same promises.
+"""The server cannot see its engines' processes, or the kernel is older: the same promises hold.
 
 Real containers do the same in `tests/deploy/test_lock_in_containers.py`.
 """
@@ -40,7 +40,8 @@ ON_AN_OLD_KERNEL = pytest.mark.skipif(
 
 
 def _world(name: str, server_under, holder_under, source: str, *marks):
-    """What each runs under, and what the server then goes by."""
+    """The command that server and holder each run under, and the pidfd source the server then
+    reports."""
     return pytest.param((server_under, holder_under, source), id=name, marks=marks)
 
 
@@ -61,7 +62,7 @@ WORLDS = [
 
 @pytest.fixture
 def world(pod_dir, request):
-    """A server and a holder of two backends, each where the test wants it."""
+    """A server and a holder with two backends, each run where the test wants it."""
     server_under, holder_under, source = request.param
     server = ServerProcess(pod_dir, "--silent-ms", "1000")
     server.command = (*server_under, *server.command)
@@ -72,7 +73,7 @@ def world(pod_dir, request):
             assert server.lock()["holder"]["pidfd_source"] == source
             yield server, holder
     finally:
-        server.kill()  # unshare takes no SIGTERM, and its child goes with it
+        server.kill()  # unshare ignores SIGTERM, and its child dies with it
 
 
 def standby_in(pod_dir: str, holder: EngineProcess, was_gone: list[bool]) -> Engine:
@@ -90,8 +91,9 @@ def standby_in(pod_dir: str, holder: EngineProcess, was_gone: list[bool]) -> Eng
 def test_holder_killed_in_another_pid_namespace_or_on_an_older_kernel_its_processes_go_first(
     pod_dir, world
 ):
-    """Goal: the fence needs to see no pid. Method: kill the holder's supervisor from outside (as
-    PID 1 of a namespace it takes the rest along); pidfds of the whole tree at the next grant."""
+    """Goal: the fence needs no visible pid. Method: kill the holder's supervisor from outside (as
+    PID 1 of a namespace it takes its tree with it); check the pidfds of the whole tree at the next
+    grant."""
     _, holder = world
 
     async def scenario() -> None:
@@ -109,8 +111,9 @@ def test_holder_killed_in_another_pid_namespace_or_on_an_older_kernel_its_proces
 def test_server_killed_holder_in_another_pid_namespace_or_on_an_older_kernel_keeps_its_token(
     pod_dir, world
 ):
-    """Goal: recovery needs to see no pid either. Method: restart the server, listen; then a
-    supervisor that is stopped while its backends die: only silence and the witness can tell."""
+    """Goal: recovery needs no visible pid either. Method: restart the server and read the messages;
+    then stop a supervisor while its backends die, so that only its silence and the witness remain
+    as evidence."""
     server, holder = world
 
     async def scenario() -> None:
@@ -133,8 +136,8 @@ def test_server_killed_holder_in_another_pid_namespace_or_on_an_older_kernel_kee
 @ON_AN_OLD_KERNEL
 @pytest.mark.parametrize("lacks", old_kernel.LACKS)
 def test_orphans_of_a_supervisor_on_an_older_kernel_still_hold_the_lock(pod_dir, lacks):
-    """Goal: without a pidfd the connection's end says when to look, no more. Method: kill the
-    supervisor of backends that outlive it; nobody is granted until they are dead."""
+    """Goal: without a pidfd, a closed connection only triggers a check. Method: kill the supervisor
+    of backends that outlive it; no engine is granted the lock until they are dead."""
     server = ServerProcess(pod_dir)
     server.command = (*on_a_kernel_without(lacks), *server.command)
 

@@ -1,4 +1,5 @@
-"""How often a witness is tried: at once, densely while small processes die, then less and less."""
+"""How often a witness is tried: at once, densely while small processes die, then less and less
+often."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ HOLDER = SimpleNamespace(
 
 
 class Loop:
-    """The prober's loop and clock, moved by hand: what it waits for, and how."""
+    """The prober's loop and clock, driven by hand: records each wait and how it was requested."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -42,7 +43,8 @@ class Loop:
 
 
 def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
-    """The waits between tries of a witness that is free at the `free_after`-th; what was fed."""
+    """The waits between tries of a witness that becomes free at try `free_after`; and what was
+    fed."""
     loop, fed, results = Loop(), [], iter([WitnessState.HELD] * (free_after - 1))
     monkeypatch.setattr(prober, "time", SimpleNamespace(sleep=loop.slept, monotonic=loop.time))
     monkeypatch.setattr(witness, "probe", lambda *_: next(results, WitnessState.FREE))
@@ -52,14 +54,15 @@ def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
     monkeypatch.setattr(prober.evidence, "scan_is_due", lambda *_: False)
     monkeypatch.setattr(prober, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
     Prober("/nowhere", SimpleNamespace(locks={}, supervisors={}), None, fed.append).kick()
-    assert len(fed) == (free_after == 1)  # tried within the very call
+    assert len(fed) == (free_after == 1)  # tried within the call itself
     while loop.next:
         loop.next.pop(0)()
     return loop.waits, fed
 
 
 def test_free_witness_is_found_without_delay(monkeypatch):
-    """Goal: nothing is lost where the process is gone already. Method: free at the first try."""
+    """Goal: no delay if the process is gone already. Method: the witness is free at the first
+    try."""
     waits, fed = tried(monkeypatch, free_after=1)
     assert waits == []
     assert fed == [WitnessFree("active", HOLDER.incarnation)]
@@ -67,7 +70,8 @@ def test_free_witness_is_found_without_delay(monkeypatch):
 
 def test_dying_tree_is_probed_densely_then_less_often(monkeypatch):
     """Goal: a grant follows a death within 0.2 ms, and a hung process costs little. Method: a
-    witness that is held for some five seconds of a clock that only the prober's waits move."""
+    witness that is held for about five seconds of a clock that advances only with the prober's
+    waits."""
     waits, fed = tried(monkeypatch, free_after=1500)
     assert waits[:99] == [DENSE_S] * 99
     dense, fast = waits.count(DENSE_S), waits.count(FAST_S)

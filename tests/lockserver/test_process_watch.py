@@ -26,8 +26,9 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def test_exited_process_is_reported_within_the_check():
-    """Goal: its end is known with its connection's. Method: look while it lives, and once it has
-    ended, without a turn of the loop in between; later turns have nothing to add."""
+    """Goal: a process's end is known together with its connection's. Method: check while it lives
+    and once it has ended, without a turn of the loop in between; later turns report nothing
+    more."""
     gone: list[str] = []
 
     async def scenario() -> None:
@@ -51,7 +52,7 @@ def test_exited_process_is_reported_within_the_check():
 
 
 def test_unchecked_exit_is_reported_by_the_loop():
-    """Goal: no connection is needed for it. Method: the process ends; the loop runs."""
+    """Goal: no connection event is needed. Method: the process ends; the loop runs."""
     gone: list[str] = []
 
     async def scenario() -> None:
@@ -67,7 +68,8 @@ def test_unchecked_exit_is_reported_by_the_loop():
 
 
 def test_forgotten_process_is_not_reported():
-    """Goal: what the machine has dropped is over. Method: forget, then the end, then a look."""
+    """Goal: no report about a process that the machine has dropped. Method: forget it, end it, then
+    check."""
     gone: list[str] = []
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""`lockserver serve --listen`: what it refuses to start with, and what it says when it runs."""
+"""`lockserver serve --listen`: the flags it refuses, and what it reports while it runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_serve_refuses_conflicting_flags_in_one_sentence(pod_dir, code, flags):
-    """Goal: nobody runs an open lock by mistake. Method: each flag or pair that cannot be."""
+    """Goal: a lock is never left open to the network by mistake. Method: each flag or pair of flags
+    that is refused."""
     ran = refused(pod_dir, *flags)
     assert ran.returncode == 2, ran.stderr
     assert code in ran.stderr
@@ -47,7 +48,7 @@ def test_serve_refuses_conflicting_flags_in_one_sentence(pod_dir, code, flags):
 
 
 def test_serve_with_an_address_that_is_taken_ends_and_leaves_nothing_behind(pod_dir, start_server):
-    """Goal: two servers are never half there. Method: a second one, on the port of the first."""
+    """Goal: a server never half starts. Method: a second one, on the port of the first."""
     address = f"tcp://127.0.0.1:{free_port()}"
     start_server("--listen", address)
     other = os.path.join(pod_dir, "other")
@@ -60,7 +61,7 @@ def test_serve_with_an_address_that_is_taken_ends_and_leaves_nothing_behind(pod_
 
 
 def test_serve_over_tcp_status_shows_address_and_security(start_server, pod_dir, tmp_path):
-    """Goal: people see what members are to be told. Method: the document and the text."""
+    """Goal: operators can read what to configure on members. Method: the document and the text."""
     secret = tmp_path / "psk"
     secret.write_bytes(os.urandom(32))
     secret.chmod(0o600)

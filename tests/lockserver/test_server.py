@@ -1,4 +1,4 @@
-"""The server against bad input, full disks and observers; everybody else must not notice."""
+"""The server against bad input, full disks and observers; other clients must not notice."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def http(server: ServerProcess, path: str):
 
 
 def test_server_bad_input_is_answered_with_a_code_and_disturbs_no_one(pod_dir, start_server):
-    """Goal: a bad input costs its sender, nothing else, and no descriptor. Method: every kind of it
-    beside a holder and a waiter, then count descriptors."""
+    """Goal: bad input costs only its sender, and no descriptor. Method: send every kind beside a
+    holder and a waiter, then count descriptors."""
     server = start_server()
     everything = encode_frame(CATALOGUE.encode(want()), 0)
 
@@ -105,9 +105,12 @@ def misbehave(server: ServerProcess, frame: bytes) -> None:
     for _ in range(20):
         with raw(server) as sock, contextlib.suppress(ConnectionError):
             sock.sendall(generator.randbytes(generator.randrange(1, 400)))
-    with raw(server) as sock:  # half a frame, then the end
+    with raw(server) as sock:  # half a frame, then a close
         sock.sendall(frame[: len(frame) // 2])
-    with raw(server) as sock, contextlib.suppress(ConnectionError):  # a frame that says it is huge
+    with (
+        raw(server) as sock,
+        contextlib.suppress(ConnectionError),
+    ):  # a frame that claims to be huge
         sock.sendall(frame[:4] + b"\xff" * 60)
 
 
@@ -124,7 +127,8 @@ def test_server_supervisor_that_dies_at_any_byte_leaves_nothing(pod_dir, start_s
 
 
 def test_server_observer_sees_grants_and_never_queues(pod_dir, start_server, start_engine):
-    """Goal: the event stream tells the story with times. Method: watch one engine's life."""
+    """Goal: the event stream records an engine's life with times. Method: observe one engine from
+    start to end."""
     server = start_server()
     with connect(server) as client:
         client.request(WatchMsg())
@@ -148,7 +152,8 @@ def test_server_observer_sees_grants_and_never_queues(pod_dir, start_server, sta
 def test_server_http_ready_is_an_active_engine_and_metrics_are_never_absent(
     pod_dir, start_server, start_engine
 ):
-    """Goal: the pod's readiness and a first scrape. Method: ask before and after a grant."""
+    """Goal: the pod's readiness, and metrics at the first scrape. Method: ask before and after a
+    grant."""
     server = start_server()
     assert http(server, "/live")[0] == 200
     status, body = http(server, "/ready")
@@ -165,8 +170,9 @@ def test_server_http_ready_is_an_active_engine_and_metrics_are_never_absent(
 
 
 def test_server_twin_supervisor_is_refused_while_the_first_lives(pod_dir, start_server):
-    """Goal: two containers with one ENGINE_ID. Method: the second is told, and gets in once the
-    first has left (here: one process, so its pidfd never ends; the first must stay)."""
+    """Goal: two containers with one ENGINE_ID. Method: the second is refused, and accepted once the
+    first has left (both are one process here, so its pidfd never becomes readable; the first must
+    stay)."""
     start_server()
 
     async def scenario() -> None:
@@ -199,8 +205,8 @@ def test_server_loader_lock_goes_round_without_waiting_for_witnesses(pod_dir, st
 
 
 def test_server_that_cannot_write_reports_it_and_grants_once_it_can(pod_dir):
-    """Goal: no grant is sent that is not on disk. Method: a server in this process whose disk
-    fails, then not."""
+    """Goal: a grant that is not on disk is never sent. Method: a server in this process whose disk
+    fails and then works again."""
     asyncio.run(_with_a_failing_disk(pod_dir))
 
 
@@ -231,7 +237,7 @@ async def _with_a_failing_disk(pod_dir: str) -> None:
 
 
 def test_server_disk_too_small_for_the_state_is_one_sentence(pod_dir):
-    """Goal: the start-up says what is wrong. Method: a file-size limit below the state's size."""
+    """Goal: a failed start reports its cause. Method: a file-size limit below the state's size."""
     command = f"ulimit -f 4; exec {sys.executable} -m lockserver.cli serve --dir {pod_dir}"
     ran = subprocess.run(
         ["bash", "-c", f"{command} --http-port 0"], capture_output=True, text=True, timeout=60

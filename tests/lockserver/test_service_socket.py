@@ -50,7 +50,8 @@ def service_on(port: int, hold_ms: float = 0.0):
 
 
 def test_service_held_answers_503_with_an_openai_error_that_names_the_state():
-    """Goal: nobody hangs silently. Method: a request while nobody is active, after hold_ms."""
+    """Goal: no client hangs without an answer. Method: a request while no engine is active, after
+    hold_ms."""
 
     async def scenario() -> None:
         with service_on(free_port(), hold_ms=1000) as service:
@@ -72,8 +73,9 @@ def test_service_held_answers_503_with_an_openai_error_that_names_the_state():
 
 
 def test_service_prepared_leaves_new_connections_to_the_engine_and_answers_accepted_ones():
-    """Goal: it stops before a grant is sent, and drops nobody. Method: accept one that has not
-    asked yet, prepare, let it ask, and connect another."""
+    """Goal: the server stops accepting before a grant is sent, and drops no connection. Method:
+    accept a connection that has sent no request yet, prepare, send its request, and open
+    another."""
 
     async def scenario() -> None:
         with service_on(free_port()) as service:
@@ -114,7 +116,8 @@ def test_service_prepare_undoes_a_shutdown_by_a_borrower():
 
 
 def test_service_bad_callers_cost_nothing():
-    """Goal: random bytes, endless heads and early leavers. Method: each, then count descriptors."""
+    """Goal: random bytes, endless headers and clients that leave early. Method: each of them, then
+    count descriptors."""
 
     async def scenario() -> None:
         with service_on(free_port()) as service:
@@ -131,7 +134,8 @@ def test_service_bad_callers_cost_nothing():
 
 
 def test_service_takes_only_its_own_listening_socket():
-    """Goal: a wrong hand-back is the sender's fault. Method: a pair's end, another address."""
+    """Goal: handing back a wrong socket is the sender's error. Method: one end of a socket pair,
+    and a socket on another address."""
 
     async def scenario() -> None:
         before = len(open_fds())
@@ -146,7 +150,7 @@ def test_service_takes_only_its_own_listening_socket():
                 service.take(OwnedFd(os.dup(other.fileno())))
             copy = service.copy()
             assert copy is not None
-            assert service.take(copy) is False  # it has it already
+            assert service.take(copy) is False  # it already has it
         assert len(open_fds()) == before
 
     asyncio.run(scenario())
@@ -154,15 +158,15 @@ def test_service_takes_only_its_own_listening_socket():
 
 @pytest.mark.parametrize("bad", ["active", "active=", "active=:80", "active=h:0", "=h:1", "a=h:x"])
 def test_service_flag_bad_values_are_refused(bad):
-    """Goal: one sentence for a bad flag. Method: parse it."""
+    """Goal: one clear error for a bad flag. Method: parse it."""
     with pytest.raises(ValueError, match="LOCK=HOST:PORT"):
         parse_service(bad)
 
 
 def test_service_is_lent_and_handed_back_after_a_server_restart(pod_dir, start_server):
-    """Goal: no connection is refused while the server is away or back. Method: an engine borrows;
-    the server is killed with a caller waiting; the restarted one gets the socket back, lends it to
-    a newcomer, and the caller is still in the backlog."""
+    """Goal: no connection is refused while the server is down or after it is back. Method: an
+    engine borrows the socket; kill the server while a client waits; the restarted one gets the
+    socket back and lends it to a new engine, and the client is still in the backlog."""
     port = free_port()
     server = start_server("--service", f"active=127.0.0.1:{port}")
 
@@ -186,13 +190,14 @@ def test_service_is_lent_and_handed_back_after_a_server_restart(pod_dir, start_s
                     assert accepted.recv(4096) == REQUEST
                     accepted.close()
             waiting.close()
-            assert len(holder.services) == 1  # who hands it back keeps its copy
+            assert len(holder.services) == 1  # the engine that hands it back keeps its copy
 
     asyncio.run(scenario())
 
 
 def test_service_address_of_a_stranger_is_one_sentence_at_the_first_start(pod_dir):
-    """Goal: a port in use names who has it. Method: listen there, start a fresh server."""
+    """Goal: the error for a port in use names the process. Method: listen there, start a fresh
+    server."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
         ran = subprocess.run(
@@ -212,8 +217,9 @@ def test_service_address_of_a_stranger_is_one_sentence_at_the_first_start(pod_di
 def test_service_address_taken_while_away_is_waited_for_with_a_sentence(
     pod_dir, start_server, start_engine
 ):
-    """Goal: with a holder on file the server waits for the hand-back and says what is wrong.
-    Method: engines that never borrowed it, and a stranger on the port while the server restarts."""
+    """Goal: with a holder on file, the server waits for the socket to be handed back and reports
+    the problem. Method: engines that never borrowed it, and another process on the port while the
+    server restarts."""
     server = start_server()
     holder = start_engine("engine-0")
     holder.granted()

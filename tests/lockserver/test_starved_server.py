@@ -1,4 +1,4 @@
-"""A lock server that lacks something of the machine's: descriptors, time, room."""
+"""A lock server that runs short of descriptors, time or log space."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess
 
 LEFTOVERS = 3000
-EVENTS = 200  # four log lines each, of about 300 bytes: three times what a pipe holds
+EVENTS = 200  # four log lines each, of about 300 bytes: three times a pipe's capacity
 
 
 def may_open(server: ServerProcess, count: int) -> None:
-    """How many descriptors `server` may have; it keeps those that it has."""
+    """Limit the descriptors of `server`; it keeps those already open."""
     _, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (min(count, hard), hard))
 
@@ -32,9 +32,10 @@ def may_open(server: ServerProcess, count: int) -> None:
 def test_server_out_of_descriptors_frees_nothing_says_so_and_goes_on_when_it_has_some(
     pod_dir, start_server, start_engine
 ):
-    """Goal: a witness that cannot be opened is not a witness that is gone. Method: take a running
-    server's descriptors away (RLIMIT_NOFILE) before the holder dies: nobody is granted or sent
-    away, who is connected is told why, nobody is told to move files; give them back."""
+    """Goal: a witness that cannot be opened does not count as gone. Method: lower a running
+    server's descriptor limit (RLIMIT_NOFILE) before the holder dies: no engine is granted the lock
+    or disconnected, connected clients are sent the reason, and none is advised to move files; then
+    restore the limit."""
     server = start_server()
     holder = start_engine("engine-0")
     assert holder.granted() == 1
@@ -69,9 +70,9 @@ def test_server_out_of_descriptors_frees_nothing_says_so_and_goes_on_when_it_has
 def test_thousands_of_leftover_witnesses_and_a_lost_state_do_not_starve_the_loop(
     pod_dir, start_server
 ):
-    """Goal: to look through a crowded directory is not all that a server does. Method: as many
-    leftovers as a long life of crashes leaves, no state file, one witness held by a stopped engine:
-    status is answered and engines queue; when it dies the next is granted."""
+    """Goal: scanning a crowded directory leaves the server time for other work. Method: as many
+    leftovers as a long series of crashes leaves, no state file, and one witness held by a stopped
+    engine: status is answered and engines queue; when it dies, the next one is granted the lock."""
     for number in range(LEFTOVERS):
         with open(os.path.join(pod_dir, f"witness_old_{number:016x}"), "wb"):
             pass
@@ -93,8 +94,9 @@ def test_thousands_of_leftover_witnesses_and_a_lost_state_do_not_starve_the_loop
 
 
 def test_server_with_a_blocked_log_goes_on_and_reports_dropped_lines(pod_dir):
-    """Goal: a stopped reader of logs stops no failover. Method: a server with a pipe for stderr,
-    more events than it holds, then a takeover. Then read: whole lines, and how many are lost."""
+    """Goal: a blocked log reader prevents no failover. Method: a server with a pipe for stderr,
+    more events than the pipe holds, then a takeover. Then read: whole lines, and the number of
+    dropped ones."""
     server = ServerProcess(pod_dir)
     command = [*server.command, "serve", "--dir", pod_dir, "--http-port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -106,7 +108,7 @@ def test_server_with_a_blocked_log_goes_on_and_reports_dropped_lines(pod_dir):
                 client.notify(hand.want(locks=()))
                 client.request(StatusMsg())
             client.notify(hand.want())
-            client.request(StatusMsg())  # it has been granted by then
+            client.request(StatusMsg())  # granted by then
             hand.end()
             client.notify(hand.want(incarnation=None, witness=None, locks=()))
             with Hand(pod_dir, "engine-1") as next_, next_.connect() as other:

@@ -1,4 +1,4 @@
-"""The lock's state file: damaged, from another version, not to be written, on a full disk."""
+"""The lock's state file: damaged, from another version, unwritable, or on a full disk."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _damage(path: str, damage: str) -> None:
         from_the_future(path)
     else:
         with open(path, "r+b") as file:
-            # The first grant has sequence 2 and lies in the first slot.
+            # The first grant has sequence 2 and is in the first slot.
             file.seek(100 if damage == "newest_slot" else 0)
             file.write(b"\xff" * (8 if damage == "newest_slot" else 8192))
 
@@ -68,8 +68,9 @@ def _damage(path: str, damage: str) -> None:
 def test_broken_state_file_with_stopped_holder_no_engine_is_granted(
     pod_dir, start_server, start_engine
 ):
-    """Goal: no claim is no proof. Method: stop the holder's tree, lose the file, restart: its
-    witness is held by a stranger, so the lock stays unknown until it is killed."""
+    """Goal: the absence of a claim proves nothing. Method: stop the holder's tree, lose the file,
+    restart: an unknown process holds the witness, so the lock stays unknown until that process is
+    killed."""
     server = start_server()
     holder = start_engine("engine-0")
     holder.granted()
@@ -90,7 +91,7 @@ def test_broken_state_file_with_stopped_holder_no_engine_is_granted(
 
 
 def from_the_future(path: str) -> None:
-    """Make every record one of a version to come: checksums fit, and the meaning is not known."""
+    """Turn every record into one of a future version: valid checksums, unknown meaning."""
     with open(path, "r+b") as file:
         for slot in FORMAT.decode(file.read()):
             assert slot is not None
@@ -102,8 +103,8 @@ def from_the_future(path: str) -> None:
 
 
 def test_state_file_of_a_newer_version_its_tokens_still_count(pod_dir, start_server):
-    """Goal: going back to an older version takes no token back. Method: ten grants, a file of the
-    future, nobody alive who could claim; the next grant is above what was seen."""
+    """Goal: a downgrade reuses no token. Method: ten grants, a file of a future version, no living
+    holder to claim the lock; the next grant is above all earlier ones."""
     server = start_server()
 
     async def scenario() -> None:
@@ -122,10 +123,10 @@ def test_state_file_of_a_newer_version_its_tokens_still_count(pod_dir, start_ser
 
 
 def test_unwritable_state_grants_nothing_reports_it_and_recovers(pod_dir, start_server):
-    """Goal: nobody is told what is not on disk, and a witness that cannot be sealed frees nothing;
-    both are said, and both end by themselves. Method: take a running server's right to write
-    (RLIMIT_FSIZE, as EIO or a file system gone read-only would) before a death, and before a
-    grant; give it back."""
+    """Goal: nothing is granted that is not on disk, and a witness that cannot be sealed frees
+    nothing; both are reported, and both clear by themselves. Method: make a running server's files
+    unwritable (RLIMIT_FSIZE, as EIO or a read-only file system would) before a death, and before a
+    grant; then undo it."""
     server = start_server()
 
     async def scenario() -> None:
@@ -140,7 +141,7 @@ def test_unwritable_state_grants_nothing_reports_it_and_recovers(pod_dir, start_
                 problem = await auntil(lambda: server.lock()["problem"], "the reason to be shown")
                 assert "cannot be sealed" in problem
                 assert server.lock()["state"] == "releasing"
-                _may_write(server, 1)  # now sealing works, and the file does not
+                _may_write(server, 1)  # now sealing works, but the file cannot be written
                 await auntil(lambda: server.status()["problem"], "the reason to be shown")
                 assert "grants cannot be written" in server.lock()["problem"]
                 assert server.lock()["state"] == "free"
@@ -153,13 +154,13 @@ def test_unwritable_state_grants_nothing_reports_it_and_recovers(pod_dir, start_
 
 
 def _may_write(server: ServerProcess, size_bytes: int) -> None:
-    """How long the files may be that `server` writes."""
+    """Limit the length of the files that `server` writes."""
     resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
 @contextlib.contextmanager
 def _made(directory: str, how: str):
-    """The directory or its state file made unusable in one way, and restored at the end."""
+    """Make the directory or its state file unusable in one way, and restore it at the end."""
     path = os.path.join(directory, "lockserver.json")
     if how == "immutable":
         if subprocess.run(["chattr", "+i", path], capture_output=True).returncode:
@@ -183,8 +184,9 @@ def _made(directory: str, how: str):
 @pytest.mark.skipif(os.geteuid() != 0, reason=NO_ROOT)
 @pytest.mark.parametrize("how", ["immutable", "read_only", "directory", "symlink"])
 def test_start_on_a_state_file_that_cannot_be_written_is_one_sentence(pod_dir, start_server, how):
-    """Goal: the environment's fault is said in words, and what is on file is left as it is. Method:
-    each, then start; restored, the server starts and knows the token."""
+    """Goal: a fault of the environment is reported in one clear error, and the state on file stays
+    unchanged. Method: cause each fault, then start; once repaired, the server starts and knows the
+    token."""
     server = start_server()
     with Hand(pod_dir, "engine-0") as hand, hand.connect() as client:
         client.notify(hand.want())

@@ -1,4 +1,4 @@
-"""The two-slot file: what survives tearing, truncation, deletion and a full disk."""
+"""The two-slot file: what survives torn writes, truncation, deletion and a full disk."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def path_of(directory):
 
 
 def test_state_file_last_write_is_what_is_read(directory):
-    """Goal: a record comes back as it went. Method: write some, open again."""
+    """Goal: a record is read back as it was written. Method: write some, open again."""
     write(directory, 1, 2, 3)
     state = LockStateFile(directory, LOCKS)
     assert state.loaded.record == record(3)
@@ -69,7 +69,8 @@ def test_state_file_first_start_is_empty_and_known(directory):
 
 
 def test_state_file_missing_with_witnesses_is_unknown(directory):
-    """Goal: a deleted file is no fresh pod. Method: a witness lies in the directory."""
+    """Goal: a deleted file is not taken for a fresh pod. Method: leave a witness in the
+    directory."""
     free_witness(directory, HOLDER.incarnation)
     state = LockStateFile(directory, LOCKS)
     assert state.loaded.record.unknown == {"active", "loader"}
@@ -96,7 +97,8 @@ def test_state_file_truncated_anywhere_is_unknown_and_kept_aside(directory, size
 @pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("offset", [0, 20, 60, 120, 200])
 def test_state_file_one_bad_slot_counts_the_other_ones_token(directory, slot, offset):
-    """Goal: the next token is above whatever was granted. Method: flip a byte in either slot."""
+    """Goal: the next token is above every token ever granted. Method: flip a byte in either
+    slot."""
     write(directory, 5, 6)
     with open(path_of(directory), "r+b") as file:
         file.seek(slot * SLOT_BYTES + offset)
@@ -105,12 +107,13 @@ def test_state_file_one_bad_slot_counts_the_other_ones_token(directory, slot, of
         file.write(bytes([byte ^ 0x55]))
     found = read(directory, LOCKS)
     assert found is not None
-    # 5 lies in slot 0, 6 in slot 1; one more than the readable one is left out.
+    # 5 is in slot 0, 6 in slot 1; the token after the readable one is skipped.
     assert found.record == LockRecord(token=(6 if slot == 0 else 5) + 1, unknown=frozenset(LOCKS))
 
 
 def test_state_file_token_survives_losing_a_slot_again_and_again(directory):
-    """Goal: no token twice, however often the newest slot is lost. Method: lose it after each."""
+    """Goal: no token is reused, however often the newest slot is lost. Method: lose it after each
+    write."""
     used = []
     write(directory, 5)
     for _ in range(5):
@@ -128,7 +131,7 @@ def test_state_file_token_survives_losing_a_slot_again_and_again(directory):
 
 
 def test_state_file_checksum_fits_but_meaning_does_not(directory):
-    """Goal: another version's file is not guessed at. Method: a slot that says schema 2."""
+    """Goal: a file of another version is not interpreted. Method: a slot with schema 2."""
     import hashlib
 
     text = b'{"schema":2,"token":1,"holders":{},"unknown":[]}'
@@ -164,7 +167,8 @@ def test_state_file_failed_write_is_repeated_into_the_same_slot(directory, monke
 
 
 def test_state_file_directory_of_its_name_or_no_room_is_one_sentence(directory):
-    """Goal: the start-up says what is wrong. Method: a directory in the way; a file-size limit."""
+    """Goal: a failed start reports its cause. Method: a directory in the file's place; a file-size
+    limit."""
     os.mkdir(path_of(directory))
     with pytest.raises(UnderstudyError) as caught:
         LockStateFile(directory, LOCKS)
@@ -195,8 +199,8 @@ def test_state_file_is_locked_and_leaks_nothing(directory):
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
 def test_state_file_removed_while_open_is_recreated_by_the_next_write(directory, how):
-    """Goal: no grant goes to a file without a name, where it would be granted again after a
-    restart. Method: remove or replace the file between two writes, then read as a new server."""
+    """Goal: no grant is written to an unlinked file, because a restart would grant it again.
+    Method: remove or replace the file between two writes, then read it as a new server."""
     path = os.path.join(directory, NAME)
     state = LockStateFile(directory, LOCKS)
     state.write(record(3))

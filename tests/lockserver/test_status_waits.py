@@ -1,8 +1,8 @@
-"""No wait is silent: of each state that can last, `status` says who, since when, what evidence
-remains and what to do, in the document and in the text at 80 columns.
+"""No silent waits: for every state that can last, `status` reports who, since when, the evidence
+that remains, and the fix, in the document and in the text at 80 columns.
 
-Each state is made with a real server and real processes by a scene of `wait_scenes`, and looked
-at with the command.
+Each state is produced with a real server and real processes by a scene of `wait_scenes`, and
+inspected with the command.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def test_status_of_a_lasting_state_names_who_since_when_the_evidence_and_the_fix
     start_server: Callable[..., ServerProcess],
     start_engine: Callable[..., EngineProcess],
 ):
-    """Goal: no wait is silent. Method: make the state, ask the command as a program and as people
-    do, and look for the four things."""
+    """Goal: no silent waits. Method: produce the state, run the command with and without `--json`,
+    and look for the four facts."""
 
     async def scenario() -> None:
         async with state(Scene(pod_dir, start_server, start_engine)) as told:
@@ -89,7 +89,7 @@ def test_status_of_a_lasting_state_names_who_since_when_the_evidence_and_the_fix
 
 
 async def ask(directory: str, *flags: str, code: int = 0) -> Any:
-    """What the command prints, as JSON."""
+    """The command's output, as JSON."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "lockserver.cli", "status", "--dir", directory, "--json", *flags),
         stdout=subprocess.PIPE,
@@ -121,7 +121,7 @@ def check_document(document: Any, told: Told) -> None:
     assert [words for words in told.fix if words not in wait["fix"]] == [], wait["fix"]
     assert wait["is_fault"] == told.is_fault
     faults = [each for each in lock["waits"] if each["is_fault"]]
-    if told.reason not in ("address_away", "unreachable"):  # which are told elsewhere, too
+    if told.reason not in ("address_away", "unreachable"):  # which are also shown elsewhere
         assert bool(lock["problem"]) == bool(faults)
     assert TIME.fullmatch(lock["since"])
 
@@ -130,7 +130,7 @@ def check_text(text: str, document: Any, told: Told) -> None:
     wait = wait_of(document, told)
     lines = text.splitlines()
     too_long = [line for line in lines if len(line) > COLUMNS and len(line.split()) > 2]
-    assert too_long == []  # what is one word is there to be copied
+    assert too_long == []  # a single word is meant to be copied
     block = [line for line in lines if line.startswith(" ")]
     plain = " ".join(" ".join(block).split())
     who = wait["engine"] or "no engine"
@@ -144,8 +144,8 @@ def check_text(text: str, document: Any, told: Told) -> None:
 
 
 def test_status_in_an_80_columns_terminal_and_its_exit_codes(pod_dir, start_server, start_engine):
-    """Goal: what people see is folded, and scripts can rely on the code. Method: the command as a
-    process with COLUMNS, with a server, with its file alone, and with neither."""
+    """Goal: the text is wrapped, and scripts can rely on the exit code. Method: run the command as
+    a process with COLUMNS set, with a server, with only its file, and with neither."""
     server = start_server()
     start_engine("engine-0").granted()
 
@@ -172,7 +172,8 @@ def test_status_in_an_80_columns_terminal_and_its_exit_codes(pod_dir, start_serv
 
 
 def test_healthy_pod_takes_less_than_15_lines(pod_dir, start_server, start_engine):
-    """Goal: all is well is a short story. Method: a holder, a standby, a service; count lines."""
+    """Goal: the status of a healthy pod is short. Method: a holder, a standby, a service; count
+    lines."""
     server = start_server("--service", f"active=127.0.0.1:{free_port()}")
     start_engine("engine-0").granted()
     start_engine("engine-1")
@@ -187,8 +188,8 @@ def test_healthy_pod_takes_less_than_15_lines(pod_dir, start_server, start_engin
 
 
 def test_every_wait_reason_has_a_scene_and_a_line_in_the_reference():
-    """Goal: no reason is added that nobody has seen or that the page does not explain. Method: the
-    words in the code, the scenes by what they tell, the table of reference.md."""
+    """Goal: no reason is added without a scene and an entry in the reference. Method: compare the
+    reasons in the code, the scenes, and the table of reference.md."""
     files = (ROOT / "lockserver" / "status").glob("*.py")
     code = "".join(path.read_text() for path in files)
     reasons = set(re.findall(r"(?:Wait|wait)\(\s*\"(\w+)\"", code))

@@ -1,4 +1,4 @@
-"""Processes and files that are not the engine's, at its witness: they may delay, never hand on."""
+"""Foreign processes and files at an engine's witness: they may delay a grant, never cause one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ sys.stdin.readline()
 join(sys.argv[1])
 print("opened the device", flush=True)
 """
-# A supervisor that forks without exec: its child has its connection, and outlives it.
+# A supervisor that forks without exec: its child inherits its connection, and outlives it.
 FORKING = """
 import os, signal, sys
 from tests.lockserver.by_hand import Hand
@@ -60,8 +60,8 @@ def end(process: subprocess.Popen[str]) -> None:
 def test_witness_held_by_a_stray_process_is_waited_for_and_named(
     pod_dir, start_server, start_engine
 ):
-    """Goal: whoever holds the witness counts, engine or not, and people are told whom to kill.
-    Method: a process of no engine's takes the lock; the holder dies; then the stray does."""
+    """Goal: every process that holds the witness counts, and operators are shown which one to kill.
+    Method: a stray process takes the lock on the witness; the holder dies; then the stray does."""
     server = start_server()
     holder = start_engine("engine-0")
     assert holder.granted() == 1
@@ -92,8 +92,8 @@ def test_witness_held_by_a_stray_process_is_waited_for_and_named(
 def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
     pod_dir, start_server, start_engine, is_granted
 ):
-    """Goal: found free means free for good. Method: a rank that is still starting when its tree is
-    killed comes to its witness once the lock is free, or once the next engine has it."""
+    """Goal: a witness found free stays free. Method: a rank that is still starting when its tree is
+    killed opens its witness once the lock is free, or once the next engine has it."""
     server = start_server()
     holder = start_engine("engine-0")
     assert holder.granted() == 1
@@ -121,8 +121,8 @@ def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
 
 
 def test_child_forked_without_exec_keeps_the_connection_and_not_the_lock(pod_dir, start_server):
-    """Goal: an open connection proves no life (it is the pidfd that tells). Method: a supervisor
-    whose forked child keeps its socket is killed with its backend; the child lives on."""
+    """Goal: an open connection does not prove that the supervisor lives (the pidfd counts). Method:
+    kill a supervisor and its backend; its forked child keeps the socket open and lives on."""
     server = start_server()
     supervisor = run(FORKING, pod_dir)
     child, backend = (int(word) for word in supervisor.stdout.readline().split())
@@ -133,7 +133,7 @@ def test_child_forked_without_exec_keeps_the_connection_and_not_the_lock(pod_dir
             await standby.stand_by()
             supervisor.kill()
             await auntil(lambda: server.lock()["cause"] == "process_gone", "its end to be seen")
-            assert standby.token() == 0  # the backend has the witness
+            assert standby.token() == 0  # the backend holds the witness
             os.kill(backend, signal.SIGKILL)
             assert await standby.granted() == 2
             assert not is_readable(pidfd.fileno())
@@ -164,9 +164,9 @@ def at_the_name(path: str, what: str) -> None:
 def test_foreign_file_at_a_witness_name_proves_nothing_and_blocks_no_other(
     pod_dir, start_server, what
 ):
-    """Goal: the server opens what it is told to without waiting on it, and believes only the file
-    that it filed. Method: each kind of thing in place of a newcomer's witness (refused), and of the
-    holder's (never free, and said so), while the server goes on answering."""
+    """Goal: the server opens any kind of file without blocking, and believes only the inode on
+    file. Method: each kind in place of a new engine's witness (refused), and of the holder's (never
+    free, and reported), while the server continues to answer."""
     server = start_server()
 
     async def scenario() -> None:
@@ -196,8 +196,9 @@ def test_foreign_file_at_a_witness_name_proves_nothing_and_blocks_no_other(
 
 
 def test_unknown_names_in_the_directory_are_ignored(pod_dir, start_server):
-    """Goal: file names are bytes. Method: witnesses with a newline, with bytes that are no text,
-    and with the longest name, free and held, with the state lost: the held ones alone count."""
+    """Goal: file names are bytes. Method: witnesses with a newline, with bytes that are not valid
+    UTF-8, and with the longest name, free and held, with the state lost: only the held ones
+    count."""
     server = start_server()
     server.kill()
     os.unlink(os.path.join(pod_dir, "lockserver.json"))

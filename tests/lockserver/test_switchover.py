@@ -1,4 +1,5 @@
-"""A switchover as the lock server's process and its command see it; the engines are stand-ins."""
+"""A switchover as the lock server's process and its command handle it; the engines are
+stand-ins."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ INTERRUPTED = 130
 
 
 def metric(server: ServerProcess, line: str) -> float:
-    """The value of one series, which `line` begins."""
+    """The value of the series that `line` begins."""
     with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     (found,) = [each for each in lines if each.startswith(line)]
@@ -44,7 +45,7 @@ def hears(engine: Engine) -> list[tuple[str, str | None, str]]:
 
 
 class Asker:
-    """A connection that asks and keeps what it is told."""
+    """A connection that sends requests and keeps the replies."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -60,8 +61,8 @@ class Asker:
 
 
 def test_switchover_is_requested_shown_counted_and_answered(start_server: Any):
-    """Goal: the way of one request. Method: a holder that is asked gives up; status, metrics and
-    the answer on the same connection, under the number of the request."""
+    """Goal: the path of one request. Method: a holder that is asked releases the lock; check
+    status, metrics and the answer on the same connection, with the number of the request."""
     server = start_server()
 
     async def main() -> None:
@@ -105,8 +106,8 @@ def test_switchover_is_requested_shown_counted_and_answered(start_server: Any):
 
 
 def test_interrupted_command_leaves_the_switchover_running_and_says_so(start_server: Any):
-    """Goal: Ctrl-C ends the wait and nothing else. Method: SIGINT to the command; the lock still
-    goes to the engine that was named, past one that has waited longer."""
+    """Goal: Ctrl-C only ends the wait. Method: SIGINT to the command; the lock still goes to the
+    named engine, ahead of one that has waited longer."""
     server = start_server()
 
     async def main() -> None:
@@ -136,7 +137,7 @@ def test_interrupted_command_leaves_the_switchover_running_and_says_so(start_ser
 
 
 def test_command_reports_the_outcome_in_one_sentence(start_server: Any):
-    """Goal: people read what happened. Method: without `--json`: refused, done, done already."""
+    """Goal: the outcome is readable. Method: without `--json`: refused, done, already done."""
     server = start_server()
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""The live page at /ui: what is served, and what a real browser makes of a real pod's death."""
+"""The live page at /ui: what is served, and how a real browser shows the death of a real engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.e2e.pods import Pod, PodHome, make_model
 from tests.e2e.processes import fresh_ports, kill
 from understudy.up.ports import Ports
 
-SIZE_MAX_BYTES = 30_000  # it is read as often as changed, and sent at every look
+SIZE_MAX_BYTES = 30_000  # read as often as changed, and sent with every request
 
 CARDS = """JSON.stringify([...document.querySelectorAll('#cards .card')].map((card) => [
     card.querySelector('.name').textContent, card.dataset.state,
@@ -29,7 +29,7 @@ CARDS = """JSON.stringify([...document.querySelectorAll('#cards .card')].map((ca
 
 
 def ports_in_a_row() -> Ports:
-    """A pod's ports, as far from each other as those that it has by default."""
+    """A pod's ports, with the same spacing as its default ports."""
     first = fresh_ports(12)
     return Ports(fresh_ports(), first, first + 1, (first + 10, first + 11))
 
@@ -62,7 +62,8 @@ async def cards(page: Tab) -> dict[str, tuple[str, dict[str, str]]]:
 
 
 def brightness(png: bytes) -> int:
-    """The first channel of the first pixel of a PNG, which is paper: no filter changes that one."""
+    """The first channel of the first pixel of a PNG, which is background: no filter changes that
+    one."""
     pieces, at = [], 8
     while at < len(png):
         length, name = struct.unpack(">I4s", png[at : at + 8])
@@ -73,7 +74,8 @@ def brightness(png: bytes) -> int:
 
 
 def test_page_is_one_small_file_that_names_no_other_place(start_server):
-    """Goal: no build, no foreign resource. Method: what a real lock server sends, and its index."""
+    """Goal: no build, no external resource. Method: the page as a real lock server sends it, and
+    its index."""
     server = start_server()
     with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/ui") as answer:
         body, headers = answer.read(), answer.headers
@@ -89,8 +91,8 @@ def test_page_is_one_small_file_that_names_no_other_place(start_server):
 @pytest.mark.slow
 @needs_chromium
 def test_page_follows_a_failover_without_being_loaded_again(home: PodHome, tmp_path: Path):
-    """Goal: what people look at while it happens. Method: a real pod, a real browser; a process of
-    the active engine is killed, and the other's card says so, then the pod is whole again."""
+    """Goal: the page follows a failover live. Method: a real pod and a real browser; kill a process
+    of the active engine; the other engine's card turns active, then the pod is complete again."""
 
     async def scenario(pod: Pod) -> None:
         whole = await pod.whole()
@@ -126,7 +128,9 @@ def test_page_follows_a_failover_without_being_loaded_again(home: PodHome, tmp_p
                 f"row.textContent.includes('active granted to {other}'))"
             )
             await page.wait("document.getElementById('soundness').textContent === 'healthy'")
-            found = await cards(page)  # each card by its part's word, so only now all of them
+            found = await cards(
+                page
+            )  # each card needs its own part's answer, so not all are there earlier
             assert found["lock active"][1]["holder"] == other
             assert int(found["lock active"][1]["token"]) > whole.token
             assert found[whole.engine][0] == "standby"
@@ -150,8 +154,8 @@ def _serves(engine: str) -> str:
 
 @needs_chromium
 def test_page_is_used_by_keys_and_in_the_dark(home: PodHome, tmp_path: Path):
-    """Goal: no mouse, no glare. Method: `?`, Escape, `p` while a failover happens, and Tab through
-    the controls; then both schemes, by the colour of what is painted."""
+    """Goal: keyboard control and a dark scheme. Method: `?`, Escape, `p` during a failover, and Tab
+    through the controls; then both schemes, by the colours painted."""
 
     async def scenario(pod: Pod) -> None:
         whole = await pod.whole()
@@ -172,7 +176,7 @@ def test_page_is_used_by_keys_and_in_the_dark(home: PodHome, tmp_path: Path):
             await page.wait(
                 f"parts.some((part) => part.name === '{other}' && part.state === 'active')"
             )
-            assert (await cards(page))[whole.engine][0] == "active"  # as it was when it was paused
+            assert (await cards(page))[whole.engine][0] == "active"  # as it was when paused
             await page.press("p", "p")
             await page.wait(_serves(other))
 
@@ -198,8 +202,9 @@ def test_page_is_used_by_keys_and_in_the_dark(home: PodHome, tmp_path: Path):
 
 @needs_chromium
 def test_page_shows_an_engine_that_is_gone_and_that_it_is_back(home: PodHome, tmp_path: Path):
-    """Goal: what dies with its port is shown, too. Method: the active engine's supervisor and the
-    memory server are killed; both are back, and heard from their new processes' first event on."""
+    """Goal: parts whose port is gone are shown, too. Method: kill the active engine's supervisor
+    and the memory server; both come back, and are shown from their new processes' first event
+    on."""
 
     async def scenario(pod: Pod) -> None:
         whole = await pod.whole()
@@ -213,7 +218,9 @@ def test_page_shows_an_engine_that_is_gone_and_that_it_is_back(home: PodHome, tm
             await page.wait(f"{states}.some((each) => each.state === 'gone')")
             await page.wait(_serves(other))
             await page.wait("document.getElementById('soundness').textContent === 'healthy'")
-            found = await cards(page)  # each card by its part's word, so only now all of them
+            found = await cards(
+                page
+            )  # each card needs its own part's answer, so not all are there earlier
             assert found["lock active"][1]["holder"] == other
             assert int(found["lock active"][1]["token"]) > whole.token
             assert found[whole.engine][0] == "standby"
@@ -226,8 +233,8 @@ def test_page_shows_an_engine_that_is_gone_and_that_it_is_back(home: PodHome, tm
 
 @needs_chromium
 def test_page_says_which_part_does_not_answer(start_server, tmp_path: Path):
-    """Goal: a hole in the picture is part of it. Method: a lock server alone, which is then killed
-    and started again."""
+    """Goal: a missing part is shown as missing. Method: a lock server alone, which is then killed
+    and restarted."""
     server = start_server()
 
     async def main() -> None:

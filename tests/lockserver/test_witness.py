@@ -1,4 +1,4 @@
-"""The witness in real processes: who holds it, what sealing does, and why descriptor 0."""
+"""The witness in real processes: its holders, the effect of sealing, and why descriptor 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INCARNATION = "engine-0-00112233445566aa"
 
 JOIN = "import sys; from lockserver.witness import join; join(sys.argv[1]); print('in')"
 
-# A device stand-in on 50 and 51, the witness on argv[2]. The memory is behind 51 and takes long to
+# A device stand-in on 50 and 51, the witness on argv[2]. The memory is behind 51 and is slow to
 # free; only then is the pipe on 50 closed. (With the witness on 60 this test fails: tried.)
 DYING = """
 import ctypes, fcntl, os, signal, sys
@@ -61,13 +61,14 @@ def end(process):
 
 
 def test_witness_name_is_the_incarnations_and_mode_0600(path):
-    """Goal: a predictable, private file. Method: create one and look."""
+    """Goal: a predictable, private file. Method: create one and inspect it."""
     assert os.path.basename(path) == "witness_engine-0_00112233445566aa"
     assert os.stat(path).st_mode & 0o777 == 0o600
 
 
 def test_probe_holders_of_several_ranks_free_only_when_all_are_dead(path):
-    """Goal: the witness counts references. Method: two holders, killed one after the other."""
+    """Goal: the witness is held until its last holder dies. Method: two holders, killed one after
+    the other."""
     first, second = spawn_backend(path), spawn_backend(path)
     assert witness.probe(path, *ids(path)) is WitnessState.HELD
     end(first)
@@ -79,7 +80,8 @@ def test_probe_holders_of_several_ranks_free_only_when_all_are_dead(path):
 
 
 def test_join_sealed_witness_is_refused_before_the_device_is_opened(path):
-    """Goal: nobody slips in behind a death certificate. Method: seal, then join in a process."""
+    """Goal: no process can join after the tree was found dead. Method: seal, then join in a
+    process."""
     assert witness.probe(path, *ids(path)) is WitnessState.FREE
     ran = run_join(path)
     assert ran.returncode != 0
@@ -88,13 +90,14 @@ def test_join_sealed_witness_is_refused_before_the_device_is_opened(path):
 
 
 def test_join_replaced_or_missing_witness_is_refused(path, tmp_path):
-    """Goal: another file of that name protects nobody. Method: swap it between open and stat."""
+    """Goal: another file of that name protects nothing. Method: swap it between open and stat."""
     os.unlink(path)
     assert "witness.replaced" in run_join(path).stderr
 
 
 def test_join_holds_on_descriptor_zero_and_children_inherit_it(path):
-    """Goal: what a backend starts is covered too. Method: a joined shell's child outlives it."""
+    """Goal: the witness covers a backend's children too. Method: the child of a joined shell
+    outlives it."""
     script = (
         "import subprocess, sys; from lockserver.witness import join; join(sys.argv[1]);"
         "p = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL);"
@@ -113,7 +116,7 @@ def test_join_holds_on_descriptor_zero_and_children_inherit_it(path):
 
 
 def test_probe_missing_or_different_file_proves_nothing(path, tmp_path):
-    """Goal: only the filed inode counts. Method: wrong inode, wrong kind, no file."""
+    """Goal: only the inode on file counts. Method: wrong inode, wrong kind, no file."""
     dev, ino = ids(path)
     assert witness.probe(path, dev, ino + 1) is WitnessState.UNPROVEN
     assert os.path.getsize(path) == 0
@@ -127,8 +130,8 @@ def test_probe_missing_or_different_file_proves_nothing(path, tmp_path):
 
 
 def test_witness_that_is_born_held_is_never_seen_free(tmp_path, monkeypatch):
-    """Goal: a server that seals what is free cannot come before the first process. Method: look at
-    the very instant at which the name appears."""
+    """Goal: a server that seals free witnesses cannot get there before the first process. Method:
+    look at the instant at which the name appears."""
     rename, seen = os.rename, []
 
     def look_at_once(source, target):
@@ -146,7 +149,7 @@ def test_witness_that_is_born_held_is_never_seen_free(tmp_path, monkeypatch):
 
 
 def test_witness_that_cannot_be_made_leaves_nothing_behind(tmp_path, monkeypatch):
-    """Goal: a launch that fails again and again fills no directory. Method: a rename that fails."""
+    """Goal: repeated failed launches do not fill the directory. Method: a rename that fails."""
 
     def refuse(source, target):
         raise OSError(5, "no")
@@ -168,7 +171,8 @@ def test_probe_that_cannot_seal_proves_nothing(path, monkeypatch):
 
 
 def test_scan_names_the_held_and_seals_only_strangers(tmp_path):
-    """Goal: what an unreadable state file leaves as evidence. Method: held, kept and stray ones."""
+    """Goal: the evidence that remains when the state file is unreadable. Method: held, kept and
+    stray witnesses."""
     names = [f"engine-{n}-00112233445566aa" for n in range(3)]
     held, kept, stray = (free_witness(str(tmp_path), name) for name in names)
     holder = spawn_backend(held)
@@ -186,8 +190,9 @@ def test_scan_names_the_held_and_seals_only_strangers(tmp_path):
 
 
 def test_witness_on_descriptor_zero_is_free_only_after_the_device_is_closed(path):
-    """Goal: descriptor 0 goes last in a dying process, so a free witness means a closed device.
-    Method: a device stand-in on 50 and 51; when the witness is free, the pipe on 50 has ended."""
+    """Goal: descriptor 0 is closed last in a dying process, so a free witness means a closed
+    device. Method: a device stand-in on 50 and 51; when the witness is free, the pipe on 50 has
+    ended."""
     for _ in range(5):
         reader, writer = os.pipe()
         process = subprocess.Popen(
@@ -209,7 +214,7 @@ def test_witness_on_descriptor_zero_is_free_only_after_the_device_is_closed(path
 
 
 def test_probe_leaves_no_descriptor_behind(path, tmp_path):
-    """Goal: tried a thousand times a second, so it must not leak. Method: count descriptors."""
+    """Goal: no leak, because it runs a thousand times a second. Method: count descriptors."""
     before = open_fds()
     for _ in range(100):
         witness.probe(path, *ids(path), seal=False)
@@ -220,8 +225,8 @@ def test_probe_leaves_no_descriptor_behind(path, tmp_path):
 
 
 def test_join_waits_out_a_try_of_the_server(path):
-    """Goal: the server's look must not make a newcomer fail. Method: hold the lock while it joins,
-    let go, and see it join."""
+    """Goal: a server's probe must not make a joining process fail. Method: hold the lock while it
+    joins, release it, and see it join."""
     fd = os.open(path, os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
     process = subprocess.Popen([sys.executable, "-c", JOIN, path], stdout=subprocess.PIPE)
@@ -232,7 +237,7 @@ def test_join_waits_out_a_try_of_the_server(path):
 
 
 def _waits_for_lock(pid):
-    with open("/proc/locks") as stream:  # man 5 proc: "->" marks who is blocked
+    with open("/proc/locks") as stream:  # man 5 proc: "->" marks a blocked process
         return any("->" in line and str(pid) in line.split() for line in stream)
 
 
