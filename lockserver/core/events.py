@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.terms import LeaseTerms
+from lockserver.messages import WantMsg
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +71,15 @@ class LockRecord:
 # ---------------------------------------------------------------------- inputs
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Input(msgspec.Struct, frozen=True):
+    """What has happened, for `LockMachine` and for `Members`."""
+
+
+class Wanted(Input, frozen=True):
     """A supervisor's complete want, with what the shell saw of its witness and its process."""
 
     conn: int  # grows in magnitude with every connection opened; negative: a virtual one
-    supervisor: str
-    engine: str
-    incarnation: str | None
-    witness: str | None
-    locks: tuple[str, ...]
-    tokens: Mapping[str, int]
+    msg: WantMsg
     witness_file: WitnessFile | None = None
     witness_state: WitnessState = WitnessState.UNPROVEN
     pid: int = 0
@@ -86,56 +87,47 @@ class Wanted:
     lease: LeaseTerms | None = None  # over TCP: the evidence, in place of a witness file
 
 
-@dataclass(frozen=True, slots=True)
-class Beaten:
+class Beaten(Input, frozen=True):
     conn: int
     progress: int
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionClosed:
+class ConnectionClosed(Input, frozen=True):
     conn: int
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessGone:
+class ProcessGone(Input, frozen=True):
     """The pidfd of a supervisor has become readable."""
 
     supervisor: str
 
 
-@dataclass(frozen=True, slots=True)
-class WitnessFree:
+class WitnessFree(Input, frozen=True):
     """The witness that `probes_due` named was found free and has been sealed."""
 
     lock: str
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryScanned:
+class DirectoryScanned(Input, frozen=True):
     """The witnesses in the directory that are held; unknown free ones have been sealed."""
 
     held: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Persisted:
+class Persisted(Input, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class PersistFailed:
+class PersistFailed(Input, frozen=True):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class TimePassed:
+class TimePassed(Input, frozen=True):
     """Time has passed; handed in several times per `silent_ms`."""
 
 
-@dataclass(frozen=True, slots=True)
-class SwitchOverAsked:
+class SwitchOverAsked(Input, frozen=True):
     """A request to hand `lock` over to engine `to`, or to the first one waiting.
 
     `whole`: the waiting incarnations whose processes were all found alive just now.
@@ -149,89 +141,69 @@ class SwitchOverAsked:
     whole: frozenset[str]
 
 
-Input = (
-    Wanted
-    | Beaten
-    | ConnectionClosed
-    | ProcessGone
-    | WitnessFree
-    | DirectoryScanned
-    | Persisted
-    | PersistFailed
-    | TimePassed
-    | SwitchOverAsked
-)
-
-
 # ---------------------------------------------------------------------- effects
 
 
-@dataclass(frozen=True, slots=True)
-class SendGrant:
+class Effect(msgspec.Struct, frozen=True):
+    """What the shell must do, at once and in order."""
+
+
+class SendGrant(Effect, frozen=True):
     conn: int
     lock: str
     holder: Holder
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(Effect, frozen=True):
     """Send the grant to every connected supervisor but the holder's, and every observer."""
 
     lock: str
     holder: Holder
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseConnection:
+class RefuseConnection(Effect, frozen=True):
     """Send an error frame and close."""
 
     conn: int
     code: str
     message: str
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(Effect, frozen=True):
     conn: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Lend:
+class Lend(Effect, frozen=True):
     """The first `want` of this connection was accepted: lend it the service sockets."""
 
     conn: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareService:
+class PrepareService(Effect, frozen=True):
     """Stop answering on the lock's service socket: a grant is about to be sent."""
 
     lock: str
 
 
-@dataclass(frozen=True, slots=True)
-class Persist:
+class Persist(Effect, frozen=True):
     record: LockRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(Effect, frozen=True):
     """Ended incarnations whose end is on disk: remove their witnesses."""
 
     witnesses: tuple[WitnessFile, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(Effect, frozen=True):
     """This supervisor's process no longer matters: stop watching it."""
 
     supervisor: str
 
 
-@dataclass(frozen=True, slots=True)
-class SendHandOver:
+class SendHandOver(Effect, frozen=True):
     """Ask the holder on this connection to hand `lock` over to engine `to`."""
 
     conn: int
@@ -240,8 +212,7 @@ class SendHandOver:
     to: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReportSwitchOver:
+class ReportSwitchOver(Effect, frozen=True):
     """Answer the requester: `holder` has the lock that was `source`'s."""
 
     ask: int
@@ -251,39 +222,20 @@ class ReportSwitchOver:
     took_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseSwitchOver:
+class RefuseSwitchOver(Effect, frozen=True):
     """Answer the requester: it was not begun, or it ended otherwise."""
 
     ask: int
     code: str
     message: str
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Happened:
+class Happened(Effect, frozen=True):
     """An event to record; with `evidence`, the shell adds the processes that hold that witness."""
 
     type: str
     message: str
     severity: str = "info"
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = {}
     evidence: WitnessFile | None = None
-
-
-Effect = (
-    SendGrant
-    | Announce
-    | RefuseConnection
-    | Close
-    | Lend
-    | PrepareService
-    | Persist
-    | Discard
-    | Forget
-    | SendHandOver
-    | ReportSwitchOver
-    | RefuseSwitchOver
-    | Happened
-)

@@ -120,13 +120,13 @@ class LockMachine:
     # ------------------------------------------------------------------ a supervisor's want
 
     def _wanted(self, want: Wanted, now_ms: float) -> Iterable[Effect]:
-        refusal = check_want(want, self.locks) or check_identity(
+        refusal = check_want(want.conn, want.msg, self.locks) or check_identity(
             want, self._by_conn.get(want.conn), self.locks, self.supervisors
         )
         if refusal is not None:
             yield refusal
             return
-        known = self.supervisors.get(want.supervisor)
+        known = self.supervisors.get(want.msg.supervisor)
         if known is not None and abs(want.conn) < abs(known.newest):
             yield ev.Close(want.conn, "a newer connection replaces this one")
             return  # it was sent before what the newer connection sent
@@ -138,9 +138,9 @@ class LockMachine:
         yield from self._mark_heard(supervisor, now_ms)
         yield from self._end_unnamed(supervisor, now_ms)
         refused = False
-        wanted = (self.locks[name] for name in want.locks)
+        wanted = (self.locks[name] for name in want.msg.locks)
         # Held locks first: a refusal for another must not leave a holder unconfirmed.
-        for lock in sorted(wanted, key=lambda each: not each.is_held_by(want.incarnation)):
+        for lock in sorted(wanted, key=lambda each: not each.is_held_by(want.msg.incarnation)):
             for effect in self._ask(lock, want, refused, now_ms):
                 refused = refused or isinstance(effect, ev.RefuseConnection)
                 yield effect
@@ -156,16 +156,16 @@ class LockMachine:
         """A holder that returns late stays; a supervisor that took its engine's id must leave."""
         for twin in twins_of(want, self.supervisors):
             if twin.conn is not None:
-                yield engine_id_taken(twin.conn, want.engine, want.pid)
+                yield engine_id_taken(twin.conn, want.msg.engine, want.pid)
             yield from self._drop(twin)
 
     def _enrol(self, want: Wanted, now_ms: float) -> SupervisorRecord:
         """The supervisor's record, updated from its `want`."""
-        supervisor = self.supervisors.get(want.supervisor)
+        supervisor = self.supervisors.get(want.msg.supervisor)
         if supervisor is None:
-            supervisor = SupervisorRecord(want.supervisor, want.engine, now_ms, now_ms)
+            supervisor = SupervisorRecord(want.msg.supervisor, want.msg.engine, now_ms, now_ms)
             self.supervisors[supervisor.id] = supervisor
-        if supervisor.witness is not None and supervisor.incarnation != want.incarnation:
+        if supervisor.witness is not None and supervisor.incarnation != want.msg.incarnation:
             self.ledger.end(supervisor.witness)
         if supervisor.conn != want.conn:
             supervisor.progress = -1
@@ -187,10 +187,10 @@ class LockMachine:
 
     def _ask(self, lock: Lock, want: Wanted, refused: bool, now_ms: float) -> Iterable[Effect]:
         """One wanted lock: repeat its grant, accept a claim, queue it, or refuse."""
-        assert want.incarnation is not None  # checked: no lock is wanted without one
-        claimed = want.tokens.get(lock.name)
+        assert want.msg.incarnation is not None  # checked: no lock is wanted without one
+        claimed = want.msg.tokens.get(lock.name)
         is_proven = want.witness_file is not None and want.witness_state is WitnessState.HELD
-        is_its_own = lock.is_held_by(want.incarnation)
+        is_its_own = lock.is_held_by(want.msg.incarnation)
         if is_its_own and not lock.is_ended:
             yield from self._confirm(lock, want.conn, now_ms)
         elif refused:
@@ -203,8 +203,8 @@ class LockMachine:
             yield sentences.stale_claim(lock, want, claimed)
         elif want.witness_file is None or (lock.is_fenced and not is_proven):
             yield sentences.unproven(lock, want)
-        elif not any(waiter.supervisor == want.supervisor for waiter in lock.waiters):
-            waiter = Waiter(want.supervisor, want.engine, want.incarnation, now_ms)
+        elif not any(waiter.supervisor == want.msg.supervisor for waiter in lock.waiters):
+            waiter = Waiter(want.msg.supervisor, want.msg.engine, want.msg.incarnation, now_ms)
             lock.waiters.append(waiter)
             yield sentences.queued(lock, waiter)
 
@@ -220,12 +220,12 @@ class LockMachine:
 
     def _claim(self, lock: Lock, want: Wanted, token: int, now_ms: float) -> Iterable[Effect]:
         """The state file is lost, and a living incarnation knows its token."""
-        assert want.incarnation is not None
+        assert want.msg.incarnation is not None
         assert want.witness_file is not None
         holder = Holder(
-            engine=want.engine,
-            incarnation=want.incarnation,
-            supervisor=want.supervisor,
+            engine=want.msg.engine,
+            incarnation=want.msg.incarnation,
+            supervisor=want.msg.supervisor,
             witness=want.witness_file,
             token=token,
             since_mono_ms=now_ms,

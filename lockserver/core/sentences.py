@@ -31,8 +31,8 @@ def stale_claim(lock: Lock, want: Wanted, claimed: int) -> RefuseConnection:
     return RefuseConnection(
         want.conn,
         "lock.stale_claim",
-        f"{want.incarnation} no longer holds {lock.name} with token {claimed}: {holder}",
-        {"lock": lock.name, "token": claimed, "incarnation": want.incarnation},
+        f"{want.msg.incarnation} no longer holds {lock.name} with token {claimed}: {holder}",
+        {"lock": lock.name, "token": claimed, "incarnation": want.msg.incarnation},
     )
 
 
@@ -40,9 +40,9 @@ def unproven(lock: Lock, want: Wanted) -> RefuseConnection:
     return RefuseConnection(
         want.conn,
         "lock.witness_unproven",
-        f"{want.incarnation} requested {lock.name}, but no process holds its witness"
-        f" {want.witness} ({want.witness_state})",
-        {"lock": lock.name, "witness": want.witness, "state": str(want.witness_state)},
+        f"{want.msg.incarnation} requested {lock.name}, but no process holds its witness"
+        f" {want.msg.witness} ({want.witness_state})",
+        {"lock": lock.name, "witness": want.msg.witness, "state": str(want.witness_state)},
     )
 
 
@@ -50,8 +50,9 @@ def incarnation_ended(lock: Lock, want: Wanted) -> RefuseConnection:
     return RefuseConnection(
         want.conn,
         "lock.incarnation_ended",
-        f"{want.incarnation} has released {lock.name}; only a new incarnation may request it again",
-        {"lock": lock.name, "incarnation": want.incarnation},
+        f"{want.msg.incarnation} has released {lock.name}; only a new incarnation may request it"
+        " again",
+        {"lock": lock.name, "incarnation": want.msg.incarnation},
     )
 
 

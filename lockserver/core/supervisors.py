@@ -13,6 +13,7 @@ from lockserver.core.events import RefuseConnection, Wanted
 from lockserver.core.lock import Lock
 from lockserver.core.names import ENGINE_ID, INCARNATION, WitnessFile, name_of
 from lockserver.core.terms import LeaseTerms
+from lockserver.messages import WantMsg
 
 # A pod has a handful; a thousand may wait, at a few KiB each, because a heartbeat scans no others.
 # Each may be remembered until its process ends.
@@ -48,16 +49,20 @@ class SupervisorRecord:
         """Replace what is known with what `want` says."""
         self.conn, self.pid, self.process = want.conn, want.pid, want.process
         self.newest = want.conn
-        self.incarnation, self.witness_name = want.incarnation, want.witness
+        self.incarnation, self.witness_name = want.msg.incarnation, want.msg.witness
         self.lease = want.lease
-        self.witness, self.locks, self.tokens = want.witness_file, want.locks, dict(want.tokens)
+        self.witness, self.locks, self.tokens = (
+            want.witness_file,
+            want.msg.locks,
+            dict(want.msg.tokens),
+        )
 
 
 Locks = Mapping[str, Lock]
 Supervisors = Mapping[str, SupervisorRecord]
 
 
-def check_want(want: Wanted, locks: Container[str]) -> RefuseConnection | None:
+def check_want(conn: int, want: WantMsg, locks: Container[str]) -> RefuseConnection | None:
     """Why this `want` is malformed, whoever holds what; None if it is not."""
     incarnation = INCARNATION.fullmatch(want.incarnation) if want.incarnation else None
     if not ENGINE_ID.fullmatch(want.engine):
@@ -88,13 +93,13 @@ def check_want(want: Wanted, locks: Container[str]) -> RefuseConnection | None:
         why = "a `want` must name each lock once, and a token only for a lock that it names"
     else:
         return None
-    return RefuseConnection(want.conn, code, why)
+    return RefuseConnection(conn, code, why)
 
 
 def twins_of(want: Wanted, supervisors: Supervisors) -> list[SupervisorRecord]:
     """Other supervisors of the same engine."""
     others = supervisors.values()
-    return [s for s in others if s.engine == want.engine and s.id != want.supervisor]
+    return [s for s in others if s.engine == want.msg.engine and s.id != want.msg.supervisor]
 
 
 def rank(supervisor_id: str, locks: Locks) -> int:
@@ -110,8 +115,8 @@ def check_identity(
     want: Wanted, sender: SupervisorRecord | None, locks: Locks, supervisors: Supervisors
 ) -> RefuseConnection | None:
     """Why this `want` cannot be from whom it claims, or None; `sender`: who used its connection."""
-    known = sender or supervisors.get(want.supervisor)
-    if known is not None and (known.id, known.engine) != (want.supervisor, want.engine):
+    known = sender or supervisors.get(want.msg.supervisor)
+    if known is not None and (known.id, known.engine) != (want.msg.supervisor, want.msg.engine):
         why = (
             f"this connection belongs to supervisor {known.id} of {known.engine} and cannot be used"
             " for another one"
@@ -124,12 +129,12 @@ def check_identity(
         )
         return RefuseConnection(want.conn, "lock.identity_changed", why)
     is_full = known is None and len(supervisors) >= SUPERVISORS_MAX
-    if is_full and not rank(want.supervisor, locks):  # a holder on file is always let in
+    if is_full and not rank(want.msg.supervisor, locks):  # a holder on file is always let in
         why = f"the limit of {SUPERVISORS_MAX} supervisors is reached; stop some of them"
         return RefuseConnection(want.conn, "lock.too_many_waiters", why)
     twins = twins_of(want, supervisors)
-    if twins and rank(want.supervisor, locks) <= max(rank(twin.id, locks) for twin in twins):
-        return engine_id_taken(want.conn, want.engine, twins[0].pid)
+    if twins and rank(want.msg.supervisor, locks) <= max(rank(twin.id, locks) for twin in twins):
+        return engine_id_taken(want.conn, want.msg.engine, twins[0].pid)
     return None
 
 

@@ -8,7 +8,9 @@ group is over is in `members.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from lockserver.core.events import (
     Close,
@@ -21,8 +23,9 @@ from lockserver.core.events import (
 )
 from lockserver.core.names import WitnessState
 from lockserver.core.terms import LeaseTerms, MemberId, unlockable_witness
-from lockserver.members.events import MemberOutput, MemberWanted, SendGranted
+from lockserver.members.events import MemberWanted, SendMsg
 from lockserver.members.leases import Lease
+from lockserver.messages import GrantedMsg, WantMsg
 
 LEASE = "lease"  # `Wanted.process` of a virtual supervisor
 
@@ -50,9 +53,9 @@ class NodeMember:
 
     def adopt(self, want: MemberWanted, now_ms: float) -> None:
         """Replace what is known with what `want` says."""
-        self.conn, self.count, self.name = want.conn, want.members, want.name
-        self.incarnation, self.locks, self.tokens = want.incarnation, want.locks, dict(want.tokens)
-        self.progress, self.heard_ms = want.progress, now_ms
+        msg, self.conn, self.name, self.heard_ms = want.msg, want.conn, want.name, now_ms
+        self.incarnation, self.locks, self.tokens = msg.incarnation, msg.locks, msg.tokens
+        self.count, self.progress = msg.members, msg.progress
 
 
 @dataclass(slots=True)
@@ -88,15 +91,11 @@ class Group:
             if (all if is_fenced else any)(name in member.locks for member in members)
         )
         named = [(k, t) for member in members for k, t in member.tokens.items() if k in locks]
+        tokens = dict(sorted(named, key=lambda each: each[1]))  # the largest one of each lock
         file = unlockable_witness(self.incarnation)
         return Wanted(
-            conn=self.conn,
-            supervisor=self.supervisor,
-            engine=self.engine,
-            incarnation=self.incarnation,
-            witness=file.name,
-            locks=locks,
-            tokens=dict(sorted(named, key=lambda each: each[1])),  # the largest one of each lock
+            self.conn,
+            WantMsg(self.supervisor, self.engine, self.incarnation, file.name, locks, tokens),
             witness_file=file,
             witness_state=WitnessState.HELD,
             process=LEASE,
@@ -104,7 +103,7 @@ class Group:
         )
 
 
-def fan_out(effect: Effect, members: Sequence[NodeMember]) -> list[MemberOutput]:
+def fan_out(effect: Effect, members: Sequence[NodeMember]) -> list[Effect]:
     """An effect on a virtual connection, for the connected members behind it."""
     if isinstance(effect, SendGrant):
         return [_grant(effect, member) for member in members if _concerns(effect, member)]
@@ -125,13 +124,14 @@ def _concerns(effect: SendGrant, member: NodeMember) -> bool:
     return effect.lock in member.locks or not _is_own(effect, member)
 
 
-def _grant(effect: SendGrant, member: NodeMember) -> SendGranted:
+def _grant(effect: SendGrant, member: NodeMember) -> SendMsg:
     """With the member's own incarnation if its group was granted; else with the holder's."""
     assert member.conn is not None
     holder = effect.holder
     incarnation = member.incarnation if _is_own(effect, member) else holder.incarnation
     assert incarnation is not None
-    return SendGranted(member.conn, effect.lock, holder.engine, incarnation, holder.token)
+    message = GrantedMsg(effect.lock, holder.engine, incarnation, holder.token)
+    return SendMsg(member.conn, message)
 
 
 # ---------------------------------------------------------------------- events

@@ -29,34 +29,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 
-from lockserver.core.events import (
-    Beaten,
-    Close,
-    ConnectionClosed,
-    Effect,
-    ProcessGone,
-    RefuseConnection,
-    TimePassed,
-    Wanted,
-)
+from lockserver.core import events as ev
+from lockserver.core.events import Effect, Input
 from lockserver.core.evidence import STALL_MS
 from lockserver.core.supervisors import Locks
 from lockserver.core.terms import LeaseTerms
 from lockserver.members import group as group_events
-from lockserver.members.events import (
-    Feed,
-    MemberBeaten,
-    MemberClosed,
-    MemberInput,
-    MemberOpened,
-    MemberOutput,
-    MemberWanted,
-    SendMemberLost,
-    SendRenewed,
-)
+from lockserver.members.events import Feed, MemberOpened, MemberWanted, SendMsg
 from lockserver.members.group import LEASE, Group, NodeMember, fan_out
 from lockserver.members.leases import Lease, Leases
 from lockserver.members.roll import Roll, check_member
+from lockserver.messages import REASON_CHARS_MAX, MemberLostMsg, RenewedMsg, WantMsg
 from plumbing.errors import InvariantError
 
 
@@ -84,36 +67,38 @@ class Members:
                 leases.presume(holder.engine, holder.lease, now_ms)
                 self.groups[holder.engine] = Group(holder.engine, holder.lease)
 
-    def handle(self, event: MemberInput, now_ms: float) -> list[MemberOutput]:
+    def handle(self, event: Input, now_ms: float) -> list[Effect]:
         """Take one event; the outputs must be carried out at once and in order."""
         return list(self._on(event, now_ms))
 
-    def _on(self, event: MemberInput, now_ms: float) -> Iterable[MemberOutput]:
+    def _on(self, event: Input, now_ms: float) -> Iterable[Effect]:
         match event:
             case MemberOpened():
                 self.roll.opened(event.conn, now_ms)
                 return ()
             case MemberWanted():
                 return self._wanted(event, now_ms)
-            case MemberBeaten():
+            case ev.Beaten():
                 return self._beaten(event, now_ms)
-            case MemberClosed():
+            case ev.ConnectionClosed():
                 return self._closed(event.conn)
-            case TimePassed():
+            case ev.TimePassed():
                 return self._time_passed(now_ms)
             case _:
                 raise InvariantError(f"unknown event {event!r}")
 
     # ------------------------------------------------------------------ a member's messages
 
-    def _wanted(self, want: MemberWanted, now_ms: float) -> Iterable[MemberOutput]:
-        refusal = check_member(want, self.roll.known, self.leases, self._locks, now_ms)
+    def _wanted(self, want: MemberWanted, now_ms: float) -> Iterable[Effect]:
+        refusal = check_member(
+            want.conn, want.msg, self.roll.known, self.leases, self._locks, now_ms
+        )
         if refusal is not None:
             yield refusal
             return
         member, replaced = self.roll.enter(want, now_ms)
         if replaced is not None:
-            yield Close(replaced, "a newer connection replaces this one")
+            yield ev.Close(replaced, "a newer connection replaces this one")
         for lease in self.leases.of(member.engine, member.index):
             if lease.id != member.id:  # its own supervisor no longer names it: reaped
                 self.leases.end(lease.id.incarnation)
@@ -121,7 +106,7 @@ class Members:
         yield from self._judge(member)
         yield from self._settle(member.engine, is_new_want=True)
 
-    def _renew(self, member: NodeMember, now_ms: float) -> SendRenewed:
+    def _renew(self, member: NodeMember, now_ms: float) -> SendMsg:
         """Answer: the server's side of the lease restarts here."""
         assert member.conn is not None
         lease_ms = self.leases.lease_ms
@@ -130,12 +115,12 @@ class Members:
                 member.engine, member.index, member.id, member.tokens, now_ms
             )
             lease_ms = renewed.lease_ms
-        return SendRenewed(member.conn, member.progress, lease_ms)
+        return SendMsg(member.conn, RenewedMsg(member.progress, lease_ms))
 
-    def _beaten(self, beat: MemberBeaten, now_ms: float) -> Iterable[MemberOutput]:
+    def _beaten(self, beat: ev.Beaten, now_ms: float) -> Iterable[Effect]:
         member = self.roll.by_conn(beat.conn)
         if member is None:
-            yield RefuseConnection(
+            yield ev.RefuseConnection(
                 beat.conn, "lock.want_first", "a member must send `want` before its first heartbeat"
             )
             return
@@ -147,17 +132,17 @@ class Members:
         if group is not None and group.conn is not None:
             yield from self._beat_as_one(group, group.conn)
 
-    def _beat_as_one(self, group: Group, conn: int) -> Iterable[MemberOutput]:
+    def _beat_as_one(self, group: Group, conn: int) -> Iterable[Effect]:
         members = self.roll.of(group)
         if all(member.has_beaten for member in members):
             for member in members:
                 member.has_beaten = False
             group.beats += 1
-            yield Feed(Beaten(conn, group.beats))
+            yield Feed(ev.Beaten(conn, group.beats))
 
     # ------------------------------------------------------------------ ended members
 
-    def _judge(self, member: NodeMember) -> Iterable[MemberOutput]:
+    def _judge(self, member: NodeMember) -> Iterable[Effect]:
         """Compare a member's want with the group that it was part of."""
         group = self.groups.get(member.engine)
         if group is not None and not group.is_over and not group.has(member):
@@ -172,9 +157,7 @@ class Members:
             )
         spent = self.leases.spent(incarnation)
         if spent is not None and member.conn is not None:
-            yield SendMemberLost(
-                member.conn, member.engine, incarnation, spent.member, spent.reason
-            )
+            yield _lost(member, incarnation, spent.member, spent.reason)
 
     def _stale_claim(self, member: NodeMember) -> str | None:
         """A lock that this member claims, and which is not its group's."""
@@ -186,7 +169,7 @@ class Members:
                 return name
         return None
 
-    def _end_member(self, member: NodeMember, reason: str) -> Iterable[MemberOutput]:
+    def _end_member(self, member: NodeMember, reason: str) -> Iterable[Effect]:
         """This member's incarnation is over, and so is its group if it has one."""
         assert member.incarnation is not None
         group = self.groups.get(member.engine)
@@ -194,7 +177,7 @@ class Members:
             yield from self._end(group, member.index, reason)
         self.leases.spend(member.incarnation, member.index, reason)
 
-    def _end(self, group: Group, lost: int, reason: str) -> Iterable[MemberOutput]:
+    def _end(self, group: Group, lost: int, reason: str) -> Iterable[Effect]:
         """The group is over: no incarnation of it may ever be part of a group again."""
         group.is_over = True
         for who in group.terms.members:
@@ -204,18 +187,18 @@ class Members:
         for member in self.roll.of(group):
             if member.conn is not None and member.index != lost and group.has(member):
                 own = group.terms.members[member.index].incarnation
-                yield SendMemberLost(member.conn, group.engine, own, lost, reason)
+                yield _lost(member, own, lost, reason)
 
     # ------------------------------------------------------------------ groups
 
-    def _settle(self, engine: str, *, is_new_want: bool = False) -> Iterable[MemberOutput]:
+    def _settle(self, engine: str, *, is_new_want: bool = False) -> Iterable[Effect]:
         """Make the engine's group agree with its members, and the machine with the group."""
         group = self.groups.get(engine)
         if group is not None and self.leases.is_free(group.terms):
             yield from self._cut(group)
             if not group.has_expired:
                 yield from self._release(group)
-            yield Feed(ProcessGone(group.supervisor))
+            yield Feed(ev.ProcessGone(group.supervisor))
             del self.groups[engine]
             group = None
         present = self._present(engine)
@@ -251,37 +234,27 @@ class Members:
         ids = tuple(member.id for member in members if member.id is not None)
         return LeaseTerms(max(self.leases.alive[who.incarnation].lease_ms for who in ids), ids)
 
-    def _release(self, group: Group) -> Iterable[MemberOutput]:
+    def _release(self, group: Group) -> Iterable[Effect]:
         """Every member has reported that it is reaped: feed the machine a want without locks. By it
         a switchover tells a holder that released its lock from one that died."""
         conn = next(self._virtual)
-        yield Feed(
-            Wanted(
-                conn=conn,
-                supervisor=group.supervisor,
-                engine=group.engine,
-                incarnation=None,
-                witness=None,
-                locks=(),
-                tokens={},
-                process=LEASE,
-            )
-        )
-        yield Feed(ConnectionClosed(conn))
+        want = WantMsg(group.supervisor, group.engine, None, None, (), {})
+        yield Feed(ev.Wanted(conn, want, process=LEASE))
+        yield Feed(ev.ConnectionClosed(conn))
 
-    def _cut(self, group: Group) -> Iterable[MemberOutput]:
+    def _cut(self, group: Group) -> Iterable[Effect]:
         conn, group.conn = group.conn, None
         if conn is not None:
-            yield Feed(ConnectionClosed(conn))
+            yield Feed(ev.ConnectionClosed(conn))
 
     # ------------------------------------------------------------------ losses, and time
 
-    def _closed(self, conn: int) -> Iterable[MemberOutput]:
+    def _closed(self, conn: int) -> Iterable[Effect]:
         member = self.roll.leave(conn)
         if member is not None:
             yield from self._settle(member.engine)
 
-    def _time_passed(self, now_ms: float) -> Iterable[MemberOutput]:
+    def _time_passed(self, now_ms: float) -> Iterable[Effect]:
         gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
         for lease in self.leases.tick(now_ms):
             yield from self._expire(lease)
@@ -293,13 +266,13 @@ class Members:
                 yield from self._hang_up(member, "this member has sent nothing for too long")
         for conn in self.roll.late(now_ms - self.silent_ms):
             self.roll.leave(conn)
-            yield Close(conn, "no want was sent for too long")
+            yield ev.Close(conn, "no want was sent for too long")
         yield from self._end_claims()
         for engine in sorted({*self.groups, *self.roll.engines()}):
             yield from self._settle(engine)
         self.roll.forget(self.leases, self.groups)
 
-    def _expire(self, lease: Lease) -> Iterable[MemberOutput]:
+    def _expire(self, lease: Lease) -> Iterable[Effect]:
         yield group_events.lease_expired(lease)
         member = self.roll.known.get((lease.engine, lease.member))
         if member is not None and member.id == lease.id and member.conn is not None:
@@ -311,17 +284,17 @@ class Members:
         if group is not None and is_part and not group.is_over and self._holds(group):
             yield from self._end(group, lease.member, "its lease has expired")
 
-    def _hang_up(self, member: NodeMember, why: str) -> Iterable[MemberOutput]:
+    def _hang_up(self, member: NodeMember, why: str) -> Iterable[Effect]:
         conn = member.conn
         assert conn is not None
         self.roll.leave(conn)
-        yield Close(conn, why)
+        yield ev.Close(conn, why)
 
     def _holds(self, group: Group) -> bool:
         holders = [lock.holder for lock in self._locks.values()]
         return any(h is not None and h.incarnation == group.incarnation for h in holders)
 
-    def _end_claims(self) -> Iterable[MemberOutput]:
+    def _end_claims(self) -> Iterable[Effect]:
         """With the state lost: a member that claims a lock and whose group is late is over."""
         if self.leases.may_have_strangers:
             return
@@ -336,7 +309,7 @@ class Members:
 
     # ------------------------------------------------------------------ the machine's effects
 
-    def fan_out(self, effect: Effect) -> list[MemberOutput]:
+    def fan_out(self, effect: Effect) -> list[Effect]:
         """An effect on a virtual connection, as one output for each member."""
         conn = getattr(effect, "conn", 0)
         return fan_out(effect, self.roll.line(self.groups.values(), conn))
@@ -345,3 +318,10 @@ class Members:
         """The connections to notify of a grant to `engine`: all but its own."""
         others = (member for member in self.roll.connected() if member.engine != engine)
         return [member.conn for member in others if member.conn is not None]
+
+
+def _lost(member: NodeMember, incarnation: str, lost: int, reason: str) -> SendMsg:
+    """Tell `member`, which is `incarnation`, that member `lost` of its engine is gone."""
+    assert member.conn is not None
+    why = reason[:REASON_CHARS_MAX]
+    return SendMsg(member.conn, MemberLostMsg(member.engine, incarnation, lost, why))

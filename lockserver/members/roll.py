@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping
 
-from lockserver.core.events import RefuseConnection, Wanted
+from lockserver.core.events import RefuseConnection
 from lockserver.core.supervisors import check_want
 from lockserver.members.events import MemberWanted
 from lockserver.members.group import Group, NodeMember
 from lockserver.members.leases import Leases
+from lockserver.messages import WantMsg
 from plumbing.part.format import duration
 
 SUPERVISOR = re.compile(r"[0-9a-f]{16}")  # filed, and a slot has room for this length
@@ -33,10 +34,11 @@ class Roll:
 
     def enter(self, want: MemberWanted, now_ms: float) -> tuple[NodeMember, int | None]:
         """The member's record, updated from its `want`; the connection that this one replaces."""
-        key = want.engine, want.member
+        msg = want.msg
+        key = msg.engine, msg.member
         member = self.known.get(key)
-        if member is None or member.supervisor != want.supervisor:
-            member = self.known[key] = NodeMember(*key, want.members, want.supervisor, now_ms)
+        if member is None or member.supervisor != msg.supervisor:
+            member = self.known[key] = NodeMember(*key, msg.members, msg.supervisor, now_ms)
         replaced = member.conn if member.conn != want.conn else None
         if replaced is not None:
             del self._by_conn[replaced]
@@ -91,64 +93,53 @@ class Roll:
 
 
 def check_member(
-    want: MemberWanted, known: Known, leases: Leases, locks: Container[str], now_ms: float
+    conn: int, want: WantMsg, known: Known, leases: Leases, locks: Container[str], now_ms: float
 ) -> RefuseConnection | None:
     """Why this `want` must be refused, or None."""
-    return _check_shape(want, locks) or _check_place(want, known, leases, now_ms)
+    return _check_shape(conn, want, locks) or _check_place(conn, want, known, leases, now_ms)
 
 
-def _check_shape(want: MemberWanted, locks: Container[str]) -> RefuseConnection | None:
-    refusal = check_want(
-        Wanted(
-            conn=want.conn,
-            supervisor=want.supervisor,
-            engine=want.engine,
-            incarnation=want.incarnation,
-            witness=want.witness,
-            locks=want.locks,
-            tokens=want.tokens,
-        ),
-        locks,
-    )
+def _check_shape(conn: int, want: WantMsg, locks: Container[str]) -> RefuseConnection | None:
+    refusal = check_want(conn, want, locks)
     if refusal is not None:
         return refusal
     if not SUPERVISOR.fullmatch(want.supervisor):
         why = f"{want.supervisor!r} is not a valid supervisor id: it must be 16 hex digits"
-        return RefuseConnection(want.conn, "lock.bad_supervisor", why)
+        return RefuseConnection(conn, "lock.bad_supervisor", why)
     if want.member >= want.members:
         why = f"--member {want.member} is invalid: it must be 0 to {want.members - 1}"
-        return RefuseConnection(want.conn, "lock.bad_member", why)
+        return RefuseConnection(conn, "lock.bad_member", why)
     return None
 
 
 def _check_place(
-    want: MemberWanted, known: Known, leases: Leases, now_ms: float
+    conn: int, want: WantMsg, known: Known, leases: Leases, now_ms: float
 ) -> RefuseConnection | None:
     member = known.get((want.engine, want.member))
     for other in known.values():
-        if other.conn == want.conn and other is not member:
+        if other.conn == conn and other is not member:
             why = f"this connection is of member {other.index} of {other.engine} and cannot change"
-            return RefuseConnection(want.conn, "lock.identity_changed", why)
+            return RefuseConnection(conn, "lock.identity_changed", why)
     for lease in leases.of(want.engine, want.member):
         if lease.id.supervisor != want.supervisor:
-            return _taken(want, lease.left_ms(now_ms))
+            return _taken(conn, want, lease.left_ms(now_ms))
     owner = leases.alive.get(want.incarnation) if want.incarnation else None
     if owner is not None and owner.member != want.member:
         why = f"{want.incarnation} belongs to member {owner.member}; each member needs its own"
-        return RefuseConnection(want.conn, "lock.bad_member", why)
+        return RefuseConnection(conn, "lock.bad_member", why)
     if member is not None and member.supervisor != want.supervisor and member.conn is not None:
-        return _taken(want, None)
+        return _taken(conn, want, None)
     if member is not None and member.supervisor == want.supervisor:
         if want.progress < member.progress:
             why = "this want is older than one received on a newer connection"
-            return RefuseConnection(want.conn, "lock.stale_want", why)
+            return RefuseConnection(conn, "lock.stale_want", why)
     elif member is None and len(known) >= MEMBERS_KNOWN_MAX:
         why = f"the limit of {MEMBERS_KNOWN_MAX} members is reached; stop some of them"
-        return RefuseConnection(want.conn, "lock.too_many_members", why)
-    return _check_count(want, known, leases)
+        return RefuseConnection(conn, "lock.too_many_members", why)
+    return _check_count(conn, want, known, leases)
 
 
-def _check_count(want: MemberWanted, known: Known, leases: Leases) -> RefuseConnection | None:
+def _check_count(conn: int, want: WantMsg, known: Known, leases: Leases) -> RefuseConnection | None:
     """All members must name the same count; it may change once the old members are gone."""
     for other in known.values():
         is_elsewhere = other.engine == want.engine and other.index != want.member
@@ -159,17 +150,17 @@ def _check_count(want: MemberWanted, known: Known, leases: Leases) -> RefuseConn
                 f" and member {want.member} with --members {want.members}; start all of them with"
                 " the same --members"
             )
-            return RefuseConnection(want.conn, "lock.member_mismatch", why)
+            return RefuseConnection(conn, "lock.member_mismatch", why)
     return None
 
 
-def _taken(want: MemberWanted, left_ms: float | None) -> RefuseConnection:
+def _taken(conn: int, want: WantMsg, left_ms: float | None) -> RefuseConnection:
     which = f"member {want.member} of {want.engine}"
     if left_ms is None:
         why = f"{which} is already connected from another supervisor; stop one of the two"
-        return RefuseConnection(want.conn, "lock.engine_id_taken", why)
+        return RefuseConnection(conn, "lock.engine_id_taken", why)
     why = (
         f"another supervisor of {which} may still be alive: its lease expires in"
         f" {duration(left_ms)} unless it is renewed; if two are running, stop one of them"
     )
-    return RefuseConnection(want.conn, "lock.engine_id_taken", why, {"left_ms": round(left_ms)})
+    return RefuseConnection(conn, "lock.engine_id_taken", why, {"left_ms": round(left_ms)})

@@ -16,16 +16,7 @@ from lockserver.core.machine import LockMachine
 from lockserver.members import events as me
 from lockserver.members.leases import Leases
 from lockserver.members.members import Members
-from lockserver.messages import (
-    CATALOGUE,
-    REASON_CHARS_MAX,
-    BeatMsg,
-    GrantedMsg,
-    HandOverMsg,
-    MemberLostMsg,
-    RenewedMsg,
-    WantMsg,
-)
+from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, HandOverMsg, WantMsg
 from lockserver.server.event_outbox import EventOutbox
 from lockserver.server.settings import LockSettings
 from plumbing.errors import ProtocolError
@@ -104,9 +95,9 @@ class Remote:
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         if isinstance(message, WantMsg) and not message.services:
-            self._handle(_wanted(conn, message))
+            self._handle(me.MemberWanted(conn.id, message, str(conn.peer)))
         elif isinstance(message, BeatMsg):
-            self._handle(me.MemberBeaten(conn.id, message.progress))
+            self._handle(ev.Beaten(conn.id, message.progress))
         else:
             close_all(fds)
             raise ProtocolError(
@@ -118,13 +109,13 @@ class Remote:
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._conns.pop(conn.id, None)
-        self._handle(me.MemberClosed(conn.id))
+        self._handle(ev.ConnectionClosed(conn.id))
 
     def tick(self) -> None:
         """Time has passed; must be called before the machine handles it."""
         self._handle(ev.TimePassed())
 
-    def _handle(self, event: me.MemberInput) -> None:
+    def _handle(self, event: ev.Input) -> None:
         for output in self.members.handle(event, self._clock.now_ms()):
             self._do(output)
 
@@ -144,17 +135,12 @@ class Remote:
         if conn is not None:
             conn.send(message)
 
-    def _do(self, output: me.MemberOutput) -> None:
+    def _do(self, output: ev.Effect) -> None:
         match output:
             case me.Feed():
                 self._feed(output.event)
-            case me.SendRenewed():
-                self._send(output.conn, RenewedMsg(output.progress, output.lease_ms))
-            case me.SendMemberLost(conn, engine, incarnation, member, reason):
-                lost = MemberLostMsg(engine, incarnation, member, reason[:REASON_CHARS_MAX])
-                self._send(conn, lost)
-            case me.SendGranted(conn, lock, engine, incarnation, token):
-                self._send(conn, GrantedMsg(lock, engine, incarnation, token))
+            case me.SendMsg():
+                self._send(output.conn, output.message)
             case ev.SendHandOver(conn, lock, incarnation, to):
                 self._send(conn, HandOverMsg(lock, incarnation, to))
             case ev.RefuseConnection() | ev.Close():
@@ -170,19 +156,3 @@ class Remote:
             conn.close(output.reason)
         else:
             conn.fault(ProtocolError(output.code, output.message, **output.details))
-
-
-def _wanted(conn: Connection, want: WantMsg) -> me.MemberWanted:
-    return me.MemberWanted(
-        conn=conn.id,
-        supervisor=want.supervisor,
-        engine=want.engine,
-        member=want.member,
-        members=want.members,
-        incarnation=want.incarnation,
-        witness=want.witness,
-        locks=want.locks,
-        tokens=want.tokens,
-        progress=want.progress,
-        name=str(conn.peer),
-    )

@@ -202,13 +202,8 @@ def wanted(directory: str, conn: Connection, want: WantMsg) -> Wanted:
     if want.witness is not None and want.incarnation is not None and "/" not in want.witness:
         file, state = witness.identify(os.path.join(directory, want.witness))
     return Wanted(
-        conn=conn.id,
-        supervisor=want.supervisor,
-        engine=want.engine,
-        incarnation=want.incarnation,
-        witness=want.witness,
-        locks=want.locks,
-        tokens=want.tokens,
+        conn.id,
+        want,
         witness_file=file,
         witness_state=state,
         pid=conn.peer.pid,

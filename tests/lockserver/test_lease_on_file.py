@@ -22,7 +22,7 @@ from lockserver.core.terms import (
     unlockable_witness,
 )
 from lockserver.messages import MEMBERS_MAX as MEMBERS_SPOKEN_MAX
-from lockserver.messages import TOKEN_CLAIMED_MAX
+from lockserver.messages import TOKEN_CLAIMED_MAX, WantMsg
 from lockserver.state_file import FORMAT, LockStateFile
 from tests.helpers import free_witness
 
@@ -90,13 +90,8 @@ def test_older_server_that_reads_a_group_grants_and_seals_nothing(directory):
     other = witness.new_incarnation("engine-1")
     machine.handle(
         ev.Wanted(
-            conn=1,
-            supervisor="b" * 16,
-            engine="engine-1",
-            incarnation=other,
-            witness=witness.name_of(other),
-            locks=("active",),
-            tokens={},
+            1,
+            WantMsg("b" * 16, "engine-1", other, witness.name_of(other), ("active",), {}),
             witness_file=WitnessFile(witness.name_of(other), 1, 2),
             witness_state=WitnessState.HELD,
         ),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockserver.core import events as ev
 from lockserver.members import events as me
+from lockserver.messages import GrantedMsg, MemberLostMsg, RenewedMsg, WantMsg
 from lockserver.witness import name_of
 from tests.sim.lease_parts import DRIFT, LEASE_MS, NEVER, Line, Tree
 
@@ -92,7 +93,7 @@ class Node:
                 self.hang_up()
             else:
                 self.progress += 1
-                self.say(line, me.MemberBeaten(line.id, self.progress))
+                self.say(line, ev.Beaten(line.id, self.progress))
 
     def connect(self) -> None:
         if self.world.server.machine is not None and not self.is_cut_off:
@@ -118,8 +119,7 @@ class Node:
             return
         self.progress += 1
         is_ready = tree is not None and self.is_ready
-        want = me.MemberWanted(
-            conn=line.id,
+        want = WantMsg(
             supervisor=self.supervisor,
             engine=self.engine,
             member=self.member,
@@ -130,7 +130,7 @@ class Node:
             tokens={"active": tree.token} if tree and is_ready and tree.token else {},
             progress=self.progress,
         )
-        self.say(line, want)
+        self.say(line, me.MemberWanted(line.id, want))
 
     # ------------------------------------------------------------------ what it hears
 
@@ -148,22 +148,22 @@ class Node:
 
     def told(self, message: Any) -> None:
         tree = self.tree
-        if isinstance(message, me.SendRenewed):
+        if isinstance(message, RenewedMsg):
             self.renewed(message)
         elif tree is None or self.is_killing:
             return
-        elif isinstance(message, me.SendGranted) and message.lock == "active":
+        elif isinstance(message, GrantedMsg) and message.lock == "active":
             if message.incarnation == tree.incarnation:
                 self.woken(tree, message.token)
             elif tree.token and message.token > tree.token:
                 self.kill_tree()
-        elif isinstance(message, me.SendMemberLost):
+        elif isinstance(message, MemberLostMsg):
             if message.incarnation == tree.incarnation:
                 self.kill_tree()
         elif isinstance(message, ev.RefuseConnection) and message.code in OVER:
             self.kill_tree()
 
-    def renewed(self, message: me.SendRenewed) -> None:
+    def renewed(self, message: RenewedMsg) -> None:
         sent_ms = self.sent.pop(message.progress, None)
         if sent_ms is None or self.tree is None:
             return

@@ -15,6 +15,7 @@ from lockserver.core import evidence
 from lockserver.core.machine import LockMachine
 from lockserver.members import events as me
 from lockserver.members.members import Members, is_virtual
+from lockserver.messages import GrantedMsg
 from tests.sim.lease_parts import DRIFT, LASTS_MS, LEASE_MS, Line
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Server:
 
     def announce(self, lock: str, holder: ev.Holder) -> None:
         for conn in self.members.audience(holder.engine):
-            granted = me.SendGranted(conn, lock, holder.engine, holder.incarnation, holder.token)
+            granted = GrantedMsg(lock, holder.engine, holder.incarnation, holder.token)
             self.world.network.send_down(conn, granted)
 
     def persist(self, record: ev.LockRecord) -> None:
@@ -105,11 +106,11 @@ class Server:
 
     # ------------------------------------------------------------------ the members and theirs
 
-    def hear(self, event: me.MemberInput) -> None:
+    def hear(self, event: ev.Input) -> None:
         if self.machine is not None:
             self.do(self.members.handle(event, self.now()))
 
-    def do(self, outputs: list[me.MemberOutput]) -> None:
+    def do(self, outputs: list[ev.Effect]) -> None:
         network = self.world.network
         for output in outputs:
             if self.machine is None:
@@ -122,6 +123,8 @@ class Server:
                 if line is not None and line.server_open:
                     network.close_by_server(line)
                     self.closed.append(output.conn)
+            elif isinstance(output, me.SendMsg):
+                network.send_down(output.conn, output.message)
             elif not isinstance(output, ev.Happened):
                 network.send_down(output.conn, output)
 
@@ -137,7 +140,7 @@ class Server:
             jobs.append(self.tick)
         lines = self.world.network.lines.values()
         jobs += [partial(self.read, line) for line in lines if line.has_for_server(true_ms)]
-        jobs += [partial(self.hear, me.MemberClosed(conn)) for conn in self.closed]
+        jobs += [partial(self.hear, ev.ConnectionClosed(conn)) for conn in self.closed]
         self.closed.clear()
         self.world.random.shuffle(jobs)
         for job in [*jobs, self.probe]:
@@ -161,7 +164,7 @@ class Server:
             self.hear(message)
         if line.server_open and not line.up and line.eof_up_ms <= self.world.true_ms:
             line.server_open = False
-            self.hear(me.MemberClosed(line.id))
+            self.hear(ev.ConnectionClosed(line.id))
 
     def probe(self) -> None:
         assert self.machine is not None

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from lockserver.core import events as ev
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.messages import WantMsg
 from lockserver.witness import name_of
 
 LOADER = "loader"
@@ -55,12 +58,14 @@ class LoaderService:
         wire.up.append(
             ev.Wanted(
                 wire.id,
-                wire.supervisor,
-                engine,
-                incarnation,
-                name,
-                locks,
-                {LOADER: token} if token else {},
+                WantMsg(
+                    wire.supervisor,
+                    engine,
+                    incarnation,
+                    name,
+                    locks,
+                    {LOADER: token} if token else {},
+                ),
                 WitnessFile(name, 1, int(name[-16:], 16)) if name else None,
                 process="SO_PEERPIDFD",
             )
@@ -84,16 +89,12 @@ class LoaderService:
 
     def _hear(self, wire: Wire) -> None:
         want = wire.up.popleft()
-        lives = want.incarnation is not None and self._has_living(want.incarnation)
+        incarnation, supervisor = want.msg.incarnation, want.msg.supervisor
+        lives = incarnation is not None and self._has_living(incarnation)
         state = WitnessState.HELD if lives else WitnessState.FREE
-        self._feed(
-            ev.Wanted(
-                want.conn, want.supervisor, want.engine, want.incarnation, want.witness,
-                want.locks, want.tokens, want.witness_file, state, 0, want.process,
-            )
-        )  # fmt: skip
-        if want.supervisor in self._buried:  # its last words: the pidfd that came with them tells
-            self.dead.append(want.supervisor)
+        self._feed(replace(want, witness_state=state))
+        if supervisor in self._buried:  # its last words: the pidfd that came with them tells
+            self.dead.append(supervisor)
 
     def _lose(self, wire: Wire) -> None:
         del self.wires[wire.id]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from lockserver.core import events as ev
 from lockserver.core import evidence, ledger, machine, supervisors
 from lockserver.core.ledger import Ledger
@@ -41,7 +43,7 @@ def old_eof_counts(patch: Patch) -> None:
     def confuse(self: LockMachine, event: ev.Input) -> ev.Input:
         mine = older.setdefault(self, {})
         if isinstance(event, ev.Wanted):
-            mine[event.conn] = event.supervisor
+            mine[event.conn] = event.msg.supervisor
         elif isinstance(event, ev.ConnectionClosed) and event.conn in mine:
             known = self.supervisors.get(mine[event.conn])
             if known is not None and known.conn is not None:
@@ -63,8 +65,8 @@ def any_claim_is_believed(patch: Patch) -> None:
     def believe(
         self: LockMachine, lock: Lock, want: ev.Wanted, refused: bool, now_ms: float
     ) -> Any:
-        is_other = lock.holder is None or lock.holder.incarnation != want.incarnation
-        if lock.name in want.tokens and is_other and want.witness_state is WitnessState.HELD:
+        is_other = lock.holder is None or lock.holder.incarnation != want.msg.incarnation
+        if lock.name in want.msg.tokens and is_other and want.witness_state is WitnessState.HELD:
             lock.state, lock.holder = LockState.RECOVERING, None
             lock.is_ended = False
         yield from ask(self, lock, want, refused, now_ms)
@@ -77,7 +79,7 @@ def free_witness_is_let_in(patch: Patch) -> None:
 
     def as_held(self: LockMachine, event: ev.Input) -> ev.Input:
         return (
-            replace(event, witness_state=WitnessState.HELD)
+            msgspec.structs.replace(event, witness_state=WitnessState.HELD)
             if isinstance(event, ev.Wanted)
             else event
         )

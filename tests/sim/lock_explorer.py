@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from lockserver.core.events import Holder, LockRecord, RefuseConnection, SendGrant
+from lockserver.core.events import Holder, LockRecord
 from lockserver.core.names import WitnessFile
 from lockserver.core.queue import Waiter
 from tests.sim.lock_parts import ACTIVE
@@ -242,7 +242,7 @@ def _by_fields(one: Any) -> tuple[Any, ...]:
 
 def copy_faster() -> None:
     """Frozen records are pickled by their fields: what dataclasses do themselves takes longer."""
-    for kind in (Holder, LockRecord, SendGrant, RefuseConnection, Waiter, WitnessFile):
+    for kind in (Holder, LockRecord, Waiter, WitnessFile):
         copyreg.pickle(kind, _by_fields)
     gc.set_threshold(100_000, 50, 1000)  # millions of states are kept on purpose
 

@@ -13,6 +13,7 @@ from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.machine import KINDS, LockMachine
 from lockserver.core.names import WitnessState
+from lockserver.messages import WantMsg
 from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
@@ -172,13 +173,15 @@ class Shell:
         if tree is not None and not tree.is_sealed and not tree.is_removed:
             state = WitnessState.HELD if tree.is_alive else WitnessState.FREE
         event = ev.Wanted(
-            conn=conn.id,
-            supervisor=sup.id,
-            engine=sup.engine,
-            incarnation=tree.incarnation if tree else None,
-            witness=tree.witness.name if tree else None,
-            locks=said.locks,
-            tokens=said.tokens,
+            conn.id,
+            WantMsg(
+                sup.id,
+                sup.engine,
+                incarnation=tree.incarnation if tree else None,
+                witness=tree.witness.name if tree else None,
+                locks=said.locks,
+                tokens=said.tokens,
+            ),
             witness_file=tree.witness if tree and not tree.is_removed else None,
             witness_state=state,
             pid=sup.number,

@@ -3,7 +3,7 @@ groups that most of them begin with. No clock and no socket: time passes when a 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core import evidence
@@ -12,6 +12,7 @@ from lockserver.core.names import name_of
 from lockserver.members import events as me
 from lockserver.members.leases import Leases
 from lockserver.members.members import Members, is_virtual
+from lockserver.messages import GrantedMsg, MemberLostMsg, WantMsg
 
 LEASE_MS, MARGIN_MS, SILENT_MS = 5000, 1000, 3000.0
 A0, A1 = "engine-0-00000000000000a0", "engine-0-00000000000000a1"
@@ -34,17 +35,19 @@ class Shell:
         self.happened: list[str] = []
         self.progress = 0
 
-    def hear(self, event: me.MemberInput) -> None:
+    def hear(self, event: ev.Input) -> None:
         for output in self.members.handle(event, self.now_ms):
             self._do(output)
         self.probe()
 
-    def _do(self, output: me.MemberOutput) -> None:
+    def _do(self, output: ev.Effect) -> None:
         if isinstance(output, me.Feed):
             self.fed.append(output.event)
             self.feed(output.event)
         elif isinstance(output, ev.Happened):
             self.happened.append(output.type)
+        elif isinstance(output, me.SendMsg):
+            self.told.append((output.conn, output.message))
         else:
             self.told.append((output.conn, output))
 
@@ -71,8 +74,7 @@ class Shell:
     def want(self, conn, supervisor, incarnation, member=0, members=2, **fields) -> None:
         self.progress += 1
         engine = fields.pop("engine", "engine-1" if supervisor == SB else "engine-0")
-        base = me.MemberWanted(
-            conn=conn,
+        base = WantMsg(
             supervisor=supervisor,
             engine=engine,
             member=member,
@@ -83,12 +85,12 @@ class Shell:
             tokens={},
             progress=self.progress,
         )
-        self.hear(replace(base, **fields))
+        self.hear(me.MemberWanted(conn, replace(base, **fields)))
 
     def beat(self, *conns) -> None:
         for conn in conns:
             self.progress += 1
-            self.hear(me.MemberBeaten(conn, self.progress))
+            self.hear(ev.Beaten(conn, self.progress))
 
     def pass_ms(self, ms, beating=()) -> None:
         for number in range(round(ms / 100)):
@@ -102,10 +104,10 @@ class Shell:
         return [message for to, message in self.told if to == conn and isinstance(message, kind)]
 
     def granted(self, conn) -> list[tuple[str, int]]:
-        return [(m.incarnation, m.token) for m in self.heard(conn, me.SendGranted)]
+        return [(m.incarnation, m.token) for m in self.heard(conn, GrantedMsg)]
 
     def lost(self, conn) -> list[tuple[str, int]]:
-        return [(m.incarnation, m.member) for m in self.heard(conn, me.SendMemberLost)]
+        return [(m.incarnation, m.member) for m in self.heard(conn, MemberLostMsg)]
 
     def refused(self, conn) -> list[str]:
         return [refusal.code for refusal in self.heard(conn, ev.RefuseConnection)]
@@ -142,4 +144,4 @@ def held() -> Shell:
 
 def cut(shell):
     """The connection of member 1 of engine-0 is lost."""
-    shell.hear(me.MemberClosed(11))
+    shell.hear(ev.ConnectionClosed(11))

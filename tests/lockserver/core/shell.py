@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessFile, WitnessState, name_of
+from lockserver.messages import WantMsg
 
 A = "engine-0-000000000000000a"
 A2 = "engine-0-00000000000000a2"
@@ -59,14 +60,11 @@ def want(conn, incarnation, *locks, engine=None, supervisor=None, **fields) -> e
     engine = engine or (incarnation or "engine-0-x").rpartition("-")[0]
     supervisor = supervisor or f"{engine:0>16}"
     witness = name_of(incarnation) if incarnation else None
+    msg = WantMsg(supervisor, engine, incarnation, witness, locks, {})
+    msg = replace(msg, **{key: fields.pop(key) for key in ("witness", "tokens") if key in fields})
     base = ev.Wanted(
-        conn=conn,
-        supervisor=supervisor,
-        engine=engine,
-        incarnation=incarnation,
-        witness=witness,
-        locks=locks,
-        tokens={},
+        conn,
+        msg,
         witness_file=WitnessFile(witness, 1, hash(witness) % 1000) if witness else None,
         witness_state=WitnessState.HELD,
         pid=100 + sum(supervisor.encode()),  # one supervisor, one process

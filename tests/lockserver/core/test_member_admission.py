@@ -21,7 +21,7 @@ def test_newer_connection_replaces_the_older_and_what_it_overtook_is_refused():
     shell.want(12, S1, A1, 1)
     assert shell.closed(11)
     assert shell.active.state is LockState.HELD
-    shell.hear(me.MemberClosed(11))
+    shell.hear(ev.ConnectionClosed(11))
     assert shell.active.state is LockState.HELD
     shell.want(13, S1, None, 1, progress=old - 1)
     assert shell.refused(13) == ["lock.stale_want"]
@@ -77,7 +77,7 @@ def test_beat_before_want_or_a_missing_want_closes_the_connection():
     assert shell.refused(10) == ["lock.want_first"]
     shell.hear(me.MemberOpened(11))
     shell.hear(me.MemberOpened(12))
-    shell.hear(me.MemberClosed(12))
+    shell.hear(ev.ConnectionClosed(12))
     shell.pass_ms(SILENT_MS + 100)
     assert shell.closed(11)
     assert not shell.closed(12)
@@ -91,6 +91,6 @@ def test_members_known_are_bounded_and_those_that_are_gone_forgotten():
     shell.want(10, S0, None, 0, 1, engine="engine-x")
     assert shell.refused(10) == ["lock.too_many_members"]
     for number in range(MEMBERS_KNOWN_MAX):
-        shell.hear(me.MemberClosed(100 + number))
+        shell.hear(ev.ConnectionClosed(100 + number))
     shell.pass_ms(100)
     assert not shell.members.roll.known

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockserver.core import events as ev
-from lockserver.members import events as me
+from lockserver.messages import RenewedMsg
 from tests.lockserver.core.member_shell import LEASE_MS, MARGIN_MS, S0, S1, SB, B, Shell
 
 ENGINE_A = {0: (S0, 10), 1: (S1, 11)}
@@ -63,12 +63,12 @@ class Heard:
         elif what == "reap":
             self.say(which, None)
         elif what == "cut":
-            shell.hear(me.MemberClosed(ENGINE_A[which][1]))
+            shell.hear(ev.ConnectionClosed(ENGINE_A[which][1]))
             self.is_connected[which] = False
         elif self.is_connected[which] and self.mine[which] is not None:
-            answered = len(shell.heard(ENGINE_A[which][1], me.SendRenewed))
+            answered = len(shell.heard(ENGINE_A[which][1], RenewedMsg))
             shell.beat(ENGINE_A[which][1])
-            if len(shell.heard(ENGINE_A[which][1], me.SendRenewed)) > answered:
+            if len(shell.heard(ENGINE_A[which][1], RenewedMsg)) > answered:
                 self.heard_ms[self.mine[which]] = shell.now_ms
 
     def may_live(self, incarnation: str, at_ms: float) -> bool:

@@ -8,7 +8,6 @@ import pytest
 from lockserver.core import events as ev
 from lockserver.core.evidence import STALL_MS
 from lockserver.core.lock import LockState
-from lockserver.members import events as me
 from tests.lockserver.core.member_shell import (
     A0,
     A0_NEXT,
@@ -140,7 +139,7 @@ def test_lease_of_a_member_without_a_group_just_expires():
     off, until its lease has run out."""
     shell = Shell()
     shell.want(1, S0, A0)
-    shell.hear(me.MemberClosed(1))
+    shell.hear(ev.ConnectionClosed(1))
     shell.pass_ms(LEASE_MS + MARGIN_MS + 200)
     assert shell.happened.count("lock.lease_expired") == 1
     assert not shell.members.groups
@@ -151,7 +150,7 @@ def test_plain_lock_outlives_a_cut_connection():
     """Goal: an engine that loads for minutes is not thrown out by a packet. Method: the loader lock
     held, the connection cut and back with its token."""
     shell = whole(locks=("loader",))
-    shell.hear(me.MemberClosed(10))
+    shell.hear(ev.ConnectionClosed(10))
     shell.want(12, S0, A0, 0, locks=("loader",), tokens={"loader": 1})
     assert shell.granted(12) == [(A0, 1)]
     assert not shell.refused(12)

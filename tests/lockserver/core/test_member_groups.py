@@ -9,7 +9,7 @@ from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from lockserver.core.names import WitnessFile, name_of
 from lockserver.core.terms import LeaseTerms, MemberId
-from lockserver.members import events as me
+from lockserver.messages import RenewedMsg
 from plumbing.errors import InvariantError
 from tests.lockserver.core.member_shell import (
     A0,
@@ -36,7 +36,7 @@ def test_group_forms_when_all_members_are_connected_and_each_is_granted_as_itsel
     assert shell.granted(10) == [(A0, 1)]
     assert shell.granted(11) == [(A1, 1)]
     kinds = [type(message).__name__ for to, message in shell.told if to == 11]
-    assert kinds == ["SendRenewed", "SendGranted"]
+    assert kinds == ["RenewedMsg", "GrantedMsg"]
     holder = shell.disk.holders["active"]
     assert holder.lease == LeaseTerms(LEASE_MS, (MemberId(S0, A0), MemberId(S1, A1)))
     assert holder.witness == WitnessFile(name_of(A0), 0, 0)
@@ -68,7 +68,7 @@ def test_grant_of_a_plain_lock_is_sent_only_to_the_members_that_want_it():
             -1, "active", ev.Holder("engine-1", B, SB, WitnessFile(name_of(B), 1, 2), 5, 0.0)
         )
     )
-    assert [(m.conn, m.incarnation) for m in told] == [(10, B), (11, B)]
+    assert [(m.conn, m.message.incarnation) for m in told] == [(10, B), (11, B)]
 
 
 def test_group_is_as_alive_as_its_slowest_member():
@@ -79,9 +79,9 @@ def test_group_is_as_alive_as_its_slowest_member():
     assert not [event for event in shell.fed if isinstance(event, ev.Beaten)]
     shell.beat(11)
     assert [e for e in shell.fed if isinstance(e, ev.Beaten)] == [ev.Beaten(-1, 1)]
-    answered = len(shell.heard(11, me.SendRenewed))
-    shell.hear(me.MemberBeaten(11, shell.progress))
-    assert len(shell.heard(11, me.SendRenewed)) == answered
+    answered = len(shell.heard(11, RenewedMsg))
+    shell.hear(ev.Beaten(11, shell.progress))
+    assert len(shell.heard(11, RenewedMsg)) == answered
 
 
 def test_members_that_wait_keep_their_place_while_they_are_heard_and_lose_it_when_cut():
@@ -90,7 +90,7 @@ def test_members_that_wait_keep_their_place_while_they_are_heard_and_lose_it_whe
     shell.want(20, SB, B, 0, 1)
     whole(shell)
     assert [w.engine for w in shell.active.waiters] == ["engine-0"]
-    shell.hear(me.MemberClosed(11))
+    shell.hear(ev.ConnectionClosed(11))
     assert not shell.active.waiters
     assert "lock.member_missing" in shell.happened
     shell.want(12, S1, A1, 1)

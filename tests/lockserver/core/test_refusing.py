@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
@@ -22,6 +21,10 @@ from tests.lockserver.core.shell import (
 )
 
 
+def but(wanted: ev.Wanted, **fields) -> ev.Wanted:
+    return replace(wanted, msg=replace(wanted.msg, **fields))
+
+
 @pytest.mark.parametrize(
     ("bad", "code"),
     [
@@ -32,8 +35,8 @@ from tests.lockserver.core.shell import (
         (want(9, A, "active", engine="engine-9"), "lock.bad_incarnation"),
         (want(9, A, "active", "active"), "lock.bad_want"),
         (want(9, A, tokens={"active": 3}), "lock.bad_want"),
-        (replace(want(9, None), locks=("active",)), "lock.bad_want"),
-        (replace(want(9, None), engine="a/b"), "lock.bad_engine_id"),
+        (but(want(9, None), locks=("active",)), "lock.bad_want"),
+        (but(want(9, None), engine="a/b"), "lock.bad_engine_id"),
         (want(9, A, "active", witness_state=WitnessState.FREE), "lock.witness_unproven"),
         (want(9, A, "active", witness_state=WitnessState.UNPROVEN), "lock.witness_unproven"),
         (want(9, A, "loader", witness_file=None), "lock.witness_unproven"),
