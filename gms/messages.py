@@ -18,7 +18,7 @@ from plumbing.part.observe import StatusMsg as StatusMsg
 from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
 from plumbing.part.observe import WatchMsg as WatchMsg
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
-from plumbing.wire.messages import Catalogue, Message
+from plumbing.wire.messages import Catalogue, Message, messages_in
 
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
 WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: a longer wait is a mistaken unit
@@ -204,33 +204,4 @@ class InspectReplyMsg(Message, frozen=True, tag="inspect_reply"):
     document: dict[str, Any]
 
 
-CATALOGUE = Catalogue(
-    AttachMsg,
-    WaitingMsg,
-    EpochAttachedMsg,
-    SlabsMsg,
-    WritingMsg,
-    AllocateMsg,
-    AllocatedMsg,
-    ProgressMsg,
-    CommitMsg,
-    CommittedMsg,
-    RejoinMsg,
-    RejoinedMsg,
-    WantedMsg,
-    OfferMsg,
-    CondemnMsg,
-    DigestWantedMsg,
-    DigestMsg,
-    VerifyMsg,
-    VerifiedMsg,
-    DropMsg,
-    DroppedMsg,
-    StatusMsg,
-    StatusReplyMsg,
-    WatchMsg,
-    EventMsg,
-    InspectMsg,
-    InspectReplyMsg,
-    frame_bytes_max=MANIFEST_FRAME_BYTES_MAX,
-)
+CATALOGUE = Catalogue(*messages_in(globals()), frame_bytes_max=MANIFEST_FRAME_BYTES_MAX)

@@ -16,7 +16,7 @@ from plumbing.part.observe import EventMsg as EventMsg
 from plumbing.part.observe import StatusMsg as StatusMsg
 from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
 from plumbing.part.observe import WatchMsg as WatchMsg
-from plumbing.wire.messages import Catalogue, Message
+from plumbing.wire.messages import Catalogue, Message, messages_in
 
 TOKEN_CLAIMED_MAX = 2**62  # leaves room above any claim, so that a bogus one cannot exhaust tokens
 SERVICES_MAX = 8  # listening sockets in one hand-back; the standard pod has one
@@ -127,18 +127,4 @@ class HandOverMsg(Message, frozen=True, tag="hand_over"):
     to: EngineId
 
 
-CATALOGUE = Catalogue(
-    WantMsg,
-    GrantedMsg,
-    BeatMsg,
-    ServiceMsg,
-    RenewedMsg,
-    MemberLostMsg,
-    HandOverMsg,
-    SwitchOverMsg,
-    SwitchedOverMsg,
-    StatusMsg,
-    StatusReplyMsg,
-    WatchMsg,
-    EventMsg,
-)
+CATALOGUE = Catalogue(*messages_in(globals()))

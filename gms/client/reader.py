@@ -67,19 +67,6 @@ class Reader(WeightsSession):
         """What the epoch takes of the device, shared with every other reader."""
         return sum(self.slab_sizes)
 
-    def address(self, name: str) -> int:
-        """Where the first byte of tensor `name` is, also while it is not mapped."""
-        return self._attachment.range.address + self.manifest[name].offset
-
-    def view(self, name: str) -> memoryview:
-        """The bytes of tensor `name`, read-only, in place.
-
-        Raises:
-            UnderstudyError: `gms.not_host_memory`.
-        """
-        record = self.manifest[name]
-        return self._attachment.range.view(record.offset, record.nbytes)
-
     def read(self, name: str) -> bytes:
         """A copy of the bytes of tensor `name`, from device memory too."""
         record = self.manifest[name]

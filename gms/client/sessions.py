@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gms import epoch_file, names
 from gms import messages as msg
 from gms.client.attachment import Attachment
+from gms.manifest import TensorRecord
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import ProtocolError, UnderstudyError, WaitTimeoutError
 from plumbing.service.process import make_fd_room
@@ -55,7 +56,9 @@ class Opening:
         """
         with contextlib.ExitStack() as stack:
             # Opened first for its low number; see `epoch_file.join`.
-            placeholder = stack.enter_context(_placeholder())
+            placeholder = stack.enter_context(
+                OwnedFd(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            )
             client = stack.enter_context(self.connect())
             reply = _wait_for_grant(client, request, wait_s, on_wait)
             grant = reply.message
@@ -124,6 +127,24 @@ class WeightsSession:
         self._request = request
         self.is_closed = False
 
+    @property
+    def tensors(self) -> Mapping[str, TensorRecord]:
+        """The tensors that the epoch has so far, by name."""
+        raise NotImplementedError
+
+    def address(self, name: str) -> int:
+        """Where the first byte of tensor `name` is, for good, also while it is not mapped."""
+        return self._attachment.range.address + self.tensors[name].offset
+
+    def view(self, name: str) -> memoryview:
+        """The bytes of tensor `name`, in place: writable until the commit, then read-only.
+
+        Raises:
+            UnderstudyError: `gms.not_host_memory`.
+        """
+        record = self.tensors[name]
+        return self._attachment.range.view(record.offset, record.nbytes)
+
     def fileno(self) -> int:
         """Lend the session's socket: readable means that the service is gone or has sent
         something."""
@@ -165,10 +186,6 @@ def _wait_for_grant(
             )
         reply = client.receive(rest_s)
     return reply
-
-
-def _placeholder() -> OwnedFd:
-    return OwnedFd(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _stale_layout(epoch: str) -> UnderstudyError:

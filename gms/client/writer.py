@@ -90,15 +90,6 @@ class Writer(WeightsSession):
             raise InvariantError(f"tensor {name!r} was placed before")
         self._records[name] = replace(self._records[of], name=name)
 
-    def view(self, name: str) -> memoryview:
-        """The bytes of tensor `name`, writable in place until `commit`.
-
-        Raises:
-            UnderstudyError: `gms.not_host_memory`.
-        """
-        record = self._records[name]
-        return self._attachment.range.view(record.offset, record.nbytes)
-
     def write(self, name: str, data: bytes | memoryview, at: int = 0) -> None:
         """Copy `data` to byte `at` of tensor `name`; into device memory too."""
         record = self._records[name]
@@ -114,10 +105,6 @@ class Writer(WeightsSession):
     def tensors(self) -> Mapping[str, TensorRecord]:
         """What was placed so far, by name."""
         return self._records
-
-    def address(self, name: str) -> int:
-        """Where the first byte of tensor `name` is, for good."""
-        return self._attachment.range.address + self._records[name].offset
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         """Report that the load proceeds; without it, the writer's deadline runs out."""

@@ -34,12 +34,6 @@ class GrantWrite(Struct, frozen=True):
     """Grant RW: a staging epoch of its own."""
 
 
-class Deny(Struct, frozen=True):
-    """Waiting cannot help: an error, at once."""
-
-    error: UnderstudyError
-
-
 class KeepWaiting(Struct, frozen=True):
     """Not yet; `reason` is a code, `message` a sentence that names what the session waits for."""
 
@@ -47,7 +41,7 @@ class KeepWaiting(Struct, frozen=True):
     message: str
 
 
-Verdict = GrantRead | GrantWrite | Deny | KeepWaiting
+Verdict = GrantRead | GrantWrite | KeepWaiting | UnderstudyError  # an error: waiting cannot help
 
 
 class Grants:
@@ -66,7 +60,7 @@ class Grants:
                     effects += self._grant_read(session, now_ms)
                 case GrantWrite():
                     effects += self._grant_write(session, now_ms)
-                case Deny(error):
+                case UnderstudyError() as error:
                     effects += self.refuse(session, error, now_ms)
         # Reasons last: a session earlier in the queue may now wait for one that was granted above.
         for session in self.device.waiting:
@@ -181,7 +175,7 @@ def decide(request: msg.AttachMsg, epochs: Iterable[Epoch], writer: Session | No
         verdict = _on_committed(request, committed)
         if verdict is not None:
             return verdict
-    unowned = _in_phase(everything, EpochPhase.ORPHANED)
+    unowned = [epoch for epoch in everything if epoch.phase is EpochPhase.ORPHANED]
     if unowned:
         return KeepWaiting(
             "recovering",
@@ -212,13 +206,11 @@ def _on_committed(request: msg.AttachMsg, committed: Epoch) -> Verdict | None:
     if request.mode == Mode.RW:
         if request.replace:
             return None
-        return Deny(
-            UnderstudyError(
-                "gms.already_committed",
-                f"epoch {committed.id} is committed on this device; attach with rw_or_ro to use "
-                "it, or ask to replace it",
-                epoch=committed.id,
-            )
+        return UnderstudyError(
+            "gms.already_committed",
+            f"epoch {committed.id} is committed on this device; attach with rw_or_ro to use it, or "
+            "ask to replace it",
+            epoch=committed.id,
         )
     if request.identity is None or committed.identity is None:
         return GrantRead()
@@ -227,21 +219,15 @@ def _on_committed(request: msg.AttachMsg, committed: Epoch) -> Verdict | None:
         return GrantRead()
     if request.mode == Mode.RW_OR_RO and request.replace:
         return None
-    return Deny(
-        UnderstudyError(
-            "gms.identity_mismatch",
-            f"the committed weights are not the requested ones: {mismatch}; start every engine "
-            "with the same checkpoint and settings, or ask to replace the epoch",
-            epoch=committed.id,
-            field=mismatch.field,
-            expected=mismatch.expected,
-            offered=mismatch.offered,
-        )
+    return UnderstudyError(
+        "gms.identity_mismatch",
+        f"the committed weights are not the requested ones: {mismatch}; start every engine with "
+        "the same checkpoint and settings, or ask to replace the epoch",
+        epoch=committed.id,
+        field=mismatch.field,
+        expected=mismatch.expected,
+        offered=mismatch.offered,
     )
-
-
-def _in_phase(epochs: Iterable[Epoch], phase: EpochPhase) -> list[Epoch]:
-    return [epoch for epoch in epochs if epoch.phase is phase]
 
 
 def _holders(epochs: Sequence[Epoch]) -> str:

@@ -15,8 +15,16 @@ from plumbing.service.metrics import Metrics
 
 STATES = ("empty", "staging", "committed", "recovering", "down")
 MODES = ("rw", "ro", "waiting")
-COUNTERS = ("exports_total", "reclaims_total", "oom_waits_total", "protocol_errors_total")
 EVENTS = {"gms.recovered": "recoveries_total", "gms.condemned": "condemnations_total"}
+HELP = {
+    "exports_total": "Epochs sent to readers.",
+    "reclaims_total": "Epochs whose memory became free.",
+    "recoveries_total": "Epochs that readers handed back to a restarted server.",
+    "condemnations_total": "Epochs that were taken out of service because their bytes were bad.",
+    "oom_waits_total": "Slabs that waited for memory to become free.",
+    "protocol_errors_total": "Requests that were refused as the peer's fault.",
+}
+COUNTERS = HELP.keys() - EVENTS.values()  # in the status document
 
 
 class GmsMetrics:
@@ -39,10 +47,7 @@ class GmsMetrics:
         self._capacity = m.gauge("gms_capacity_bytes", "What the device may hold.", both)
         self._fds = m.gauge("gms_open_fds", "Open descriptors of the device's server.", one)
         self._restarts = m.counter("gms_restarts_total", "Restarts of the device's server.", one)
-        self._counters = {
-            name: m.counter(f"gms_{name}", _HELP[name], one)
-            for name in (*COUNTERS, *EVENTS.values())
-        }
+        self._counters = {name: m.counter(f"gms_{name}", text, one) for name, text in HELP.items()}
         self._seen: dict[tuple[str, str], int] = {}
 
     def restarted(self, device: str) -> None:
@@ -76,13 +81,3 @@ class GmsMetrics:
             grown = document[name] - self._seen.get((device, name), 0)
             self._seen[device, name] = document[name]
             self._counters[name].labels(device_uuid=device).inc(max(0, grown))
-
-
-_HELP = {
-    "exports_total": "Epochs sent to readers.",
-    "reclaims_total": "Epochs whose memory became free.",
-    "recoveries_total": "Epochs that readers handed back to a restarted server.",
-    "condemnations_total": "Epochs that were taken out of service because their bytes were bad.",
-    "oom_waits_total": "Slabs that waited for memory to become free.",
-    "protocol_errors_total": "Requests that were refused as the peer's fault.",
-}

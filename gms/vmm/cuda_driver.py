@@ -68,13 +68,11 @@ class Driver:
         Raises:
             UnderstudyError: `gms.device_full`, the driver is out of memory; `gms.driver_failed`.
         """
-        error, *values = getattr(self.api, f"cu{name}")(*args)
-        if error.name in CONTEXT_WANTED:
+        answer = getattr(self.api, f"cu{name}")(*args)
+        if answer[0].name in CONTEXT_WANTED:
             self.use_context()
-            error, *values = getattr(self.api, f"cu{name}")(*args)
-        if error:
-            raise failed(name, error)
-        return values[0] if values else None
+            answer = getattr(self.api, f"cu{name}")(*args)
+        return checked(answer, name)
 
     def use_context(self) -> None:
         """Make the primary context current on this thread, permanently."""
@@ -148,17 +146,12 @@ def checked(answer: tuple[Any, ...], name: str) -> Any:
     """The value of a driver call's result.
 
     Raises:
-        UnderstudyError: the result is an error.
+        UnderstudyError: `gms.device_full`, the driver is out of memory; `gms.driver_failed`.
     """
     error, *values = answer
-    if error:
-        raise failed(name, error)
-    return values[0] if values else None
-
-
-def failed(name: str, error: Any) -> UnderstudyError:
-    """The error for a call that failed with `error`."""
+    if not error:
+        return values[0] if values else None
     known = error.name
     code = "gms.device_full" if known == "CUDA_ERROR_OUT_OF_MEMORY" else "gms.driver_failed"
     fix = f": {FIXES[known]}" if known in FIXES else ""
-    return UnderstudyError(code, f"cu{name} failed with {known}{fix}", driver_error=known)
+    raise UnderstudyError(code, f"cu{name} failed with {known}{fix}", driver_error=known)

@@ -63,6 +63,12 @@ def type_of(cls: type[Message]) -> str:
     return str(cls.__struct_config__.tag)
 
 
+def messages_in(module: Mapping[str, Any]) -> list[type[Message]]:
+    """Every message among a module's `globals()`, its own and the imported ones."""
+    classes = [each for each in module.values() if isinstance(each, type)]
+    return [each for each in classes if issubclass(each, Message) and each is not Message]
+
+
 class Catalogue:
     """The messages of one protocol and the size its frames may have."""
 

@@ -6,16 +6,8 @@ what must hold, our file that needs it, and where it is.
 
 from __future__ import annotations
 
-from engine.backends.vllm.contract_forms import (
-    Contract,
-    abstract_only,
-    contains,
-    exists,
-    one_zeros_of_int8,
-    takes,
-    takes_only,
-    within,
-)
+from engine.backends.vllm import contract_forms as form
+from engine.backends.vllm.contract_forms import contains, exists, takes, takes_only, within
 
 # vLLM's files that are looked into.
 compilation = within("config/compilation.py")
@@ -50,6 +42,10 @@ KV_PLAN_OF_GROUPS = (
     KV_PLAN.replace(")", ", global_kv_cache_groups)"),
 )
 
+ALLOCATES = contains("with allocation_context", "allocate_kv_cache(")
+PACKS = contains("dispatch_cpu_unquantized_gemm(")
+PLUGINS = "load_general_plugins()"
+
 # A name whose place depends on the version: what must hold, our file that needs it, the places.
 PLACES = (
     *(
@@ -76,17 +72,17 @@ PLACES = (
 )
 
 # By our file that relies on them.
-CONTRACTS: dict[str, tuple[Contract, ...]] = {
+CONTRACTS: dict[str, tuple[form.Contract, ...]] = {
     "worker/plugin.py": (
         engine_core(
             "plugins are loaded in the engine core before it has workers",
             "EngineCore.__init__",
-            contains("load_general_plugins()"),
+            contains(PLUGINS),
         ),
         worker_base(
             "plugins are loaded in a worker, which resolves its class by name",
             "WorkerWrapperBase.init_worker",
-            contains("load_general_plugins()", "resolve_obj_by_qualname"),
+            contains(PLUGINS, "resolve_obj_by_qualname"),
         ),
         loaders(
             "a loader is registered by its load format",
@@ -105,7 +101,7 @@ CONTRACTS: dict[str, tuple[Contract, ...]] = {
         loader(
             "a model loader must have download_model and load_weights, no more",
             "BaseModelLoader",
-            abstract_only("download_model", "load_weights"),
+            form.abstract_only("download_model", "load_weights"),
         ),
         loader(
             "a model loader is asked for a whole model",
@@ -149,12 +145,12 @@ CONTRACTS: dict[str, tuple[Contract, ...]] = {
         linear(
             "the CPU build packs an unquantised layer where its method processes weights",
             "UnquantizedLinearMethod.process_weights_after_loading",
-            contains("dispatch_cpu_unquantized_gemm("),
+            PACKS,
         ),
         embedding(
             "the CPU build packs an embedding where its method processes weights",
             "UnquantizedEmbeddingMethod.process_weights_after_loading",
-            contains("dispatch_cpu_unquantized_gemm("),
+            PACKS,
         ),
     ),
     "worker/worker.py": (
@@ -190,7 +186,9 @@ CONTRACTS: dict[str, tuple[Contract, ...]] = {
             takes("kv_cache_config"),
         ),
         *(
-            gpu_worker(f"a worker has Worker.{name}, which ours refuses", f"Worker.{name}", exists)
+            gpu_worker(
+                f"a worker has Worker.{name}, which ours refuses", f"Worker.{name}", form.exists
+            )
             for name in (
                 "reload_weights",
                 "update_weights",
@@ -199,15 +197,13 @@ CONTRACTS: dict[str, tuple[Contract, ...]] = {
                 "finish_weight_update",
             )
         ),
-        executor(
-            "sleep reaches every worker",
-            "Executor.sleep",
-            contains("collective_rpc('sleep'", "level"),
-        ),
-        executor(
-            "waking reaches every worker",
-            "Executor.wake_up",
-            contains("collective_rpc('wake_up'", "tags"),
+        *(
+            executor(
+                f"{call} reaches every worker",
+                f"Executor.{call}",
+                contains(f"collective_rpc('{call}'", argument),
+            )
+            for call, argument in (("sleep", "level"), ("wake_up", "tags"))
         ),
     ),
     "worker/worker_cpu.py": (
@@ -228,16 +224,14 @@ CONTRACTS: dict[str, tuple[Contract, ...]] = {
         ),
     ),
     "worker/kv_arena.py": (
-        worker_utils("a KV cache is one buffer", "allocate_kv_cache", one_zeros_of_int8),
+        worker_utils("a KV cache is one buffer", "allocate_kv_cache", form.one_zeros_of_int8),
         gpu_runner(
             "the runner of version 1 allocates inside the context",
             "GPUModelRunner.initialize_kv_cache_tensors",
-            contains("with allocation_context", "allocate_kv_cache("),
+            ALLOCATES,
         ),
         attention_utils(
-            "the runner of version 2 allocates inside the context",
-            "init_kv_cache",
-            contains("with allocation_context", "allocate_kv_cache("),
+            "the runner of version 2 allocates inside the context", "init_kv_cache", ALLOCATES
         ),
     ),
     "kv_size.py": (
@@ -273,7 +267,9 @@ CONTRACTS: dict[str, tuple[Contract, ...]] = {
         async_llm("an engine sleeps at a level", "AsyncLLM.sleep", takes("level")),
         async_llm("an engine wakes", "AsyncLLM.wake_up", takes("tags")),
         async_llm("an engine reports when it is dead", "AsyncLLM.errored", exists),
-        stat_loggers("a stat logger is called for every step", "StatLoggerBase.record", exists),
+        stat_loggers(
+            "a stat logger is called for every step", "StatLoggerBase.record", form.exists
+        ),
         output_processor(
             "requests in flight can be counted",
             "OutputProcessor.get_num_unfinished_requests",

@@ -120,8 +120,7 @@ class Gate:
         if body.is_too_large and not answer.has_begun:
             await body.discard()
             self._traffic.rejected += 1
-            what = f"This request is larger than the limit of {self._body_max} bytes."
-            await _refuse(answer, 413, what, "request_too_large")
+            await _refuse_size(answer, self._body_max)
 
 
 class _Answer:
@@ -176,8 +175,9 @@ def _content_length(scope: Scope) -> int:
     return int(declared) if declared.isdigit() else 0
 
 
-async def _refuse(answer: _Answer, status: int, what: str, code: str) -> None:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
+async def _refuse_size(answer: _Answer, bytes_max: int) -> None:
+    what = f"This request is larger than the limit of {bytes_max} bytes."
+    kind, code = "invalid_request_error", "request_too_large"
     document = {"error": {"message": what, "type": kind, "param": None, "code": code}}
     body = json.dumps(document).encode()
     headers = [
@@ -185,5 +185,5 @@ async def _refuse(answer: _Answer, status: int, what: str, code: str) -> None:
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),
     ]
-    await answer.send({"type": "http.response.start", "status": status, "headers": headers})
+    await answer.send({"type": "http.response.start", "status": 413, "headers": headers})
     await answer.send({"type": "http.response.body", "body": body})
