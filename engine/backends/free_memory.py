@@ -75,9 +75,7 @@ def check_can_ever_fit(needed_bytes: int, room: Room, fix: str) -> None:
 
 
 def wait_for_room(
-    needed_bytes: int,
-    deadline_s: float = DEADLINE_S,
-    read: Callable[[], Room] = read_room,
+    needed_bytes: int, deadline_s: float = DEADLINE_S, read: Callable[[], Room] = read_room
 ) -> None:
     """Return when `needed_bytes` are free; log the reason for a wait once.
 
@@ -93,10 +91,7 @@ def wait_for_room(
 
 
 def keep_trying(
-    attempt: Callable[[], int | None],
-    needed_bytes: int,
-    deadline_s: float,
-    reserve_bytes: int = 0,
+    attempt: Callable[[], int | None], needed_bytes: int, deadline_s: float, reserve_bytes: int = 0
 ) -> None:
     """Call `attempt` until it returns None; else it returns how many bytes are free.
 

@@ -33,11 +33,7 @@ def _command(arguments: Sequence[str]) -> list[str]:
 
 
 HELP = frozenset({"-h", "--help"})
-REGISTRY: Mapping[str, Launcher] = {
-    "reference": _reference,
-    "vllm": _vllm,
-    "command": _command,
-}
+REGISTRY: Mapping[str, Launcher] = {"reference": _reference, "vllm": _vllm, "command": _command}
 
 
 def asks_for_help(backend: str, arguments: Sequence[str]) -> bool:

@@ -31,12 +31,7 @@ WAKING_MS = 60_000  # the old holder's memory may take half a minute to be freed
 DRAIN_MS = 30_000
 REAP_MS = 10_000  # SIGKILL to gone; 243 GB of pinned memory took 26 s, such machines raise this
 
-SECURITY = (
-    "lockserver_tls_cert",
-    "lockserver_tls_key",
-    "lockserver_tls_ca",
-    "lockserver_psk_file",
-)
+SECURITY = ("lockserver_tls_cert", "lockserver_tls_key", "lockserver_tls_ca", "lockserver_psk_file")
 # vLLM can span nodes, but by means of its own; sharing and parking here assume ranks on one node.
 ONE_NODE_BACKENDS = frozenset({"vllm"})
 

@@ -19,11 +19,7 @@ from engine.core.events import Exit, Terminate, TerminateNow
 from engine.messages import FaultReportMsg
 from engine.supervisor.control import Control
 from engine.supervisor.engine import Engine
-from engine.supervisor.settings import (
-    TERMINATION_LOG,
-    TERMINATION_LOG_BYTES_MAX,
-    EngineSettings,
-)
+from engine.supervisor.settings import TERMINATION_LOG, TERMINATION_LOG_BYTES_MAX, EngineSettings
 from engine.supervisor.state_file import EngineStateFile
 from engine.supervisor.status import EngineStatus
 from engine.supervisor.tree import become_subreaper
@@ -65,7 +61,7 @@ class EngineSupervisor:
         become_subreaper()
         engine, loop = self._engine, asyncio.get_running_loop()
         loop.set_exception_handler(self._crash)
-        signals = SignalInbox(loop)
+        signals = SignalInbox()
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._control.server.start()

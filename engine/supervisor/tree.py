@@ -130,11 +130,7 @@ class Tree:
         """
         try:
             self._main = subprocess.Popen(
-                command,
-                stdin=stdin,
-                env=dict(environ),
-                pass_fds=lend,
-                start_new_session=True,
+                command, stdin=stdin, env=dict(environ), pass_fds=lend, start_new_session=True
             )
         except OSError as error:
             raise UsageError(

@@ -71,8 +71,7 @@ async def ask(
             return Answered(await asker.answer, conn.peer.pid)
     except TimeoutError as error:
         raise WaitTimeoutError(
-            "pod.no_answer",
-            f"{path} accepted the request and did not answer in {timeout_s:g} s",
+            "pod.no_answer", f"{path} accepted the request and did not answer in {timeout_s:g} s"
         ) from error
     finally:
         conn.close("asked")

@@ -14,21 +14,13 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from plumbing.errors import UsageError
 
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off"})
-SIZE_UNITS = {
-    "": 1,
-    "B": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+SIZE_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +62,9 @@ class Resolved:
         self._options = tuple(options)
         self._by_name = values
         self._origins = origins
-        self.values = SimpleNamespace(**values)
 
     def __getitem__(self, name: str) -> Any:
         return self._by_name[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
 
     def origin(self, name: str) -> str:
         """`flag`, `environment`, `file` or `default`."""
@@ -217,8 +205,5 @@ def _kind(option: Option) -> str:
 
 def _bad(option: Option, raw: Any, place: str, reason: str) -> UsageError:
     return UsageError(
-        "config.bad_value",
-        f"{place} is {raw!r}: {reason}",
-        name=option.name,
-        value=str(raw),
+        "config.bad_value", f"{place} is {raw!r}: {reason}", name=option.name, value=str(raw)
     )

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from typing import Any
+
+import msgspec
 
 from plumbing.errors import InvariantError
 from plumbing.service.clock import Clock, rfc3339
@@ -30,8 +31,7 @@ SEVERITIES: Mapping[str, int] = {
 RING_MAX = 1024  # about an hour of failovers every ten seconds, at some 300 KiB
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """Something that happened."""
 
     id: int
@@ -45,16 +45,8 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON: `mono_ms` is CLOCK_MONOTONIC, `ts` RFC 3339 in UTC."""
-        return {
-            "id": self.id,
-            "ts": rfc3339(self.ts),
-            "mono_ms": self.mono_ms,
-            "type": self.type,
-            "severity": self.severity,
-            "source": self.source,
-            "message": self.message,
-            "data": dict(self.data),
-        }
+        fields = msgspec.structs.asdict(self)
+        return fields | {"ts": rfc3339(self.ts), "data": dict(self.data)}
 
 
 Subscriber = Callable[[Event], None]
@@ -107,16 +99,12 @@ class EventLog:
         that, mostly to the same stream.
         """
         self.last_id += 1
-        event = Event(
-            id=self.last_id,
-            ts=datetime.fromisoformat(record["ts"]),
-            mono_ms=record["mono_ms"],
-            type=record["type"],
-            severity=record["severity"],
-            source=record["source"],
-            message=record["message"],
-            data={**record["data"], **data},
-        )
+        renewed = {
+            "id": self.last_id,
+            "ts": datetime.fromisoformat(record["ts"]),
+            "data": {**record["data"], **data},
+        }
+        event = Event(**{**record, **renewed})
         self._append(event)
         return event
 

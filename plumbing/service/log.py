@@ -139,39 +139,34 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
         return bool(poll.poll(0))
 
 
-def configure(
-    component: str,
-    level: str | None = None,
-    format: str | None = None,  # noqa: A002 - the flag and LOG_FORMAT have this name
-    **constants: Any,
-) -> None:
+def configure(component: str, **constants: Any) -> None:
     """Send this process's logs to stderr; `constants` (engine_id, …) are on every JSON line.
 
-    Arguments beat LOG_LEVEL and LOG_FORMAT; the default is `info`, and JSON unless on a terminal.
+    By LOG_LEVEL and LOG_FORMAT; the default is `info`, and JSON unless on a terminal.
 
     Raises:
         UsageError: a level or a format that does not exist.
     """
-    chosen_level = (level or os.environ.get("LOG_LEVEL") or "INFO").upper()
+    level = (os.environ.get("LOG_LEVEL") or "INFO").upper()
     default_format = "text" if sys.stderr.isatty() else "json"
-    chosen_format = (format or os.environ.get("LOG_FORMAT") or default_format).lower()
-    if chosen_level not in LEVELS:
+    form = (os.environ.get("LOG_FORMAT") or default_format).lower()
+    if level not in LEVELS:
         raise UsageError(
             "service.bad_log_level",
-            f"log level {chosen_level!r} does not exist; use one of {', '.join(LEVELS).lower()}",
+            f"log level {level!r} does not exist; use one of {', '.join(LEVELS).lower()}",
         )
-    if chosen_format not in FORMATS:
+    if form not in FORMATS:
         raise UsageError(
             "service.bad_log_format",
-            f"log format {chosen_format!r} does not exist; use one of {', '.join(FORMATS)}",
+            f"log format {form!r} does not exist; use one of {', '.join(FORMATS)}",
         )
     handler = NonBlockingHandler(sys.stderr)
     handler.setFormatter(
-        JsonFormatter(component, constants) if chosen_format == "json" else TextFormatter(component)
+        JsonFormatter(component, constants) if form == "json" else TextFormatter(component)
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(chosen_level)
+    root.setLevel(level)
 
 
 def _timestamp(record: logging.LogRecord) -> str:

@@ -16,12 +16,8 @@ class SignalInbox:
     message and does not end the process.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop | None = None,
-        signals: Sequence[int] = ENDING,
-    ) -> None:
-        self._loop = loop or asyncio.get_running_loop()
+    def __init__(self, signals: Sequence[int] = ENDING) -> None:
+        self._loop = asyncio.get_running_loop()
         self._signals = tuple(signals)
         self._queue: asyncio.Queue[int] = asyncio.Queue()
         for signum in self._signals:
@@ -39,7 +35,7 @@ class SignalInbox:
 
 async def wait_signals(signals: Sequence[int] = ENDING) -> int:
     """The first of `signals` to arrive; afterwards they have their default action again."""
-    inbox = SignalInbox(signals=signals)
+    inbox = SignalInbox(signals)
     try:
         return await inbox.get()
     finally:

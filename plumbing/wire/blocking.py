@@ -87,10 +87,7 @@ class BlockingClient:
         return bool(self._pending)
 
     def request(
-        self,
-        message: Message,
-        fds: Sequence[OwnedFd] = (),
-        timeout_s: float = REQUEST_TIMEOUT_S,
+        self, message: Message, fds: Sequence[OwnedFd] = (), timeout_s: float = REQUEST_TIMEOUT_S
     ) -> Reply:
         """Send `message` and wait for the answer; takes `fds`, the answer's are the caller's.
 

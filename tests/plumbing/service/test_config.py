@@ -51,7 +51,7 @@ def test_file_may_use_the_spelling_of_flags_and_native_types(write_file):
     """Goal: TOML as people write it; method: hyphens, numbers, booleans, lists."""
     file = write_file("[x]\nhttp-port = 1\nverify = true\nservice = ['a', 'b']\nwindow_ms = 5\n")
     resolved = resolve(OPTIONS, {}, {}, file, command="x")
-    assert resolved.values.http_port == 1
+    assert resolved["http_port"] == 1
     assert resolved["verify"] is True
     assert resolved["service"] == ("a", "b")
     assert resolved["window_ms"] == 5.0

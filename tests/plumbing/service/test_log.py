@@ -55,9 +55,10 @@ def test_json_with_a_traceback_stays_one_line(capsys):
     assert "boom" in json.loads(line)["traceback"]
 
 
-def test_text_names_component_event_and_fields(capsys):
+def test_text_names_component_event_and_fields(capsys, monkeypatch):
     """Goal: a person reads it; method: the text format, asked for by environment."""
-    log.configure("lockserver", format="text")
+    monkeypatch.setenv("LOG_FORMAT", "text")
+    log.configure("lockserver")
     fields = {"event": "lock.free", "event_id": 1, "lock": "active", "token": None}
     logging.getLogger("x").warning("free", extra={"fields": fields})
     assert (
@@ -66,20 +67,25 @@ def test_text_names_component_event_and_fields(capsys):
     )
 
 
-def test_environment_decides_unless_the_argument_does(monkeypatch):
-    """Goal: argument > environment > default; method: both set, both ways."""
+def test_environment_decides_the_level(monkeypatch):
+    """Goal: environment > default; method: two levels, then none."""
     monkeypatch.setenv("LOG_LEVEL", "error")
     log.configure("x")
     assert logging.getLogger().level == logging.ERROR
-    log.configure("x", level="debug")
+    monkeypatch.setenv("LOG_LEVEL", "debug")
+    log.configure("x")
     assert logging.getLogger().level == logging.DEBUG
+    monkeypatch.delenv("LOG_LEVEL")
+    log.configure("x")
+    assert logging.getLogger().level == logging.INFO
 
 
-@pytest.mark.parametrize("wrong", [{"level": "loud"}, {"format": "xml"}])
-def test_what_does_not_exist_is_a_usage_error(wrong):
+@pytest.mark.parametrize(("name", "wrong"), [("LOG_LEVEL", "loud"), ("LOG_FORMAT", "xml")])
+def test_what_does_not_exist_is_a_usage_error(monkeypatch, name, wrong):
     """Goal: one sentence that names the choices; method: a wrong value each."""
+    monkeypatch.setenv(name, wrong)
     with pytest.raises(UsageError, match="does not exist; use one of"):
-        log.configure("x", **wrong)
+        log.configure("x")
 
 
 def test_line_that_nobody_reads_is_dropped_and_counted_and_never_waited_for():
