@@ -1,4 +1,4 @@
-"""What may befall the nodes and the server. Each lasting fault ends by itself, except `gone`."""
+"""The faults of the nodes and the server. Each lasting fault ends by itself, except `gone`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Faults:
         world.note(f"{kind}{whom} for {lasts_ms}")
 
     def befall_server(self, kind: str, until_ms: float) -> bool:
-        """Whether this fault was one for the server, and it could have it."""
+        """Whether this is a fault of the server, and it could be injected."""
         server = self.world.server
         if kind == "server" and server.machine is not None:
             server.kill()
@@ -64,7 +64,7 @@ class Faults:
             self.race(node, until_ms)
 
     def race(self, node: Node, until_ms: float) -> None:
-        """Who holds dies at the moment at which the network of somebody who waits goes away."""
+        """The holder dies at the moment when a waiter's network fails."""
         for other in self.world.nodes:
             if other.holds and other.tree is not None and other.engine != node.engine:
                 self.world.doom(other.tree)

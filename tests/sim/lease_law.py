@@ -1,4 +1,5 @@
-"""What must always hold over several nodes: one grant at a time is served, and each has a token."""
+"""What must always hold over several nodes: only one grant is served at a time, and tokens are
+unique."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Law:
         assert len(tokens) <= 1, f"two grants are served: {tokens}"
 
     def written(self, record: ev.LockRecord) -> None:
-        """A grant counts from when it is on disk: whoever it was before must be dead by then."""
+        """A grant counts from when it is on disk: the previous holder must be dead by then."""
         holder = record.holders.get("active")
         if holder is None or holder.token <= self.token_max:
             return

@@ -1,4 +1,5 @@
-"""The network between nodes and server: it delays, and loses nothing of a connection that lives."""
+"""The network between nodes and server: it delays messages, but loses none of a living
+connection."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ class Network:
         return max(self.world.true_ms + delay_ms, queue[-1][0] if queue else 0.0)
 
     def close_by_client(self, line: Line) -> None:
-        """What was said before still arrives, and may arrive after what a newer line says."""
+        """Earlier messages still arrive, perhaps after messages of a newer line."""
         line.client_open = False
         line.eof_up_ms = self.arrival(line.up)
         line.down.clear()
 
     def close_by_server(self, line: Line) -> None:
-        """What was sent before still arrives: the kernel goes on trying."""
+        """Earlier messages still arrive: the kernel keeps trying."""
         line.server_open = False
         line.eof_down_ms = self.arrival(line.down)
 

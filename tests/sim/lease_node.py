@@ -1,7 +1,7 @@
-"""One member's supervisor, on a host of its own: a clock, a connection, a tree and its lease.
+"""One member's supervisor, on its own host: a clock, a connection, a tree and its lease.
 
-It does what `lease_keeper.py`, `lease_watch.py` and the engine's side of the lock do. `kill_at_ms`
-is what its kernel was told, which goes on while the supervisor is stopped (`LeaseWorld.pass_time`).
+It does what `lockserver/client/lease.py` and the engine's side of the lock do. `kill_at_ms` is the
+kernel's timer, which runs on while the supervisor is stopped (`LeaseWorld.pass_time`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 BEAT_MS = 500.0
 STOP, DEAF = 0.6, 0.4  # of a lease: give up; a connection is suspect
-READY = 0.3  # how likely a tree is initialised in a step
+READY = 0.3  # the probability that a tree is initialised in a step
 OVER = ("lock.stale_claim", "lock.incarnation_ended")  # refusals that end an incarnation
 
 
 class Node:
-    """Times are by its own clock, if nothing else is said."""
+    """Times are by its own clock, unless stated otherwise."""
 
     def __init__(self, world: LeaseWorld, engine: str, member: int) -> None:
         self.world, self.engine, self.member = world, engine, member
@@ -38,7 +38,7 @@ class Node:
         self.heard_ms = 0.0
         self.beat_at_ms = 0.0
         self.progress = 0
-        self.sent: dict[int, float] = {}  # progress → when, of what this connection may answer
+        self.sent: dict[int, float] = {}  # progress → when sent, while it may be answered
         self.tree: Tree | None = None
         self.is_ready = False  # initialised: it wants `active`
         self.is_killing = False
@@ -66,13 +66,13 @@ class Node:
         return self.tree is not None and self.tree.token > 0
 
     def lease_used(self) -> float:
-        """How much of the lease is used up, as a fraction; infinite without one."""
+        """The fraction of the lease that is used up; infinite without one."""
         if self.lease is None:
             return NEVER
         return (self.now() - self.lease[0]) / self.lease[1]
 
     def step(self) -> None:
-        """All that it has to do by now."""
+        """Everything that is due by now."""
         if not self.is_alive or self.world.true_ms < self.stopped_until_ms:
             return
         self.listen()
@@ -109,7 +109,7 @@ class Node:
         self.sent.clear()
 
     def say(self, line: Line, message: Any) -> None:
-        """Only what was sent on this connection, for this incarnation, can be answered."""
+        """Only a message sent on this connection, for this incarnation, can be answered."""
         self.sent[self.progress] = self.now()
         self.world.network.send_up(line, message)
 
@@ -132,7 +132,7 @@ class Node:
         )
         self.say(line, me.MemberWanted(line.id, want))
 
-    # ------------------------------------------------------------------ what it hears
+    # ------------------------------------------------------------------ receiving
 
     def listen(self) -> None:
         line = self.line

@@ -1,4 +1,4 @@
-"""What a world of nodes is made of: process trees, connections, and the figures that all share."""
+"""The parts of a world of nodes: process trees, connections, and the constants that all share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 NEVER = float("inf")
 LEASE_MS = 5000
-DRIFT = 0.01  # how far a clock's rate may be from true time's
+DRIFT = 0.01  # how far a clock's rate may differ from true time
 LASTS_MS = (50, 400, 2000, 3500, 6000, 12_000)  # how long a fault may last before it ends by itself
 
-Queue = deque[tuple[float, Any]]  # messages, each with the time it arrives at
+Queue = deque[tuple[float, Any]]  # messages, each with its time of arrival
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +22,7 @@ class Tree:
     """One member's backend. Times are true time."""
 
     incarnation: str
-    token: int = 0  # what it was told to serve under; 0: nothing yet
+    token: int = 0  # the token it was told to serve under; 0: none yet
     dies_ms: float = NEVER
     is_dead: bool = False
 
@@ -45,7 +45,7 @@ class Line:
     eof_down_ms: float = NEVER
 
     def has_for_server(self, true_ms: float) -> bool:
-        """Whether a message or the end has arrived there, and the server still listens."""
+        """Whether a message or the end has arrived at the server, and it still listens."""
         if not self.server_open or self.node.is_cut_off:
             return False
         return self.eof_up_ms <= true_ms or (bool(self.up) and self.up[0][0] <= true_ms)

@@ -1,7 +1,7 @@
 """The server's shell around the machine, the members and the leases: a clock, a disk, connections.
 
 It does what `server.py`, `remote.py`, `prober.py` and `state_file.py` do. Without a `machine` it is
-down; its disk and its clock go on.
+down; its disk and its clock continue.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Server:
     def __init__(self, world: LeaseWorld) -> None:
         self.world = world
         self.rate = 1 + world.random.uniform(-DRIFT, DRIFT)
-        self.machine: LockMachine | None = None  # and beside it `leases` and `members`
+        self.machine: LockMachine | None = None  # set together with `leases` and `members`
         self.slots: list[ev.LockRecord | None] = [
             ev.LockRecord(),
             ev.LockRecord(),
         ]  # the newest is the last
-        self.closed: list[int] = []  # by the server; the loop tells of it later
+        self.closed: list[int] = []  # closed by the server; the loop reports it later
         self.ticks_at_ms = 0.0  # by its own clock
-        self.down_until_ms = 0.0  # true time, and so are these
+        self.down_until_ms = 0.0  # true time, like the next ones
         self.stalls_until_ms = 0.0
         self.disk_fails_until_ms = 0.0
 
@@ -50,7 +50,7 @@ class Server:
     def start(self) -> None:
         record = self.slots[1]
         readable = [slot.token for slot in self.slots if slot is not None]
-        if len(readable) < 2 or record is None:  # as the state file: one bad slot is a lost one
+        if len(readable) < 2 or record is None:  # like the state file: one bad slot is a lost slot
             floor = max(readable, default=self.world.law.token_max)
             record = ev.LockRecord(floor + 1, unknown=LOCKS)
             self.slots = [record, record]
@@ -104,7 +104,7 @@ class Server:
         else:
             self.feed(ev.Persisted())
 
-    # ------------------------------------------------------------------ the members and theirs
+    # ------------------------------------------------------------------ effects for the members
 
     def hear(self, event: ev.Input) -> None:
         if self.machine is not None:
@@ -131,7 +131,7 @@ class Server:
     # ------------------------------------------------------------------ its loop
 
     def step(self) -> None:
-        """All that it has to do by now, in some order."""
+        """Everything that is due by now, in some order."""
         true_ms = self.world.true_ms
         if self.machine is None or true_ms < self.stalls_until_ms:
             return

@@ -1,13 +1,13 @@
 """Engines over several nodes around the pure lock machine, its members and its leases.
 
-The world is clocks that run at different rates, a network that delays, holds back and cuts, kernels
+The world has clocks that run at different rates, a network that delays, withholds and cuts, kernels
 that kill on time, and a server that dies, stalls and loses its disk; a seeded generator chooses.
-Time is exact where safety hangs on it: a kernel's timer and the end of a process tree happen at
+Time is exact where safety depends on it: a kernel's timer and the end of a process tree happen at
 their own moment, whatever else is late. Only the machine, the members and the leases are real.
-After every step the law looks at the result.
+After every step the law checks the result.
 
     lease_parts   records           lease_node    a supervisor        lease_server  the server
-    lease_network connections       lease_faults  what befalls them   lease_law     what must hold
+    lease_network connections       lease_faults  the faults          lease_law     what must hold
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from tests.sim.lease_node import Node
 from tests.sim.lease_parts import LASTS_MS, NEVER, Tree
 from tests.sim.lease_server import Server
 
-EXIT_MS_MAX = 1800  # a fifth of a lease and the margin, less what two clocks may differ by
+EXIT_MS_MAX = 1800  # a fifth of a lease plus the margin, minus the difference of two clocks
 EXITS_MS = (0, 5, 50, 400, EXIT_MS_MAX)
 STEPS_MS = (0, 1, 5, 20, 100, 250, 400)
 
 
 class LeaseWorld:
-    # The rules. A bug is planted by a subclass that has others.
-    kill_fraction = 0.8  # of a lease: from then on the kernel ends a supervisor
-    margin_ms = 1000  # that the server waits beyond a lease
-    counts_from_receipt = False  # a member counts its lease from when it asked
+    # The rules. A subclass that changes them plants a bug.
+    kill_fraction = 0.8  # of a lease: when the kernel kills a supervisor
+    margin_ms = 1000  # how long the server waits beyond a lease
+    counts_from_receipt = False  # a member counts its lease from when it sent its request
     leases_type: type[Leases] = Leases
 
     def __init__(self, seed: int, *, engines: int = 2, members: int = 2) -> None:
         self.random = random.Random(seed)
-        self.members = members  # how many each engine has
+        self.members = members  # members per engine
         self.true_ms = 0.0
         self.ids = 0
         self.trace: list[str] = []
         self.trees: list[Tree] = []
-        self.woken = 0  # how often a tree was told to serve
+        self.woken = 0  # how many times a tree was told to serve
         self.law = Law(self)
         self.network = Network(self)
         self.faults = Faults(self)
@@ -68,7 +68,7 @@ class LeaseWorld:
         return tree
 
     def doom(self, tree: Tree) -> None:
-        """SIGKILL is on its way: it takes a while until no process is left."""
+        """SIGKILL is sent: it takes a while until no process is left."""
         tree.dies_ms = min(tree.dies_ms, self.true_ms + self.random.choice(EXITS_MS))
 
     def wake(self, tree: Tree, token: int) -> None:
@@ -92,7 +92,7 @@ class LeaseWorld:
         self.sweep()
 
     def pass_time(self, ms: float) -> None:
-        """Kernels act on time: each death of a tree and each timer at its own moment."""
+        """Kernels act on time: each death of a tree and each timer has its own moment."""
         end_ms = self.true_ms + ms
         while True:
             due: list[tuple[float, Callable[[], None]]]
@@ -106,7 +106,7 @@ class LeaseWorld:
         self.true_ms = end_ms
 
     def replace_lost(self) -> None:
-        """A supervisor is started anew while what the last one started may still be dying."""
+        """A new supervisor starts while processes of the last one may still be dying."""
         here = {node.place for node in self.nodes if node.is_alive and not node.is_lost_for_good}
         for place in self.places:
             if place in here:
@@ -124,7 +124,7 @@ class LeaseWorld:
     # ------------------------------------------------------------------ the end of all faults
 
     def settle(self, minutes: float = 4.0) -> bool:
-        """No more faults; what is lost for good stays so. Does somebody serve?"""
+        """No more faults; permanent losses stay. Does an engine serve?"""
         end_ms = self.true_ms + minutes * 60_000
         while self.true_ms < end_ms:
             self.step(0.0)
@@ -133,7 +133,7 @@ class LeaseWorld:
         return False
 
     def is_served(self) -> bool:
-        """Whether every member of the engine that holds lives and was told so."""
+        """Whether every member of the holding engine lives and was told that it holds."""
         machine = self.server.machine
         holder = machine.locks["active"].holder if machine is not None else None
         if holder is None or holder.lease is None:

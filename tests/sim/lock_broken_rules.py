@@ -1,7 +1,7 @@
-"""The rules of the lock's design, each left out: what the simulation must catch.
+"""The rules of the lock's design, each left out: the simulation must detect every one.
 
-One function per rule; it patches the real core (or what stands around it) so that the rule does not
-hold. DESIGN §5 and the docstring of `machine.py` say why each is there.
+One function per rule; it patches the real core (or what surrounds it) so that the rule does not
+hold. DESIGN §5 and the docstring of `machine.py` explain why each rule exists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STUCK = "nobody serves|waits for the dead|is free while|was not given its grant"
 
 
 def older_connection_counts(patch: Patch) -> None:
-    """What an older connection says late is taken for news."""
+    """A late message from an older connection counts as new."""
     adopt = SupervisorRecord.adopt
 
     def forget_order(self: SupervisorRecord, want: ev.Wanted) -> None:
@@ -37,7 +37,7 @@ def older_connection_counts(patch: Patch) -> None:
 
 
 def old_eof_counts(patch: Patch) -> None:
-    """The end of a connection that was replaced is taken for the end of the new one."""
+    """The end of a replaced connection counts as the end of the new one."""
     older: dict[LockMachine, dict[int, str]] = {}
 
     def confuse(self: LockMachine, event: ev.Input) -> ev.Input:
@@ -54,12 +54,12 @@ def old_eof_counts(patch: Patch) -> None:
 
 
 def unnamed_lives_on(patch: Patch) -> None:
-    """What a want no longer names is not over."""
+    """An incarnation that a want no longer names is not over."""
     patch.setattr(LockMachine, "_end_unnamed", lambda self, supervisor, now_ms: [])
 
 
 def any_claim_is_believed(patch: Patch) -> None:
-    """A claim with a token is believed although the state file could be read."""
+    """A claim with a token is believed although the state file was readable."""
     ask = LockMachine._ask
 
     def believe(
@@ -75,7 +75,7 @@ def any_claim_is_believed(patch: Patch) -> None:
 
 
 def free_witness_is_let_in(patch: Patch) -> None:
-    """Whoever asks is taken for alive."""
+    """Every requester counts as alive."""
 
     def as_held(self: LockMachine, event: ev.Input) -> ev.Input:
         return (
@@ -88,12 +88,12 @@ def free_witness_is_let_in(patch: Patch) -> None:
 
 
 def no_seal(patch: Patch) -> None:
-    """A witness that was found free can be joined afterwards."""
+    """A witness that was found free can still be joined."""
     patch.setattr(Shell, "seal", lambda self, tree: None)
 
 
 def grant_is_not_repeated(patch: Patch) -> None:
-    """The holder that asks again is not told again."""
+    """A holder that asks again is not sent its grant again."""
     confirm = LockMachine._confirm
 
     def confirm_silently(self: LockMachine, lock: Lock, conn: int, now_ms: float) -> Any:
@@ -104,7 +104,7 @@ def grant_is_not_repeated(patch: Patch) -> None:
 
 
 def silent_waiter_is_granted(patch: Patch) -> None:
-    """Who is first is first, heard or not."""
+    """The first waiter is granted the lock even if it is silent."""
 
     def first(waiters: list[Waiter], silent: Any, preferred: str | None = None) -> Waiter | None:
         return waiters[0] if waiters else None
@@ -123,7 +123,7 @@ def last_comes_first(patch: Patch) -> None:
 
 
 def silent_holder_is_not_tried(patch: Patch) -> None:
-    """The witness of a silent holder decides nothing."""
+    """A free witness of a silent holder does not free the lock."""
     decisive = evidence.is_decisive
 
     def unless_silent(lock: Lock, supervisors: Any) -> bool:
@@ -134,7 +134,7 @@ def silent_holder_is_not_tried(patch: Patch) -> None:
 
 
 def silent_holder_is_gone(patch: Patch) -> None:
-    """Silence is taken for death."""
+    """Silence counts as death."""
     fall_silent = evidence.fall_silent
 
     def fall(locks: Any, supervisors: Any, heard_before_ms: float) -> Any:
@@ -148,7 +148,7 @@ def silent_holder_is_gone(patch: Patch) -> None:
 
 
 def the_window_ends(patch: Patch) -> None:
-    """Who has not been heard some time after a restart has lost the lock."""
+    """A holder that is silent for some time after a restart has lost the lock."""
 
     def give_up(locks: Any, now_ms: float, window_end_ms: float) -> Any:
         for lock in locks.values():
@@ -160,12 +160,12 @@ def the_window_ends(patch: Patch) -> None:
 
 
 def stall_is_silence(patch: Patch) -> None:
-    """Nobody was heard while the server was stopped: all are silent."""
+    """After a stall of the server, every supervisor counts as silent."""
     patch.setattr(evidence, "forgive", lambda supervisors, now_ms: None)
 
 
 def lost_file_is_an_empty_one(patch: Patch) -> None:
-    """State that cannot be read says that nobody holds anything."""
+    """Unreadable state counts as "no holder"."""
     init = LockMachine.__init__
 
     def forget(self: LockMachine, record: ev.LockRecord, now_ms: float, **options: Any) -> None:
@@ -175,29 +175,29 @@ def lost_file_is_an_empty_one(patch: Patch) -> None:
 
 
 def strangers_do_not_count(patch: Patch) -> None:
-    """With the state lost, witnesses of those that are not connected are overlooked."""
+    """With the state lost, witnesses of engines that are not connected are ignored."""
     frees = evidence.scan_frees
     patch.setattr(evidence, "scan_frees", lambda locks, known, held: frees(locks, known, ()))
 
 
 def the_disconnected_wait_on(patch: Patch) -> None:
-    """Who is gone keeps its place in the queue."""
+    """A disconnected waiter keeps its place in the queue."""
     patch.setattr(LockMachine, "_leave_queues", lambda self, supervisor_id: None)
 
 
 def twins_are_let_in(patch: Patch) -> None:
-    """A second supervisor of an engine is one more."""
+    """A second supervisor of an engine is accepted."""
     for module in (machine, supervisors):
         patch.setattr(module, "twins_of", lambda want, supervisors: [])
 
 
 def the_process_does_not_count(patch: Patch) -> None:
-    """A free witness alone says that a holder is gone."""
+    """A free witness alone proves that a holder is gone."""
     patch.setattr(evidence, "is_decisive", lambda lock, supervisors: lock.holder is not None)
 
 
 def unwritten_grant_is_sent(patch: Patch) -> None:
-    """A write that failed is good enough."""
+    """A grant is sent although its write failed."""
 
     def ignore(self: LockMachine, event: ev.Input) -> ev.Input:
         return ev.Persisted() if isinstance(event, ev.PersistFailed) else event
@@ -206,7 +206,7 @@ def unwritten_grant_is_sent(patch: Patch) -> None:
 
 
 def failed_write_is_final(patch: Patch) -> None:
-    """A write that failed is not tried again."""
+    """A failed write is not retried."""
     patch.setattr(ledger, "RETRY_MS", 1e12)
 
 

@@ -66,8 +66,8 @@ class Space:
     names: dict[str, int] = field(default_factory=dict)
     ways_from: array[int] = field(default_factory=lambda: array("I"))  # without a fault
     ways_to: array[int] = field(default_factory=lambda: array("I"))
-    ends: bytearray = field(default_factory=bytearray)  # serves, or nobody is left who could
-    left: bytearray = field(default_factory=bytearray)  # the most faults that may still come
+    ends: bytearray = field(default_factory=bytearray)  # serves, or no engine is left that could
+    left: bytearray = field(default_factory=bytearray)  # the most faults that may still occur
 
     def add(self, key: bytes, is_end: bool) -> int:
         number = len(self.ends)
@@ -91,7 +91,8 @@ class Space:
         return steps[::-1]
 
     def stuck(self) -> int | None:
-        """A state from which nobody can be made to serve by waiting and repairing; None if none."""
+        """A state from which no engine can be made to serve by waiting and repairing; None if
+        none."""
         is_good = np.frombuffer(self.ends, dtype=np.uint8).astype(bool)
         here, there = np.array(self.ways_from), np.array(self.ways_to)
         while True:
@@ -117,8 +118,8 @@ class Explorer:
         self.faults, self.kinds = faults, kinds
         self.states_max, self.seconds_max = states_max, seconds_max
         self.space = Space()
-        # By how many faults may still come: the most first, so that every state is looked at once,
-        # with all that can follow. Each: its number and the world.
+        # By how many faults may still occur, the most first, so that every state is visited once,
+        # with everything that can follow. Each: its number and the world.
         self.frontiers: list[deque[tuple[int, bytes]]] = [deque() for _ in range(faults + 1)]
         self.transitions = 0
         self.problem: dict[str, Any] | None = None
@@ -127,7 +128,7 @@ class Explorer:
         self.reached(world, faults, -1, "begin")
 
     def reached(self, world: World, left: int, parent: int, label: str) -> int:
-        """The number of this world's state, which is looked at later if more can follow now."""
+        """The number of this world's state, which is queued if more can follow now."""
         key = hashlib.blake2b(snapshot(world).encode(), digest_size=12).digest()
         number = self.space.index.get(key)
         is_new = number is None
@@ -144,7 +145,7 @@ class Explorer:
         while self.waiting() and self.problem is None:
             left = max(n for n, frontier in enumerate(self.frontiers) if frontier)
             number, blob = self.frontiers[left].popleft()
-            if self.space.left[number] == left:  # else it was reached again with fewer faults
+            if self.space.left[number] == left:  # else it was reached again with fewer faults left
                 self.expand(number, left, blob)
             now = time.monotonic()
             if len(self.space.ends) > self.states_max or now - began > self.seconds_max:
@@ -183,7 +184,7 @@ class Explorer:
 
     def choices(self, world: World, left: int) -> list[tuple[Move, int]]:
         def wait(ms: float) -> None:
-            """What the server's loop owes itself comes first, or it would pile up."""
+            """The server loop's own pending work comes first, or it would pile up."""
             while world.shell.closing:
                 world.shell.finish_close(None)
             world.wait(ms)
@@ -215,7 +216,7 @@ class Explorer:
 
 
 def strip(world: World) -> None:
-    """Forget what nothing depends on any more, so that there is less to copy."""
+    """Drop what nothing depends on any more, so that there is less to copy."""
     world.trace.clear()
     known = {tree.incarnation for tree in Names(world, (0, 1)).referenced()[0]}
     world.trees = {name: tree for name, tree in world.trees.items() if name in known}
@@ -225,7 +226,8 @@ def strip(world: World) -> None:
 
 
 def is_hopeless(world: World) -> bool:
-    """Whether nobody is left who could serve: every launch is used up, or its place is taken."""
+    """Whether no engine is left that could serve: every launch is used up, or its place is
+    taken."""
     for sup in world.sups:
         tree = sup.tree
         if sup.launches < world.launches_max:

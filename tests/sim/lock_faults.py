@@ -1,4 +1,4 @@
-"""What may befall a simulated pod, and how all of it is repaired in the end."""
+"""The faults of a simulated pod, and how all of them are repaired in the end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Faults:
         self.world.forget_dead(tree)
 
     def join(self, tree: Tree) -> None:
-        """A late process at the witness; found sealed or gone, it ends before it opens a device."""
+        """A late process opens the witness; if it is sealed or gone, it exits before it opens a
+        device."""
         tree.coming -= 1
         if tree.is_sealed or tree.is_removed:
             tree.is_hurt = True
@@ -80,7 +81,7 @@ class Faults:
         sup.is_stopped = False
 
     def stray(self, tree: Tree) -> None:
-        """A process holds the witness that nobody will kill with the tree."""
+        """A process that is not killed with the tree holds the witness."""
         tree.strays = 1
 
     def end_stray(self, tree: Tree) -> None:
@@ -95,7 +96,8 @@ class Faults:
     # ------------------------------------------------------------------ connections
 
     def cut(self, sup: Sup) -> None:
-        """The supervisor's end closes; what it said is still on its way, and so is the EOF."""
+        """The supervisor's end closes; its earlier messages are still in flight, and so is the
+        EOF."""
         if sup.conn is not None:
             sup.conn.client_open = False
             sup.conn.down.clear()
@@ -120,7 +122,7 @@ class Faults:
         self.world.shell.dies_after_write = True
 
     def stall_server(self, _: None) -> None:
-        """It is stopped for a minute, in which it hears nobody."""
+        """It is stopped for a minute and receives nothing."""
         self.world.law.forgive(STALL_MS)
         self.world.now_ms += STALL_MS
         self.world.shell.feed(TICK)
@@ -134,10 +136,10 @@ class Faults:
     def repair_disk(self, _: None) -> None:
         self.world.shell.disk_fails = False
 
-    # ------------------------------------------------------------------ the end of all that
+    # ------------------------------------------------------------------ repair
 
     def repair_all(self) -> None:
-        """Nothing is stopped or late, nothing strays, the disk works; twins are taken away."""
+        """Stopped and late processes continue, strays end, the disk works; twins are removed."""
         world = self.world
         self.repair_disk(None)
         world.shell.dies_after_write = False

@@ -1,7 +1,7 @@
 """What must always hold in a simulated pod: the promises of docs/lock.md, as the world sees them.
 
-The law keeps books of its own (who asked when, what was sent) from what the shell hears and sends.
-It reads the machine only to ask what it would try, and whether a lock that is free is wanted.
+The law keeps its own records (who asked when, what was sent) of what the shell receives and sends.
+It reads the machine only to ask which witness it would try, and whether a free lock is wanted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
 if TYPE_CHECKING:
     from tests.sim.lock_world import World
 
-# These refusals say that the sender is not who it says: nothing that it said counts.
+# These refusals mean that the sender is not who it claims to be: its message does not count.
 IDENTITY = {"lock.engine_id_taken", "lock.identity_changed", "lock.too_many_waiters"}
 Owed = list[tuple[str, ev.Holder]]
 
@@ -28,15 +28,15 @@ class Law:
     def __init__(self, world: World) -> None:
         self.world = world
         self.sent: dict[int, tuple[str, str]] = {}  # token → lock and incarnation
-        self.old_tokens: set[int] = set()  # sent before a file was lost that named them
-        self.token_max = 0  # of those that are on disk
-        self.sent_max: dict[str, int] = {}  # of those that were sent, by lock
-        self.last: Tree | None = None  # the last that was granted `active`
-        self.asked: dict[tuple[str, Sup], tuple[Tree, int]] = {}  # who waits, and its place
-        self.known: dict[str, Sup] = {}  # engine → whom this server knows as it
+        self.old_tokens: set[int] = set()  # sent before the file that named them was lost
+        self.token_max = 0  # the largest on disk
+        self.sent_max: dict[str, int] = {}  # the largest that was sent, by lock
+        self.last: Tree | None = None  # the last incarnation that was granted `active`
+        self.asked: dict[tuple[str, Sup], tuple[Tree, int]] = {}  # each waiter and its place
+        self.known: dict[str, Sup] = {}  # engine → the supervisor that this server knows for it
         self.questions = 0
         self.filed: Mapping[str, ev.Holder] = {}
-        self.owed: Owed = []  # grants that the want just heard must be answered with
+        self.owed: Owed = []  # grants that the last want must be answered with
 
     # ------------------------------------------------------------------ the server's life
 
@@ -47,13 +47,13 @@ class Law:
             sup.is_known_gone, sup.served = False, None
 
     def state_lost(self, *, is_whole: bool) -> None:
-        """Who holds what is not on file any more; with both slots, nor is any token."""
+        """Holders are no longer on file; if both slots are lost, nor is any token."""
         self.last = None
         if is_whole:
             self.old_tokens.update(self.sent)
             self.token_max, self.sent_max = 0, {}
 
-    # ------------------------------------------------------------------ what it hears
+    # ------------------------------------------------------------------ what the server receives
 
     def heard(
         self,
@@ -69,7 +69,7 @@ class Law:
         Args:
             holders: of all locks, before it arrived.
             codes: why it is refused, if it is.
-            is_held: whether somebody held its witness.
+            is_held: whether any process held its witness.
         """
         sup, tree = conn.sup, said.tree
         self.owed = []
@@ -78,12 +78,12 @@ class Law:
             return self.owed
         holds = any(holder and holder.supervisor == sup.id for holder in holders.values())
         if other is sup and conn.id < sup.newest:
-            return self.owed  # a connection that was replaced: old news
+            return self.owed  # a connection that was replaced: outdated
         if codes and other is not sup and not self.holds(sup):
             return self.owed  # it is forgotten at once
         assert other in (None, sup) or holds, f"two supervisors of {sup.engine} are known"
         self.known[sup.engine] = sup
-        sup.is_known_gone = False  # last words of a dead one: its pidfd will tell again
+        sup.is_known_gone = False  # sent before it died: its pidfd will report the death again
         sup.served, sup.newest, sup.heard_ms = conn, conn.id, self.world.now_ms
         for lock, holder in holders.items():
             key = (lock, sup)
@@ -111,7 +111,7 @@ class Law:
         assert not owed, f"the holder asked and was not given its grant again: {owed}"
 
     def forgive(self, stalled_ms: float) -> None:
-        """The server itself is stopped: whoever is not silent yet does not become so by that."""
+        """The server itself is stopped: no supervisor becomes silent by that."""
         for sup in {*self.world.sups, *self.known.values()}:
             if self.silence_ms(sup) <= SILENT_MS:
                 sup.heard_ms = self.world.now_ms + stalled_ms
@@ -140,7 +140,7 @@ class Law:
         if self.known.get(sup.engine) is sup:
             del self.known[sup.engine]
 
-    # ------------------------------------------------------------------ what it does
+    # ------------------------------------------------------------------ what the server does
 
     def written(self, record: ev.LockRecord) -> None:
         """A grant is on disk; from now on it counts, whether or not it is ever sent."""
@@ -181,7 +181,7 @@ class Law:
             self.in_line(lock, holder)
 
     def in_line(self, lock: str, holder: ev.Holder) -> None:
-        """It asked, is not known to be dead, and nobody who is heard asked before it."""
+        """It asked, is not known to be dead, and no earlier waiter is heard."""
         place = {
             sup.id: (sup, tree, at)
             for (name, sup), (tree, at) in self.asked.items()
@@ -197,7 +197,7 @@ class Law:
         del self.asked[lock, sup]
 
     def freed_by_witness(self, tree: Tree) -> None:
-        """The witness of the holder of `active` is free; something else must speak, too."""
+        """The witness of the holder of `active` is free; one more piece of evidence is required."""
         assert self.is_over(tree) or not self.is_heard(tree.sup), (
             f"{tree.incarnation} loses the lock while its supervisor lives and is heard"
         )
@@ -232,7 +232,7 @@ class Law:
         return self.silence_ms(sup) < SILENT_MS
 
     def is_silent(self, sup: Sup) -> bool:
-        """Whether the tick that follows such a silence has been."""
+        """Whether the tick that follows such a silence has happened."""
         return self.silence_ms(sup) > SILENT_MS + 1000
 
     def silence_ms(self, sup: Sup) -> float:

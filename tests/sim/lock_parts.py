@@ -1,4 +1,4 @@
-"""What a simulated pod is made of: trees of processes, connections, supervisors. Records only."""
+"""The parts of a simulated pod: trees of processes, connections, supervisors. Records only."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ ACTIVE, LOADER = "active", "loader"
 
 @dataclass(slots=True, eq=False)
 class Tree:
-    """One incarnation's processes, by what they have to do with its witness."""
+    """One incarnation's processes, by their relation to its witness."""
 
     incarnation: str
     witness: WitnessFile
     sup: Sup
     holding: int = 1
-    coming: int = 0  # forked, and not yet at the witness: it may come very late
-    strays: int = 0  # hold the witness, and nobody kills them with the tree
-    is_doomed: bool = False  # SIGKILL is on its way to all but the strays
-    is_hurt: bool = False  # one has died by itself
+    coming: int = 0  # forked, but has not locked the witness yet; it may do so very late
+    strays: int = 0  # hold the witness, and are not killed with the tree
+    is_doomed: bool = False  # SIGKILL was sent to all but the strays
+    is_hurt: bool = False  # one process has died by itself
     is_sealed: bool = False
-    is_removed: bool = False  # the witness's name is gone
+    is_removed: bool = False  # the witness file has been removed
     is_told: bool = False  # it believes that it is active
     is_loaded: bool = False
-    was_held: bool = False  # what the server saw when it asked
-    is_disowned: bool = False  # a server has heard that it is over
+    was_held: bool = False  # the witness that the server found when it asked
+    is_disowned: bool = False  # a server knows that it is over
 
     @property
     def is_alive(self) -> bool:
@@ -37,7 +37,7 @@ class Tree:
 
 @dataclass(slots=True, eq=False)
 class Conn:
-    """A connection; `up` holds what supervisors say (`Said`), `down` what the server sent."""
+    """A connection; `up` holds what supervisors sent (`Said`), `down` what the server sent."""
 
     id: int
     sup: Sup
@@ -49,7 +49,7 @@ class Conn:
 
 @dataclass(slots=True)
 class Said:
-    """A `want` on its way, without what the server will see of the witness."""
+    """A `want` in flight, without what the server will find at the witness."""
 
     tree: Tree | None
     locks: tuple[str, ...]
@@ -65,14 +65,14 @@ class Sup:
     number: int
     is_alive: bool = True
     is_stopped: bool = False
-    is_patient: bool = False  # was refused, and tries again when time has passed
+    is_patient: bool = False  # was refused, and retries when time has passed
     is_killing: bool = False
-    is_known_gone: bool = False  # this server was told by the pidfd
+    is_known_gone: bool = False  # the pidfd has reported its end to this server
     launches: int = 0  # of this engine
     beats: int = 0
     heard_ms: float = 0.0
     conn: Conn | None = None
-    served: Conn | None = None  # the newest connection that this server heard it on
-    newest: int = -1  # the number of the last such
+    served: Conn | None = None  # the newest connection on which this server received its messages
+    newest: int = -1  # the number of the last one
     tree: Tree | None = None
     tokens: dict[str, int] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""Four bugs planted in the lock's machine, those that the design fears most.
+"""Four bugs planted in the lock machine: those that the design fears most.
 
-One function per bug; it patches the real machine, or what it is told. `caught` is what the law
-says then, as a regular expression. The rules of the design are in `lock_broken_rules.py`.
+One function per bug; it patches the real machine, or its input. `caught` is a regular expression
+for the law's message. The rules of the design are in `lock_broken_rules.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Rule:
 
 
 def grant_on_eof(patch: Patch) -> None:
-    """A closed connection is a dead holder."""
+    """A closed connection counts as a dead holder."""
     lose = LockMachine._lose
 
     def lose_at_once(self: LockMachine, lock: Lock, signal: Signal, now_ms: float) -> Any:
@@ -45,7 +45,7 @@ def grant_on_eof(patch: Patch) -> None:
 
 
 def grant_not_persisted(patch: Patch) -> None:
-    """A grant is sent, and what is written is the state before it."""
+    """A grant is sent, but the state before it is written."""
     record = Ledger._record
 
     def without_grant(self: Ledger, locks: Any) -> ev.LockRecord:
@@ -59,7 +59,7 @@ def grant_not_persisted(patch: Patch) -> None:
 
 
 def holder_on_file_ignored(patch: Patch) -> None:
-    """A restarted server takes every lock for free."""
+    """A restarted server takes every lock to be free."""
     init = LockMachine.__init__
 
     def forget(self: LockMachine, record: ev.LockRecord, now_ms: float, **options: Any) -> None:
@@ -91,7 +91,7 @@ PLANTED = [
 
 
 def hear(patch: Patch, change: Callable[[LockMachine, ev.Input], ev.Input]) -> None:
-    """Let the machine hear something else."""
+    """Feed the machine something else."""
     handle = LockMachine.handle
 
     def handle_changed(self: LockMachine, event: ev.Input, now_ms: float) -> list[ev.Effect]:

@@ -1,4 +1,5 @@
-"""Seeded schedules of the lock's world: what one seed means, and how many are run to their end."""
+"""Seeded schedules of the lock's world: what one seed stands for, and how many continue to the
+end."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from tests.sim.lock_world import FAULT_RATE, World
 from tests.sim.seeds import replayable
 
 STEPS = 40
-SETTLED_EVERY = 50  # schedules with such a number go on, without faults, until somebody serves
+SETTLED_EVERY = 50  # these schedules continue, without faults, until an engine serves
 
 
 def pod(seed: int) -> World:
-    """The kind of pod that this seed stands for: every combination comes once in 24 seeds."""
+    """The kind of pod that this seed stands for: every combination occurs once in 24 seeds."""
     return World(
         engines=3 if seed % 3 == 0 else 2,
         in_container=bool(seed & 1),
@@ -23,7 +24,7 @@ def pod(seed: int) -> World:
 
 
 def run(seed: int, *, is_settled: bool, steps: int = STEPS, rate: float = FAULT_RATE) -> World:
-    """One schedule; a failure says its seed and what happened."""
+    """One schedule; a failure reports its seed and what happened."""
     rng, world = random.Random(seed), pod(seed)
     with replayable(seed, world.story):
         for _ in range(steps):

@@ -1,7 +1,7 @@
 """The server's shell around the machine, as the simulation has it: a disk, probes, connections.
 
 It does what `server.py`, `prober.py` and `state_file.py` do, and asks the law (`lock_law.py`)
-whether the machine may do what it does.
+whether each act of the machine is allowed.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Shell:
         ]  # the newest is the last
         self.disk_fails = False
         self.dies_after_write = False
-        self.watched: dict[str, Sup] = {}  # whose pidfd this server has
-        self.closing: deque[Conn] = deque()  # closed by the server; the loop tells of it later
+        self.watched: dict[str, Sup] = {}  # supervisors whose pidfd this server has
+        self.closing: deque[Conn] = deque()  # closed by the server; the loop reports it later
 
     # ------------------------------------------------------------------ its life
 
     def start(self) -> None:
         record = self.slots[1]
         readable = [slot.token for slot in self.slots if slot is not None]
-        if len(readable) < 2 or record is None:  # as the state file: one bad slot is a lost one
+        if len(readable) < 2 or record is None:  # like the state file: one bad slot is a lost slot
             record = ev.LockRecord(max(readable, default=0) + 1, unknown=frozenset(self.kinds))
             self.slots = [record, record]
             self.world.law.state_lost(is_whole=not readable)
@@ -129,10 +129,10 @@ class Shell:
         conn.up.clear()
         self.closing.append(conn)
 
-    # ------------------------------------------------------------------ what it may do next
+    # ------------------------------------------------------------------ possible moves
 
     def moves(self) -> list[tuple[Any, Any]]:
-        """What could happen in the server now: one of these, in whatever order."""
+        """What could happen next in the server, in any order."""
         machine = self.machine
         if machine is None:
             return [(self.restart, None)]
@@ -197,7 +197,7 @@ class Shell:
         owed = law.heard(conn, said, holders, codes, is_held=state is WitnessState.HELD)
         self.perform(effects)
         if self.machine is None:
-            return  # it died in between
+            return  # it died between write and send
         known = self.machine.supervisors.get(sup.id)
         if known is not None and known.conn == conn.id and self.world.has_pidfd:
             self.watched[sup.id] = sup

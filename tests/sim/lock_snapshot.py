@@ -1,8 +1,8 @@
-"""One world as a plain value: equal for two worlds from which the same can happen.
+"""One world as a plain value: two worlds are equal if the same can happen in both.
 
-Left out are what only people are told, absolute times, and the numbers in names: supervisors,
-incarnations and connections are named by engine and by order. The two engines are alike, so of the
-two ways to call them the smaller value is taken.
+It leaves out what is only displayed, absolute times, and the numbers in names: supervisors,
+incarnations and connections are named by engine and by order. The two engines are interchangeable,
+so of the two ways to order them the smaller value is taken.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def snapshot(world: World) -> str:
 
 
 class Names:
-    """Names of everything, if the engines are called in this order."""
+    """Names of everything, with the engines in this order."""
 
     def __init__(self, world: World, order: tuple[int, int]) -> None:
         self.world = world

@@ -1,4 +1,4 @@
-"""What supervisors and their trees do by themselves, as the lock's protocol asks it of them."""
+"""What supervisors and their trees do by themselves, as the lock's protocol requires."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Supervisors:
         self.world = world
 
     def moves(self) -> list[tuple[Any, Any]]:
-        """What each that runs could do now, and what becomes of those that are dead."""
+        """What each running supervisor could do now, and what becomes of the dead ones."""
         world = self.world
         found: list[tuple[Any, Any]] = []
         for sup in world.sups:
@@ -54,7 +54,7 @@ class Supervisors:
                     found.append((self.die, tree))
         return found
 
-    # ------------------------------------------------------------------ speaking
+    # ------------------------------------------------------------------ sending
 
     def connect(self, sup: Sup) -> None:
         sup.conn = self.world.new_conn(sup)
@@ -70,7 +70,7 @@ class Supervisors:
             sup.conn.up.append(Said(tree, locks, tokens))
 
     def beat(self, sup: Sup) -> None:
-        """A heartbeat that arrives at once, if nothing else is on its way."""
+        """A heartbeat that arrives at once, if nothing else is in flight."""
         conn = sup.conn
         if not sup.is_alive or sup.is_stopped or conn is None or conn is not sup.served:
             return
@@ -79,7 +79,7 @@ class Supervisors:
             sup.heard_ms = self.world.now_ms
             self.world.shell.feed(ev.Beaten(conn.id, sup.beats))
 
-    # ------------------------------------------------------------------ hearing
+    # ------------------------------------------------------------------ receiving
 
     def hear(self, sup: Sup) -> None:
         assert sup.conn is not None
@@ -93,16 +93,16 @@ class Supervisors:
         elif message.holder.incarnation == tree.incarnation:
             self.won(sup, tree, message.lock, message.holder.token)
         elif message.lock == ACTIVE and tree.is_told and message.holder.engine != sup.engine:
-            self.give_up(sup)  # somebody else was granted
+            self.give_up(sup)  # another engine was granted the lock
 
     def won(self, sup: Sup, tree: Tree, lock: str, token: int) -> None:
         if lock == ACTIVE:
             if tree.is_told and sup.tokens[ACTIVE] != token:
-                self.give_up(sup)  # its token has changed: it does not know what happened
+                self.give_up(sup)  # its token has changed: it does not know why
                 return
             sup.tokens[ACTIVE] = token
             tree.is_told = True
-        elif not tree.is_loaded:  # it loads in no time, and gives the lock back
+        elif not tree.is_loaded:  # it loads in no time, and releases the lock
             tree.is_loaded = True
             self.say(sup)
 
@@ -130,7 +130,7 @@ class Supervisors:
             sup.tree.is_doomed = sup.is_killing = True
 
     def reap(self, sup: Sup) -> None:
-        """All its own processes are dead: the incarnation is no longer named."""
+        """All its own processes are dead: its want no longer names the incarnation."""
         sup.tree, sup.is_killing = None, False
         sup.tokens.clear()
         self.say(sup)

@@ -1,11 +1,11 @@
 """A whole pod around the pure lock machine: supervisors, trees, witnesses, connections, a disk.
 
-Only the machine is real, and nothing sleeps. `moves` are what happens by itself, `faults` what may
-befall it; whoever drives a world (a seeded generator, Hypothesis, an exhaustive search) picks one,
-and `do` carries it out and has the law look at the result. Time passes only by `wait`.
+Only the machine is real, and nothing sleeps. `moves` happen by themselves, `faults` are injected;
+the driver of a world (a seeded generator, Hypothesis, an exhaustive search) picks one, and `do`
+carries it out and has the law check the result. Time passes only by `wait`.
 
     lock_parts  records          lock_shell  the server        lock_supervisors  the engines
-    lock_faults what befalls them                              lock_law  what must always hold
+    lock_faults the faults       lock_law    what must always hold
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.sim.lock_supervisors import Supervisors
 
 Move = tuple[Any, Any]  # what to call, and with what
 
-STEP_MS = 900.0  # below the second after which the server takes it that it was stopped itself
+STEP_MS = 900.0  # below the second after which the server assumes that it was stopped itself
 WAITS_MS = (10.0, STEP_MS, 4 * STEP_MS)  # the last is longer than a supervisor may be silent
 FAULT_RATE = 0.12
 WAIT_RATE = 0.05
-QUIET_FAULT_RATE = 0.7  # where nothing happens by itself
+QUIET_FAULT_RATE = 0.7  # if nothing happens by itself
 
 
 class World:
@@ -40,14 +40,14 @@ class World:
         has_late: bool = True,
     ) -> None:
         self.in_container, self.has_pidfd, self.launches_max = in_container, has_pidfd, launches_max
-        self.has_late = has_late  # a process of each tree comes late to the witness
+        self.has_late = has_late  # a process of each tree locks the witness late
         self.process = "SO_PEERPIDFD" if has_pidfd else "none"
         self.now_ms = 0.0
         self.numbers = 0
         self.conns: list[Conn] = []
         self.sups: list[Sup] = []
         self.trees: dict[str, Tree] = {}
-        self.living: list[Tree] = []  # trees with a process of whatever kind
+        self.living: list[Tree] = []  # trees with a process of any kind
         self.trace: list[Any] = []
         self.law = Law(self)
         self.shell = Shell(self, locks)
@@ -57,7 +57,7 @@ class World:
             self.new_sup(f"engine-{number}")
         self.shell.start()
 
-    # ------------------------------------------------------------------ being driven
+    # ------------------------------------------------------------------ driving the world
 
     def moves(self) -> list[Move]:
         return self.shell.moves() + self.supervisors.moves()
@@ -68,7 +68,7 @@ class World:
         self.law.check()
 
     def wait(self, ms: float) -> None:
-        """Time passes; whoever runs and is connected is heard in it."""
+        """Time passes; every supervisor that runs and is connected sends heartbeats."""
         for sup in self.sups:
             sup.is_patient = False
         while ms > 0:
@@ -92,7 +92,7 @@ class World:
             self.do((self.wait, WAITS_MS[int(rng.random() * len(WAITS_MS))]))
 
     def settle(self, rng: random.Random, steps: int = 1500) -> bool:
-        """No more faults, and all of them repaired: does an engine become active?"""
+        """Repair all faults and inject no more: does an engine become active?"""
         self.faults.repair_all()
         for _ in range(steps):
             if self.is_served():
@@ -101,7 +101,7 @@ class World:
         return False
 
     def is_served(self) -> bool:
-        """Whether an engine lives that was told that it is active, and the server knows."""
+        """Whether a living engine has been told that it is active, and the server knows."""
         machine = self.shell.machine
         holder = machine.locks[ACTIVE].holder if machine is not None else None
         return holder is not None and any(
@@ -117,7 +117,7 @@ class World:
         )
 
     def story(self) -> list[str]:
-        """The trace in words."""
+        """The trace as text."""
         return [each if isinstance(each, str) else _told(*each) for each in self.trace]
 
     # ------------------------------------------------------------------ what there is
@@ -146,7 +146,7 @@ class World:
         return not any(s.is_alive and s.engine == sup.engine for s in self.sups)
 
     def is_process_gone(self, sup: Sup) -> bool:
-        """A container's PID 1 is gone once its whole tree is dead; strays are not in there."""
+        """A container's PID 1 is gone once its whole tree is dead; strays are outside it."""
         tree = sup.tree if self.in_container else None
         return not sup.is_alive and not (tree and (tree.holding or tree.coming))
 
