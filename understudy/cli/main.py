@@ -113,7 +113,11 @@ def drill(
 
     _check_manifest_flags(config, DRILL_OPTIONS, arguments, attach=attach)
     if attach:
-        _refuse_pod_flags(config, arguments)
+        _refuse(
+            "drill.needless_flag",
+            [*_given(POD_OPTIONS, config), *arguments[:1]],
+            "--attach: the pod in --dir is already running; remove them, or remove --attach",
+        )
         directory = Path(os.path.abspath(config["dir"]))
         _ask_first(directory, plan, yes=yes)
         result = run_async(
@@ -209,16 +213,13 @@ def _check_manifest_flags(
         if config["set"]:
             raise UsageError("pod.needless_flag", "--set requires a manifest; add -f FILE")
         return
-    given = [each for each in declared if config.origin(each.name) == "flag"]
-    needless = [each.flag for each in given if each.name in NOT_WITH_MANIFEST]
+    needless = _given([each for each in declared if each.name in NOT_WITH_MANIFEST], config)
     needless += ["--attach"] if attach else []
-    needless += arguments[:1]
-    if needless:
-        raise UsageError(
-            "pod.needless_flag",
-            f"{', '.join(needless)} cannot be used with -f, where the manifest says what runs; use "
-            "--set instead, or remove -f",
-        )
+    _refuse(
+        "pod.needless_flag",
+        [*needless, *arguments[:1]],
+        "-f, where the manifest says what runs; use --set instead, or remove -f",
+    )
 
 
 def _pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> Prepare:
@@ -257,29 +258,27 @@ def _local_pod(
     )
 
 
-def _refuse_pod_flags(config: Resolved, arguments: tuple[str, ...]) -> None:
-    """Refuse flags that describe a pod to start: they have no effect on a running one."""
-    needless = [each.flag for each in POD_OPTIONS if config.origin(each.name) == "flag"]
-    needless += arguments[:1]
-    if needless:
-        raise UsageError(
-            "drill.needless_flag",
-            f"{', '.join(needless)} cannot be used with --attach: the pod in --dir is already "
-            "running; remove them, or remove --attach",
-        )
-
-
 def _refuse_with_upgrade(config: Resolved, *, attach: bool) -> None:
     """An upgrade has no kills, and can relaunch only containers that the drill started."""
     needless = [f"--{name}" for name in ("kills", "target") if config.origin(name) == "flag"]
     needless += ["--attach"] if attach else []
     needless += ["-f"] if config.origin("file") == "flag" else []
-    if needless:
-        raise UsageError(
-            "drill.needless_flag",
-            f"{', '.join(needless)} cannot be used with --upgrade, which starts its own pod and "
-            "has no kills; to upgrade a running pod, follow docs/operations.md",
-        )
+    _refuse(
+        "drill.needless_flag",
+        needless,
+        "--upgrade, which starts its own pod and has no kills; to upgrade a running pod, follow "
+        "docs/operations.md",
+    )
+
+
+def _given(declared: Sequence[Option], config: Resolved) -> list[str]:
+    """The flags that were used on the command line."""
+    return [each.flag for each in declared if config.origin(each.name) == "flag"]
+
+
+def _refuse(code: str, flags: Sequence[str], why: str) -> None:
+    if flags:
+        raise UsageError(code, f"{', '.join(flags)} cannot be used with {why}")
 
 
 def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:

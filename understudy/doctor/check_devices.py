@@ -8,17 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from plumbing.part.format import size
-from understudy.doctor.facts import (
-    Finding,
-    GpuFacts,
-    HealthCheck,
-    HeldMemory,
-    PodFacts,
-    failed,
-    passed,
-    skipped,
-    warned,
-)
+from understudy.doctor.facts import GpuFacts, HeldMemory, PodFacts
+from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
 
 NO_GPU = "no GPU is visible; see the NVIDIA driver check"
 

@@ -9,16 +9,8 @@ from __future__ import annotations
 
 from plumbing.part.paths import LOCKSERVER_SOCKET, LONGEST_COMMON_NAME, gms_socket
 from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
-from understudy.doctor.facts import (
-    Finding,
-    HealthCheck,
-    PodFacts,
-    SocketListener,
-    failed,
-    passed,
-    skipped,
-    warned,
-)
+from understudy.doctor.facts import PodFacts, SocketListener
+from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
 
 ONE_VOLUME = (
     "mount one volume into every container, with the same --dir inside it; on a host, start every"

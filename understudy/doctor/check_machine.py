@@ -6,17 +6,8 @@ from engine.backends.vllm.versions import OVERRIDE_FLAG, check_version, supporte
 from plumbing.errors import UsageError
 from plumbing.part.format import size
 from plumbing.service.process import FDS_ADVISED
-from understudy.doctor.facts import (
-    FdUse,
-    Finding,
-    HealthCheck,
-    PodFacts,
-    Port,
-    failed,
-    passed,
-    skipped,
-    warned,
-)
+from understudy.doctor.facts import FdUse, PodFacts, Port
+from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
 from understudy.status.memory_view import Document, devices
 
 # Two epochs (committed, loading) of 250 slabs each, one more set in flight, and a server's 128

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from understudy.doctor import check_devices, check_directory, check_machine
-from understudy.doctor.facts import CheckResult, FindingStatus, PodFacts
+from understudy.doctor.facts import PodFacts
+from understudy.doctor.findings import CheckResult, FindingStatus
 
 SCHEMA = 1
 

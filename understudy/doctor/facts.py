@@ -7,9 +7,8 @@ whoever listens on a socket; a part in another namespace has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 FileId = tuple[int, int]  # device and inode: two paths with the same are one directory
@@ -177,52 +176,3 @@ class PodFacts:
     def gpus_served(self) -> list[str]:
         """The pod's devices that are GPUs; HOST-0 is not one."""
         return [each for each in self.served if each.startswith(("GPU-", "MIG-"))]
-
-
-class FindingStatus(StrEnum):
-    """The outcome of a check, most serious first."""
-
-    FAIL = "fail"  # the pod, or its next failover, does not work
-    WARN = "warn"  # it works, with a risk
-    PASS = "pass"
-    SKIP = "skip"  # cannot be checked here
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check found, in a sentence, and how to fix it (what to type, or what to change)."""
-
-    status: FindingStatus
-    found: str
-    fix: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class HealthCheck:
-    """One question about the machine. `id` is stable; `judge` answers it from the facts alone."""
-
-    id: str
-    title: str
-    judge: Callable[[PodFacts], Finding]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    check: HealthCheck
-    finding: Finding
-
-
-def passed(found: str) -> Finding:
-    return Finding(FindingStatus.PASS, found)
-
-
-def warned(found: str, fix: str) -> Finding:
-    return Finding(FindingStatus.WARN, found, fix)
-
-
-def failed(found: str, fix: str) -> Finding:
-    return Finding(FindingStatus.FAIL, found, fix)
-
-
-def skipped(why: str) -> Finding:
-    return Finding(FindingStatus.SKIP, why)

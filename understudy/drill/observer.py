@@ -17,6 +17,7 @@ import select
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ class Observer:
                 lock_messages.CATALOGUE,
                 lock_messages.WatchMsg(),
                 self._on_lockserver,
-                lambda: self._note(LOCK, GONE),
+                partial(self._note, LOCK, GONE),
             )
         ]
         self._watches += [
@@ -127,8 +128,8 @@ class Observer:
                 path,
                 engine_messages.CONTROL,
                 engine_messages.WatchMsg(),
-                lambda message, engine=engine: self._on_engine(engine, message),  # type: ignore[misc] # mypy has no types for defaults of lambdas
-                lambda engine=engine: self._note(engine, GONE),  # type: ignore[misc] # as above
+                partial(self._on_engine, engine),
+                partial(self._note, engine, GONE),
             )
             for engine, path in engines.items()
         ]

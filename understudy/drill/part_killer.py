@@ -1,9 +1,8 @@
 """Kills parts that are not engines: the lock server, the memory service, a device's server.
 
-Owns what a crash without loss means, seen from outside: the part is replaced and has what it had
-before (a memory server: the same epoch with the same readers), the same engines run, and the same
-one is active under the same token. Kills are SIGKILL by pidfd, as for a container out of memory.
-Also samples the physical memory of the weights, to detect a second copy.
+A crash without loss means that the part is replaced and has what it had before (a memory server:
+the same epoch with the same readers), the same engines run, and the same one is active under the
+same token. Also samples the physical memory of the weights, to detect a second copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One drill from start to end: learn the answers, load the pod, kill, wait, kill again.
 
-Owns the order of the steps and the progress lines. Measures through `clients` and `observer`, kills
-through `killer` and `part_killer`, judges nothing. It is kept lean, because it shares its CPU cores
-with the pod whose speed it reports.
+Owns the order of the steps and the progress lines; judges nothing. It is kept lean, because it
+shares its CPU cores with the pod whose speed it reports.
 """
 
 from __future__ import annotations
@@ -19,19 +18,11 @@ from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.part.format import duration
 from plumbing.part.paths import engine_sockets
 from plumbing.service.clock import SystemClock
+from understudy.drill import part_killer
 from understudy.drill.clients import Target, send, stream_without_pause
 from understudy.drill.killer import Whole, kill_active, wait_whole
 from understudy.drill.observer import Observer
-from understudy.drill.part_killer import (
-    PhysicalMemory,
-    Standing,
-    committed_devices,
-    kill_part,
-    kill_server,
-    roots_of,
-    wait_back,
-    wait_recovered,
-)
+from understudy.drill.part_killer import PhysicalMemory, Standing
 from understudy.drill.prompts import all_prompts, learn_answers, read_expected
 from understudy.drill.records import (
     GMS,
@@ -199,9 +190,11 @@ class Drill:
     async def _watch_memory(self) -> None:
         """Note the committed memory, and start sampling the physical memory."""
         view = await gather(self._directory)
-        sizes = [int(each["committed_bytes"]) for each in committed_devices(view).values()]
+        sizes = [
+            int(each["committed_bytes"]) for each in part_killer.committed_devices(view).values()
+        ]
         self.records.memory = MemoryUse(sum(sizes), min(sizes, default=0))
-        self._physical.watch(roots_of(await pids_of(self._directory)))
+        self._physical.watch(part_killer.roots_of(await pids_of(self._directory)))
 
     async def _all_up(self, observer: Observer) -> None:
         """Wait until every container has passed its startup probe, and the lock server is watched.
@@ -220,9 +213,9 @@ class Drill:
 
     async def _kill_part(self, number: int, what: str) -> None:
         """Kill a part that is not an engine, and record what else its death has changed."""
-        kill, before, memory = await kill_part(self._directory, what)
+        kill, before, memory = await part_killer.kill_part(self._directory, what)
         self.records.part_kills.append(kill)
-        await wait_back(self._directory, kill, memory)
+        await part_killer.wait_back(self._directory, kill, memory)
         await wait_whole(self._directory, self._say)
         await self._answers(2 * self._plan.clients)
         await self._compare(what, before)
@@ -237,11 +230,11 @@ class Drill:
     async def _kill_memory(self, number: int) -> None:
         """Kill a memory server, and record what else its death has changed."""
         made = len(self.records.memory_kills)
-        kill, before = await kill_server(self._directory, made)
+        kill, before = await part_killer.kill_server(self._directory, made)
         self.records.memory_kills.append(kill)
-        await wait_recovered(self._directory, kill, self._say)
+        await part_killer.wait_recovered(self._directory, kill, self._say)
         # Earlier kills may have replaced engines.
-        self._physical.watch(roots_of(await pids_of(self._directory)))
+        self._physical.watch(part_killer.roots_of(await pids_of(self._directory)))
         await self._answers(2 * self._plan.clients)
         await self._compare(f"the server of {kill.device}", before)
         took_ms = (kill.recovered_ms or kill.killed_ms) - kill.killed_ms

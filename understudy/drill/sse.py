@@ -56,7 +56,7 @@ class StreamedAnswer:
             self._check_size(self._raw)
             return []
         body = self._read_chunks() if self._is_chunked else self._read_plain()
-        if self.headers.get("content-type", "").startswith("text/event-stream"):
+        if self._is_stream:
             return self._read_events(body)
         self.body = (self.body + body)[:PENDING_MAX_BYTES]
         return []
@@ -113,10 +113,11 @@ class StreamedAnswer:
             # The CRLF after a chunk counts as two more bytes of it, dropped above.
             self._chunk_left = size + 2
             if size == 0:
-                self.is_done = self.is_done or not self._is_stream()
+                self.is_done = self.is_done or not self._is_stream
                 self._raw = b""
         return body
 
+    @property
     def _is_stream(self) -> bool:
         return self.headers.get("content-type", "").startswith("text/event-stream")
 

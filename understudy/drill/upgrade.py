@@ -1,18 +1,15 @@
 """Upgrades a pod under load, as in docs/operations.md: the standby is relaunched with a new
 configuration, the active engine hands over to it, and is then relaunched likewise.
 
-Owns the order of these steps and the new configuration. The runner replaces the containers, as an
-operator or a kubelet would. Judges nothing.
-
-The surprising thing: engines are not asked for their configuration. Every process of an engine is
-checked in /proc, so that a leftover of the old backend is noticed.
+The runner replaces the containers, as an operator or a kubelet would. Engines are not asked for
+their configuration: every process is checked in /proc, so a leftover of the old backend is noticed.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockserver.client import messages as lock_messages
@@ -34,23 +31,16 @@ SWITCHOVER = "switchover"  # in place of a kill's target
 clock = SystemClock()
 
 
+@dataclass(frozen=True, slots=True)
 class Upgrader:
     """Upgrades the engines of the pod in `directory`, which `runner` runs; `answers` waits until
     more requests have been answered."""
 
-    def __init__(
-        self,
-        directory: Path,
-        runner: PodRunner,
-        observer: Observer,
-        say: Callable[[str], None],
-        answers: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._directory = directory
-        self._runner = runner
-        self._observer = observer
-        self._say = say
-        self._answers = answers
+    directory: Path
+    runner: PodRunner
+    observer: Observer
+    say: Callable[[str], None]
+    answers: Callable[[], Awaitable[None]]
 
     async def run(self, upgrade: Upgrade) -> None:
         """Upgrade both engines; fills `upgrade` step by step.
@@ -58,37 +48,37 @@ class Upgrader:
         Raises:
             UnderstudyError: a step failed.
         """
-        before = await wait_whole(self._directory, self._say)
+        before = await wait_whole(self.directory, self.say)
         for standby in before.standbys:
             await self._relaunch(standby)
-        await self._answers()
+        await self.answers()
         await self._switch_over(before, before.standbys[0], upgrade)
-        await wait_whole(self._directory, self._say)
-        await self._answers()
+        await wait_whole(self.directory, self.say)
+        await self.answers()
         await self._relaunch(before.engine)
-        await self._answers()
+        await self.answers()
         for engine in (before.engine, *before.standbys):
             upgrade.engines[engine] = self._is_upgraded(engine)
 
     async def _relaunch(self, engine: str) -> None:
         began_ms = clock.now_ms()
-        container = self._runner.container(engine)
+        container = self.runner.container(engine)
         env = {**container.env, SETTING: VALUE}
-        await self._runner.replace(replace(container, env=env))
-        await wait_whole(self._directory, self._say)
+        await self.runner.replace(replace(container, env=env))
+        await wait_whole(self.directory, self.say)
         took_ms = clock.now_ms() - began_ms
-        self._say(f"{engine} is in standby with {SETTING}={VALUE} after {duration(took_ms)}")
+        self.say(f"{engine} is in standby with {SETTING}={VALUE} after {duration(took_ms)}")
 
     async def _switch_over(self, before: Whole, to: str, upgrade: Upgrade) -> None:
-        tree = OldTree.of(backend_processes(self._runner.pids()[before.engine]))
+        tree = OldTree.of(backend_processes(self.runner.pids()[before.engine]))
         upgrade.source, upgrade.old_token = before.engine, before.token
         # At the grant, the old backend must be gone here, too.
-        self._observer.expect(
+        self.observer.expect(
             EngineKill(SWITCHOVER, before.engine, before.token, clock.now_ms()), tree
         )
         question = lock_messages.SwitchOverMsg("active", to, round(SWITCHOVER_TIMEOUT_S * 1000))
         answered = await ask(
-            str(self._directory / LOCKSERVER_SOCKET),
+            str(self.directory / LOCKSERVER_SOCKET),
             lock_messages.CATALOGUE,
             question,
             timeout_s=SWITCHOVER_TIMEOUT_S + 5,
@@ -98,11 +88,11 @@ class Upgrader:
             raise UnderstudyError("drill.no_switchover", f"the lock server answered {done.TYPE}")
         upgrade.target, upgrade.new_token = done.engine, done.token
         upgrade.switchover_ms = float(done.took_ms)
-        self._say(f"{done.source} handed over to {done.engine} after {done.took_ms} ms")
+        self.say(f"{done.source} handed over to {done.engine} after {done.took_ms} ms")
 
     def _is_upgraded(self, engine: str) -> bool:
         """Whether every process of the engine runs with the new configuration."""
-        supervisor = self._runner.pids()[engine]
+        supervisor = self.runner.pids()[engine]
         wanted = f"{SETTING}={VALUE}".encode()
         processes = [supervisor, *backend_processes(supervisor)]
         return len(processes) > 1 and all(wanted in _environment(pid) for pid in processes)

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from understudy.drill.records import (
@@ -31,6 +31,12 @@ from understudy.drill.records import (
 ENGINES_MIN = 2  # an active engine and a standby
 UNAVAILABLE = frozenset({429, 503})  # the server refused for now
 
+# Attributes of a report that are keys of its JSON document as they are.
+IN_DOCUMENT = (
+    *("passed", "problems", "requests", "kills", "killed"),
+    *("refused", "wrong_tokens", "double_active", "lost_in_flight"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -41,7 +47,7 @@ class Spread:
     max: float | None
 
     def to_dict(self) -> dict[str, float | None]:
-        return {"p50": self.p50, "p99": self.p99, "max": self.max}
+        return asdict(self)
 
 
 @dataclass(slots=True)
@@ -71,16 +77,7 @@ class DrillReport:
 
     def to_dict(self, backend: str, machine: dict[str, Any]) -> dict[str, Any]:
         """The one JSON document of `understudy drill --json`; `gms` if its servers were killed."""
-        document = {
-            "passed": self.passed,
-            "problems": self.problems,
-            "requests": self.requests,
-            "kills": self.kills,
-            "killed": self.killed,
-            "refused": self.refused,
-            "wrong_tokens": self.wrong_tokens,
-            "double_active": self.double_active,
-            "lost_in_flight": self.lost_in_flight,
+        document = {name: getattr(self, name) for name in IN_DOCUMENT} | {
             "failover_ms": self.failover_ms.to_dict(),
             "phases_ms": {name: spread.to_dict() for name, spread in self.phases_ms.items()},
             "backend": backend,

@@ -1,9 +1,7 @@
 """A pod as data: its containers and their probes, and the kubelet's rules for them. Pure.
 
-Owns the rules for order, restarts, back-off and the grace period; when a probe is due, how many
-equal results in a row count, and what follows. `manifest/placement.py` makes containers,
-`runner.py` runs them. Containers start in the order of the list and stop in reverse: an engine that
-drains still needs its lock server and its memory.
+`manifest/placement.py` makes containers, `runner.py` runs them: in the order of the list, and in
+reverse when they stop, because an engine that drains still needs its lock server and its memory.
 """
 
 from __future__ import annotations

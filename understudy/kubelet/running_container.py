@@ -1,13 +1,12 @@
 """One container and its process: started, probed, stopped, restarted.
 
-Owns the process, its probes' tasks and the restart delay; `containers.py` has the rules. Signals go
-only to children not reaped yet, so never to a recycled pid. Children die with the runner: they get
-its pid in UNDERSTUDY_PARENT_PID and ask the kernel to be killed when it exits, or
-`enter_namespace.py` does so for them.
+`containers.py` has the rules. Signals go only to children not reaped yet, so never to a recycled
+pid. Children die with the runner: they get its pid in UNDERSTUDY_PARENT_PID and ask the kernel to
+be killed when it exits, or `enter_namespace.py` does so for them.
 
-The surprising thing: during the *first* start an exit with a code (not by a signal) is final. A bad
-flag or a missing model is not cured by a retry, and the user waits for the error. For the same
-reason the runner's deadline ends a first start, not its startup probe.
+The surprising thing: during the *first* start an exit with a code (not by a signal) is final,
+because a retry does not cure a bad flag, and the user waits for the error. For the same reason the
+runner's deadline ends a first start, not its startup probe.
 """
 
 from __future__ import annotations

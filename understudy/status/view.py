@@ -16,6 +16,7 @@ from understudy.status.memory_view import Document, engines_by_pid, memory_fault
 SCHEMA = 1
 PARKED = "standby"
 SERVING = "active"
+ENGINE_HEADER = ("engine", "role", "state", "since", "in flight", "last canary", "pid", "reason")
 
 
 def pod_view(
@@ -66,7 +67,7 @@ def lines(view: Document, now: datetime) -> list[str]:
     # The directory last: it may be longer than a terminal is wide.
     out = [f"pod    {view['state']}   {ready}   {view['dir']}", _lock_line(view, now)]
     if view["engines"]:
-        out += table([_engine_header(), *(_engine_row(part, now) for part in view["engines"])])
+        out += table([ENGINE_HEADER, *(_engine_row(part, now) for part in view["engines"])])
     named = engines_by_pid(view["engines"])
     out += [line for part in view["gms"] for line in memory_lines(part, now, named)]
     out += [f"! {problem}" for problem in view["problems"][:4]]
@@ -152,10 +153,6 @@ def _lock_line(view: Document, now: datetime) -> str:
         f"lock   active   {lock.get('state')} by {holder.get('engine')}   "
         f"token {holder.get('token')}   since {since(holder.get('since'), now)}"
     )
-
-
-def _engine_header() -> tuple[str, ...]:
-    return ("engine", "role", "state", "since", "in flight", "last canary", "pid", "reason")
 
 
 def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:

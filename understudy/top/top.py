@@ -51,7 +51,7 @@ class Top:
         while True:
             with contextlib.suppress(UnreachableError):
                 self._events.extend(await past_events(self._directory))
-                await follow_events(self._directory, self._on_event)
+                await follow_events(self._directory, self._events.append)
             await asyncio.sleep(REFRESH_S)
 
     async def look(self) -> None:
@@ -63,9 +63,6 @@ class Top:
         logs = _logs(self._log_dir) if self.which is TopPage.LOGS else []
         shown = Shown(self._view, list(self._events), logs, datetime.now(UTC), height)
         return page(self.which, shown)
-
-    def _on_event(self, record: Record) -> None:
-        self._events.append(record)
 
 
 async def run(directory: Path, log_dir: Path, say: Say) -> None:

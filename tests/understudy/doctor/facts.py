@@ -9,7 +9,6 @@ from understudy.doctor.checks import CHECKS
 from understudy.doctor.facts import (
     Directory,
     FdUse,
-    Finding,
     GpuFacts,
     Gpus,
     Kernel,
@@ -20,6 +19,7 @@ from understudy.doctor.facts import (
     SocketFile,
     SocketListener,
 )
+from understudy.doctor.findings import Finding
 
 HERE = (1, 2)
 GPU = "GPU-5a0f1b2c-0000-4000-8000-00000000000a"

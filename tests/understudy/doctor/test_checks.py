@@ -25,7 +25,6 @@ from tests.understudy.doctor.facts import (
 from understudy.doctor.checks import CHECKS, document, examine, is_well, lines
 from understudy.doctor.facts import (
     FdUse,
-    FindingStatus,
     GpuFacts,
     Gpus,
     HeldMemory,
@@ -35,6 +34,7 @@ from understudy.doctor.facts import (
     SocketFile,
     SocketListener,
 )
+from understudy.doctor.findings import FindingStatus
 
 FAIL, WARN, PASS, SKIP = (
     FindingStatus.FAIL,

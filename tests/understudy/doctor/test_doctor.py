@@ -29,7 +29,8 @@ from tests.lockserver.processes import ServerProcess
 from tests.standin import build
 from understudy.doctor import fixes, probe_devices
 from understudy.doctor.checks import examine
-from understudy.doctor.facts import Finding, FindingStatus, PodFacts
+from understudy.doctor.facts import PodFacts
+from understudy.doctor.findings import Finding, FindingStatus
 from understudy.doctor.probe import look
 from understudy.up.ports import Ports
 
