@@ -1,4 +1,4 @@
-"""One model and one pod for all tests of this directory that leave a pod whole."""
+"""One model and one pod, shared by the tests of this directory that leave a pod complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[PodHome]:
-    """A pod that every test of a module leaves whole."""
+    """A pod that every test of a module leaves complete."""
     found = PodHome(tmp_path_factory.mktemp("pod"), model)
     try:
         yield found

@@ -1,7 +1,7 @@
 """Reads docs/cli_json.md, and compares documents with it.
 
-A section is a heading, which names what it is about, and a table of keys. A type that is a link
-stands for the keys of the section that it leads to.
+A section is a heading, which names its subject, and a table of keys. A type that is a link stands
+for the keys of the linked section.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A documented key. One that is only there at times says "only when", or stands below such."""
+    """A documented key. An optional one says "only when", or is below one that does."""
 
     path: KeyPath
     types: tuple[str, ...]
@@ -61,14 +61,14 @@ class Row:
         return len(path) == len(self.path) and self.leads_to(path)
 
     def leads_to(self, path: KeyPath) -> bool:
-        """Whether the key at `path` is this one, or one that it lies below."""
+        """Whether the key at `path` is this one, or one of its parents."""
         return all(
             mine == other or (mine == ANY and other != EACH)
             for mine, other in zip(self.path, path, strict=False)
         ) and len(path) <= len(self.path)
 
     def swallows(self, path: KeyPath) -> bool:
-        """Whether `path` is below something of which the page only says that it is there."""
+        """Whether `path` is below a key whose content the page does not describe."""
         return "any" in self.types and self.describes(path[: len(self.path)])
 
     def accepts(self, value: Any) -> bool:
@@ -107,7 +107,7 @@ LINK = re.compile(r"\[[^]]+\]\(#([\w-]+)\)")
 
 
 def rows_of(heading: str) -> list[Row]:
-    """What the section says, links followed."""
+    """The section's rows, links followed."""
     rows: list[Row] = []
     for key, kind, meaning in TABLES[heading]:
         path = key_path(key)
@@ -121,7 +121,7 @@ def rows_of(heading: str) -> list[Row]:
 
 
 def linked_to() -> set[str]:
-    """The sections that others contain."""
+    """The sections that others link to."""
     kinds = [kind for rows in TABLES.values() for _, kind, _ in rows]
     return {HEADINGS[link[1]] for kind in kinds if (link := LINK.fullmatch(kind))}
 
@@ -138,7 +138,7 @@ def nodes(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def undocumented(document: Any, rows: Sequence[Row]) -> list[str]:
-    """The keys of `document` that no row describes, or of which one says another type."""
+    """The keys of `document` that no row describes, or that a row gives another type."""
     bad = []
     for path, value in nodes(document):
         exact = [row for row in rows if row.describes(path)]

@@ -1,8 +1,9 @@
 """A pod of real processes for tests: the product's own runner, clients and verdict.
 
-Owns what several tests share: one pod (starting one costs seconds), its processes by pid, and
-loads that stream against it. Every load is judged when it ends: a wrong token, a hung request, or
-text of an older grant after text of a newer one fails the test, whatever else it looked at.
+Owns what several tests share: one pod (starting one takes seconds), its processes by pid, and
+clients that stream requests to it. Every load is judged when it ends: a wrong token, a hung
+request, or text of an older grant after text of a newer one fails the test, whatever else it
+checks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from understudy.up.local_pod import LocalPod
 from understudy.up.random_model import ONE_THREAD, make_random_model
 
 WHOLE_DEADLINE_S = 60.0
-GRACE_S = 20.0  # a test that fails must not wait the forty seconds that users' requests get
+GRACE_S = 20.0  # a failing test must not wait the forty seconds that users' requests get
 CLIENTS = 3
 
 # The pod runs as users run it: Python's development mode would cost it memory and time.
@@ -46,7 +47,7 @@ class Pod:
         self.local = local
         self._whole_deadline_s = whole_deadline_s
         self.directory = local.directory
-        # Nobody looks whether it lives: tests stop processes, to see what the pod makes of it.
+        # No liveness probe: tests stop processes to see how the pod reacts.
         containers = [replace(each, grace_s=GRACE_S, liveness=None) for each in local.containers()]
         self.runner = PodRunner(containers, self.directory / "log")
         self._drill = Drill(self.directory, DrillPlan(), lambda line: None)
@@ -56,14 +57,14 @@ class Pod:
         await self.runner.start()
         self._target = await self._drill.prepare()
 
-    # ------------------------------------------------------------------ looking at it
+    # ------------------------------------------------------------------ reading its state
 
     async def whole(self) -> Whole:
         """Wait until one engine serves and another is parked in the queue."""
         return await wait_whole(self.directory, deadline_s=self._whole_deadline_s)
 
     async def whole_after(self, token: int) -> Whole:
-        """The pod, whole again under a newer grant than `token`."""
+        """Wait until the pod is complete again under a newer grant than `token`."""
         async with asyncio.timeout(self._whole_deadline_s):
             whole = await self.whole()
             while whole.token <= token:
@@ -81,7 +82,7 @@ class Pod:
         return document
 
     async def lock(self) -> Mapping[str, Any]:
-        """The status of `active` as the lock server tells it; {} while it does not answer."""
+        """The status of `active` from the lock server; {} while it does not answer."""
         return (await self.view())["lockserver"].get("locks", {}).get("active", {})
 
     def pid(self, container: str) -> int:
@@ -102,12 +103,12 @@ class Pod:
         return pid
 
     async def memory(self, device: str = "HOST-0") -> Mapping[str, Any]:
-        """The status of the server of `device`; {} while none answers."""
+        """The status of the server of `device`; {} while it does not answer."""
         parts = (await self.view())["gms"]
         return next((part for part in parts if part.get("device_uuid") == device), {})
 
     async def recovered(self, old: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Wait until another server has what the one of the status `old` had, readers included."""
+        """Wait until another server has what the one in the status `old` had, readers included."""
         async with asyncio.timeout(self._whole_deadline_s):
             while True:
                 new = await self.memory(old["device_uuid"])
@@ -133,18 +134,19 @@ class Pod:
     # ------------------------------------------------------------------ using it
 
     def grants(self, old: Processes) -> AbstractAsyncContextManager[Grants]:
-        """Listen to the lock server; at each grant, look who of `old` is alive."""
+        """Listen to the lock server; at each grant, check which processes of `old` are alive."""
         return grants_in(self.directory, old)
 
     def load(self, clients: int = CLIENTS) -> AbstractAsyncContextManager[Load]:
-        """Clients that stream without pause until the block ends; judged then."""
+        """Clients that stream without pause until the block ends, and are judged then."""
         assert self._target is not None
         return load_on(self._target, self._drill, clients)
 
 
 @asynccontextmanager
 async def grants_in(directory: Path, old: Processes) -> AsyncIterator[Grants]:
-    """Listen to the lock server in `directory`; at each grant, look who of `old` is alive."""
+    """Listen to the lock server in `directory`; at each grant, check which processes of `old` are
+    alive."""
     grants = Grants(old)
     path = str(directory / LOCKSERVER_SOCKET)
     watch = PeerWatch(path, lock_messages.CATALOGUE, lock_messages.WatchMsg(), grants.heard)
@@ -157,7 +159,8 @@ async def grants_in(directory: Path, old: Processes) -> AsyncIterator[Grants]:
 
 @asynccontextmanager
 async def load_on(target: Target, drill: Drill, clients: int = CLIENTS) -> AsyncIterator[Load]:
-    """Clients that ask `target` what `drill` has learnt, until the block ends; judged then."""
+    """Clients that send `target` the requests `drill` has learnt, until the block ends; judged
+    then."""
     load = Load(drill.records.expected)
     stopping = asyncio.Event()
     tasks = [
@@ -178,7 +181,7 @@ async def load_on(target: Target, drill: Drill, clients: int = CLIENTS) -> Async
 
 
 class Load:
-    """What the clients of one load got so far."""
+    """The results of the clients of one load so far."""
 
     def __init__(self, expected: dict[str, Exchange]) -> None:
         self.exchanges: list[Exchange] = []
@@ -188,12 +191,13 @@ class Load:
         return sum(classify(each, self._expected) is outcome for each in self.exchanges)
 
     async def answers(self, count: int = 12) -> None:
-        """Wait until so many more requests were answered in full."""
+        """Wait until this many more requests have been answered in full."""
         goal = self.count(Outcome.OK) + count
         await auntil(lambda: self.count(Outcome.OK) >= goal, f"{count} more answers")
 
     async def newer(self, token: int) -> int:
-        """Wait until something was answered under a newer grant than `token`; that grant."""
+        """Wait until a request was answered under a newer grant than `token`; returns that
+        grant."""
         await auntil(lambda: max(self._answered()) > token, f"an answer under more than {token}")
         return max(self._answered())
 
@@ -201,11 +205,11 @@ class Load:
         return [0, *(each.token for each in self.exchanges if each.chunks and each.token)]
 
     def tokens(self) -> set[int | None]:
-        """The grants under which anything was answered."""
+        """The grants under which any request was answered."""
         return {each.token for each in self.exchanges if each.chunks}
 
     def refused(self) -> list[Exchange]:
-        """Connections that the kernel refused, and requests that were told to come later."""
+        """Connections that the kernel refused, and requests that were told to retry later."""
         return [each for each in self.exchanges if self._is(each, Outcome.REFUSED)]
 
     def connections_refused(self) -> list[Exchange]:
@@ -215,7 +219,7 @@ class Load:
         return [each for each in self.exchanges if self._is(each, Outcome.LOST)]
 
     def check(self) -> None:
-        """What no fault whatever may lead to."""
+        """What no fault may ever cause."""
         bad = [each for each in self.exchanges if self._is(each, Outcome.WRONG, Outcome.HUNG)]
         assert not bad
         assert not served_out_of_order(self.exchanges)
@@ -226,7 +230,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A grant of `active`, and who of the old holder's processes lived when it was heard of."""
+    """A grant of `active`, and the old holder's processes that were alive when it was received."""
 
     engine: str
     token: int
@@ -236,7 +240,8 @@ class Grant:
 class Grants:
     """Every grant of `active` that the lock server makes, in order.
 
-    A holder that is confirmed after a restart is told of again, under the token it has: no grant.
+    A holder that is confirmed after a restart is reported again, under the same token: that is no
+    grant.
     """
 
     def __init__(self, old: Processes) -> None:
@@ -252,7 +257,7 @@ class Grants:
         if isinstance(message, lock_messages.StatusReplyMsg) and self._newest is None:
             self._newest = message.document["token"]
         elif isinstance(message, lock_messages.GrantedMsg) and message.lock == "active":
-            assert self._newest is not None  # an observer hears the state before any news
+            assert self._newest is not None  # an observer is sent the state before any event
             if message.token > self._newest:
                 self._newest = message.token
                 alive = frozenset(pid for pid in self._old.alive() if not is_spent(pid))
@@ -260,9 +265,9 @@ class Grants:
 
 
 class PodHome:
-    """One pod that tests in turn use, on an event loop that runs only while one of them does.
+    """One pod that tests use in turn, on an event loop that runs only while one of them does.
 
-    A test that fails may leave anything behind, so the next one gets a new pod.
+    A failing test may leave it in any state, so the next one gets a new pod.
     """
 
     def __init__(
@@ -281,7 +286,7 @@ class PodHome:
         self._started = 0
 
     def run(self, scenario: Callable[[Pod], Awaitable[None]]) -> None:
-        """Run `scenario` on a pod that is whole."""
+        """Run `scenario` on a complete pod."""
         self._loop.run(self._use(scenario))
 
     def close(self) -> None:

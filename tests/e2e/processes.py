@@ -20,7 +20,7 @@ _ports_given: set[int] = set()
 
 
 class Processes:
-    """Processes held by pidfds, which name them for ever; pids may be reused."""
+    """Processes held by pidfds, which stay unambiguous even if pids are reused."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._pidfds = {pid: os.pidfd_open(pid) for pid in pids}
@@ -34,7 +34,7 @@ class Processes:
 
     def signal(self, number: int) -> None:
         for pidfd in self._pidfds.values():
-            with contextlib.suppress(ProcessLookupError):  # it died of the one before
+            with contextlib.suppress(ProcessLookupError):  # an earlier kill ended it
                 signal.pidfd_send_signal(pidfd, number)
 
     def alive(self) -> set[int]:
@@ -47,24 +47,24 @@ class Processes:
 
 
 def kill(*pids: int) -> None:
-    """SIGKILL to each that is there: the first death may have ended the others."""
+    """SIGKILL to each that is left: the first death may have ended the others."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def continue_all(pids: Iterable[int]) -> None:
-    """SIGCONT to each that is there: a stopped process would outlive its test."""
+    """SIGCONT to each that is left: a stopped process would outlive its test."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
 
 def fresh_ports(in_a_row: int = 1) -> int:
-    """The first of `in_a_row` free ports, never given before in this run.
+    """The first of `in_a_row` free ports, never used before in this run.
 
-    They are below those that the kernel gives to whoever asks for any port: nobody can take one
-    while the test's own server is dead.
+    They are below the kernel's range for automatic ports: no other process can take one while the
+    test's own server is dead.
     """
     while True:
         first = random.choice(PORTS)
@@ -88,7 +88,7 @@ def pod_ports() -> Ports:
 
 
 def port_flags(**taken: int) -> list[str]:
-    """The flags of `understudy up` that move every port to a free one, but for those in `taken`."""
+    """The flags of `understudy up` that move every port to a free one, except those in `taken`."""
     ports = pod_ports()
     chosen = {"service": ports.service, "lockserver": ports.lockserver, "gms": ports.gms}
     chosen |= {"engine": ports.engines[0], **taken}
@@ -100,7 +100,7 @@ def fd_counts(pids: Iterable[int]) -> dict[int, int]:
 
 
 async def settled_fds(pids: Sequence[int]) -> dict[int, int]:
-    """How many descriptors each has, once the last look at the pod has been hung up on."""
+    """How many descriptors each has, once the connections of the last status query are closed."""
     seen: list[dict[int, int]] = []
 
     def is_settled() -> bool:
@@ -112,7 +112,7 @@ async def settled_fds(pids: Sequence[int]) -> dict[int, int]:
 
 
 async def same_fds(before: dict[int, int]) -> None:
-    """Wait until every process of `before` has as many descriptors as then."""
+    """Wait until every process of `before` has as many descriptors as it had then."""
     try:
         await auntil(lambda: fd_counts(before) == before, "the descriptors to be as before")
     except AssertionError:

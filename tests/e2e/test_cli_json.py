@@ -1,7 +1,8 @@
-"""docs/cli_json.md against a pod: each key that is printed is on the page, and the other way round.
+"""docs/cli_json.md against a pod: every printed key is on the page, and every key on the page is
+printed.
 
-The pod is looked at after a failover, after its memory has been dropped, and from what it leaves on
-disk; so most of what a document may say is said here once.
+The pod is inspected after a failover, after its memory has been dropped, and from the files it
+leaves on disk, so most of the optional keys occur here once.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from understudy.kubelet.http_get import get
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
 WAIT_S = 60.0
-AT_ONCE = 2  # commands: the pod has work to do meanwhile
+AT_ONCE = 2  # commands at a time: the pod has work to do meanwhile
 UNREACHABLE = 3
 DEGRADED = 4
 PROGRAMS = {
@@ -53,7 +54,8 @@ PROGRAMS = {
 
 
 class Printed:
-    """The documents that a pod and its commands have printed, by the section that is about them."""
+    """The documents that a pod and its commands have printed, by the section that describes
+    them."""
 
     def __init__(self) -> None:
         self.documents: dict[str, list[Any]] = {heading: [] for heading in TABLES}
@@ -70,7 +72,7 @@ class Printed:
         where: Path | None = None,
         codes: tuple[int, ...] = (0,),
     ) -> None:
-        """Run `command --json` in a process of its own."""
+        """Run `command --json` as a process."""
         words = command.split()
         place = [f"--dir={where}"] if where else []
         async with self._turn:
@@ -94,7 +96,7 @@ class Printed:
 
 @pytest.fixture(scope="module")
 def printed(home: PodHome, tmp_path_factory: pytest.TempPathFactory) -> Printed:
-    """Every document of a pod after a failover, of what is left of one, and of none."""
+    """Every document of a pod after a failover, of the files it leaves, and of no pod at all."""
     found = Printed()
     failures(found, tmp_path_factory.mktemp("none"))
     settings(found)
@@ -112,7 +114,7 @@ def printed(home: PodHome, tmp_path_factory: pytest.TempPathFactory) -> Printed:
         await remains(found, directory, tmp_path_factory.mktemp("off"))
         await asyncio.to_thread(nobody_active, found, tmp_path_factory.mktemp("lock"))
         await found.run("gms drop", "--even-if-mapped", "--yes", where=directory)
-        # Its weights are out of service: the exit code says so, and there is still one document.
+        # Its weights are out of service: the exit code shows it, and a document is still printed.
         await found.run("understudy status", "--check", where=directory, codes=(DEGRADED,))
         with loading(directory):
             for command in ("understudy status", "gms status", "gms inspect"):
@@ -126,7 +128,7 @@ def printed(home: PodHome, tmp_path_factory: pytest.TempPathFactory) -> Printed:
 
 
 def failures(found: Printed, nowhere: Path) -> None:
-    """Where there is no pod, a command says so in one document."""
+    """If there is no pod, a command reports that in one document."""
     for name, command in with_json():
         words = [word for word in ("--attach", "--yes") if has_option(command, word)]
         if has_option(command, "--dir") and name != "understudy doctor":  # which works everywhere
@@ -151,7 +153,7 @@ async def commands(found: Printed, directory: Path) -> None:
     await asyncio.gather(
         *(found.run(each, where=directory) for each in looks),
         *(found.run("engine status", f"--engine-id=engine-{n}", where=directory) for n in (0, 1)),
-        # The digest may not be there yet, and the machine may have its faults.
+        # The digest may not be there yet, and the machine may have faults of its own.
         found.run("gms verify", where=directory, codes=(0, DEGRADED)),
         found.run("understudy doctor", where=directory, codes=(0, 1)),
         found.run("understudy config"),
@@ -160,7 +162,7 @@ async def commands(found: Printed, directory: Path) -> None:
 
 
 async def ports(found: Printed, pod: Pod) -> None:
-    """What every part answers over HTTP."""
+    """Every part's answers over HTTP."""
     numbers = pod.local.ports
     named = {"the lock server": numbers.lockserver, "gms": numbers.gms}
     for part, port in {**named, "an engine": numbers.engines[0]}.items():
@@ -193,7 +195,7 @@ async def remains(found: Printed, directory: Path, copy: Path) -> None:
         *(found.run(each, where=copy, codes=code) for each in commands),
     )
     (copy / "engine_engine-0.sock").symlink_to(directory / "engine_engine-0.sock")
-    (copy / "engine_engine-1.sock").touch()  # nobody listens there
+    (copy / "engine_engine-1.sock").touch()  # no process listens there
     (copy / "gms_HOST-0_weights.sock").touch()
     await found.run("understudy status", where=copy)
 
@@ -213,7 +215,7 @@ def nobody_active(found: Printed, directory: Path) -> None:
 
 @contextmanager
 def loading(directory: Path) -> Iterator[None]:
-    """One that loads weights and has said how far it is, and one that waits for them."""
+    """One engine that loads weights and has reported progress, and one that waits for them."""
     path = str(directory / "gms_HOST-0_weights.sock")
     writer = open_session(
         str(directory),
@@ -234,7 +236,7 @@ def loading(directory: Path) -> Iterator[None]:
 
 
 async def seen_by_gms(port: int) -> None:
-    """Wait until the service knows of the one that waits: it asks its servers once a second."""
+    """Wait until the service knows of the waiting engine: it polls its servers once a second."""
     async with asyncio.timeout(WAIT_S):
         while True:
             document = (await get(f"http://127.0.0.1:{port}/status")).json()
@@ -248,18 +250,19 @@ async def seen_by_gms(port: int) -> None:
 def test_every_key_that_is_printed_is_on_the_page_and_the_other_way_round(
     printed: Printed, heading: str
 ):
-    """Goal: scripts can rely on the page. Method: the keys of every document that the section is
-    about, with the types of their values, against its table; what it does not mark as there only
-    at times has been printed."""
+    """Goal: scripts can rely on the page. Method: compare the keys and value types of every
+    document with the table of its section; every key not marked as optional must have been
+    printed."""
     documents, rows = printed.documents[heading], rows_of(heading)
     for document in documents:
         assert json_page.undocumented(document, rows) == []
-    if documents or heading not in json_page.linked_to():  # else it is compared where it is linked
+    if documents or heading not in json_page.linked_to():  # else the linking section covers it
         assert json_page.never_printed(documents, rows) == []
 
 
 def test_a_key_without_a_line_and_a_line_without_a_key_are_found():
-    """Goal: the test above can fail. Method: a key too many, one of another type, one too few."""
+    """Goal: show that the test above can fail. Method: one key too many, one of another type, one
+    too few."""
     rows = rows_of("understudy version")
     about = {"version": "1", "python": "3"}
     assert json_page.undocumented(about, rows) == []
@@ -269,8 +272,8 @@ def test_a_key_without_a_line_and_a_line_without_a_key_are_found():
 
 
 def test_every_command_with_json_has_a_section():
-    """Goal: no command is forgotten. Method: those of every program that have a `--json` of their
-    own, and a heading that names each."""
+    """Goal: no command is undocumented. Method: the commands of every program that have their own
+    `--json`, and a heading that names each."""
     named = {name for heading in TABLES for name in heading.split(", ")}
     found = {name for name, _ in with_json()}
     assert len(found) >= 14
@@ -286,7 +289,7 @@ def every_command() -> list[tuple[str, click.Command]]:
 
 
 def with_json() -> list[tuple[str, click.Command]]:
-    """The commands that have a `--json` of their own, and not only for `--print-config`."""
+    """The commands that have their own `--json`, and not only for `--print-config`."""
     return [
         (name, command)
         for name, command in every_command()

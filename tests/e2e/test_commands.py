@@ -1,4 +1,4 @@
-"""The `understudy` command as people use it: subprocesses, their output and their exit codes."""
+"""The `understudy` command as users run it: subprocesses, their output and their exit codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SPREAD_KEYS = {"p50", "p99", "max"}
 
 
 def check_report(report: dict, kills: int) -> None:
-    """The document to the letter, and a drill that found nothing."""
+    """The exact document, of a drill without findings."""
     assert set(report) == REPORT_KEYS
     assert report["passed"]
     assert report["problems"] == []
@@ -67,8 +67,8 @@ def killed_engines(told: str) -> list[str]:
 def test_drill_as_people_run_it_passes_and_leaves_nothing_behind(
     tmp_path_factory: pytest.TempPathFactory,
 ):
-    """Goal: the first thing that anyone can run. Method: the command, each target once; its JSON,
-    its exit code, its temporary directory."""
+    """Goal: the first command that a new user runs. Method: run it, each target once; check its
+    JSON, its exit code, its temporary directory."""
     temporary = tmp_path_factory.mktemp("t")  # short: a socket's path has 107 bytes
     done = subprocess.run(
         [UNDERSTUDY, "drill", "--kills", "3", "--json"],
@@ -88,7 +88,7 @@ def test_drill_as_people_run_it_passes_and_leaves_nothing_behind(
 def test_drill_of_processes_that_hang_finds_each_of_them_out(
     tmp_path_factory: pytest.TempPathFactory,
 ):
-    """Goal: a stopped process is a hung engine. Method: SIGSTOP, to either process, under load."""
+    """Goal: a stopped process is a hung engine. Method: SIGSTOP to either process, under load."""
     temporary = tmp_path_factory.mktemp("t")
     targets = ("stop:backend-http", "stop:backend-model")
     flags = [word for target in targets for word in ("--target", target)]
@@ -106,8 +106,8 @@ def test_drill_of_processes_that_hang_finds_each_of_them_out(
 
 
 def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(home: PodHome):
-    """Goal: kills leak no descriptors, and the pod is whole again. Method: `--attach`, each target
-    once; the descriptors of both before and after."""
+    """Goal: kills leak no descriptors, and the pod is complete again. Method: `--attach`, each
+    target once; compare the descriptors of both before and after."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -135,7 +135,7 @@ def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(hom
 
 @contextmanager
 def running_pod(directory: Path, output: Path, flags: list[str]) -> Iterator[subprocess.Popen]:
-    """`understudy up` once it has said where to send requests; killed if it is still there."""
+    """`understudy up` once it has printed where to send requests; killed if it is still running."""
     with (
         output.open("w") as file,
         subprocess.Popen(
@@ -157,8 +157,9 @@ def running_pod(directory: Path, output: Path, flags: list[str]) -> Iterator[sub
 def test_up_killed_takes_all_along_and_the_next_one_stops_in_reverse_order(
     tmp_path_factory: pytest.TempPathFactory,
 ):
-    """Goal: a pod for people. Method: `up`, its page, `status --check`, SIGKILL; `up` again on what
-    that left, SIGTERM: pidfds say who ended first, exit code and directory what was left."""
+    """Goal: a pod on one machine starts, dies and stops cleanly. Method: `up`, its page, `status
+    --check`, SIGKILL; `up` again on the files that left, SIGTERM: pidfds show the order of the
+    ends, the exit code and the directory what is left."""
     base = tmp_path_factory.mktemp("up")
     directory, output, flags = base / "pod", base / "up.txt", port_flags()
     with running_pod(directory, output, flags) as up:
@@ -187,7 +188,8 @@ def test_up_killed_takes_all_along_and_the_next_one_stops_in_reverse_order(
 
 
 def check_status(directory: Path) -> int:
-    """The pod is healthy, and that is said in a few lines; the token of who serves."""
+    """The pod is healthy, and the status says so in a few lines; returns the active engine's
+    token."""
     status = [UNDERSTUDY, "status", "--check", f"--dir={directory}"]
     done = subprocess.run(status, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -198,7 +200,7 @@ def check_status(directory: Path) -> int:
 
 
 def name_of(pid: int) -> str:
-    """`engine-0` or the name of the program, of one of the pod's containers."""
+    """`engine-0` or the program's name, for one of the pod's containers."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     program = os.path.basename(words[1]).decode()
@@ -207,9 +209,10 @@ def name_of(pid: int) -> str:
 
 
 def check_leavings(directory: Path) -> None:
-    """State and logs stay, for the next start and for people; no socket and no half-written file.
+    """State and logs stay, for the next start and for the operator; no socket and no half-written
+    file.
 
-    Witnesses and epochs are evidence: what the dead left is judged and removed at the next start.
+    Witnesses and epochs are evidence: the next start judges and removes those of the dead.
     """
     for path in directory.iterdir():
         assert not path.is_socket()

@@ -1,7 +1,7 @@
 """Engines that span nodes, from the overlay's own manifests: each node's pod on this machine.
 
-`understudy up -f` runs one pod, so the rendered file is taken apart: the lock server's Deployment,
-and the engines' StatefulSet once for each of its pods, told its number as the kubelet would.
+`understudy up -f` runs one pod, so the rendered file is split: the lock server's Deployment, and
+the engines' StatefulSet once for each of its pods, with its ordinal as the kubelet would set it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.helpers import until
 from tests.lockserver.processes import free_port
 
 START_S = 120.0  # four engines, two memory services and a lease, on a busy machine
-LEASE_MS = 10_000  # of the twenty seconds that the manifest says: the first start waits for one
+LEASE_MS = 10_000  # of the twenty seconds in the manifest: the first start waits for one
 
 
 class Nodes:
@@ -85,7 +85,7 @@ class Nodes:
         return BlockingClient(str(self.home / "state" / "lock" / "lockserver.sock"), CATALOGUE)
 
     def lock(self) -> dict[str, Any]:
-        """The lock `active`, {} while nobody answers."""
+        """The lock `active`; {} while the server does not answer."""
         for up in self.ups:
             assert up.poll() is None, self.logs()
         with contextlib.suppress(UnderstudyError), self._client() as client:
@@ -105,7 +105,7 @@ class Nodes:
         return found
 
     def whole(self) -> dict[str, Any]:
-        """The lock once an engine has it and the other one waits."""
+        """The lock once one engine holds it and the other one waits."""
 
         def found() -> dict[str, Any]:
             lock = self.lock()
@@ -115,7 +115,7 @@ class Nodes:
         return until(found, "both engines to be there", START_S)
 
     def backend(self, member: int, engine: str) -> int:
-        """A process of the backend of one member."""
+        """A process of one member's backend."""
         for pid in descendants(self.ups[1 + member].pid):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -151,9 +151,9 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.mark.slow
 def test_a_process_of_the_second_member_dies_and_the_other_engine_serves(nodes: Nodes):
-    """Goal: what the overlay says serves, over two nodes, and a death on the node that has no HTTP
-    server is a failover like any other: no lease is waited for. Method: SIGKILL to a process of
-    member 1 of the active engine; who serves then, and that no lease ran out."""
+    """Goal: the overlay serves over two nodes, and a death on the node without the HTTP server is a
+    failover like any other: no lease has to expire. Method: SIGKILL a process of member 1 of the
+    active engine; check which engine serves then, and that no lease expired."""
     nodes.start()
     before = nodes.whole()
     first, second = before["holder"]["engine"], before["waiters"][0]["engine"]
@@ -171,7 +171,7 @@ def test_a_process_of_the_second_member_dies_and_the_other_engine_serves(nodes: 
 
 
 def served(nodes: Nodes, but: str = "") -> tuple[str, int] | None:
-    """Who answers, once it is another engine than `but`."""
+    """The engine that answers, once it is another one than `but`."""
     with contextlib.suppress(OSError):
         found = nodes.answers()
         return found if found[0] != but else None

@@ -36,7 +36,7 @@ WITHOUT_A_GPU = {
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A directory with a short name: a socket's path has 107 bytes."""
+    """A directory with a short name, because a socket's path is limited to 107 bytes."""
     path = Path(tempfile.mkdtemp(prefix="us-"))
     yield path
     shutil.rmtree(path)
@@ -61,8 +61,9 @@ def drill(home: Path, *flags: str) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("overlay", WITHOUT_A_GPU)
 def test_drill_of_a_manifest_kills_everything_in_it_once(home: Path, overlay: str):
-    """Goal: what is deployed is what is drilled. Method: the command on the overlay itself; every
-    process of an engine, then every other part; its report says what differs from a cluster."""
+    """Goal: the drill runs exactly what is deployed. Method: the command on the overlay itself;
+    every process of an engine, then every other part; its report lists the differences from a
+    cluster."""
     targets = (*TARGETS, *PARTS)
     flags = ("-f", str(DEPLOY / "overlays" / overlay), *WITHOUT_A_GPU[overlay])
     report = drill(home, *flags, f"--kills={len(targets)}")
@@ -75,8 +76,8 @@ def test_drill_of_a_manifest_kills_everything_in_it_once(home: Path, overlay: st
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [("-f", str(RENDERED / "cpu.yaml")), ()])
 def test_supervisor_that_hangs_is_replaced(home: Path, flags: tuple[str, ...]):
-    """Goal: a hang that only a probe can find. Method: SIGSTOP to the active engine's supervisor,
-    in the pod of a manifest and in the one of flags."""
+    """Goal: a hang that only a probe can detect. Method: SIGSTOP the active engine's supervisor, in
+    a pod from a manifest and in one from flags."""
     report = drill(home, *flags, "--target=stop:supervisor", "--kills=1")
     assert report["killed"]["stop:supervisor"] == 1
     assert report["failover_ms"]["max"] > 0
@@ -88,7 +89,8 @@ def test_supervisor_that_hangs_is_replaced(home: Path, flags: tuple[str, ...]):
 )
 def test_pod_that_stays_up_is_drilled_from_inside_a_container_and_ends_in_order(home: Path):
     """Goal: `kubectl exec … understudy drill --attach`. Method: `up -f`, the drill in the lock
-    server's namespace, where no other process can be seen; then SIGTERM, and who is left."""
+    server's namespace, where no other process is visible; then SIGTERM, and a check for
+    leftovers."""
     directory, output = home / "pod", home / "up.txt"
     first = fresh_ports(5)
     names = ("http", "lockserver", "gms", "engine-0", "engine-1")

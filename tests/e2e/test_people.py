@@ -1,4 +1,4 @@
-"""The commands that look at a pod, on one that runs."""
+"""The commands that inspect a pod, on a running one."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def port_flags(pod: Pod) -> list[str]:
 
 
 async def checked(pod: Pod, *flags: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """What doctor says, by the checks' ids."""
+    """The results of doctor, by the checks' ids."""
     code, said = await understudy(pod, "doctor", "--json", *port_flags(pod), *flags)
     return code, {each["id"]: each for each in json.loads(said)["checks"]}
 
 
 def test_doctor_finds_nothing_wrong_with_a_pod_that_is_whole(home: PodHome):
-    """Goal: no false alarm. Method: every check that a pod on host memory can be asked passes, also
-    with --strict where the machine allows; its ports and its memory are its own."""
+    """Goal: no false alarm. Method: every check that applies to a pod on host memory passes, also
+    with --strict if the machine allows; the pod's own ports and memory are not reported."""
 
     async def scenario(pod: Pod) -> None:
         code, checks = await checked(pod)
@@ -75,8 +75,8 @@ def test_doctor_finds_nothing_wrong_with_a_pod_that_is_whole(home: PodHome):
 
 @pytest.mark.slow
 def test_lock_server_that_hangs_keeps_nobody_from_looking(home: PodHome, tmp_path: Path):
-    """Goal: people look when something is wrong. Method: the lock server is stopped; status says
-    that the pod is degraded, with its exit code, doctor and bundle come to their end."""
+    """Goal: the commands work when something is wrong. Method: stop the lock server; status reports
+    that the pod is degraded, with its exit code, and doctor and bundle finish."""
 
     async def scenario(pod: Pod) -> None:
         await pod.whole()
@@ -86,7 +86,7 @@ def test_lock_server_that_hangs_keeps_nobody_from_looking(home: PodHome, tmp_pat
             code, said = await understudy(pod, "status", "--check")
             assert (code, "degraded" in said) == (DEGRADED, True), said
             code, checks = await checked(pod)
-            assert checks["one_lockserver"]["status"] == "pass"  # it is there, and it is one
+            assert checks["one_lockserver"]["status"] == "pass"  # there is exactly one
             output = tmp_path / "bundle.tar.gz"
             code, _ = await understudy(pod, "support-bundle", f"--output={output}")
             assert code == 0
@@ -101,8 +101,8 @@ def test_lock_server_that_hangs_keeps_nobody_from_looking(home: PodHome, tmp_pat
 
 
 def test_events_kept_tell_how_the_pod_came_up_in_order(home: PodHome):
-    """Goal: read afterwards what happened. Method: the records of all parts; both engines' way to
-    where they are, times that never go back."""
+    """Goal: past events can be read afterwards. Method: the records of all parts; both engines'
+    transitions up to their present state, and times that never decrease."""
 
     async def scenario(pod: Pod) -> None:
         code, said = await understudy(pod, "events", "--json")
@@ -118,7 +118,7 @@ def test_events_kept_tell_how_the_pod_came_up_in_order(home: PodHome):
         _, text = await understudy(pod, "status")
         last = text.splitlines()[-1]
         _, said = await understudy(pod, "events", "--json")
-        # A canary may have come between.
+        # A canary may have run in between.
         newest = [json.loads(line) for line in said.splitlines()][len(records) - 1 :]
         assert last.startswith("last   ")
         assert any(last.endswith(f"{each['source']}   {each['message']}") for each in newest)
@@ -127,8 +127,8 @@ def test_events_kept_tell_how_the_pod_came_up_in_order(home: PodHome):
 
 
 def test_status_watched_shows_a_failover_as_it_happens(home: PodHome):
-    """Goal: watch it live. Method: documents while the active engine is killed; the other one is
-    active in a later one."""
+    """Goal: watch a failover live. Method: read documents while the active engine is killed; the
+    other one is active in a later one."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -190,8 +190,9 @@ def watch_top(pod: Pod, engine: str, token: int) -> None:
 
 
 def test_support_bundle_of_a_running_pod_has_all_of_it_and_no_secret(home: PodHome, tmp_path: Path):
-    """Goal: one file is enough to help. Method: a request with a prompt, a secret in the command's
-    environment; what is in the bundle, and what is nowhere in it."""
+    """Goal: one file is enough for support. Method: send a request with a prompt and set a secret
+    in the command's environment; check what the bundle contains, and that the secrets are nowhere
+    in it."""
 
     async def scenario(pod: Pod) -> None:
         async with pod.load() as load:

@@ -1,4 +1,5 @@
-"""What each death of a part costs a pod of real processes under load, and what it must not cost."""
+"""The cost of each part's death to a pod of real processes under load, and what it must not
+cost."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tests.helpers import auntil
 
 
 async def only_answers_under(load: Load, token: int) -> None:
-    """Nothing was lost or refused so far, and everything came under `token`."""
+    """Nothing was lost or refused so far, and every answer came under `token`."""
     await load.answers()
     assert not load.lost()
     assert not load.refused()
@@ -22,7 +23,7 @@ def test_lock_server_killed_under_load_is_no_failover_and_the_next_one_refuses_n
     home: PodHome,
 ):
     """Goal: a dead lock server costs nothing, then or later. Method: SIGKILL it under load, then
-    the active supervisor; pidfds prove the order of its tree's death and the next grant."""
+    the active supervisor; pidfds prove that its tree was dead before the next grant."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -47,15 +48,15 @@ def test_lock_server_killed_under_load_is_no_failover_and_the_next_one_refuses_n
             ]
             assert not grants.made[0].alive
             assert not load.refused()
-            assert len(load.lost()) <= CLIENTS  # what was in flight, and nothing after it
+            assert len(load.lost()) <= CLIENTS  # requests in flight, and none after them
             assert load.tokens() == {before.token, last.token}
 
     home.run(scenario)
 
 
 def test_lock_server_and_active_engine_killed_together_refuse_nothing(home: PodHome):
-    """Goal: the listening socket survives both. Method: SIGKILL to the lock server and to every
-    process of the active engine, one right after the other, under load."""
+    """Goal: the listening socket survives both. Method: SIGKILL the lock server and every process
+    of the active engine, in quick succession, under load."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -77,8 +78,8 @@ def test_lock_server_and_active_engine_killed_together_refuse_nothing(home: PodH
 
 
 def test_both_engines_killed_at_once_keep_everybody_waiting_and_refuse_nobody(home: PodHome):
-    """Goal: an outage of the engines is a wait for clients. Method: SIGKILL both trees under load;
-    the lock server keeps the address, and whoever comes first serves."""
+    """Goal: while no engine runs, clients wait. Method: SIGKILL both trees under load; the lock
+    server keeps the address, and the first engine that is back serves."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -91,14 +92,14 @@ def test_both_engines_killed_at_once_keep_everybody_waiting_and_refuse_nobody(ho
             assert not load.connections_refused()
             assert len(load.lost()) <= CLIENTS
             assert load.tokens() == {before.token, after.token}
-        assert await commits(pod) == memory  # nobody had the weights mapped, and they were there
+        assert await commits(pod) == memory  # weights that no process had mapped were kept
 
     home.run(scenario)
 
 
 def test_every_process_killed_at_once_comes_back_under_newer_tokens(home: PodHome):
-    """Goal: no order of restarting is needed, and no token is used twice. Method: SIGKILL to every
-    process of the pod at once; the runner starts what it finds dead."""
+    """Goal: restarts need no particular order, and no token is reused. Method: SIGKILL every
+    process of the pod at once; the runner restarts what it finds dead."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -117,8 +118,8 @@ def test_every_process_killed_at_once_comes_back_under_newer_tokens(home: PodHom
 
 
 def test_standby_killed_leaves_the_active_one_alone_and_comes_back(home: PodHome):
-    """Goal: the parked engine's deaths cost nothing. Method: SIGKILL to one of its backend's
-    processes, then to its supervisor, under load."""
+    """Goal: deaths of the parked engine cost nothing. Method: SIGKILL one of its backend's
+    processes, then its supervisor, under load."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -144,13 +145,13 @@ def test_standby_killed_leaves_the_active_one_alone_and_comes_back(home: PodHome
 
 
 async def commits(pod: Pod) -> int:
-    """How often weights were published by the memory server that runs now."""
+    """How many times the running memory server has published weights."""
     (memory,) = (await pod.view())["gms"]
     return memory["commits_total"]
 
 
 async def relaunched(pod: Pod, engine: str, incarnation: str):
-    """Wait until `engine` stands by as another incarnation; its status document."""
+    """Wait until `engine` is on standby as another incarnation; returns its status document."""
     while True:
         await pod.whole()
         document = await pod.engine(engine)
@@ -171,7 +172,7 @@ def test_device_server_killed_under_load_is_noticed_by_nobody(home: PodHome):
 
 
 def test_memory_service_killed_under_load_is_noticed_by_nobody(home: PodHome):
-    """Goal: the same where the whole container dies. Method: SIGKILL gms's supervisor."""
+    """Goal: the same when the whole container dies. Method: SIGKILL gms's supervisor."""
 
     async def scenario(pod: Pod) -> None:
         restarts = pod.runner.restarts()["gms"]
@@ -185,7 +186,8 @@ def test_memory_service_killed_under_load_is_noticed_by_nobody(home: PodHome):
 
 
 async def lose_memory_service(pod: Pod, victim: int) -> None:
-    """Kill it; the next one has the same epoch with the same readers, and nothing else changed."""
+    """Kill it; the next one has the same epoch with the same readers, and nothing else has
+    changed."""
     before, engines = await pod.whole(), await incarnations(pod)
     memory = await pod.memory()
     async with pod.load() as load:
@@ -203,8 +205,8 @@ async def incarnations(pod: Pod) -> list[str]:
 
 
 def test_witness_of_a_dead_standby_is_cleared_away(home: PodHome):
-    """Goal: the directory does not grow with deaths. Method: kill the standby's backend, then look:
-    its witness gone, one new one."""
+    """Goal: deaths do not fill the directory. Method: kill the standby's backend: its witness is
+    removed, and there is one new one."""
 
     async def scenario(pod: Pod) -> None:
         (standby,) = (await pod.whole()).standbys

@@ -1,4 +1,4 @@
-"""Pods of tensor-parallel engines: drills as people run them, and a load that was half done."""
+"""Pods of tensor-parallel engines: drills as users run them, and an interrupted load."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from understudy.up.local_pod import LocalPod
 
 
 def drill(temporary: Path, *flags: str) -> dict[str, Any]:
-    """The report of a drill of two ranks that has passed and left nothing behind."""
+    """The report of a drill of two ranks that passed and left nothing behind."""
     done = subprocess.run(
         [UNDERSTUDY, "drill", "--tensor-parallel=2", "--json", *flags],
         capture_output=True,
@@ -46,8 +46,8 @@ def drill(temporary: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_drill_kills_every_rank_in_turn(tmp_path_factory: pytest.TempPathFactory):
-    """Goal: a dead rank is a dead engine, and the next one says the same. Method: the command,
-    each process of the active engine once."""
+    """Goal: a dead rank is a dead engine, and the next engine gives the same answers. Method: the
+    command, each process of the active engine once."""
     report = drill(tmp_path_factory.mktemp("t"), "--kills=4")
     assert report["killed"] == {**dict.fromkeys(TARGETS, 1), "backend-model-1": 1}
     assert report["failover_ms"]["max"] > 0
@@ -57,8 +57,8 @@ def test_drill_kills_every_rank_in_turn(tmp_path_factory: pytest.TempPathFactory
 def test_drill_of_the_memory_service_costs_nobody_anything(
     tmp_path_factory: pytest.TempPathFactory,
 ):
-    """Goal: a crash without loss. Method: the command, two kills of each device's server; it looks
-    at requests, incarnations and physical memory itself."""
+    """Goal: a crash without loss. Method: the command, two kills of each device's server; it checks
+    requests, incarnations and physical memory itself."""
     report = drill(tmp_path_factory.mktemp("t"), "--target=gms", "--kills=4")
     assert report["killed"] == {**dict.fromkeys(TARGETS, 0), "gms": 4}
     assert report["lost_in_flight"] == 0
@@ -68,8 +68,8 @@ def test_drill_of_the_memory_service_costs_nobody_anything(
 
 @asynccontextmanager
 async def running(pod: LocalPod, names: str) -> AsyncIterator[None]:
-    """Those containers of `pod` whose names match; engines are not waited for, so that nothing is
-    asked of them: a liveness probe would be about an engine that has started."""
+    """Those containers of `pod` whose names match. Engines are not waited for or probed: a liveness
+    probe assumes an engine that has started."""
     named = [each for each in pod.containers() if re.match(names, each.name)]
     chosen = [
         replace(each, grace_s=GRACE_S, startup=None, liveness=None)
@@ -96,7 +96,7 @@ async def engine(pod: LocalPod, name: str) -> Mapping[str, Any]:
 
 
 def loads_of(pod: LocalPod) -> list[str]:
-    """The devices that weights were loaded to, once for each time."""
+    """The devices that weights were loaded to, once per load."""
     logs = [path.read_text() for path in sorted((pod.directory / "log").glob("engine-*.log"))]
     return re.findall(r"loaded and committed .* on (HOST-\d)", "".join(logs))
 
@@ -104,7 +104,7 @@ def loads_of(pod: LocalPod) -> list[str]:
 async def eventually(
     look: Callable[[], Awaitable[Mapping[str, Any]]], is_so: Callable[[Mapping[str, Any]], bool]
 ) -> Mapping[str, Any]:
-    """Look until it is so; what was seen then."""
+    """Poll until the condition holds; returns the last value."""
     async with asyncio.timeout(WHOLE_DEADLINE_S):
         while True:
             seen = await look()
@@ -121,9 +121,10 @@ def with_role(pod: LocalPod, role: str) -> LocalPod:
 def test_engine_killed_between_two_commits_leaves_the_first_one(
     tmp_path_factory: pytest.TempPathFactory, model: Path, roles: tuple[str, str]
 ):
-    """Goal: what was committed stays, the rest is loaded once, nobody waits for ever. Method: the
-    second device's server is stopped, so one rank commits and the other cannot; SIGKILL while the
-    other engine waits, SIGCONT, and both engines come up on the first device's old epoch."""
+    """Goal: committed weights stay, the rest is loaded once, and no engine waits for ever. Method:
+    stop the second device's server, so that one rank commits and the other cannot; SIGKILL the
+    engine while the other one waits, SIGCONT the server, and both engines start on the first
+    device's old epoch."""
     directory = tmp_path_factory.mktemp("p") / "pod"
     directory.mkdir(mode=0o700)
     pod = LocalPod(directory, model, pod_ports(), env=AS_USERS_RUN_IT, tensor_parallel=2)

@@ -1,7 +1,8 @@
-"""Planned switchovers of a pod of real processes under load, and everything that gets in their way.
+"""Planned switchovers of a pod of real processes under load, and every fault that can interrupt
+them.
 
-The command is run as people run it. A drain is held open by a stopped model process, so that there
-is a middle in which things can happen.
+The command runs as users run it. A stopped model process holds a drain open, so that faults can be
+injected in the middle of a switchover.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ async def switch(pod: Pod, *flags: str) -> tuple[int, dict[str, Any]]:
 
 
 async def state_of(pod: Pod, engine: str) -> str:
-    """What the engine says; "" if it does not answer."""
+    """The state that the engine reports; "" if it does not answer."""
     parts = [part.get("engine") or {} for part in (await pod.view())["engines"]]
     return next((str(part["state"]) for part in parts if part.get("id") == engine), "")
 
 
 async def until_so(look: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Wait until what is asked of the pod is so."""
+    """Wait until the condition on the pod holds."""
     loop = asyncio.get_running_loop()
     end = loop.time() + DEADLINE_S
     while not await look():
@@ -116,7 +117,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 @asynccontextmanager
 async def stopped_model(pod: Pod, engine: str) -> AsyncIterator[None]:
-    """Nothing that `engine` has begun ends as long as this lasts."""
+    """No request that `engine` has started can finish while this lasts."""
     *_, model = await pod.engine_tree(engine)
     with stopped(model):
         yield
@@ -124,7 +125,7 @@ async def stopped_model(pod: Pod, engine: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def draining(pod: Pod, load: Load, *flags: str) -> AsyncIterator[tuple[Whole, Command]]:
-    """A switchover in its middle: the active engine drains, and cannot end before this does."""
+    """A switchover in its middle: the active engine drains, and cannot finish before this ends."""
     before = await pod.whole()
     await load.answers()
     async with stopped_model(pod, before.engine):
@@ -134,10 +135,11 @@ async def draining(pod: Pod, load: Load, *flags: str) -> AsyncIterator[tuple[Who
 
 
 class Kept:
-    """A client that keeps its connection, and thinks between two requests.
+    """A client that keeps its connection, and pauses between requests.
 
-    An end instead of an answer is forgiven where a busy machine has made it silent for so long that
-    the server may close: nobody promises more, and the request is repeated."""
+    A close instead of an answer is accepted if a busy machine has kept the client silent for so
+    long that the server may close: no server promises more, and the request is repeated.
+    """
 
     def __init__(self, pod: Pod, think_s: float) -> None:
         self.answers = 0
@@ -153,10 +155,10 @@ class Kept:
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         loop = asyncio.get_running_loop()
-        spoken = loop.time()  # the last moment at which a byte surely moved
+        spoken = loop.time()  # the last moment at which a byte certainly moved
         reader, writer = await asyncio.open_connection(*self._where)
         while not self._stopping.is_set():
-            if reader.at_eof():  # closed while nobody asked, which is everybody's right
+            if reader.at_eof():  # closed while idle, which either side may do
                 writer.close()
                 spoken = loop.time()
                 reader, writer = await asyncio.open_connection(*self._where)
@@ -178,7 +180,7 @@ class Kept:
         writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> bool:
-        """Read one answer; whether the connection ends with it."""
+        """Read one answer; returns whether the connection ends with it."""
         lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines[1:] if line)
         await reader.readexactly(int(headers["content-length"]))
@@ -193,7 +195,7 @@ class Kept:
 
 @asynccontextmanager
 async def kept_connections(pod: Pod) -> AsyncIterator[list[Kept]]:
-    """Clients with different pauses; none may see anything but answers."""
+    """Clients with different pauses; none may get anything but answers."""
     clients = [Kept(pod, think_s) for think_s in (0.0, 0.02, 0.1)]
     tasks = [asyncio.create_task(client.run()) for client in clients]
     try:
@@ -217,8 +219,8 @@ def nothing_lost(load: Load) -> None:
 
 def test_switchovers_under_load_lose_and_refuse_nobody(home: PodHome):
     """Goal: a planned switchover costs no request. Method: several in a row, under streams and
-    under clients that keep their connections; each grant is newer and found nobody of the old tree
-    alive, and the old holder stands by again."""
+    under clients that keep their connections; each grant is newer, no process of the old tree is
+    alive at that moment, and the old holder is on standby again."""
 
     async def scenario(pod: Pod) -> None:
         async with pod.load() as load, kept_connections(pod):
@@ -250,9 +252,9 @@ def test_switchovers_under_load_lose_and_refuse_nobody(home: PodHome):
 
 
 def test_switchover_without_a_whole_standby_is_refused_and_changes_nothing(home: PodHome):
-    """Goal: nobody hands over to nobody. Method: a standby whose backend is dead, one that is
-    silent, one that is still loading, and an engine that does not exist; each time nothing but a
-    refusal happens."""
+    """Goal: no handover without a ready standby. Method: a standby whose backend is dead, one that
+    is silent, one that is still loading, and an engine that does not exist; each is refused and
+    nothing else happens."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -275,7 +277,7 @@ def test_switchover_without_a_whole_standby_is_refused_and_changes_nothing(home:
                 await until_silent(pod, other)
                 await refused("lock.no_standby", "is waiting, but silent", f"--to={other}")
             await until_not_waiting(pod, other)
-            with stopped(supervisor):  # or it may be back before a slow command asks
+            with stopped(supervisor):  # otherwise it may be back before a slow command asks
                 await refused("lock.no_standby", "no engine is waiting for active")
             after = await pod.whole()
             assert (after.engine, after.token) == (before.engine, before.token)
@@ -286,8 +288,9 @@ def test_switchover_without_a_whole_standby_is_refused_and_changes_nothing(home:
 
 
 def test_holder_killed_in_the_middle_is_an_ordinary_failover(home: PodHome):
-    """Goal: a death is a death. Method: SIGKILL the supervisor of the engine that drains: the
-    standby is granted once the tree is dead, and who asked is told."""
+    """Goal: a death during a switchover is an ordinary failover. Method: SIGKILL the supervisor of
+    the draining engine: the standby is granted the lock once the tree is dead, and the requester is
+    told."""
 
     async def scenario(pod: Pod) -> None:
         async with pod.load() as load:
@@ -309,8 +312,9 @@ def test_holder_killed_in_the_middle_is_an_ordinary_failover(home: PodHome):
 
 
 def test_target_killed_in_the_middle_leaves_the_lock_to_who_waits_first(home: PodHome):
-    """Goal: the lock waits for nobody who is gone. Method: SIGKILL the standby's tree while the
-    holder drains; then let it drain: whoever stands by first is granted, and nothing is lost."""
+    """Goal: the lock does not wait for a dead target. Method: SIGKILL the standby's tree while the
+    holder drains, then let it drain: the first engine on standby is granted the lock, and nothing
+    is lost."""
 
     async def scenario(pod: Pod) -> None:
         async with pod.load() as load:
@@ -330,8 +334,9 @@ def test_target_killed_in_the_middle_leaves_the_lock_to_who_waits_first(home: Po
 
 
 def test_lock_server_killed_in_the_middle_forgets_it_and_the_holder_hands_over(home: PodHome):
-    """Goal: a restart binds nobody, and loses nothing. Method: SIGKILL the lock server while the
-    holder drains: the command says that it does not know, the lock goes on to the standby."""
+    """Goal: a restart forgets the switchover, and loses nothing. Method: SIGKILL the lock server
+    while the holder drains: the command reports that the outcome is unknown, and the standby is
+    granted the lock."""
 
     async def scenario(pod: Pod) -> None:
         async with pod.load() as load:
@@ -354,9 +359,10 @@ def test_lock_server_killed_in_the_middle_forgets_it_and_the_holder_hands_over(h
 def test_timeout_ends_the_wait_a_second_request_is_refused_and_what_was_asked_for_goes_on(
     home: PodHome,
 ):
-    """Goal: waiting has an end, the switchover has its own. Method: a drain that cannot end: status
-    tells of it; another request is refused; past the deadline the command gives up with its code,
-    status says overdue; then the drain ends and the standby is granted."""
+    """Goal: the command's wait has a timeout, the switchover does not. Method: a drain that cannot
+    finish: status shows it; another request is refused; past the deadline the command exits with
+    its code, and status shows it overdue; then the drain finishes and the standby is granted the
+    lock."""
 
     async def scenario(pod: Pod) -> None:
         async with pod.load() as load:
@@ -382,8 +388,8 @@ def test_timeout_ends_the_wait_a_second_request_is_refused_and_what_was_asked_fo
 
 
 def test_sigterm_in_the_middle_ends_the_holder_once_it_has_drained(home: PodHome):
-    """Goal: who is told to end ends, and loses nothing on the way. Method: SIGTERM to a supervisor
-    that drains for a switchover; its container ends and is started again."""
+    """Goal: a terminated holder exits and loses nothing on the way. Method: SIGTERM to a supervisor
+    that drains for a switchover; its container exits and is restarted."""
 
     async def scenario(pod: Pod) -> None:
         async with pod.load() as load:

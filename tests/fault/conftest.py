@@ -1,4 +1,4 @@
-"""One pod for all tests of this directory: none of these faults may leave a mark on it."""
+"""One pod for all tests of this directory: none of these faults may damage it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.e2e.pods import PodHome, make_model
 
 # A restarted lock server calls a silent holder unresponsive after this; it changes nothing else.
 WINDOW_MS = 300
-# An engine without a heartbeat for so long is passed over, and reported; two heartbeats' time.
+# An engine without a heartbeat for this long is skipped and reported; two heartbeats' time.
 SILENT_MS = 1000
-# Longer than any test: whoever waits in the backlog shall be answered by an engine.
+# Longer than any test: clients in the backlog must be answered by an engine.
 HOLD_MS = 600_000
 
 

@@ -1,8 +1,9 @@
-"""A committed epoch through real deaths, one after the other: servers, readers, writers, liars.
+"""A committed epoch survives real deaths, one after the other: servers, readers, writers, bad
+clients.
 
-Drawn from a seed that a failure prints (GMS_KILLS_SEED replays it; GMS_KILLS says how many).
-Somebody always holds the memory, a server that has it or a reader: when all are gone it is gone, as
-it should be, and that is another test.
+Drawn from a seed that a failure prints (GMS_KILLS_SEED replays it; GMS_KILLS sets how many). A
+server or a reader always holds the memory. When all of them are gone, so is the memory, as it
+should be; that is another test.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ READERS = 2
 
 
 class Pod:
-    """A server, two kept readers, and what was committed."""
+    """A server, two long-lived readers, and what was committed."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -45,7 +46,7 @@ class Pod:
         return reader
 
     def kill_server(self, rng: random.Random) -> None:
-        """And its successor before it has its memory back, now and then."""
+        """Sometimes also its successor, before that has its memory back."""
         self.gms.kill()
         if rng.random() < 0.3:
             self.gms.start()
@@ -72,7 +73,7 @@ class Pod:
         writer.kill()
 
     def send_garbage(self, rng: random.Random) -> None:
-        """Bytes, and frames with descriptors that they should not have."""
+        """Bytes, and frames with surplus descriptors."""
         junk = rng.randbytes(rng.randrange(1, 400))
         if rng.random() < 0.5:
             junk = encode_frame(junk, 0, 1 << 20)
@@ -81,7 +82,7 @@ class Pod:
             sock.sendall(junk)
 
     def check(self) -> None:
-        """The same epoch in the same memory with the same bytes, for a newcomer."""
+        """A new client sees the same epoch in the same memory with the same bytes."""
         until(lambda: len(self.gms.status()["sessions"]) >= READERS, "the readers to be back")
         status = self.gms.status()
         assert (status["state"], status["epoch"]) == ("committed", self.epoch)
@@ -106,7 +107,8 @@ def pod() -> Iterator[Pod]:
 
 
 def test_committed_epoch_is_never_lost_nor_altered_by_any_death(pod: Pod):
-    """Kill whom the seed says, again and again; after each death a newcomer finds every byte."""
+    """Goal: no death loses or alters a committed epoch. Method: kill as the seed chooses,
+    repeatedly; after each death a new client finds every byte."""
     rng = random.Random(SEED)
     print(f"GMS_KILLS_SEED={SEED}")
     deaths = [pod.kill_server, pod.kill_reader, pod.kill_reader_and_server, pod.kill_writer]
@@ -116,7 +118,8 @@ def test_committed_epoch_is_never_lost_nor_altered_by_any_death(pod: Pod):
 
 
 def test_descriptors_do_not_leak_through_deaths(pod: Pod):
-    """After a garbage sender and dead writers the server has as many descriptors as before."""
+    """Goal: no descriptor leaks. Method: after a garbage sender and dead writers the server has as
+    many descriptors as before."""
     rng = random.Random(SEED)
     pod.check()
     until(lambda: len(pod.gms.status()["sessions"]) == READERS, "the newcomer to be gone")

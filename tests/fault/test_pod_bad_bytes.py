@@ -1,4 +1,4 @@
-"""Bad bytes thrown at every Unix socket of a pod that serves: they cost their sender alone."""
+"""Bad bytes sent to every Unix socket of a serving pod: they harm only their sender."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.e2e.pods import Pod, PodHome
 from tests.e2e.processes import same_fds, settled_fds
 
 ANSWER_S = 30.0  # longer than every deadline of the wire
-SILENT = 20  # connections per socket that never say a whole word
+SILENT = 20  # connections per socket that never send a whole message
 SCM_MAX_FD = 253  # the most that one message can carry (net/scm.h)
 STATUS = msgpack.packb({"type": "status", "id": 7})
 HELLO = encode_frame(msgpack.packb({"type": "hello", "id": 6}), 0)
@@ -80,8 +80,9 @@ def sockets_of(pod: Pod) -> Iterator[tuple[str, Catalogue]]:
 
 
 def test_bad_bytes_cost_their_sender_only(home: PodHome):
-    """Goal: a code for the sender, nothing for anybody else, no descriptor lost. Method: every kind
-    at every socket at once, while clients stream; count descriptors of all processes."""
+    """Goal: the sender gets an error code, no other client is affected, no descriptor leaks.
+    Method: every kind at every socket at once, while clients stream; count the descriptors of all
+    processes."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -105,7 +106,7 @@ def test_bad_bytes_cost_their_sender_only(home: PodHome):
 
 
 def throw_at_all(pod: Pod) -> None:
-    """Connect all, throw all, then read: the silent ones all wait out the same deadline."""
+    """Connect all, send all, then read: the silent ones all wait for the same deadline."""
     with ExitStack() as stack:
         pairs = os.pipe()
         for fd in pairs:
@@ -134,7 +135,7 @@ def code_from(sock: socket.socket, catalogue: Catalogue) -> str:
     """Read to the end of the connection; the code of the last frame, which must be an error."""
     decoder = FrameDecoder(MANIFEST_FRAME_BYTES_MAX)
     frames = []
-    with contextlib.suppress(ConnectionResetError):  # it hung up with bytes of ours unread
+    with contextlib.suppress(ConnectionResetError):  # it closed with bytes of ours unread
         while data := sock.recv(65536):
             frames += decoder.receive(data, [])
     message, _ = catalogue.decode(frames[-1].payload, 0)
@@ -144,8 +145,9 @@ def code_from(sock: socket.socket, catalogue: Catalogue) -> str:
 
 
 def test_wrong_words_cost_their_sender_only(home: PodHome):
-    """Goal: well-formed messages cannot take what belongs to others. Method: claims of a stranger
-    at every socket, each answered with its code; the pod serves on under its token."""
+    """Goal: well-formed messages cannot take what belongs to others. Method: claims by a foreign
+    client at every socket, each answered with its code; the pod continues to serve under its
+    token."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()

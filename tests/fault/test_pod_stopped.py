@@ -1,4 +1,4 @@
-"""Processes that are stopped, not dead: nobody may be put in their place, and they may go on."""
+"""Processes that are stopped, not dead: they must not be replaced, and may resume."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.fault.conftest import SILENT_MS
 from tests.helpers import auntil
 from understudy.status.gather import lockserver_part, status_of
 
-STATUS_ASKED = 20  # after the window: how often nobody may have been granted
+STATUS_ASKED = 20  # after the window: how many times the check must see no grant
 
 
 def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(home: PodHome):
     """Goal: no split brain. Method: SIGSTOP the whole tree of the active engine under load, SIGKILL
-    the lock server; wait past its window; SIGCONT: the holder goes on under its token."""
+    the lock server; wait past its window; SIGCONT: the holder continues under its token."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -49,7 +49,7 @@ def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(home: PodHome
 
 
 async def nobody_is_granted(pod: Pod, granted: int, tree: list[int]) -> None:
-    """Past the window: `recovering`, unresponsive, the processes to kill are named, token kept."""
+    """Past the window: `recovering`, unresponsive, with the pids to kill and the same token."""
 
     async def overdue():
         lock = (await status_of(lockserver_part(pod.directory))).get("locks", {}).get("active", {})
@@ -70,8 +70,9 @@ async def nobody_is_granted(pod: Pod, granted: int, tree: list[int]) -> None:
 
 
 def test_stopped_lock_server_costs_nothing(home: PodHome):
-    """Goal: engines serve on while the lock server hangs, and nobody is replaced for having been
-    silent when it goes on. Method: SIGSTOP it under load for longer than its patience, SIGCONT."""
+    """Goal: engines continue to serve while the lock server hangs, and no engine is replaced for
+    its silence when the server resumes. Method: SIGSTOP it under load for longer than its silence
+    limit, SIGCONT."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -98,9 +99,10 @@ def test_stopped_lock_server_costs_nothing(home: PodHome):
 
 
 def test_newcomer_waits_for_a_memory_service_that_stays_away(home: PodHome):
-    """Goal: a relaunched engine waits instead of dying again and again, and the others serve on.
-    Method: SIGSTOP gms's supervisor, SIGKILL its server and the standby's backend; SIGCONT once
-    that has knocked in vain, and requests were answered all the while."""
+    """Goal: a relaunched engine waits instead of dying repeatedly, and the others continue to
+    serve. Method: SIGSTOP gms's supervisor, SIGKILL its server and the standby's backend; SIGCONT
+    once the backend has tried to connect in vain, and check that requests were answered
+    throughout."""
 
     async def scenario(pod: Pod) -> None:
         before, numbers = await pod.whole(), await launches(pod)
@@ -123,12 +125,12 @@ def test_newcomer_waits_for_a_memory_service_that_stays_away(home: PodHome):
             await load.answers()
             assert load.tokens() == {before.token}
             assert not load.lost()
-        assert (await pod.memory())["commits_total"] == 0  # what the active one has, is mapped
+        assert (await pod.memory())["commits_total"] == 0  # the active engine's memory is mapped
 
     home.run(scenario)
 
 
 async def launches(pod: Pod) -> dict[str, int]:
-    """The number of each engine's present launch."""
+    """The number of each engine's current launch."""
     engines = [part["engine"] for part in (await pod.view())["engines"]]
     return {engine["id"]: engine["number"] for engine in engines}

@@ -1,4 +1,5 @@
-"""Starts that cannot work: one sentence with cause and fix, an exit code, nobody disturbed."""
+"""Starts that cannot work: one sentence with cause and fix, an exit code, and no effect on
+others."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from tests.e2e.processes import port_flags
 BIN = Path(sys.executable).parent
 FAILED, USAGE = UnderstudyError.exit_code, UsageError.exit_code
 REFUSED_WITHIN_S = 60.0
-AT_ONCE = 3  # commands that run beside each other: more of them only wait for two cores
+AT_ONCE = 3  # commands that run in parallel: more would only compete for two cores
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A command, the exit code it must end with and the words that its sentence must have."""
+    """A command, the exit code it must end with and the words that its message must contain."""
 
     command: Sequence[str]
     exit_code: int
@@ -36,7 +37,7 @@ class Refusal:
 
 
 async def refuse_all(refusals: Sequence[Refusal]) -> None:
-    """Run all, a few at a time, and hold each against what it must say."""
+    """Run all, a few at a time, and check each against its expected message."""
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def one(refusal: Refusal) -> None:
@@ -68,8 +69,8 @@ async def refuse_all(refusals: Sequence[Refusal]) -> None:
 
 
 def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
-    """Goal: two of one kind cannot both run. Method: each command again on the pod's directory; the
-    sentence names the pid that has it, and the pod serves on."""
+    """Goal: two servers of one kind cannot both run. Method: each command again on the pod's
+    directory; the error names the pid that holds it, and the pod continues to serve."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -107,8 +108,9 @@ def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
 
 
 def test_engine_with_another_size_of_kv_cache_is_refused_with_both(home: PodHome):
-    """Goal: engines that could take over from each other are of one size. Method: a third one with
-    other --kv-bytes on a pod of two that live, of the reference backend; they serve on."""
+    """Goal: engines of one pod have equal KV sizes, so that each can take over from the other.
+    Method: a third engine with other --kv-bytes, of the reference backend, on a pod of two running
+    ones; they continue to serve."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -191,8 +193,8 @@ BROKEN: dict[Breaking, tuple[int, Sequence[str]]] = {
 
 
 def test_broken_checkpoint_ends_a_third_engine_with_one_sentence(home: PodHome, tmp_path: Path):
-    """Goal: cause and fix, no relaunch, nobody disturbed. Method: engines beside those of a pod
-    that serves, each with a checkpoint that is broken in its own way."""
+    """Goal: cause and fix, no relaunch, no effect on others. Method: engines beside those of a
+    serving pod, each with a checkpoint that is broken in its own way."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -231,8 +233,8 @@ def taken_port():
 def test_up_that_cannot_work_is_one_sentence(
     home: PodHome, tmp_path_factory: pytest.TempPathFactory, taken_port: int
 ):
-    """Goal: whoever starts a pod reads what is wrong. Method: `up` with a model that is missing or
-    broken or too large, and with each kind of port in use."""
+    """Goal: a failed `up` explains what is wrong. Method: `up` with a model that is missing, broken
+    or too large, and with each kind of port in use."""
 
     base = tmp_path_factory.mktemp("up")  # short: a socket's path has 107 bytes
 
@@ -290,7 +292,7 @@ def test_up_that_cannot_work_is_one_sentence(
 def test_single_server_whose_port_is_in_use_is_one_sentence(
     home: PodHome, tmp_path: Path, taken_port: int
 ):
-    """Goal: the same for each part alone. Method: every server command with its port taken."""
+    """Goal: the same for each part alone. Method: every server command with its port in use."""
 
     async def scenario(pod: Pod) -> None:
         empty = tmp_path / "empty"
