@@ -118,7 +118,7 @@ class Ledger:
         self._writes_due = max(0, self._writes_due - 1)
         if self.problem is not None:
             self.problem = None
-            yield Happened("lock.write_mended", "grants can be written again")
+            yield Happened("lock.write_recovered", "grants can be written again")
         grant, self._grant = self._grant, None
         if grant is not None:
             yield from self._make(grant, supervisors, now_ms)

@@ -211,7 +211,7 @@ def test_second_supervisor_of_one_engine_is_refused(pod, lock):
     first.until("active")
     second = pod.engine("e-0")
     assert second.wait() == 1
-    assert f"pid {first.process.pid} has" in errors_of(second)
+    assert f"pid {first.process.pid} holds" in errors_of(second)
     assert first.state == "active"
 
 
