@@ -167,7 +167,9 @@ def test_full_device_is_a_sentence_and_still_parked(
     back, and it can be tried again."""
     monkeypatch.setenv("STANDIN_MEMORY", str(8 * STEP))
     with other(3 * STEP) as process:
-        with pytest.raises(WaitTimeoutError, match="needs 12.0 MiB and 10.0 MiB are free;") as caught:
+        with pytest.raises(
+            WaitTimeoutError, match=r"needs 12\.0 MiB and 10\.0 MiB are free"
+        ) as caught:
             addresses.take(0)
         assert caught.value.code == "engine.kv_memory_busy"
         assert caught.value.details == {"needed_bytes": 6 * STEP, "free_bytes": 5 * STEP}
