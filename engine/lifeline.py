@@ -1,16 +1,13 @@
 """Early notice of a death, before the kernel has freed the process's memory: a futex in a memfd.
 
-A pidfd becomes readable, and a connection ends, when the dying process has given its memory back:
-50 to 150 ms for each 500 MB, and far more on a busy machine. A robust futex is marked first, while
-nothing of the process is freed yet (set_robust_list(2); `exit_mm_release` in the kernel's
-`do_exit`). So a process locks a robust mutex on a page of a memfd and sends the memfd to its
-watcher, which sleeps in futex(2) until the kernel marks the futex.
-
-The notice is *early*, not proof: the process may use its devices until its pidfd is readable. The
-watcher still needs the pidfd, which is also what counts where there is no lifeline.
+A pidfd becomes readable, and a connection ends, when a dying process has released its memory: after
+50 to 150 ms for each 500 MB, and far more on a busy machine. A robust futex is marked before
+(set_robust_list(2); `exit_mm_release` in the kernel's `do_exit`). So a process locks a robust mutex
+on a page of a memfd, and its watcher sleeps in futex(2) until the kernel marks it. The notice is
+not proof: the process may use its devices until its pidfd is readable.
 
 The surprising thing: the mutex belongs to the thread that locked it, so only the main thread may,
-since its end is the end of the process. And the page is never unmapped: the C library keeps its
+since its end is the end of the process. The page is never unmapped: the C library keeps its
 address.
 """
 

@@ -1,14 +1,10 @@
 """When a draining backend is done: no request in flight, nothing unsent, every connection quiet.
 
-A draining backend accepts no new connection; those wait in the backlog of the lent socket for the
-next engine. A connection that was accepted before is served to its end: replies on it carry
-`Connection: close`. In the end there are idle keep-alive connections. HTTP/1.1 cannot redirect
-these; they can only be closed, and a request sent at that very moment is lost. So they are closed
-last, all at once, and only once no byte has moved on any for QUIET_MS: a client that follows up on
-a reply, or has just connected, has sent its request by then. What remains is a request that crosses
-our FIN after that silence; the client sees its connection end without a reply.
-
-Asks the kernel about each connection, not the HTTP server, so that it is the same for all servers.
+New connections wait in the lent socket's backlog for the next engine; replies on accepted ones
+carry `Connection: close`. HTTP/1.1 cannot redirect idle keep-alive connections: they can only be
+closed, and a request sent at that very moment is lost. So they are closed last, all at once, when
+no byte has moved on any for QUIET_MS; a request that crosses our FIN after that ends without a
+reply. Asks the kernel about each connection, so that it is the same for all HTTP servers.
 """
 
 from __future__ import annotations

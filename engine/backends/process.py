@@ -1,12 +1,9 @@
 """What every process of a backend does first, before it opens a device or maps a weight.
 
 Owns the order: die with the parent, hold the witness on descriptor 0, then register. In any other
-order a process could outlive its supervisor unseen, and the lock server would consider its device
-free. Must not know what the process is for, and must not import asyncio or numpy.
-
-The surprising thing: descriptor 0 is the witness, for the main process from its first instruction
-on, so nothing here reads stdin. A child inherits it unless it is given another stdin, and counts
-for the lock server, as any process that may use the device should.
+order a process could outlive its supervisor unseen. Must not import asyncio or numpy. The
+surprising thing: descriptor 0 is the witness, so nothing here reads stdin; a child inherits it and
+counts for the lock server, as any process that may use the device should.
 """
 
 from __future__ import annotations

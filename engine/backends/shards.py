@@ -1,11 +1,9 @@
 """Safetensors files: headers read and checked, bytes read in bounded pieces.
 
 Owns the container format (https://huggingface.co/docs/safetensors: 8 bytes little-endian header
-length, a JSON header, raw tensors). Knows nothing of Llama. The library's own numpy reader is not
-used because it has no bfloat16 and copies every tensor; here bytes go straight to their place.
-Every backend reads these files, because their content identifies a model. The surprising thing:
-offsets come from a file that may be truncated or forged, so every one is checked against the
-file's real size before anything is read.
+length, a JSON header, raw tensors); the library's numpy reader has no bfloat16 and copies every
+tensor. The surprising thing: offsets come from a file that may be truncated or forged, so each is
+checked against the file's real size before anything is read.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Health of generation: does the active engine still make tokens?
 
 Owns the rule of DESIGN §7: the backend answers within 1 s; requests in flight make progress within
-`hang_ms`; idle, a canary every 30 s. Must not know how requests travel.
-
-The surprising things: only progress, or a canary that passed, proves anything. Requests that arrive
-and leave prove nothing, so when the last one leaves without progress since it was seen, a canary
-runs at once: clients that give up and retry do not hide a hang. A hang is measured from when this
-side *saw* work in flight, so the first look at a request never counts the idle time before it. And
-a supervisor that did not run itself (stopped, thawed, starved) cannot blame the backend: after a
-late look, every deadline starts again.
+`hang_ms`; idle, a canary every 30 s. The surprising things: only progress, or a canary that passed,
+proves anything, so when the last request leaves without progress a canary runs at once, and clients
+that give up and retry do not hide a hang. A hang is measured from when this side *saw* work in
+flight. And a supervisor that did not run itself (stopped, thawed, starved) cannot blame the
+backend: after a late look, every deadline starts again.
 """
 
 from __future__ import annotations

@@ -4,26 +4,22 @@
       ↑             │               │                  │                │    HandOver      │
       └─────────────┴────────────── any failure, at once, in any state ─┴──────────────────┘
 
-Owns which state follows which, and what each event asks of the shell. Must not know of sockets,
-clocks or processes: budgets come in as `BudgetSpent`.
+Must not know of sockets, clocks or processes: budgets come in as `BudgetSpent`. `TRANSITIONS` is
+the enforcer: a pair of state and event that is neither there nor in `IGNORED`, or whose guard does
+not hold, raises `IllegalEvent` and changes nothing. Before the table comes one rule: an event about
+another incarnation is dropped, and a grant under a new token is a failure, since another engine
+held the lock in between.
 
-`TRANSITIONS` is the enforcer: `handle` fires the row of (state, event) and nothing overrules it. A
-pair that is neither there nor in `IGNORED`, or whose guard does not hold, raises `IllegalEvent` and
-changes nothing. One rule comes before the table: an event about another incarnation is stale and
-dropped, and a grant under a new token means that another engine held the lock in between.
+What a reader may not expect:
 
-Five things that a reader may not expect:
-
-- `dead` is also where an engine begins: no tree, and a launch is due. It lasts from the failure
-  until the next launch; `Reaped` divides it into "the old tree may still act" and "all gone".
-- Nothing is sent to the lock server between a failure and `Reaped`: it takes an incarnation that is
-  no longer named as reaped, and would grant the lock while its processes still live (DESIGN §5).
+- `dead` is also where an engine begins. `Reaped` divides it into "the old tree may still act" and
+  "all gone". Nothing is sent to the lock server before that: it takes an incarnation that is no
+  longer named as reaped, and would grant the lock while its processes still live (DESIGN §5).
 - `waking` has steps of its own: a backend that reports `serving` early cannot skip the canary.
 - A standby that terminates withdraws its want *before* its tree is killed, and still names its
   incarnation: it may have been granted the lock a moment ago.
-- A hand-over drains like a departure, and ends in a relaunch instead of an exit. One that arrives
-  while waking is kept and begins once active, so that requests accepted by then are answered.
-  SIGTERM wins over it at any time.
+- A hand-over drains like a departure and ends in a relaunch. One that arrives while waking begins
+  once active, so that requests accepted by then are answered. SIGTERM wins over it at any time.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """The size of the KV cache on which a pod's engines agree, and the record of it.
 
-Owns `kv_layout.json` in the shared directory. A supervisor whose backend is prepared holds a shared
-flock on it until it exits. The first holder writes the record, all others compare. So a record of
-dead engines binds no one, and two engines that could take over from each other have the same size,
-unless `--kv-change` allows an upgrade: then the newcomer's size replaces the record. Must not know
-what a backend does with its memory.
-
-Two surprising things. The supervisor holds the flock, not the backend: an engine that relaunches
-comes back with the same size, so its record stays valid. And changing an exclusive flock into a
-shared one releases it in between (man 2 flock), so the writer reads the record again once it holds
-the shared one.
+Owns `kv_layout.json`. A supervisor whose backend is prepared holds a shared flock on it until it
+exits. The first holder writes the record, all others compare; `--kv-change` lets a newcomer replace
+it. So a record of dead engines binds no one, and an engine that relaunches finds its own. The
+surprising thing: changing an exclusive flock into a shared one releases it in between (man 2
+flock), so the writer reads the record again once it holds the shared one.
 """
 
 from __future__ import annotations

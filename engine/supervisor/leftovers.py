@@ -1,21 +1,14 @@
 """What a dead incarnation left in shared memory: learned while it lived, removed once it is reaped.
 
-Owns the list of an engine's names, over its incarnations and its supervisors: it is kept in
-`leftovers_<id>.json`, so that the successor of a supervisor that was killed cleans up after it.
-Must not know what the files are for. No pattern decides what may be removed: only what a process
-of the tree held, that was not there before the tree, and that no visible process holds any more.
+Owns the list of an engine's names, in `leftovers_<id>.json`, so that the successor of a killed
+supervisor cleans up, too. (Python's resource tracker dies with its tree.) Only names are removed
+that a process of the tree held, that were not there before the tree, whoever maps them, and that no
+visible process holds any more. Looking can hang where the kernel has locked a process's memory, so
+it is done on a thread, on which nothing waits but, for a moment, the supervisor's exit.
 
-Python's resource tracker would do the same, but it dies with the tree when its container does or
-when a whole tree is killed. Looking takes milliseconds, or for ever where a process's memory is
-locked by the kernel: it is done on a thread of its own, on which nothing waits but, for a moment,
-the exit of the supervisor.
-
-Three surprising things. A semaphore is mapped under a name that it never keeps: glibc makes
-`sem.XXXXXX`, links it to its real name and unlinks the first, so /proc shows `(deleted)`. Files
-are therefore known by their inode, and named by listing the directory. A socket's file is found by
-the socket's number in /proc/net/unix, not by the file's own. And where processes have PID
-namespaces of their own, other holders of a name are invisible here: a name that existed before the
-processes started is kept, whichever process maps it.
+Surprising: /proc shows a semaphore under a name that glibc unlinked (it makes `sem.XXXXXX` and
+links that to the real name), so files are known by inode and named by listing the directory. A
+socket's file is found by the socket's number in /proc/net/unix.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """What a supervisor does itself where the lock server, over TCP, cannot: listen, and look for what
 an earlier supervisor of the engine left behind.
 
-The listening socket is bound when the engine wakes and closed once it is reaped. So clients cannot
-connect while this engine is not active, and those in the backlog of one that dies are refused, not
-kept waiting. Must not know why it listens.
-
-The surprising thing: a member that serves nothing has a socket, too, because a backend is woken
-with one. It is a Unix socket under a name that the kernel makes up.
+The listening socket is bound when the engine wakes and closed once it is reaped, so clients of an
+engine that is not active are refused, not kept waiting. The surprising thing: a member that serves
+nothing has a socket, too, because a backend is woken with one; the kernel makes up its name.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The engine's state file: what outlives the supervisor, and what other processes may look up.
 
-Owns `engine_<id>.json` in the shared directory: the status document, whether any incarnation ever
-reached standby in this pod, and the counters that must survive a restart. It outlives processes,
-not the machine, whose end is the pod's, so nothing is synced to disk. Written on a thread of its
-own, because a disk may hang; only the newest content waits. A full disk is reported: nothing here
-may stop an engine.
+Owns `engine_<id>.json`: the status document, whether any incarnation ever reached standby in this
+pod, and the counters that must survive a restart. It outlives processes, not the machine, so
+nothing is synced to disk. Written on a thread, because a disk may hang; only the newest content
+waits. A full disk is reported: nothing here may stop an engine.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ from engine.supervisor.engine import Engine
 from engine.supervisor.settings import TERMINATION_LOG, TERMINATION_LOG_BYTES_MAX, EngineSettings
 from engine.supervisor.state_file import EngineStateFile
 from engine.supervisor.status import EngineStatus
-from engine.supervisor.tree import become_subreaper
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.part.paths import engine_state
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.http import HttpServer
+from plumbing.service.process import become_subreaper
 from plumbing.service.signals import SignalInbox
 
 EXIT_USAGE = 2

@@ -1,27 +1,20 @@
 """The processes of one incarnation: started, watched one by one, killed and reaped together.
 
-Owns pidfds, lifelines and the proof that no process is left. Must not know what the processes do,
-nor what their death means for the engine.
+Owns pidfds, lifelines and the proof that no process is left: orphans of the tree become children of
+the supervisor, which is PID 1 or a child subreaper and starts nothing but backends, so `waitpid`
+returning ECHILD means that the whole tree is gone, whatever it forked. Must not know what a death
+means for the engine.
 
-The proof: the supervisor is PID 1 of its container or a child subreaper, so an orphan of the tree
-becomes its child. `waitpid` returning ECHILD therefore means that the whole tree is gone, whatever
-it forked and whether or not it was ever seen in /proc. The supervisor starts nothing but backends,
-so everything below it *is* the tree.
-
-The surprising thing: not every process of a tree must live. A backend that starts may run a
-compiler or look for hardware with short-lived programs. Those that must live are the main process,
-those that registered, and, from the check for standby on, everything alive at that check.
-
-A death is reported twice: to `on_dying` when a lifeline shows that one begins, so that the others
-can be killed while the kernel still frees the memory of the first, and to `on_death` when it is
-over and there is an exit status.
+The surprising thing: not every process must live, since a backend that starts may run short-lived
+programs. Those that must are the main process, those that registered, and everything alive at the
+check for standby. Their first death is reported twice: to `on_dying` when a lifeline shows that it
+begins, so that the others are killed while the kernel still frees memory, and then to `on_death`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import os
 import signal
@@ -33,8 +26,6 @@ from engine.lifeline import LifelineWatch
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd
-
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 MAIN = "main"
 
@@ -84,14 +75,6 @@ class _Process:
     name: str
     must_live: bool
     lifeline: LifelineWatch | None = None
-
-
-def become_subreaper() -> None:
-    """Adopt every orphan below this process from now on (prctl(2)); PID 1 does so by itself."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}")
 
 
 class Tree:

@@ -1,11 +1,8 @@
 """Settings: flag > environment > file > default, each value with where it came from.
 
-A command declares its settings once, as data; `plumbing.service.cli` turns them into flags.
-Must not know any command's settings, nor click. A bad value is refused with its origin, so that
-it is clear whether a flag, a variable or a file is wrong.
-
-Not by click's `default_map` and `envvar`: that was tried and is longer, because click cuts lists at
-spaces, takes TOML's `true` for 1, and does not say in which file or variable a bad value is.
+A command declares its settings once, as data; `plumbing.service.cli` turns them into flags. Not by
+click's `default_map` and `envvar`: click cuts lists at spaces, takes TOML's `true` for 1, and does
+not say in which file or variable a bad value is.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Small files that are never seen half-written: replaced in one step, or written in two slots.
 
-A `SlotFile` is a small record that can be written even on a full disk: one preallocated file with
-two slots.
-
-- A write never needs room: the file has its full size from the start. (Writing a new file and
-  renaming it failed on a full disk.)
-- Both slots are valid from the moment the file exists. So one bad slot means that a record was
-  lost, perhaps the newest; the caller decides what follows from that.
-- A failed write is repeated into the same slot; the other slot is untouched meanwhile.
+A `SlotFile` is a small record that can be written even on a full disk: its two slots are allocated
+and valid from the moment it exists. So one bad slot means that a record was lost, perhaps the
+newest; the caller decides what follows. A failed write is repeated into the same slot.
 """
 
 from __future__ import annotations

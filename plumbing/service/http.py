@@ -1,12 +1,10 @@
 """The read-only HTTP server of a process: probes, status, metrics, events and pages.
 
 Probe and status functions are called on the event loop at every request, so an answer proves that
-the loop is alive. They must not block. Requests that change state go through the Unix sockets.
-
-A page runs only the script and style that it contains (their hashes are in its policy) and connects
-only to the host that it came from, on any port, because the parts of a pod are ports of one host.
-In turn, a part answers scripts of pages from its own host only, so that a page from elsewhere
-cannot read the status of a pod.
+the loop is alive; they must not block. A page runs only the script and style that it contains
+(their hashes are in its policy) and connects only to the host that it came from, on any port,
+because the parts of a pod are ports of one host. In turn, a part answers scripts of pages from its
+own host only, so that a page from elsewhere cannot read the status of a pod.
 """
 
 from __future__ import annotations
@@ -104,7 +102,6 @@ class HttpServer:
         metrics: Metrics,
         events: EventLog | None = None,
         pages: Mapping[str, Page] | None = None,
-        heartbeat_s: float = sse.HEARTBEAT_S,
     ) -> None:
         self.host = host
         self.port = port
@@ -114,7 +111,6 @@ class HttpServer:
         metrics.limit_hits.labels(limit="event_readers")  # a zero from the first scrape
         self._events = events
         self._pages = dict(pages or {})
-        self._heartbeat_s = heartbeat_s
         self._streams: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
 
@@ -203,9 +199,7 @@ class HttpServer:
         assert task is not None  # aiohttp runs every handler in a task
         self._streams.add(task)
         try:
-            return await sse.stream(
-                request, self._events, self._status, heartbeat_s=self._heartbeat_s
-            )
+            return await sse.stream(request, self._events, self._status)
         except UsageError as error:
             return _json({"error": error.to_dict()}, status=400)
         finally:

@@ -57,11 +57,6 @@ class OneHot:
         for each in self.states:
             self._gauge.labels(state=each, **labels).set(1 if each == state else 0)
 
-    def clear(self, **labels: str) -> None:
-        """No state is current for `labels` any more: what they name no longer exists."""
-        for each in self.states:
-            self._gauge.labels(state=each, **labels).set(0)
-
 
 class Metrics:
     """The metrics of one process. Names are given without the `understudy_` prefix.

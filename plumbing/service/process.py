@@ -13,7 +13,6 @@ import os
 import resource
 import signal
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PARENT_PID_ENV = "UNDERSTUDY_PARENT_PID"
 
 # 16 sessions attaching 250 slabs each at once, which is the most that this version plans for.
@@ -29,12 +28,22 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
     was asked, and this process sends itself the signal now. Forked children do not inherit this;
     it survives exec.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signum), 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+    _prctl("PR_SET_PDEATHSIG", 1, signum)
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signum)
+
+
+def become_subreaper() -> None:
+    """Adopt every orphan below this process from now on; PID 1 does so by itself."""
+    _prctl("PR_SET_CHILD_SUBREAPER", 36, 1)
+
+
+def _prctl(name: str, option: int, value: int) -> None:
+    """prctl(2); the numbers of options are from linux/prctl.h."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({name}): {os.strerror(number)}")
 
 
 def arm_from_environment() -> bool:
@@ -67,8 +76,8 @@ def make_fd_room(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def raise_fd_limit(advised: int = FDS_ADVISED) -> int:
-    """Raise RLIMIT_NOFILE to its hard limit and return that; warn if it is below `advised`."""
+def raise_fd_limit() -> int:
+    """Raise RLIMIT_NOFILE to its hard limit and return that; warn if it is below FDS_ADVISED."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -76,11 +85,11 @@ def raise_fd_limit(advised: int = FDS_ADVISED) -> int:
         except (OSError, ValueError):  # a hard limit above fs.nr_open, seen in containers
             hard = soft
     unlimited = hard == resource.RLIM_INFINITY
-    if not unlimited and hard < advised:
+    if not unlimited and hard < FDS_ADVISED:
         logger.warning(
             "this process may open %d descriptors; %d are advised: raise `ulimit -Hn` or the "
             "container's nofile limit",
             hard,
-            advised,
+            FDS_ADVISED,
         )
     return hard

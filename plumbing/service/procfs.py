@@ -1,11 +1,9 @@
 """What /proc knows of processes: trees, memory, open files, flocks.
 
-Every answer is a moment old and a pid may be gone by the time it is read: "gone" is an answer
-here, never an error. A process that /proc hides (another PID namespace, another uid) is left out.
-A pid does not prove identity: where that matters, use a pidfd.
-
-Not psutil: it would cost every supervisor and the lock server 1.4 MiB, and has no list of
-children without gaps, no spent processes, no flocks. Commands that only look may use it.
+Every answer is a moment old: "gone" is an answer here, never an error, and a process that /proc
+hides (another PID namespace, another uid) is left out. A pid does not prove identity: where that
+matters, use a pidfd. Not psutil: it would cost every supervisor and the lock server 1.4 MiB, and
+has no list of children without gaps, no spent processes, no flocks.
 """
 
 from __future__ import annotations

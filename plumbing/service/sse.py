@@ -1,11 +1,9 @@
 """The event stream, `/events`: server-sent events with a snapshot first and resumption by id.
 
-There is one bounded queue per reader. A reader that is too slow loses the oldest events in it and
-gets their number (`event: dropped`); it can then reconnect from the last id it saw. No reader can
-slow the process down.
-
-The snapshot's `id:` is the reader's position. For a reader that resumes, that is the id it resumes
-from and not the newest: a stream that breaks during the replay then resumes there.
+No reader can slow the process down: each has a bounded queue, and one that is too slow loses the
+oldest events and gets their number (`event: dropped`). The snapshot's `id:` is the reader's
+position: for a reader that resumes, the id it resumes from, so that a stream that breaks during the
+replay resumes there again.
 """
 
 from __future__ import annotations
@@ -57,9 +55,9 @@ class Filter:
 class EventQueue:
     """The queue between the event log and one connection."""
 
-    def __init__(self, wanted: Filter, queue_max: int) -> None:
+    def __init__(self, wanted: Filter) -> None:
         self._wanted = wanted
-        self._queue: deque[Event] = deque(maxlen=queue_max)
+        self._queue: deque[Event] = deque(maxlen=QUEUE_MAX)
         self._arrived = asyncio.Event()
         self.dropped = 0
 
@@ -71,12 +69,12 @@ class EventQueue:
         self._queue.append(event)
         self._arrived.set()
 
-    async def frames(self, heartbeat_s: float) -> bytes:
-        """The next event and any notice of drops; a heartbeat if none comes in `heartbeat_s`."""
+    async def frames(self) -> bytes:
+        """The next event and any notice of drops; a heartbeat if none comes in HEARTBEAT_S."""
         if not self._queue:
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(heartbeat_s):
+                async with asyncio.timeout(HEARTBEAT_S):
                     await self._arrived.wait()
         if not self._queue:
             return b": heartbeat\n\n"
@@ -100,12 +98,7 @@ def event_frame(event: Event) -> bytes:
 
 
 async def stream(
-    request: web.Request,
-    events: EventLog,
-    status: Callable[[], dict[str, Any]],
-    *,
-    heartbeat_s: float = HEARTBEAT_S,
-    queue_max: int = QUEUE_MAX,
+    request: web.Request, events: EventLog, status: Callable[[], dict[str, Any]]
 ) -> web.StreamResponse:
     """Answer one reader until it disconnects.
 
@@ -128,7 +121,7 @@ async def stream(
     # From here to the subscription nothing awaits: no event falls between snapshot and stream.
     missed = events.since(position) if position is not None else None
     snapshot = {**status(), "as_of_event_id": events.last_id}
-    queue = EventQueue(wanted, queue_max)
+    queue = EventQueue(wanted)
     unsubscribe = events.subscribe(queue.put)
     stands_at = events.last_id if position is None or missed is None else position
     try:
@@ -137,7 +130,7 @@ async def stream(
             if wanted.wants(event):
                 await response.write(event_frame(event))
         while True:
-            await response.write(await queue.frames(heartbeat_s))
+            await response.write(await queue.frames())
     except ConnectionError:
         return response  # it disconnected
     finally:

@@ -1,9 +1,8 @@
 """The peer of a connection: on a Unix socket its uid, pid, and a pidfd, which is never recycled.
 
-`SO_PEERPIDFD` (socket option 77, Linux 6.5) identifies the process that connected, even across PID
-namespaces, where `SO_PEERCRED` reports pid 0. On older kernels, `pidfd_open` of the pid where it is
-visible, which is right unless the pid was recycled in between. Over TCP the kernel knows no
-process: the peer has the name in its certificate, or its address.
+`SO_PEERPIDFD` (Linux 6.5) identifies the process that connected, even across PID namespaces, where
+`SO_PEERCRED` reports pid 0. On older kernels, `pidfd_open` of a visible pid is right unless the pid
+was recycled in between. Over TCP the peer has the name in its certificate, or its address.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """A pre-shared key as mutual TLS: both ends derive one private key and one certificate from it.
 
-TLS 1.3 has pre-shared keys of its own, which Python's ssl module supports only from 3.13 on. So the
-secret becomes an Ed25519 key (HKDF), that key signs a certificate whose fields are all fixed, and
-since Ed25519 signatures are deterministic, both ends have the same bytes. Each trusts exactly that
-certificate and proves that it has its key: no part of this is a protocol of our own.
-
-A server sends its certificate, and so the public key, to every client: a weak secret could be
-guessed offline. It must be random, which cannot be checked here, and at least 32 bytes long.
+Python's ssl module supports TLS 1.3's own pre-shared keys only from 3.13 on. So the secret becomes
+an Ed25519 key (HKDF), which signs a certificate whose fields are all fixed; since such signatures
+are deterministic, both ends have the same bytes, and each trusts exactly that certificate. A server
+sends it to every client, so that a weak secret could be guessed offline: the secret must be random
+and at least 32 bytes long.
 """
 
 from __future__ import annotations

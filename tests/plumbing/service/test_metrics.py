@@ -66,8 +66,6 @@ def test_one_hot_has_every_state_and_at_most_one():
     state.set("standby", engine_id="engine-0")
     assert seen("engine-0") == {"init": 0, "standby": 1}
     assert seen("engine-1") == {"init": 0, "standby": 0}
-    state.clear(engine_id="engine-0")
-    assert seen("engine-0") == {"init": 0, "standby": 0}
 
 
 def test_one_hot_refuses_a_state_it_does_not_know():

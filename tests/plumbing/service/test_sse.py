@@ -150,12 +150,14 @@ def test_query_that_is_not_understood_is_400_with_a_sentence(query):
     asyncio.run(main())
 
 
-def test_silent_stream_sends_comments():
+def test_silent_stream_sends_comments(monkeypatch):
     """Goal: proxies keep it open; method: a heartbeat of 1 ms, two of them, then an event."""
+
+    monkeypatch.setattr(sse, "HEARTBEAT_S", 0.001)
 
     async def main():
         log = make_log()
-        async with serving(events=log, heartbeat_s=0.001) as http, follow(http.port) as stream:
+        async with serving(events=log) as http, follow(http.port) as stream:
             await stream.next()
             for _ in range(2):
                 assert await stream.next() == ("comment", None, ": heartbeat")
