@@ -247,9 +247,7 @@ async def seen_by_gms(port: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heading", TABLES)
-def test_every_key_that_is_printed_is_on_the_page_and_the_other_way_round(
-    printed: Printed, heading: str
-):
+def test_page_and_output_have_the_same_keys(printed: Printed, heading: str):
     """Goal: scripts can rely on the page. Method: compare the keys and value types of every
     document with the table of its section; every key not marked as optional must have been
     printed."""
@@ -260,7 +258,7 @@ def test_every_key_that_is_printed_is_on_the_page_and_the_other_way_round(
         assert json_page.never_printed(documents, rows) == []
 
 
-def test_a_key_without_a_line_and_a_line_without_a_key_are_found():
+def test_undocumented_and_unprinted_keys_are_detected():
     """Goal: show that the test above can fail. Method: one key too many, one of another type, one
     too few."""
     rows = rows_of("understudy version")

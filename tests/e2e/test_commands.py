@@ -64,7 +64,7 @@ def killed_engines(told: str) -> list[str]:
     return re.findall(r"^kill \d+/\d+ +\S+ of (\S+) ", told, re.MULTILINE)
 
 
-def test_drill_as_people_run_it_passes_and_leaves_nothing_behind(
+def test_drill_passes_and_leaves_nothing_behind(
     tmp_path_factory: pytest.TempPathFactory,
 ):
     """Goal: the first command that a new user runs. Method: run it, each target once; check its
@@ -85,7 +85,7 @@ def test_drill_as_people_run_it_passes_and_leaves_nothing_behind(
 
 
 @pytest.mark.slow
-def test_drill_of_processes_that_hang_finds_each_of_them_out(
+def test_drill_with_hanging_processes_detects_each_of_them(
     tmp_path_factory: pytest.TempPathFactory,
 ):
     """Goal: a stopped process is a hung engine. Method: SIGSTOP to either process, under load."""
@@ -154,7 +154,7 @@ def running_pod(directory: Path, output: Path, flags: list[str]) -> Iterator[sub
     assert "Traceback" not in output.read_text()
 
 
-def test_up_killed_takes_all_along_and_the_next_one_stops_in_reverse_order(
+def test_up_killed_leaves_no_process_and_the_next_one_stops_in_reverse_order(
     tmp_path_factory: pytest.TempPathFactory,
 ):
     """Goal: a pod on one machine starts, dies and stops cleanly. Method: `up`, its page, `status

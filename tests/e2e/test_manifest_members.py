@@ -150,7 +150,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.mark.slow
-def test_a_process_of_the_second_member_dies_and_the_other_engine_serves(nodes: Nodes):
+def test_death_of_a_second_members_process_is_a_failover(nodes: Nodes):
     """Goal: the overlay serves over two nodes, and a death on the node without the HTTP server is a
     failover like any other: no lease has to expire. Method: SIGKILL a process of member 1 of the
     active engine; check which engine serves then, and that no lease expired."""

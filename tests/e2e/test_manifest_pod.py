@@ -75,7 +75,7 @@ def test_drill_of_a_manifest_kills_everything_in_it_once(home: Path, overlay: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [("-f", str(RENDERED / "cpu.yaml")), ()])
-def test_supervisor_that_hangs_is_replaced(home: Path, flags: tuple[str, ...]):
+def test_hung_supervisor_is_replaced(home: Path, flags: tuple[str, ...]):
     """Goal: a hang that only a probe can detect. Method: SIGSTOP the active engine's supervisor, in
     a pod from a manifest and in one from flags."""
     report = drill(home, *flags, "--target=stop:supervisor", "--kills=1")
@@ -87,7 +87,7 @@ def test_supervisor_that_hangs_is_replaced(home: Path, flags: tuple[str, ...]):
 @pytest.mark.skipif(
     not HAS_NAMESPACES or shutil.which("nsenter") is None, reason="needs PID namespaces"
 )
-def test_pod_that_stays_up_is_drilled_from_inside_a_container_and_ends_in_order(home: Path):
+def test_running_pod_is_drilled_from_inside_a_container_and_stops_in_order(home: Path):
     """Goal: `kubectl exec … understudy drill --attach`. Method: `up -f`, the drill in the lock
     server's namespace, where no other process is visible; then SIGTERM, and a check for
     leftovers."""

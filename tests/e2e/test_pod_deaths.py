@@ -77,7 +77,7 @@ def test_lock_server_and_active_engine_killed_together_refuse_nothing(home: PodH
     home.run(scenario)
 
 
-def test_both_engines_killed_at_once_keep_everybody_waiting_and_refuse_nobody(home: PodHome):
+def test_both_engines_killed_at_once_clients_wait_and_none_is_refused(home: PodHome):
     """Goal: while no engine runs, clients wait. Method: SIGKILL both trees under load; the lock
     server keeps the address, and the first engine that is back serves."""
 
@@ -97,7 +97,7 @@ def test_both_engines_killed_at_once_keep_everybody_waiting_and_refuse_nobody(ho
     home.run(scenario)
 
 
-def test_every_process_killed_at_once_comes_back_under_newer_tokens(home: PodHome):
+def test_every_process_killed_at_once_returns_under_newer_tokens(home: PodHome):
     """Goal: restarts need no particular order, and no token is reused. Method: SIGKILL every
     process of the pod at once; the runner restarts what it finds dead."""
 
@@ -117,7 +117,7 @@ def test_every_process_killed_at_once_comes_back_under_newer_tokens(home: PodHom
     home.run(scenario)
 
 
-def test_standby_killed_leaves_the_active_one_alone_and_comes_back(home: PodHome):
+def test_standby_killed_returns_without_affecting_the_active_engine(home: PodHome):
     """Goal: deaths of the parked engine cost nothing. Method: SIGKILL one of its backend's
     processes, then its supervisor, under load."""
 
@@ -160,7 +160,7 @@ async def relaunched(pod: Pod, engine: str, incarnation: str):
             return document
 
 
-def test_device_server_killed_under_load_is_noticed_by_nobody(home: PodHome):
+def test_device_server_killed_under_load_costs_nothing(home: PodHome):
     """Goal: a crash without loss. Method: SIGKILL the device's server."""
 
     async def scenario(pod: Pod) -> None:
@@ -171,7 +171,7 @@ def test_device_server_killed_under_load_is_noticed_by_nobody(home: PodHome):
     home.run(scenario)
 
 
-def test_memory_service_killed_under_load_is_noticed_by_nobody(home: PodHome):
+def test_memory_service_killed_under_load_costs_nothing(home: PodHome):
     """Goal: the same when the whole container dies. Method: SIGKILL gms's supervisor."""
 
     async def scenario(pod: Pod) -> None:
@@ -204,7 +204,7 @@ async def incarnations(pod: Pod) -> list[str]:
     return [part["engine"]["incarnation"] for part in (await pod.view())["engines"]]
 
 
-def test_witness_of_a_dead_standby_is_cleared_away(home: PodHome):
+def test_witness_of_a_dead_standby_is_removed(home: PodHome):
     """Goal: deaths do not fill the directory. Method: kill the standby's backend: its witness is
     removed, and there is one new one."""
 

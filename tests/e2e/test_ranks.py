@@ -54,7 +54,7 @@ def test_drill_kills_every_rank_in_turn(tmp_path_factory: pytest.TempPathFactory
     assert "gms" not in report
 
 
-def test_drill_of_the_memory_service_costs_nobody_anything(
+def test_drill_of_the_memory_service_costs_nothing(
     tmp_path_factory: pytest.TempPathFactory,
 ):
     """Goal: a crash without loss. Method: the command, two kills of each device's server; it checks

@@ -22,7 +22,7 @@ def lock_of(pod: Pod) -> dict[str, Any] | None:
         return None
 
 
-def test_lock_server_without_a_state_leaves_a_backend_alone_that_has_yet_to_join(pod):
+def test_lock_server_without_a_state_does_not_seal_a_starting_backend(pod):
     """The server scans the directory while a supervisor has started its backend, has not
     connected, and no process has joined: the witness is not sealed, so the first launch serves."""
     go = pod.directory / "go"

@@ -106,7 +106,7 @@ def pod() -> Iterator[Pod]:
     shutil.rmtree(directory)
 
 
-def test_committed_epoch_is_never_lost_nor_altered_by_any_death(pod: Pod):
+def test_no_death_loses_or_alters_a_committed_epoch(pod: Pod):
     """Goal: no death loses or alters a committed epoch. Method: kill as the seed chooses,
     repeatedly; after each death a new client finds every byte."""
     rng = random.Random(SEED)

@@ -79,7 +79,7 @@ def sockets_of(pod: Pod) -> Iterator[tuple[str, Catalogue]]:
         yield str(pod.directory / f"engine_{engine}.sock"), engine_messages.CONTROL
 
 
-def test_bad_bytes_cost_their_sender_only(home: PodHome):
+def test_bad_bytes_affect_only_their_sender(home: PodHome):
     """Goal: the sender gets an error code, no other client is affected, no descriptor leaks.
     Method: every kind at every socket at once, while clients stream; count the descriptors of all
     processes."""
@@ -144,7 +144,7 @@ def code_from(sock: socket.socket, catalogue: Catalogue) -> str:
     return message.code
 
 
-def test_wrong_words_cost_their_sender_only(home: PodHome):
+def test_forged_messages_affect_only_their_sender(home: PodHome):
     """Goal: well-formed messages cannot take what belongs to others. Method: claims by a foreign
     client at every socket, each answered with its code; the pod continues to serve under its
     token."""

@@ -98,7 +98,7 @@ def test_stopped_lock_server_costs_nothing(home: PodHome):
     home.run(scenario)
 
 
-def test_newcomer_waits_for_a_memory_service_that_stays_away(home: PodHome):
+def test_relaunched_engine_waits_for_a_stopped_memory_service(home: PodHome):
     """Goal: a relaunched engine waits instead of dying repeatedly, and the others continue to
     serve. Method: SIGSTOP gms's supervisor, SIGKILL its server and the standby's backend; SIGCONT
     once the backend has tried to connect in vain, and check that requests were answered

@@ -107,7 +107,7 @@ def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
     home.run(scenario)
 
 
-def test_engine_with_another_size_of_kv_cache_is_refused_with_both(home: PodHome):
+def test_engine_with_another_kv_size_is_refused_and_both_sizes_named(home: PodHome):
     """Goal: engines of one pod have equal KV sizes, so that each can take over from the other.
     Method: a third engine with other --kv-bytes, of the reference backend, on a pod of two running
     ones; they continue to serve."""
@@ -192,7 +192,7 @@ BROKEN: dict[Breaking, tuple[int, Sequence[str]]] = {
 }
 
 
-def test_broken_checkpoint_ends_a_third_engine_with_one_sentence(home: PodHome, tmp_path: Path):
+def test_broken_checkpoint_ends_a_third_engine_with_one_clear_error(home: PodHome, tmp_path: Path):
     """Goal: cause and fix, no relaunch, no effect on others. Method: engines beside those of a
     serving pod, each with a checkpoint that is broken in its own way."""
 
@@ -230,7 +230,7 @@ def taken_port():
         yield server.getsockname()[1]
 
 
-def test_up_that_cannot_work_is_one_sentence(
+def test_up_that_cannot_work_is_one_clear_error(
     home: PodHome, tmp_path_factory: pytest.TempPathFactory, taken_port: int
 ):
     """Goal: a failed `up` explains what is wrong. Method: `up` with a model that is missing, broken
@@ -289,7 +289,7 @@ def test_up_that_cannot_work_is_one_sentence(
     home.run(scenario)
 
 
-def test_single_server_whose_port_is_in_use_is_one_sentence(
+def test_single_server_whose_port_is_in_use_is_one_clear_error(
     home: PodHome, tmp_path: Path, taken_port: int
 ):
     """Goal: the same for each part alone. Method: every server command with its port in use."""

@@ -35,7 +35,7 @@ def why_no_time_namespace() -> str | None:
 
 @pytest.mark.skipif(why_no_time_namespace() is not None, reason=str(why_no_time_namespace()))
 @pytest.mark.parametrize("is_later_first", [True, False], ids=["set_back", "set_forward"])
-def test_monotonic_clock_moved_by_an_hour_between_two_servers_changes_nothing(
+def test_monotonic_clock_shifted_by_an_hour_between_two_servers_changes_nothing(
     pod_dir, start_engine, is_later_first
 ):
     """Goal: clock values on file are only for display. Method: run a server whose monotonic clock
@@ -69,7 +69,7 @@ def test_monotonic_clock_moved_by_an_hour_between_two_servers_changes_nothing(
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler (cc)")
-def test_time_of_day_set_back_an_hour_while_held_only_shows_in_what_is_printed(
+def test_time_of_day_set_back_an_hour_while_held_only_changes_the_output(
     pod_dir, start_engine, tmp_path_factory
 ):
     """Goal: setting the clock makes nothing silent, gone or out of order. Method: run a server with

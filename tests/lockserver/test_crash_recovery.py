@@ -38,9 +38,7 @@ def served(engines: Iterable[Engine]) -> list[str]:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_server_killed_at_any_step_of_a_grant_one_is_granted_and_no_token_twice(
-    pod_dir, start_engine, moment
-):
+def test_server_killed_at_any_step_of_a_grant_reuses_no_token(pod_dir, start_engine, moment):
     """Goal: what is on disk is never behind what was sent, whenever the server dies. Method: kill a
     server at one step of the second grant, while two engines wait, and start another. A grant on
     file is repeated to the same engine; no token is ever received for two engines."""
@@ -73,7 +71,7 @@ def test_server_killed_at_any_step_of_a_grant_one_is_granted_and_no_token_twice(
         asyncio.run(scenario())
 
 
-def test_server_killed_again_and_again_holder_keeps_its_token_and_waiters_get_in(
+def test_server_killed_repeatedly_holder_keeps_its_token_and_waiters_get_their_turn(
     pod_dir, start_server
 ):
     """Goal: no number of restarts costs an engine the lock or its turn. Method: with a holder and
@@ -122,7 +120,7 @@ async def _all_in_turn(holder: Engine, waiters: list[Engine]) -> None:
         assert served(waiters) == []
 
 
-def test_server_and_both_engines_killed_at_once_the_first_back_is_granted_with_a_larger_token(
+def test_server_and_both_engines_killed_at_once_first_to_return_gets_a_larger_token(
     pod_dir, start_server, start_engine
 ):
     """Goal: after everything has died, the first engine to ask is granted the lock, without a
@@ -142,7 +140,7 @@ def test_server_and_both_engines_killed_at_once_the_first_back_is_granted_with_a
     assert server.lock()["holder"]["engine"] == "engine-1"
 
 
-def test_grant_lost_with_its_connection_is_repeated_and_to_no_other(pod_dir, start_server):
+def test_grant_lost_with_its_connection_is_repeated_to_the_same_engine(pod_dir, start_server):
     """Goal: a grant that was not received does not lose the lock. Method: request it and disconnect
     at once, so that the grant reaches no client; a second engine waits; the first asks again."""
     server = start_server()
@@ -170,7 +168,7 @@ def test_grant_lost_with_its_connection_is_repeated_and_to_no_other(pod_dir, sta
     asyncio.run(scenario())
 
 
-def test_server_stopped_for_longer_than_any_window_declares_no_one_dead(
+def test_server_stopped_for_longer_than_any_timeout_declares_no_engine_dead(
     pod_dir, start_server, start_engine
 ):
     """Goal: the server's own stall is not blamed on the engines. Method: SIGSTOP it for many times

@@ -105,7 +105,7 @@ def test_rearmed_or_disarmed_timer_does_nothing_at_the_old_time(start):
     assert program.ended() == -signal.SIGKILL
 
 
-def test_past_time_means_now(start):
+def test_timer_in_the_past_fires_at_once(start):
     """Goal: a lease that expires while the timer is being set still ends the process. Method: arm
     for a moment ago, and for a time before the machine booted."""
     for at in ("now_ms() - 1000", "-5"):
@@ -145,7 +145,7 @@ def test_the_timer_outlives_the_thread_that_made_it(start):
 
 @may_unshare
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_pid_1_of_a_container_is_ended_too(start, is_stopped):
+def test_pid_1_of_a_container_is_killed_too(start, is_stopped):
     """Goal: PID 1 of a namespace, which ignores SIGKILL from a timer, is killed as well, stopped or
     not, with everything in the namespace. Method: arm PID 1 of a namespace that has a child; stop
     it from outside."""
@@ -178,7 +178,7 @@ def test_disarmed_pid_1_stays_alive(start):
     assert program.ended() == 0
 
 
-def test_without_a_timer_there_is_a_clear_error(start):
+def test_missing_timer_is_a_clear_error(start):
     """Goal: a process that could not be killed in time is refused with an error. Method: allow no
     queued signals in that process, so that the kernel refuses the timer."""
     program = start(

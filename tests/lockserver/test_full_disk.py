@@ -48,7 +48,7 @@ def fill(directory: str) -> None:
     assert shutil.disk_usage(directory).free == 0
 
 
-def test_full_disk_stops_no_grant_no_takeover_and_no_restart(small_disk):
+def test_full_disk_stops_no_grant_takeover_or_restart(small_disk):
     """Goal: the state file, a seal, a socket and the guard never need space. Method: fill a tmpfs
     after the start, and again while the server is dead."""
 
@@ -78,7 +78,7 @@ def test_full_disk_stops_no_grant_no_takeover_and_no_restart(small_disk):
         asyncio.run(scenario())
 
 
-def test_first_start_on_a_full_disk_is_one_sentence_and_leaves_nothing_behind(small_disk):
+def test_first_start_on_a_full_disk_is_one_clear_error_and_leaves_nothing_behind(small_disk):
     """Goal: no half-created state. Method: fill the disk, start, free some space, start again."""
     fill(small_disk)
     server = server_on(small_disk)

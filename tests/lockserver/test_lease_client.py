@@ -107,7 +107,7 @@ async def beats(server: LeaseServer, count: int = 3) -> None:
 
 
 @with_server
-async def test_want_says_which_member_it_is(server):
+async def test_want_identifies_the_member(server):
     """Goal: the first message on each connection identifies the member, and every message has its
     own number. Method: two connections, the second after a cut."""
     async with running(Member(server.address, member=(1, 2))) as member:
@@ -146,7 +146,7 @@ async def test_a_holder_is_armed_from_its_grant_until_it_is_reaped(server):
 
 
 @with_server
-async def test_a_server_that_falls_silent_costs_a_holder_its_lease_once(server):
+async def test_silent_server_costs_a_holder_its_lease_once(server):
     """Goal: the lock is lost at 60 % of the lease, before the kernel's 80 %, and only once, even if
     the server answers again; the next incarnation starts afresh. Method: a deaf server, then one
     that answers."""
@@ -227,7 +227,7 @@ async def test_cut_connection_is_not_a_loss_within_the_lease(server):
 
 
 @with_server
-async def test_a_server_that_restarts_within_the_lease_costs_nothing(server):
+async def test_server_restart_within_the_lease_costs_nothing(server):
     """Goal: no engine loses anything by a restart. Method: stop the server, start it on the same
     port."""
     async with holding(server) as member:
@@ -287,14 +287,14 @@ async def test_heartbeats_are_as_frequent_as_the_lease_requires(server):
         assert member.client.lease["server_heard_ms_ago"] is not None
 
 
-def test_on_a_unix_socket_there_is_no_lease(tmp_path):
+def test_client_of_a_unix_socket_has_no_lease(tmp_path):
     """Goal: on one host nothing changes. Method: a client of a Unix path has no timer and no
     lease."""
     client = LockClient(str(tmp_path / "lockserver.sock"), engine="engine-0")
     assert client.lease is None
 
 
-def test_over_tcp_no_timer_no_client(monkeypatch):
+def test_client_over_tcp_requires_a_timer(monkeypatch):
     """Goal: a process that the kernel could not kill is refused. Method: a kernel without
     timers."""
 

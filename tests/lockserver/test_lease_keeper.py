@@ -20,7 +20,7 @@ def kept(lease_ms: int = 1000, sent_ms: float = 0.0) -> LeaseKeeper:
     return keeper
 
 
-def test_lease_counts_from_when_it_was_requested():
+def test_lease_counts_from_its_request():
     """Goal: the time of the answer does not count. Method: an answer that takes half the lease."""
     keeper = LeaseKeeper()
     keeper.sent(1, 100.0)
@@ -43,7 +43,7 @@ def test_answer_to_a_message_never_sent_renews_nothing(progress):
     assert keeper.lease is None
 
 
-def test_an_answer_counts_once_and_passes_over_older_ones():
+def test_an_answer_counts_once_and_supersedes_older_ones():
     """Goal: duplicate or late answers change nothing. Method: answer the second message, then the
     first, then the second again."""
     keeper = LeaseKeeper()
@@ -103,7 +103,7 @@ def test_answers_while_the_tree_is_reaped_keep_the_supervisor_alive():
     assert not keeper.may_act(701.0)
 
 
-def test_expired_lease_is_not_revived():
+def test_expired_lease_of_a_holder_is_not_renewed():
     """Goal: no answer makes up for a time without a lease. Method: an answer after the full length
     of the lease, without a check in between."""
     keeper = kept()
@@ -114,7 +114,7 @@ def test_expired_lease_is_not_revived():
     assert keeper.must_stop(1001.0)
 
 
-def test_a_waiter_s_lease_is_revived():
+def test_expired_lease_of_a_waiter_is_renewed():
     """Goal: a standby that was unreachable for a long time may be granted the lock again. Method:
     an answer long after the lease expired, with no lock held."""
     keeper = kept()
@@ -134,7 +134,7 @@ def test_unanswered_messages_are_bounded():
     assert keeper.renewed(10 * SENT_MAX - 1, 1000, 700.0)
 
 
-def test_the_fenced_locks_are_the_machine_s():
+def test_client_and_machine_agree_on_the_fenced_locks():
     """Goal: client and server agree on which locks a lease protects. Method: compare."""
     assert {name for name, is_fenced in KINDS.items() if is_fenced} == FENCED
 
@@ -201,7 +201,7 @@ class AnnouncesItsOwnLease(World):
         (LeaseKeeper, AnnouncesItsOwnLease),
     ],
 )
-def test_the_simulation_finds_what_is_left_out(keeper, world):
+def test_the_simulation_detects_rules_that_are_left_out(keeper, world):
     """Goal: show that the simulation can fail. Method: leave out one rule at a time, of the keeper
     or of the server."""
     assert any(violation(seed, keeper, world) for seed in SEEDS)

@@ -47,7 +47,7 @@ def directory(tmp_path):
     return str(tmp_path)
 
 
-def test_two_groups_of_as_many_members_and_with_the_longest_names_fit_a_slot(directory):
+def test_two_groups_of_the_largest_size_and_the_longest_names_fit_a_slot(directory):
     """Goal: no grant fails because its record is too large. Method: write and read back 16 members
     with ids of 63 characters and the largest numbers, in both locks."""
     assert MEMBERS_MAX == MEMBERS_SPOKEN_MAX
@@ -62,7 +62,7 @@ def test_two_groups_of_as_many_members_and_with_the_longest_names_fit_a_slot(dir
     again.close()
 
 
-def test_file_of_before_leases_is_read_as_it_was_written(directory):
+def test_file_from_before_leases_is_readable(directory):
     """Goal: upgrading the server causes no failover. Method: the bytes that the older version
     wrote."""
     text = (

@@ -66,7 +66,7 @@ def engine(start_engine, server: ServerProcess) -> EngineProcess:
     return engine
 
 
-def test_events_prints_what_the_server_remembers_and_ends(engine, server, pod_dir):
+def test_events_prints_the_remembered_events_and_exits(engine, server, pod_dir):
     """Goal: past events can be read afterwards. Method: a grant, then the command."""
     done = run("events", "--json", directory=pod_dir)
     assert done.returncode == 0, done.stderr
@@ -79,7 +79,7 @@ def test_events_prints_what_the_server_remembers_and_ends(engine, server, pod_di
     assert "active granted to engine-0, token 1" in text
 
 
-def test_events_followed_are_those_from_now_on_and_end_with_the_server(
+def test_events_follow_prints_only_new_events_and_exits_with_the_server(
     server, start_engine, pod_dir
 ):
     """Goal: -f prints only new events. Method: follow, grant the lock to an engine, stop the
@@ -97,7 +97,7 @@ def test_events_followed_are_those_from_now_on_and_end_with_the_server(
         assert following.wait(WAIT_S) == UNREACHABLE
 
 
-def test_following_and_watching_end_with_ctrl_c_like_every_command(server, pod_dir):
+def test_ctrl_c_ends_follow_and_watch_like_every_command(server, pod_dir):
     """Goal: exit code 130, no traceback. Method: SIGINT to each command once it has printed
     something, or listens."""
     alone(server)
@@ -111,7 +111,7 @@ def test_following_and_watching_end_with_ctrl_c_like_every_command(server, pod_d
         assert watching.wait(WAIT_S) == INTERRUPTED
 
 
-def test_status_watched_goes_on_without_its_server(engine, server, pod_dir):
+def test_status_watch_continues_without_its_server(engine, server, pod_dir):
     """Goal: watching shows the server go down and come back. Method: read documents while it runs,
     after its SIGKILL (the offline view), and after its restart."""
     with running("status", "--watch", "--json", directory=pod_dir) as watching:
@@ -125,7 +125,7 @@ def test_status_watched_goes_on_without_its_server(engine, server, pod_dir):
         assert back["token"] == offline["token"]
 
 
-def test_commands_of_a_directory_without_any_server_exit_with_3(tmp_path):
+def test_commands_on_a_directory_without_a_server_exit_with_3(tmp_path):
     """Goal: a missing server is not shown as an empty list. Method: run each command on an empty
     directory; watching reports it and continues."""
     for words in (["status"], ["events"], ["events", "-f"]):

@@ -13,7 +13,7 @@ from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess, free_port, settled_fds
 
 
-def test_failover_dirty_holder_killed_grant_comes_after_its_processes_are_gone(
+def test_failover_dirty_holder_killed_grant_follows_the_end_of_its_processes(
     pod_dir, start_server, start_engine
 ):
     """Goal: the fence. Method: kill a holder with 1 GiB of dirty memory in two processes; when the
@@ -35,7 +35,7 @@ def test_failover_dirty_holder_killed_grant_comes_after_its_processes_are_gone(
     asyncio.run(scenario())
 
 
-def test_failover_without_the_witness_grants_no_engine_and_status_shows_the_fix(
+def test_failover_with_a_removed_witness_grants_nothing_and_status_shows_the_fix(
     pod_dir, start_server, start_engine
 ):
     """Goal: a removed witness never proves anything, and operators are shown the fix. Method:
@@ -242,7 +242,7 @@ def test_lock_server_descriptors_after_many_failovers(pod_dir, start_server):
     asyncio.run(scenario())
 
 
-def test_missing_directory_and_taken_port_are_one_sentence(pod_dir, start_server):
+def test_missing_directory_or_port_in_use_is_one_clear_error(pod_dir, start_server):
     """Goal: a failed start reports its cause. Method: run `serve` and read stderr and the exit
     code."""
     server = start_server()

@@ -76,7 +76,7 @@ def members_of(server, engine: str = "engine-0") -> dict[str, Any]:
     return document
 
 
-def test_member_killed_the_other_is_notified_and_the_lock_is_free_when_the_last_is_gone(
+def test_member_killed_other_is_notified_and_lock_is_free_when_the_last_is_gone(
     server, start_member
 ):
     """Goal: the lock counts members over TCP. Method: two member processes hold it; SIGKILL one;
@@ -98,7 +98,9 @@ def test_member_killed_the_other_is_notified_and_the_lock_is_free_when_the_last_
     until(lambda: len(events_of(server, "lock.member_lost")) == 1, "one event of the loss")
 
 
-def test_stopped_member_is_found_by_its_silence_and_its_lease_is_awaited(server, start_member):
+def test_stopped_member_is_detected_by_its_silence_and_its_lease_is_waited_out(
+    server, start_member
+):
     """Goal: half-open connections are detected. Method: SIGSTOP a holder of one member, whose
     kernel keeps the connection open and answers; status names what the server waits for, and only
     then is the next engine granted the lock. After SIGCONT the old holder is told that it is
@@ -132,7 +134,7 @@ def test_restarted_server_gives_living_members_the_same_grant(server, start_memb
     assert not events_of(server, "lock.member_lost")
 
 
-def test_restarted_server_waits_out_the_lease_of_a_member_that_does_not_come_back(
+def test_restarted_server_waits_out_the_lease_of_a_member_that_does_not_return(
     server, start_member
 ):
     """Goal: a restarted server grants neither too early nor never. Method: kill the server and then
@@ -218,7 +220,7 @@ def test_over_tcp_only_members_are_answered(server, address, psk):
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))
 
 
-def test_engines_on_this_host_and_members_of_others_share_one_lock(server, pod_dir, address, psk):
+def test_engines_on_this_host_and_members_on_others_share_one_lock(server, pod_dir, address, psk):
     """Goal: one machine for both. Method: an engine with a witness holds the lock; a member waits,
     is sent the holder, and is granted the lock when the witness is free; then the other way
     round."""
@@ -270,7 +272,7 @@ def test_member_with_another_key_is_refused(server, address, tmp_path):
     assert server.status()["members"] == {}
 
 
-def test_key_that_was_renewed_badly_is_a_problem_and_the_old_one_stays(server, address, psk):
+def test_invalid_new_key_is_reported_and_the_old_one_stays(server, address, psk):
     """Goal: status reports a broken new key, and members connect with the old one until a valid key
     is there. Method: replace the file with one that is too short, then with a valid one."""
     old = write_secret(f"{psk}.old", Path(psk).read_bytes())

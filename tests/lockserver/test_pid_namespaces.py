@@ -88,7 +88,7 @@ def standby_in(pod_dir: str, holder: EngineProcess, was_gone: list[bool]) -> Eng
 
 
 @pytest.mark.parametrize("world", WORLDS, indirect=True)
-def test_holder_killed_in_another_pid_namespace_or_on_an_older_kernel_its_processes_go_first(
+def test_grant_follows_the_end_of_a_holder_in_another_pid_namespace_or_on_an_older_kernel(
     pod_dir, world
 ):
     """Goal: the fence needs no visible pid. Method: kill the holder's supervisor from outside (as
@@ -108,9 +108,7 @@ def test_holder_killed_in_another_pid_namespace_or_on_an_older_kernel_its_proces
 
 
 @pytest.mark.parametrize("world", WORLDS, indirect=True)
-def test_server_killed_holder_in_another_pid_namespace_or_on_an_older_kernel_keeps_its_token(
-    pod_dir, world
-):
+def test_holder_in_another_pid_namespace_or_on_an_older_kernel_outlives_the_server(pod_dir, world):
     """Goal: recovery needs no visible pid either. Method: restart the server and read the messages;
     then stop a supervisor while its backends die, so that only its silence and the witness remain
     as evidence."""

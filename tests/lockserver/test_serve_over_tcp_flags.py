@@ -38,7 +38,7 @@ def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:
         ("config.bad_value", ("--lease-ms", "5")),
     ],
 )
-def test_serve_refuses_conflicting_flags_in_one_sentence(pod_dir, code, flags):
+def test_serve_refuses_conflicting_flags_with_one_clear_error(pod_dir, code, flags):
     """Goal: a lock is never left open to the network by mistake. Method: each flag or pair of flags
     that is refused."""
     ran = refused(pod_dir, *flags)
@@ -47,7 +47,7 @@ def test_serve_refuses_conflicting_flags_in_one_sentence(pod_dir, code, flags):
     assert "Traceback" not in ran.stderr
 
 
-def test_serve_with_an_address_that_is_taken_ends_and_leaves_nothing_behind(pod_dir, start_server):
+def test_serve_with_an_address_in_use_exits_and_leaves_nothing_behind(pod_dir, start_server):
     """Goal: a server never half starts. Method: a second one, on the port of the first."""
     address = f"tcp://127.0.0.1:{free_port()}"
     start_server("--listen", address)

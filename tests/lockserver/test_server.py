@@ -64,7 +64,9 @@ def http(server: ServerProcess, path: str):
             return error.code, error.read()
 
 
-def test_server_bad_input_is_answered_with_a_code_and_disturbs_no_one(pod_dir, start_server):
+def test_server_bad_input_is_answered_with_a_code_and_affects_only_its_sender(
+    pod_dir, start_server
+):
     """Goal: bad input costs only its sender, and no descriptor. Method: send every kind beside a
     holder and a waiter, then count descriptors."""
     server = start_server()
@@ -114,7 +116,7 @@ def misbehave(server: ServerProcess, frame: bytes) -> None:
         sock.sendall(frame[:4] + b"\xff" * 60)
 
 
-def test_server_supervisor_that_dies_at_any_byte_leaves_nothing(pod_dir, start_server):
+def test_server_supervisor_that_dies_at_any_byte_leaves_no_trace(pod_dir, start_server):
     """Goal: no half-registered supervisors. Method: cut a want after each byte."""
     server = start_server()
     frame = encode_frame(CATALOGUE.encode(want()), 0)
@@ -169,7 +171,7 @@ def test_server_http_ready_is_an_active_engine_and_metrics_are_never_absent(
     assert json.loads(http(server, "/status")[1])["locks"]["active"]["state"] == "held"
 
 
-def test_server_twin_supervisor_is_refused_while_the_first_lives(pod_dir, start_server):
+def test_server_second_supervisor_is_refused_while_the_first_lives(pod_dir, start_server):
     """Goal: two containers with one ENGINE_ID. Method: the second is refused, and accepted once the
     first has left (both are one process here, so its pidfd never becomes readable; the first must
     stay)."""
@@ -185,7 +187,7 @@ def test_server_twin_supervisor_is_refused_while_the_first_lives(pod_dir, start_
     asyncio.run(scenario())
 
 
-def test_server_loader_lock_goes_round_without_waiting_for_witnesses(pod_dir, start_server):
+def test_server_loader_lock_is_granted_in_turn_without_waiting_for_witnesses(pod_dir, start_server):
     """Goal: the plain lock. Method: two engines load in turn while both trees live."""
     start_server()
 
@@ -236,7 +238,7 @@ async def _with_a_failing_disk(pod_dir: str) -> None:
         await server.close()
 
 
-def test_server_disk_too_small_for_the_state_is_one_sentence(pod_dir):
+def test_server_disk_too_small_for_the_state_is_one_clear_error(pod_dir):
     """Goal: a failed start reports its cause. Method: a file-size limit below the state's size."""
     command = f"ulimit -f 4; exec {sys.executable} -m lockserver.cli serve --dir {pod_dir}"
     ran = subprocess.run(

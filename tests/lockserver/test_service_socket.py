@@ -195,7 +195,7 @@ def test_service_is_lent_and_handed_back_after_a_server_restart(pod_dir, start_s
     asyncio.run(scenario())
 
 
-def test_service_address_of_a_stranger_is_one_sentence_at_the_first_start(pod_dir):
+def test_service_address_in_use_at_the_first_start_is_one_clear_error(pod_dir):
     """Goal: the error for a port in use names the process. Method: listen there, start a fresh
     server."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
@@ -214,7 +214,7 @@ def test_service_address_of_a_stranger_is_one_sentence_at_the_first_start(pod_di
     assert "Traceback" not in ran.stderr
 
 
-def test_service_address_taken_while_away_is_waited_for_with_a_sentence(
+def test_service_address_taken_while_down_is_waited_for_and_reported(
     pod_dir, start_server, start_engine
 ):
     """Goal: with a holder on file, the server waits for the socket to be handed back and reports

@@ -29,7 +29,7 @@ def may_open(server: ServerProcess, count: int) -> None:
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (min(count, hard), hard))
 
 
-def test_server_out_of_descriptors_frees_nothing_says_so_and_goes_on_when_it_has_some(
+def test_server_out_of_descriptors_frees_nothing_reports_it_and_recovers(
     pod_dir, start_server, start_engine
 ):
     """Goal: a witness that cannot be opened does not count as gone. Method: lower a running
@@ -67,7 +67,7 @@ def test_server_out_of_descriptors_frees_nothing_says_so_and_goes_on_when_it_has
     assert "Traceback" not in server.log()
 
 
-def test_thousands_of_leftover_witnesses_and_a_lost_state_do_not_starve_the_loop(
+def test_lost_state_with_thousands_of_leftover_witnesses_does_not_starve_the_loop(
     pod_dir, start_server
 ):
     """Goal: scanning a crowded directory leaves the server time for other work. Method: as many
@@ -93,7 +93,7 @@ def test_thousands_of_leftover_witnesses_and_a_lost_state_do_not_starve_the_loop
         asyncio.run(scenario())
 
 
-def test_server_with_a_blocked_log_goes_on_and_reports_dropped_lines(pod_dir):
+def test_server_with_a_blocked_log_continues_and_reports_dropped_lines(pod_dir):
     """Goal: a blocked log reader prevents no failover. Method: a server with a pipe for stderr,
     more events than the pipe holds, then a takeover. Then read: whole lines, and the number of
     dropped ones."""

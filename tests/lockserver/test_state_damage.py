@@ -23,7 +23,7 @@ NO_ROOT = "needs root"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_broken_state_file_with_living_holder_same_token_and_a_higher_one_next(
+def test_broken_state_file_with_living_holder_keeps_its_token_and_the_next_is_larger(
     pod_dir, start_server, damage
 ):
     """Goal: an unreadable file loses no lock. Method: damage it while the server is dead."""
@@ -102,7 +102,7 @@ def from_the_future(path: str) -> None:
             file.write(FORMAT.encode(sequence, json.dumps(body).encode()))
 
 
-def test_state_file_of_a_newer_version_its_tokens_still_count(pod_dir, start_server):
+def test_state_file_of_a_newer_version_still_counts_its_tokens(pod_dir, start_server):
     """Goal: a downgrade reuses no token. Method: ten grants, a file of a future version, no living
     holder to claim the lock; the next grant is above all earlier ones."""
     server = start_server()
@@ -183,7 +183,7 @@ def _made(directory: str, how: str):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason=NO_ROOT)
 @pytest.mark.parametrize("how", ["immutable", "read_only", "directory", "symlink"])
-def test_start_on_a_state_file_that_cannot_be_written_is_one_sentence(pod_dir, start_server, how):
+def test_start_with_an_unwritable_state_file_is_one_clear_error(pod_dir, start_server, how):
     """Goal: a fault of the environment is reported in one clear error, and the state on file stays
     unchanged. Method: cause each fault, then start; once repaired, the server starts and knows the
     token."""

@@ -96,7 +96,7 @@ def test_state_file_truncated_anywhere_is_unknown_and_kept_aside(directory, size
 
 @pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("offset", [0, 20, 60, 120, 200])
-def test_state_file_one_bad_slot_counts_the_other_ones_token(directory, slot, offset):
+def test_state_file_one_bad_slot_skips_a_token(directory, slot, offset):
     """Goal: the next token is above every token ever granted. Method: flip a byte in either
     slot."""
     write(directory, 5, 6)
@@ -111,7 +111,7 @@ def test_state_file_one_bad_slot_counts_the_other_ones_token(directory, slot, of
     assert found.record == LockRecord(token=(6 if slot == 0 else 5) + 1, unknown=frozenset(LOCKS))
 
 
-def test_state_file_token_survives_losing_a_slot_again_and_again(directory):
+def test_state_file_token_survives_losing_a_slot_repeatedly(directory):
     """Goal: no token is reused, however often the newest slot is lost. Method: lose it after each
     write."""
     used = []
@@ -166,7 +166,7 @@ def test_state_file_failed_write_is_repeated_into_the_same_slot(directory, monke
         assert file.read().count(b'"token":1,') == 1
 
 
-def test_state_file_directory_of_its_name_or_no_room_is_one_sentence(directory):
+def test_state_file_directory_in_its_place_or_full_disk_is_one_clear_error(directory):
     """Goal: a failed start reports its cause. Method: a directory in the file's place; a file-size
     limit."""
     os.mkdir(path_of(directory))

@@ -68,7 +68,7 @@ STATES = (
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
-def test_status_of_a_lasting_state_names_who_since_when_the_evidence_and_the_fix(
+def test_status_of_a_lasting_state_shows_engine_time_evidence_and_fix(
     state: Callable[[Scene], AbstractAsyncContextManager[Told]],
     pod_dir: str,
     start_server: Callable[..., ServerProcess],
@@ -143,7 +143,7 @@ def check_text(text: str, document: Any, told: Told) -> None:
     assert f"to do {wait['fix']}" in plain
 
 
-def test_status_in_an_80_columns_terminal_and_its_exit_codes(pod_dir, start_server, start_engine):
+def test_status_in_an_80_column_terminal_and_its_exit_codes(pod_dir, start_server, start_engine):
     """Goal: the text is wrapped, and scripts can rely on the exit code. Method: run the command as
     a process with COLUMNS set, with a server, with only its file, and with neither."""
     server = start_server()
@@ -171,7 +171,7 @@ def test_status_in_an_80_columns_terminal_and_its_exit_codes(pod_dir, start_serv
     assert run(COLUMNS) == (UNREACHABLE, "")
 
 
-def test_healthy_pod_takes_less_than_15_lines(pod_dir, start_server, start_engine):
+def test_status_of_a_healthy_pod_takes_less_than_15_lines(pod_dir, start_server, start_engine):
     """Goal: the status of a healthy pod is short. Method: a holder, a standby, a service; count
     lines."""
     server = start_server("--service", f"active=127.0.0.1:{free_port()}")

@@ -57,7 +57,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_witness_held_by_a_stray_process_is_waited_for_and_named(
+def test_witness_held_by_a_stray_process_blocks_the_grant_and_names_it(
     pod_dir, start_server, start_engine
 ):
     """Goal: every process that holds the witness counts, and operators are shown which one to kill.
@@ -120,7 +120,7 @@ def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
         end(late)
 
 
-def test_child_forked_without_exec_keeps_the_connection_and_not_the_lock(pod_dir, start_server):
+def test_child_forked_without_exec_keeps_the_connection_but_not_the_lock(pod_dir, start_server):
     """Goal: an open connection does not prove that the supervisor lives (the pidfd counts). Method:
     kill a supervisor and its backend; its forked child keeps the socket open and lives on."""
     server = start_server()
@@ -161,7 +161,7 @@ def at_the_name(path: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["fifo", "directory", "symlink", "file"])
-def test_foreign_file_at_a_witness_name_proves_nothing_and_blocks_no_other(
+def test_foreign_file_in_place_of_a_witness_proves_nothing_and_does_not_block(
     pod_dir, start_server, what
 ):
     """Goal: the server opens any kind of file without blocking, and believes only the inode on

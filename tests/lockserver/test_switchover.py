@@ -105,7 +105,7 @@ def test_switchover_is_requested_shown_counted_and_answered(start_server: Any):
     asyncio.run(main())
 
 
-def test_interrupted_command_leaves_the_switchover_running_and_says_so(start_server: Any):
+def test_interrupted_command_leaves_the_switchover_running_and_reports_it(start_server: Any):
     """Goal: Ctrl-C only ends the wait. Method: SIGINT to the command; the lock still goes to the
     named engine, ahead of one that has waited longer."""
     server = start_server()
@@ -136,7 +136,7 @@ def test_interrupted_command_leaves_the_switchover_running_and_says_so(start_ser
     asyncio.run(main())
 
 
-def test_command_reports_the_outcome_in_one_sentence(start_server: Any):
+def test_switchover_command_reports_the_outcome_in_one_sentence(start_server: Any):
     """Goal: the outcome is readable. Method: without `--json`: refused, done, already done."""
     server = start_server()
 

@@ -73,7 +73,7 @@ def brightness(png: bytes) -> int:
     return zlib.decompress(b"".join(pieces))[1]
 
 
-def test_page_is_one_small_file_that_names_no_other_place(start_server):
+def test_page_is_one_small_file_without_external_resources(start_server):
     """Goal: no build, no external resource. Method: the page as a real lock server sends it, and
     its index."""
     server = start_server()
@@ -90,7 +90,7 @@ def test_page_is_one_small_file_that_names_no_other_place(start_server):
 
 @pytest.mark.slow
 @needs_chromium
-def test_page_follows_a_failover_without_being_loaded_again(home: PodHome, tmp_path: Path):
+def test_page_follows_a_failover_without_a_reload(home: PodHome, tmp_path: Path):
     """Goal: the page follows a failover live. Method: a real pod and a real browser; kill a process
     of the active engine; the other engine's card turns active, then the pod is complete again."""
 
@@ -153,7 +153,7 @@ def _serves(engine: str) -> str:
 
 
 @needs_chromium
-def test_page_is_used_by_keys_and_in_the_dark(home: PodHome, tmp_path: Path):
+def test_page_has_keyboard_controls_and_a_dark_scheme(home: PodHome, tmp_path: Path):
     """Goal: keyboard control and a dark scheme. Method: `?`, Escape, `p` during a failover, and Tab
     through the controls; then both schemes, by the colours painted."""
 
@@ -201,7 +201,7 @@ def test_page_is_used_by_keys_and_in_the_dark(home: PodHome, tmp_path: Path):
 
 
 @needs_chromium
-def test_page_shows_an_engine_that_is_gone_and_that_it_is_back(home: PodHome, tmp_path: Path):
+def test_page_shows_an_engine_that_dies_and_returns(home: PodHome, tmp_path: Path):
     """Goal: parts whose port is gone are shown, too. Method: kill the active engine's supervisor
     and the memory server; both come back, and are shown from their new processes' first event
     on."""
@@ -232,7 +232,7 @@ def test_page_shows_an_engine_that_is_gone_and_that_it_is_back(home: PodHome, tm
 
 
 @needs_chromium
-def test_page_says_which_part_does_not_answer(start_server, tmp_path: Path):
+def test_page_shows_which_part_does_not_answer(start_server, tmp_path: Path):
     """Goal: a missing part is shown as missing. Method: a lock server alone, which is then killed
     and restarted."""
     server = start_server()

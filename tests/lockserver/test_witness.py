@@ -129,7 +129,7 @@ def test_probe_missing_or_different_file_proves_nothing(path, tmp_path):
     assert witness.identify(str(tmp_path / "link")) == (None, WitnessState.UNPROVEN)
 
 
-def test_witness_that_is_born_held_is_never_seen_free(tmp_path, monkeypatch):
+def test_witness_created_locked_is_never_seen_free(tmp_path, monkeypatch):
     """Goal: a server that seals free witnesses cannot get there before the first process. Method:
     look at the instant at which the name appears."""
     rename, seen = os.rename, []
@@ -148,7 +148,7 @@ def test_witness_that_is_born_held_is_never_seen_free(tmp_path, monkeypatch):
     assert witness.probe(path, *ids(path)) is WitnessState.FREE
 
 
-def test_witness_that_cannot_be_made_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_witness_that_cannot_be_created_leaves_nothing_behind(tmp_path, monkeypatch):
     """Goal: repeated failed launches do not fill the directory. Method: a rename that fails."""
 
     def refuse(source, target):
@@ -224,7 +224,7 @@ def test_probe_leaves_no_descriptor_behind(path, tmp_path):
     assert open_fds() == before
 
 
-def test_join_waits_out_a_try_of_the_server(path):
+def test_join_waits_out_a_probe_by_the_server(path):
     """Goal: a server's probe must not make a joining process fail. Method: hold the lock while it
     joins, release it, and see it join."""
     fd = os.open(path, os.O_RDWR)

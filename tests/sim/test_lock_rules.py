@@ -28,7 +28,7 @@ def test_lock_simulation_finds_a_planted_bug(rule: Rule, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("rule", MODEL, ids=lambda rule: rule.name)
-def test_lock_simulation_a_rule_that_is_left_out_is_caught(
+def test_lock_simulation_detects_each_rule_that_is_left_out(
     rule: Rule, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: every rule of the design is needed. Method: leave one out."""

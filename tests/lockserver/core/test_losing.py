@@ -18,7 +18,7 @@ from tests.lockserver.core.shell import (
 )
 
 
-def test_closed_connection_alone_frees_nothing_and_tries_nothing():
+def test_closed_connection_alone_frees_nothing_and_starts_no_probe():
     """Goal: the connection says when to look, not what is true. Method: cut the holder's."""
     shell = held_by_a()
     shell.feed(ev.ConnectionClosed(1))
@@ -29,7 +29,7 @@ def test_closed_connection_alone_frees_nothing_and_tries_nothing():
     assert shell.active.state is LockState.HELD
 
 
-def test_ended_process_needs_the_witness_too():
+def test_ended_process_frees_nothing_while_the_witness_is_held():
     """Goal: both pieces of evidence. Method: pidfd first, then the witness."""
     shell = held_by_a()
     shell.feed(ev.ConnectionClosed(1))
@@ -99,7 +99,7 @@ def test_repeated_progress_is_not_a_sign_of_life():
     assert shell.machine.supervisors[f"{'engine-0':0>16}"].is_silent
 
 
-def test_stopped_server_reports_no_one_silent():
+def test_stopped_server_reports_no_engine_silent():
     """Goal: our own stall is not theirs. Method: one tick after a minute."""
     shell = held_by_a()
     shell.now_ms += 60_000
@@ -150,7 +150,7 @@ def test_free_lock_has_no_evidence_to_look_at():
     assert shell.due() == []
 
 
-def test_waiter_that_dies_during_its_grant_burns_one_token():
+def test_waiter_that_dies_during_its_grant_uses_up_one_token():
     """Goal: what nobody could know costs one token, and no time. Method: the next in line is dead
     when it is granted, as the server finds out afterwards; the one after it waits."""
     shell = held_by_a()

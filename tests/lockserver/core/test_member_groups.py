@@ -84,7 +84,7 @@ def test_group_is_as_alive_as_its_slowest_member():
     assert len(shell.heard(11, RenewedMsg)) == answered
 
 
-def test_members_that_wait_keep_their_place_while_they_are_heard_and_lose_it_when_cut():
+def test_waiting_members_keep_their_place_until_they_are_cut():
     """Goal: waiters that cannot be granted are not in line. Method: a waiting group, cut."""
     shell = Shell()
     shell.want(20, SB, B, 0, 1)

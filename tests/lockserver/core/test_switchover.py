@@ -79,7 +79,7 @@ def test_holder_is_asked_and_the_first_waiter_is_granted():
     assert shell.active.preferred is None
 
 
-def test_named_engine_goes_before_those_who_waited_longer():
+def test_named_engine_goes_ahead_of_longer_waiters():
     """Goal: `--to`. Method: name the one that waits second; FIFO again after that."""
     shell = pod(B, C)
     assert told(ask(shell, to="engine-2")) == [f"{A} to engine-2"]
@@ -256,7 +256,7 @@ def test_timeout_ends_the_wait_and_nothing_else():
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_overdue_switchover_ends_with_the_next_grant_and_answers_no_one(is_killed):
+def test_overdue_switchover_ends_with_the_next_grant_without_an_answer(is_killed):
     """Goal: late is not never. Method: past the deadline the holder gives up, or is killed."""
     shell = pod(B)
     ask(shell, timeout_ms=100)

@@ -53,7 +53,7 @@ async def checked(pod: Pod, *flags: str) -> tuple[int, dict[str, dict[str, Any]]
     return code, {each["id"]: each for each in json.loads(said)["checks"]}
 
 
-def test_doctor_finds_nothing_wrong_with_a_pod_that_is_whole(home: PodHome):
+def test_doctor_finds_no_problem_in_a_healthy_pod(home: PodHome):
     """Goal: no false alarm. Method: every check that applies to a pod on host memory passes, also
     with --strict if the machine allows; the pod's own ports and memory are not reported."""
 
@@ -74,7 +74,7 @@ def test_doctor_finds_nothing_wrong_with_a_pod_that_is_whole(home: PodHome):
 
 
 @pytest.mark.slow
-def test_lock_server_that_hangs_keeps_nobody_from_looking(home: PodHome, tmp_path: Path):
+def test_status_doctor_and_bundle_work_while_the_lock_server_hangs(home: PodHome, tmp_path: Path):
     """Goal: the commands work when something is wrong. Method: stop the lock server; status reports
     that the pod is degraded, with its exit code, and doctor and bundle finish."""
 
@@ -100,7 +100,7 @@ def test_lock_server_that_hangs_keeps_nobody_from_looking(home: PodHome, tmp_pat
     home.run(scenario)
 
 
-def test_events_kept_tell_how_the_pod_came_up_in_order(home: PodHome):
+def test_recorded_events_show_the_start_of_the_pod_in_order(home: PodHome):
     """Goal: past events can be read afterwards. Method: the records of all parts; both engines'
     transitions up to their present state, and times that never decrease."""
 
@@ -126,7 +126,7 @@ def test_events_kept_tell_how_the_pod_came_up_in_order(home: PodHome):
     home.run(scenario)
 
 
-def test_status_watched_shows_a_failover_as_it_happens(home: PodHome):
+def test_status_watch_shows_a_failover_as_it_happens(home: PodHome):
     """Goal: watch a failover live. Method: read documents while the active engine is killed; the
     other one is active in a later one."""
 
@@ -189,7 +189,9 @@ def watch_top(pod: Pod, engine: str, token: int) -> None:
         os.close(terminal.slave)
 
 
-def test_support_bundle_of_a_running_pod_has_all_of_it_and_no_secret(home: PodHome, tmp_path: Path):
+def test_support_bundle_of_a_running_pod_is_complete_and_has_no_secret(
+    home: PodHome, tmp_path: Path
+):
     """Goal: one file is enough for support. Method: send a request with a prompt and set a secret
     in the command's environment; check what the bundle contains, and that the secrets are nowhere
     in it."""

@@ -45,7 +45,7 @@ def put_there(path: str, stranger: str):
 
 
 @pytest.mark.parametrize("how", ["nothing", "a stale socket"])
-def test_socket_path_deleted_or_replaced_while_held_is_taken_back(pod_dir, start_server, how):
+def test_socket_path_deleted_or_replaced_while_held_is_restored(pod_dir, start_server, how):
     """Goal: new clients can still connect, and connected ones are not affected. Method: remove the
     socket's path while a lock is held; a new engine waits and is granted the lock in its turn."""
     server = start_server()
@@ -68,7 +68,7 @@ def test_socket_path_deleted_or_replaced_while_held_is_taken_back(pod_dir, start
 
 
 @pytest.mark.parametrize("stranger", ["a file", "a listener"])
-def test_foreign_socket_path_is_reported_and_taken_back_when_it_is_gone(
+def test_foreign_file_at_the_socket_path_is_reported_and_the_path_restored_later(
     pod_dir, start_server, start_engine, stranger
 ):
     """Goal: an unreachable server is reported. Method: put something else at the path; status over
@@ -93,7 +93,7 @@ def test_foreign_socket_path_is_reported_and_taken_back_when_it_is_gone(
     asyncio.run(scenario())
 
 
-def test_guard_and_socket_removed_a_second_server_cannot_take_over_and_the_first_goes_on(
+def test_guard_and_socket_removed_second_server_is_refused_and_the_first_continues(
     pod_dir, start_server
 ):
     """Goal: one server per directory, whatever is removed. Method: remove both, and start a second
@@ -124,7 +124,7 @@ def test_guard_and_socket_removed_a_second_server_cannot_take_over_and_the_first
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["holder_lives", "holder_dies"])
-def test_second_server_in_an_emptied_directory_the_first_ends_and_grants_nothing(
+def test_second_server_in_an_emptied_directory_first_exits_and_grants_nothing(
     pod_dir, start_server, start_engine, is_killed
 ):
     """Goal: of two servers on one directory, the one that lost its files gives way. Method: stop
