@@ -18,9 +18,11 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from hack.report import machine
 from hack.vllm.pod import make_pod, model_of
@@ -72,11 +74,11 @@ def heavy(prompts: Sequence[Prompt]) -> list[Prompt]:
     found = list(prompts)
     for prompt in prompts:
         answer = {**prompt.body, "max_tokens": LONG_ANSWER_TOKENS}
-        found.append(replace(prompt, key=f"{prompt.key}-long-answer", body=answer))
+        found.append(structs.replace(prompt, key=f"{prompt.key}-long-answer", body=answer))
         if "prompt" in prompt.body:
             text = (prompt.body["prompt"] + " and then ") * LONG_WORDS
             body = {**prompt.body, "prompt": text[:LONG_WORDS]}
-            found.append(replace(prompt, key=f"{prompt.key}-long", body=body))
+            found.append(structs.replace(prompt, key=f"{prompt.key}-long", body=body))
     return found
 
 

@@ -8,14 +8,14 @@ whoever listens on a socket; a part in another namespace has none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 FileId = tuple[int, int]  # device and inode: two paths with the same are one directory
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(Struct, frozen=True):
     pid: int
     name: str = ""
 
@@ -23,8 +23,7 @@ class Process:
         return f"pid {self.pid} ({self.name})" if self.name else f"pid {self.pid}"
 
 
-@dataclass(frozen=True, slots=True)
-class Directory:
+class Directory(Struct, frozen=True):
     """The directory that the parts of a pod share, as this process sees it."""
 
     path: str
@@ -39,8 +38,7 @@ class Directory:
     flock_problem: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SocketFile:
+class SocketFile(Struct, frozen=True):
     """A socket in the directory. `pid`: the process that listens on it, None if not visible."""
 
     name: str
@@ -48,8 +46,7 @@ class SocketFile:
     pid: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SocketListener:
+class SocketListener(Struct, frozen=True):
     """A listening socket of this network namespace whose path is in our directory.
 
     Containers of one pod share their network, so sockets of other containers are among them,
@@ -61,16 +58,14 @@ class SocketListener:
     directory: FileId | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(Struct, frozen=True):
     release: str
     has_peer_pidfd: bool = True
     has_pidfd_open: bool = True
     clock_source: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FdUse:
+class FdUse(Struct, frozen=True):
     """The limit on open descriptors of a process, and how many it has open."""
 
     process: Process
@@ -79,8 +74,7 @@ class FdUse:
     count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Port:
+class Port(Struct, frozen=True):
     """A port that a part of the pod listens on, and the process that has it now."""
 
     number: int
@@ -91,8 +85,7 @@ class Port:
     owner: Process | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MachineFacts:
+class MachineFacts(Struct, frozen=True):
     """`memory_bytes`: what this process may use; `memory_limit`: what sets that limit."""
 
     memory_bytes: int = 0
@@ -103,16 +96,14 @@ class MachineFacts:
     has_termination_log: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class HeldMemory:
+class HeldMemory(Struct, frozen=True):
     """Memory that a process holds: bytes, or None where the driver does not report it."""
 
     process: Process
     size_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class GpuFacts:
+class GpuFacts(Struct, frozen=True):
     """One GPU as NVML describes it; None is what it does not support for this model."""
 
     uuid: str
@@ -128,8 +119,7 @@ class GpuFacts:
         return self.instances if self.is_mig else (self.uuid,)
 
 
-@dataclass(frozen=True, slots=True)
-class Gpus:
+class Gpus(Struct, frozen=True):
     """`problem`: why no GPU can be seen; None: NVML answered. `is_broken`: a driver is installed
     and does not work."""
 
@@ -139,8 +129,7 @@ class Gpus:
     is_broken: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PodFacts:
+class PodFacts(Struct, frozen=True):
     """Everything that the checks may look at.
 
     `pids`: the pod's visible processes. `view`: the document of `understudy status`. `served`: the
@@ -159,11 +148,11 @@ class PodFacts:
     gpus: Gpus = field(default_factory=lambda: Gpus(problem="not probed"))
     pids: frozenset[int] = frozenset()
     served: Sequence[str] = ()
-    named: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    named: Mapping[str, Sequence[str]] = {}
     slabs: Sequence[HeldMemory] = ()
     mps: str | None = None  # evidence of the Multi-Process Service
-    packages: Mapping[str, str] = field(default_factory=dict)
-    environ: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = {}
+    environ: Mapping[str, str] = {}
 
     def answered(self) -> list[SocketFile]:
         """The sockets of the directory that have a listener."""

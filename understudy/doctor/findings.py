@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from understudy.doctor.facts import PodFacts
 
@@ -18,8 +19,7 @@ class FindingStatus(StrEnum):
     SKIP = "skip"  # cannot be checked here
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """What a check found, in a sentence, and how to fix it (what to type, or what to change)."""
 
     status: FindingStatus
@@ -27,8 +27,7 @@ class Finding:
     fix: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class HealthCheck:
+class HealthCheck(Struct, frozen=True):
     """One question about the machine. `id` is stable; `judge` answers it from the facts alone."""
 
     id: str
@@ -36,8 +35,7 @@ class HealthCheck:
     judge: Callable[[PodFacts], Finding]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckResult:
+class CheckResult(Struct, frozen=True):
     check: HealthCheck
     finding: Finding
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from msgspec import Struct, field
 
 from engine import messages as engine_messages
 
@@ -103,8 +104,7 @@ class Outcome(StrEnum):
     HUNG = "hung"
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Struct, frozen=True):
     """One request of the drill: its path and body (greedy, streamed)."""
 
     key: str
@@ -112,8 +112,7 @@ class Prompt:
     body: dict[str, Any]
 
 
-@dataclass(slots=True)
-class Exchange:
+class Exchange(Struct):
     """One request and its answer.
 
     `first_turn` and `last_turn`: the iterations of the event loop that received the first and last
@@ -138,8 +137,7 @@ class Exchange:
     detail: str = ""
 
 
-@dataclass(slots=True)
-class EngineKill:
+class EngineKill(Struct):
     """One kill and the moments observed after it; None: not observed.
 
     `deaths_ms`: when each process of the old engine was seen to have exited.
@@ -155,11 +153,10 @@ class EngineKill:
     active_ms: float | None = None
     new_token: int | None = None
     new_engine: str | None = None
-    deaths_ms: dict[str, float | None] = field(default_factory=dict)
+    deaths_ms: dict[str, float | None] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(Struct, frozen=True):
     """`part`, an engine or `LOCK`, was in `state` from `at_ms` on."""
 
     at_ms: float
@@ -168,8 +165,7 @@ class Moment:
     note: str = ""
 
 
-@dataclass(slots=True)
-class MemoryKill:
+class MemoryKill(Struct):
     """The kill of a device's memory server: what it had, and when its successor had it again."""
 
     device: str
@@ -181,8 +177,7 @@ class MemoryKill:
     recovered_ms: float | None = None
 
 
-@dataclass(slots=True)
-class PartKill:
+class PartKill(Struct):
     """The kill of a part that is not an engine, and when it was back."""
 
     target: str
@@ -190,13 +185,12 @@ class PartKill:
     back_ms: float | None = None
 
 
-@dataclass(slots=True)
-class Upgrade:
+class Upgrade(Struct):
     """An upgrade of both engines: the new setting, whether each has it, and the switchover between
     them. `switchover_ms`: from the request to the grant."""
 
     setting: str
-    engines: dict[str, bool] = field(default_factory=dict)
+    engines: dict[str, bool] = {}
     source: str | None = None
     target: str | None = None
     old_token: int = 0
@@ -204,8 +198,7 @@ class Upgrade:
     switchover_ms: float | None = None
 
 
-@dataclass(slots=True)
-class MemoryUse:
+class MemoryUse(Struct):
     """Physical memory of the weights: committed bytes and observed peak."""
 
     committed_bytes: int
@@ -213,8 +206,7 @@ class MemoryUse:
     peak_bytes: int = 0
 
 
-@dataclass(slots=True)
-class Records:
+class Records(Struct):
     """Everything one drill observed.
 
     `overlaps`: grants while a process of the old engine was alive; `disturbed`: changes caused by
@@ -222,15 +214,15 @@ class Records:
     `targets`: those of every engine of this pod, which are counted even if none was killed.
     """
 
-    exchanges: list[Exchange] = field(default_factory=list)
-    kills: list[EngineKill] = field(default_factory=list)
+    exchanges: list[Exchange] = []
+    kills: list[EngineKill] = []
     moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=MOMENTS_MAX))
-    expected: dict[str, Exchange] = field(default_factory=dict)
-    overlaps: list[str] = field(default_factory=list)
+    expected: dict[str, Exchange] = {}
+    overlaps: list[str] = []
     grants_checked: int = 0
-    memory_kills: list[MemoryKill] = field(default_factory=list)
-    part_kills: list[PartKill] = field(default_factory=list)
+    memory_kills: list[MemoryKill] = []
+    part_kills: list[PartKill] = []
     memory: MemoryUse | None = None
-    disturbed: list[str] = field(default_factory=list)
+    disturbed: list[str] = []
     upgrade: Upgrade | None = None
     targets: Sequence[str] = TARGETS

@@ -6,13 +6,13 @@ Filled in by `read.py`, turned into containers by `placement.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from understudy.kubelet.containers import Kind, Restart
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeSpec:
+class ProbeSpec(Struct, frozen=True):
     """A probe. `port`: a number, or the name of one of the container's ports."""
 
     path: str
@@ -26,8 +26,7 @@ class ProbeSpec:
     grace_s: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(Struct, frozen=True):
     """One environment variable: a value, or where the value comes from."""
 
     name: str
@@ -38,8 +37,7 @@ class Variable:
     is_optional: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigMapEnv:
+class ConfigMapEnv(Struct, frozen=True):
     """A whole ConfigMap as environment."""
 
     config_map: str
@@ -47,8 +45,7 @@ class ConfigMapEnv:
     is_optional: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(Struct, frozen=True):
     """Where a volume is mounted in a container."""
 
     volume: str
@@ -56,8 +53,7 @@ class Mount:
     sub_path: str
 
 
-@dataclass(frozen=True, slots=True)
-class Volume:
+class Volume(Struct, frozen=True):
     """A volume: an emptyDir, a hostPath at `source`, or a configMap named `source`. Any other kind
     exists only in a cluster."""
 
@@ -71,8 +67,7 @@ class Volume:
         return self.kind in ("emptyDir", "configMap")
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerSpec:
+class ContainerSpec(Struct, frozen=True):
     """One container."""
 
     name: str
@@ -81,7 +76,7 @@ class ContainerSpec:
     command: tuple[str, ...]
     env: tuple[Variable, ...] = ()
     env_from: tuple[ConfigMapEnv, ...] = ()
-    ports: Mapping[str, int] = field(default_factory=dict)
+    ports: Mapping[str, int] = {}
     mounts: tuple[Mount, ...] = ()
     startup: ProbeSpec | None = None
     liveness: ProbeSpec | None = None
@@ -93,8 +88,7 @@ class ContainerSpec:
         return tuple(check for check in found if check is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class PodManifest:
+class PodManifest(Struct, frozen=True):
     """One pod. `ignored` fields and `left_out` objects have no effect on one machine."""
 
     name: str

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from msgspec import structs
+
 from plumbing.errors import UsageError
 from plumbing.part.paths import lockserver_socket
 from understudy.kubelet.containers import QUICK, Container, Kind, Pace, quick_startup
@@ -51,7 +53,7 @@ class LocalPod:
     def containers(self) -> list[Container]:
         """The pod, in the order in which it starts."""
         manifest = packaged_manifest()
-        local = replace(manifest, specs=tuple(map(self._local, manifest.specs)))
+        local = structs.replace(manifest, specs=tuple(map(self._local, manifest.specs)))
         place = Placement({}, self.ports.by_name(), {}, self._choices(), pace=self.pace)
         return [self._quick(each) for each in place_containers(local, place, program)]
 
@@ -82,7 +84,7 @@ class LocalPod:
         command = spec.command
         if BACKEND_ARGUMENTS in command:
             command = command[: command.index(BACKEND_ARGUMENTS)]
-        return replace(
+        return structs.replace(
             spec,
             command=command,
             mounts=(),
@@ -93,7 +95,7 @@ class LocalPod:
         )
 
     def _reachable(self, check: ProbeSpec | None) -> ProbeSpec | None:
-        return check and replace(check, host=reachable(self.http_host))
+        return check and structs.replace(check, host=reachable(self.http_host))
 
     def _quick(self, container: Container) -> Container:
         """`container` for users who wait: probed often, and started in order, so that engine-0
