@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import sys
 from collections import Counter
 from typing import Any
@@ -32,6 +33,7 @@ DEVICE_BYTES = Option(
     "Memory to use per device; 4GiB of host memory, or all of a GPU, unless given.", minimum=1,
 )  # fmt: skip
 HOST_DEVICE_BYTES = 4 << 30
+CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error
 STALL = Option(
     "stall_s", float, STALL_MS / 1000, "Longest time in seconds a writer may make no progress.",
     minimum=0.1,
@@ -74,7 +76,7 @@ def main() -> None:
 @options(SERVE, command="gms")
 def serve(config: Resolved) -> None:
     """Run the memory service until SIGTERM."""
-    from gms.server.supervisor import GmsSupervisor, device_names  # aiohttp comes with it
+    from gms.server.supervisor import GmsSupervisor  # aiohttp comes with it
 
     configure("gms")
     arm_from_environment()
@@ -103,7 +105,7 @@ def serve(config: Resolved) -> None:
 
     supervisor = GmsSupervisor(
         directory,
-        devices_to_serve(gpus) if is_cuda else device_names(config["devices"]),
+        devices_to_serve(gpus) if is_cuda else [f"HOST-{n}" for n in range(config["devices"])],
         command,
         # A server sees its own device and nothing else.
         environment=lambda device: {VISIBLE: device} if is_cuda else {},
@@ -157,7 +159,7 @@ def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     loop.default_exception_handler(context)
     if context.get("exception") is not None:  # else asyncio only remarks on something
         sys.stderr.flush()
-        report.end_at_once()
+        os._exit(CRASHED)  # without cleaning up, which may rely on what is broken
 
 
 @main.command()

@@ -149,10 +149,6 @@ class Writer(WeightsSession):
             raise unexpected_answer(message.TYPE, "commit")
         return True
 
-    def abort(self) -> None:
-        """Give the staging epoch up."""
-        self.close()
-
     def _open_slab(self, size_bytes: int) -> None:
         # As long as a commit: the server may have to wait for memory that is being freed.
         reply = self._client.request(msg.AllocateMsg(size_bytes), timeout_s=COMMIT_TIMEOUT_S)

@@ -1,10 +1,9 @@
 """The machine of one device (and tag): epochs, sessions, waits. Everything legal is decided here.
 
-Theory of operation. Two kinds of things have states: sessions (one per attached process) and
-epochs (generations of the device's memory); their tables are in `state.py` and enforce
-themselves. The state that operators see (`empty`, `staging`, `committed`, `recovering`) is derived
-from the epochs, never stored. After every event all waiters are judged anew, in order of arrival,
-by `grants.py`.
+Sessions (one per attached process) and epochs (generations of the device's memory) have states,
+whose tables enforce themselves (`state.py`). The state that operators see (`empty`, `staging`,
+`committed`, `recovering`) is derived from the epochs, never stored. After every event all waiters
+are judged anew, in order of arrival, by `grants.py`.
 
 Rules that are easy to break:
 - At most one staging epoch, owned by the one writer session. Losing the writer loses only that.
@@ -14,12 +13,6 @@ Rules that are easy to break:
   of the weights by accident, not even while a dying process lingers.
 - A completion (`SlabCreated`, …) may arrive after its session has left; it is then ignored. The
   shell performs driver calls in order, so the release that follows undoes the late call.
-
-`writing.py` handles what a writer does, `recovery.py` the survivors of a server's death, and
-`upkeep.py` what happens to a committed epoch besides being read (condemned, dropped, digested,
-verified).
-
-This file knows no sockets, no clock, no descriptors and no logging.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Crash without loss: the memory outlived its server, and its readers hand it back.
 
-Theory of operation. A restarted server finds the epochs of earlier servers by their files
+A restarted server finds the epochs of earlier servers by their files
 (`orphaned`: a process may still map them), and in the journal which of them was committed. Readers
 reconnect and report what they have (`rejoin`). One survivor of the journalled epoch at a time is
 asked for the memory (`offer`); once the driver has verified it, the epoch is committed again and

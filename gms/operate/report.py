@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import Any
 
 from gms import messages as msg
 from gms import names
@@ -23,7 +23,6 @@ from plumbing.service.files import read_json
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 
-CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error
 TIMEOUT_S = 5.0
 
 _SERVER_FILE = re.compile(rf"gms_([A-Za-z0-9-]+)_{names.WEIGHTS}\.(sock|json)")
@@ -129,11 +128,6 @@ def held_by(epochs: Iterable[dict[str, Any]]) -> str:
         engines |= {str(pid): known.get(str(pid)) for pid in epoch["holders"]}
     named = [f"pid {pid} ({engine})" if engine else f"pid {pid}" for pid, engine in engines.items()]
     return ", ".join(named) or "processes not visible here"
-
-
-def end_at_once() -> NoReturn:
-    """Exit without cleaning up: the clean-up may rely on what is broken."""
-    os._exit(CRASHED)
 
 
 def _ask(directory: str, device: str, *, in_full: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -22,29 +22,20 @@ from plumbing.errors import UnderstudyError
 from plumbing.service.files import FILE_BYTES, SlotFile, SlotFormat, put_aside
 
 FORMAT = SlotFormat("understudy-gms 1")
-SCHEMA = 1
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedJournal:
-    """What was found; `is_lost`: a journal was there and could not be read."""
+class LoadedJournal(msgspec.Struct, frozen=True, rename={"record": "committed"}):
+    """What a slot of the file holds, as JSON; `is_lost`: an earlier file could not be read, and no
+    record has been written since."""
 
     record: JournalRecord | None = None
     is_lost: bool = False
+    schema: Literal[1] = 1
 
 
 LOST = LoadedJournal(is_lost=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What a slot of the file holds, as JSON."""
-
-    schema: int
-    committed: JournalRecord | None
-    is_lost: bool = False
 
 
 class Journal:
@@ -65,7 +56,7 @@ class Journal:
             if found is None and is_there:
                 logger.warning("%s cannot be read; it is kept as %s", path, put_aside(path))
             if found is None or not is_there:
-                FORMAT.create(path, _text(self.loaded))
+                FORMAT.create(path, msgspec.json.encode(self.loaded))
             self._file = SlotFile(path, FORMAT)
         except BlockingIOError as error:
             raise UnderstudyError(
@@ -81,7 +72,7 @@ class Journal:
             UnderstudyError: `gms.journal_unwritable`, with the reason; it may be on disk or not.
         """
         try:
-            self._file.write(_text(LoadedJournal(record)))
+            self._file.write(msgspec.json.encode(LoadedJournal(record)))
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
@@ -123,24 +114,11 @@ def _load(path: str) -> LoadedJournal | None:
     if len(known) < len(slots):
         return None
     try:
-        return _meaning(max(known)[1])
-    except ValueError:  # msgspec's errors are
+        found = msgspec.json.decode(max(known)[1], type=LoadedJournal)
+    except msgspec.MsgspecError:
         return None  # the checksum is right: another version's file
-
-
-def _text(loaded: LoadedJournal) -> bytes:
-    return msgspec.json.encode(_Content(SCHEMA, loaded.record, loaded.is_lost))
-
-
-def _meaning(text: bytes) -> LoadedJournal:
-    content = msgspec.json.decode(text, type=_Content)
-    if content.schema != SCHEMA:
-        raise ValueError(f"its schema is {content.schema!r}")
-    record = content.committed
-    for each in (record, record and record.previous):
-        if each is not None and not names.is_epoch_id(each.epoch):
-            raise ValueError("it names no epoch")
-    return LoadedJournal(record, content.is_lost and record is None)
+    records = (found.record, found.record and found.record.previous)
+    return found if all(names.is_epoch_id(each.epoch) for each in records if each) else None
 
 
 def _unwritable(path: str, error: OSError) -> UnderstudyError:

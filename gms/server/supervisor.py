@@ -286,8 +286,3 @@ class GmsSupervisor:
 
     def _live(self) -> Probe:
         return Probe(True, "this loop runs", {})
-
-
-def device_names(count: int) -> list[str]:
-    """`HOST-0`, `HOST-1`, …: the devices that host memory stands in for."""
-    return [f"HOST-{index}" for index in range(count)]

@@ -37,7 +37,7 @@ def test_committed_epoch_survives_a_writer_that_dies_replacing_it(gms: GmsProces
     """A replacing writer leaves without commit: the old epoch is still what readers get."""
     with gms.load() as old, gms.writer(mode="rw", replace=True) as writer:
         writer.place("other", 64, (64,), "uint8")
-        writer.abort()
+        writer.close()
         with gms.reader() as reader:
             assert reader.epoch == old.epoch
             assert reader.read("t") == b"\7" * 64
@@ -53,7 +53,7 @@ def test_dead_waiter_is_dropped_at_once(gms: GmsProcess, client: Start):
         alive.expect("waiting")
         waiter.kill()
         until(lambda: len(gms.status()["waiting"]) == 1, "the dead waiter to be dropped")
-        writer.abort()
+        writer.close()
         alive.expect("writer")
 
 

@@ -59,7 +59,7 @@ def _load(checkpoint: Checkpoint, writer: Writer, before: dict[str, Any]) -> Rea
     after = identity(checkpoint.directory, rank=checkpoint.rank, size=checkpoint.ranks)
     if after != before:
         changed = sorted(key for key in before if before[key] != after.get(key))
-        writer.abort()
+        writer.close()
         raise UnderstudyError(
             "model.changed",
             f"{checkpoint.directory} changed while it was read ({', '.join(changed)}); nothing was"

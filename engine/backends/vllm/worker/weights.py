@@ -144,7 +144,7 @@ class RankWeights:
         assert self._source is not None
         after = self._source.read()
         if after != self.identity:
-            writer.abort()
+            writer.close()
             raise UnderstudyError(
                 "model.changed",
                 f"the files of {after['models']['target']['name']} changed while they were loaded;"
