@@ -62,12 +62,12 @@ def device_full(
 ) -> UnderstudyError:
     """The driver's error for memory that should be free, with what our own sessions hold."""
     holders, shown = _holders(epochs, sessions)
-    ours = "; ".join(shown) or "nothing"
+    ours, said = "; ".join(shown) or "nothing", error.details.get("said", error.message)
     return UnderstudyError(
         "gms.out_of_memory",
-        f"{error.details.get('said', error.message)}. Held by this service: {ours}. Stop whatever "
+        f"{said}. Held by this service: {ours}. Stop whatever "
         "else uses the device, or use a smaller model",
-        **{**error.details, "said": error.details.get("said", error.message), "holders": holders},
+        **{**error.details, "said": said, "holders": holders},
     )
 
 

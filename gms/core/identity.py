@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from plumbing.errors import ProtocolError
 
@@ -21,8 +22,7 @@ DEPTH_MAX = 16  # shards are three levels deep; recursion needs a bound that a p
 ABSENT = "absent"  # how a missing field reads in the error
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(Struct, frozen=True):
     """The first field, in sorted order, in which two identities differ."""
 
     field: str  # dotted path: `shards.model-00001.header`

@@ -8,8 +8,9 @@ client and on the events of `events.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from gms import messages as msg
 from gms.core import events as ev
@@ -77,8 +78,7 @@ HANDING_BACK = frozenset({S.OFFERING, S.ADOPTING})
 WRITER_STATES = frozenset({S.OPENING, S.WRITING, S.ALLOCATING, S.SEALING, S.JOURNALLING})
 
 
-@dataclass(slots=True)
-class Epoch:
+class Epoch(Struct):
     """One generation of the device's memory, as far as this server knows it."""
 
     id: str
@@ -123,8 +123,7 @@ class Epoch:
         )
 
 
-@dataclass(slots=True)
-class Session:
+class Session(Struct):
     """One connection that asked to attach."""
 
     id: int

@@ -12,7 +12,7 @@ spans slabs; a smaller one never crosses an edge.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 SLAB_BYTES_MIN = 64 << 20
 SLABS_WANTED = 128  # half of what one frame carries, so that odd tensor sizes cannot exceed it
@@ -20,15 +20,13 @@ GROWTH_DIVISOR = 32  # unplanned: each slab at least 1/32 of what lies before it
 ALIGNMENT_BYTES = 256  # what cudaMalloc gives and vectorised kernels expect
 
 
-@dataclass(frozen=True, slots=True)
-class NeedSlab:
+class NeedSlab(Struct, frozen=True):
     """Open a slab of `size_bytes`, report it with `slab_opened`, then ask again."""
 
     size_bytes: int
 
 
-@dataclass(slots=True)
-class _Slab:
+class _Slab(Struct):
     """One slab: `start` from the start of the epoch, and how much of it is placed."""
 
     start: int

@@ -8,7 +8,7 @@ Readers keep what they have; the memory is freed when the last one leaves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from gms import messages as msg
 from gms.core import effects as fx
@@ -28,8 +28,7 @@ VERIFY_MS = 600_000.0
 ASK_MS = 5_000.0
 
 
-@dataclass(slots=True)
-class Verification:
+class Verification(Struct):
     """The verification under way: its asker, its epoch, and the readers asked so far."""
 
     asker: int
@@ -124,8 +123,7 @@ class Upkeep:
             raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
         if self._verification is not None:
             raise UnderstudyError(
-                "gms.verifying",
-                "a verification of this device is under way; try again later",
+                "gms.verifying", "a verification of this device is under way; try again later"
             )
         self._verification = Verification(event.session, event.request_id, epoch.id)
         return self._ask_next(self._verification, now_ms)

@@ -149,13 +149,7 @@ def _verify(directory: str, device: str) -> dict[str, Any]:
         epoch, expected, found = _read_here(directory, device)
         by = f"gms verify (pid {os.getpid()})"
     result = PENDING if expected is None else INTACT if found == expected else ALTERED
-    return {
-        "result": result,
-        "epoch": epoch,
-        "expected": expected,
-        "found": found,
-        "reader": by,
-    }
+    return {"result": result, "epoch": epoch, "expected": expected, "found": found, "reader": by}
 
 
 def _read_here(directory: str, device: str) -> tuple[str, str | None, str]:

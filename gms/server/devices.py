@@ -84,7 +84,7 @@ def visible_to(environ: Mapping[str, str]) -> list[str]:
         UsageError: `gms.no_cuda`, CUDA cannot be used with it.
         UnderstudyError: `gms.driver_failed`.
     """
-    words = [sys.executable, "-m", "gms.vmm.cuda_visible"]
+    words = [sys.executable, "-m", "gms.vmm.cuda_driver"]
     try:
         done = subprocess.run(
             words, env=dict(environ), stdout=subprocess.PIPE, timeout=PROBE_S, check=False

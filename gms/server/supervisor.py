@@ -225,11 +225,7 @@ class GmsSupervisor:
                 await asyncio.create_subprocess_exec(
                     *self._command(child.device),
                     stdin=asyncio.subprocess.DEVNULL,
-                    env={
-                        **os.environ,
-                        **self._environment(child.device),
-                        **parent_environment(),
-                    },
+                    env={**os.environ, **self._environment(child.device), **parent_environment()},
                 )
             )
             assert child.process is not None

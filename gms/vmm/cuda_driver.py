@@ -4,10 +4,15 @@ The only file that talks to cuda-python. It knows devices and contexts, and noth
 surprising thing: it works without a context while the driver allows it, because a context takes
 hundreds of MiB of the device. A call that is refused for lack of one is repeated with the device's
 primary context, which torch uses too.
+
+`python -m gms.vmm.cuda_driver` prints `{"devices": [id, …]}`, what CUDA shows a process with this
+environment, in CUDA's order, or `{"error": {…}}`. A process of its own, because CUDA reads its
+environment once, and a driver may hang or crash.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -110,8 +115,7 @@ def initialised() -> Any:
         found = api.cuInit(0)
     except RuntimeError as error:  # cuda-python found no libcuda.so.1, or one that is too old
         raise UsageError(
-            "gms.no_cuda",
-            f"CUDA memory needs NVIDIA's driver, which cannot be loaded ({error})",
+            "gms.no_cuda", f"CUDA memory needs NVIDIA's driver, which cannot be loaded ({error})"
         ) from error
     try:
         checked(found, "Init")
@@ -155,3 +159,15 @@ def checked(answer: tuple[Any, ...], name: str) -> Any:
     code = "gms.device_full" if known == "CUDA_ERROR_OUT_OF_MEMORY" else "gms.driver_failed"
     fix = f": {FIXES[known]}" if known in FIXES else ""
     raise UnderstudyError(code, f"cu{name} failed with {known}{fix}", driver_error=known)
+
+
+def main() -> None:
+    """Print the ids of the devices that this process sees, or the error."""
+    try:
+        print(json.dumps({"devices": visible_ids(initialised())}))
+    except UnderstudyError as error:
+        print(json.dumps({"error": error.to_dict()}))
+
+
+if __name__ == "__main__":
+    main()

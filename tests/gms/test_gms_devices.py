@@ -167,8 +167,6 @@ def test_serving_cuda_where_there_is_none_is_one_sentence(directory: str, word: 
 
 def test_probe_without_cuda_python_names_the_package_to_install():
     """The child that asks CUDA, where cuda-python cannot be imported."""
-    program = (
-        "import sys; sys.modules['cuda'] = None; from gms.vmm.cuda_visible import main; main()"
-    )
+    program = "import sys; sys.modules['cuda'] = None; from gms.vmm.cuda_driver import main; main()"
     done = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
     assert "understudy[cuda]" in json.loads(done.stdout)["error"]["message"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Check = Callable[[Node], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Contract:
+class Contract(Struct, frozen=True):
     """`name` says what holds: the class or function `qualname` of vLLM's `file` has the form that
     `check` asks for."""
 

@@ -2,10 +2,10 @@
 
     python -m engine.backends.vllm.contracts [a wheel, or a directory that holds vllm/]
 
-There are two kinds of contract. Every name that a file of this package imports from vLLM must
-exist: that list is read from our own sources, so it cannot be forgotten. And what we call, override
-or rely on without calling must have the form it had when it was read: `contract_list.py`. Needs
-neither vLLM nor torch, so it can check the wheel of a version that is not installed.
+Every name that a file of this package imports from vLLM must exist: that list is read from our own
+sources. And what we call, override or rely on without calling must have the form it had when it was
+read (`contract_list.py`). Needs neither vLLM nor torch, so it can check the wheel of a version that
+is not installed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import os
 import sys
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from engine.backends.vllm.contract_forms import Contract, Node
 from engine.backends.vllm.contract_list import CONTRACTS, PLACES
@@ -98,8 +99,7 @@ def installed() -> Sources:
     return Sources(os.path.dirname(os.path.dirname(found.origin)))
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenContract:
+class BrokenContract(Struct, frozen=True):
     """A contract that does not hold; its text is a line of the report."""
 
     name: str

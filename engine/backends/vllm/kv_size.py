@@ -10,8 +10,9 @@ supervisor, so its message is lost and the death looks as if a restart would fix
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from engine.backends.vllm import versions
 from plumbing.errors import UsageError
@@ -24,8 +25,7 @@ SEQUENCES = 4
 STEP_BYTES = 64 << 20  # readable sizes, and whole huge pages on every kind of memory
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(Struct, frozen=True):
     """A size per rank, and the factors of it."""
 
     bytes_per_token: int

@@ -1,8 +1,7 @@
 """What differs between the supported versions of vLLM, and nothing else.
 
-Owns the supported range and every import whose place or meaning changed inside it. All other files
-here import from vLLM directly: what they use is the same from 0.31 to 0.33, and `contracts.py`
-checks that against an installed vLLM's sources.
+All other files here import from vLLM directly: what they use is the same from 0.31 to 0.33, and
+`contracts.py` checks that against an installed vLLM's sources.
 
 Surprising: vLLM's modules are imported inside the functions, so that an untested version is refused
 by `check_version` with a clear message and not by an ImportError.

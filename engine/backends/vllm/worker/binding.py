@@ -1,11 +1,10 @@
 """Binds a model without weights to the tensors of an epoch, completely or not at all.
 
-Owns which tensors are shared, which are private copies, and that none is missing. Knows neither
-sessions nor who wrote the epoch: writer and reader bind alike, following vLLM's own recipe for
-weights of another process (`vllm.model_executor.model_loader.weight_cache`). A tensor is shared if
-the model has a parameter of that name before anything is loaded: vLLM may recompute in place what
-it adds or derives later, and a write to shared memory kills the process. Buffers, derived tensors
-and small ones are private copies of the epoch's bytes.
+Writer and reader bind alike, following vLLM's own recipe for weights of another process
+(`vllm.model_executor.model_loader.weight_cache`). A tensor is shared if the model has a parameter
+of that name before anything is loaded: vLLM may recompute in place what it adds or derives later,
+and a write to shared memory kills the process. Buffers, derived tensors and small ones are private
+copies of the epoch's bytes.
 
 Surprising: an unbound tensor is an error and never a warning. vLLM would fill it with whatever the
 allocator returns, and the model would generate nonsense.
@@ -18,10 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.model_loader.utils import (
-    initialize_model,
-    process_weights_after_loading,
-)
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 

@@ -1,9 +1,8 @@
 """The identity of this rank's weights: two processes may share weights only if it is equal.
 
-Owns the mapping that the memory service compares. Knows nothing of sessions. The settings are read
-once, before anything is loaded, because vLLM changes the model's configuration while it processes
-weights. The files are read each time, so that a checkpoint that is replaced during a load is never
-published under the old identity.
+The settings are read once, before anything is loaded, because vLLM changes the model's
+configuration while it processes weights. The files are read each time, so that a checkpoint that is
+replaced during a load is never published under the old identity.
 
 Surprising: the order of names matters. An error names the first field, in sorted order, in which
 two identities differ, so readable fields sort before hashes.

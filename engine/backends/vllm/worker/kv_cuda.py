@@ -1,10 +1,9 @@
 """Addresses for a KV cache on a GPU, with or without memory behind them.
 
-Owns one range of the device's addresses and what is mapped there; the driver calls are in `gms`.
-Knows no tensors. Surprising: CUDA graphs record addresses, not memory. While the engine warms up
-and captures its graphs, one block of scratch memory is mapped repeatedly over the whole range, so
-that every address is valid; what is written there is garbage, which no capture reads. The graphs
-work with whatever is mapped at the same addresses later.
+Surprising: CUDA graphs record addresses, not memory. While the engine warms up and captures its
+graphs, one block of scratch memory is mapped repeatedly over the whole range, so that every address
+is valid; what is written there is garbage, which no capture reads. The graphs work with whatever is
+mapped at the same addresses later.
 """
 
 from __future__ import annotations

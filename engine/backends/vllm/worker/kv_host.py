@@ -1,8 +1,7 @@
 """Addresses for a KV cache on host memory, with or without memory behind them.
 
-Owns one range of this process's addresses. Knows neither tensors nor KV caches. While parked it
-must not be touched: a read or write kills the process (SIGSEGV), which is better than a standby
-that quietly takes memory.
+While parked they must not be touched: a read or write kills the process (SIGSEGV), which is better
+than a standby that quietly takes memory.
 
 Surprising: memory is taken by `mprotect`, not by a new mapping. Parking puts a fresh anonymous
 mapping over the range, so later it is zero. And if the kernel refuses `mprotect`, the range is

@@ -1,8 +1,7 @@
 """Loads one model of a rank with shared weights, as a writer or as a reader.
 
-Owns which model is built when: first the one that will run, without memory, which shows whether it
-can be shared; a writer then loads another beside it, as vLLM does, moves its tensors into the epoch
-and drops it. Knows neither supervisor nor commit.
+First the model that will run is built without memory, which shows whether it can be shared. A
+writer then loads another beside it, as vLLM does, moves its tensors into the epoch and drops it.
 
 Surprising: two public methods of vLLM's own loader are hooked, on that one object and for one load:
 only between creating a model and reading its weights can the CPU build be kept from packing them.

@@ -1,14 +1,13 @@
 """Moves a loaded model into the memory service: copies every tensor once and frees its own memory.
 
-Owns the writer's memory: each storage is freed before the next one is copied, so that the peak is
-the weights and one slab. Knows nothing of readers. Names in the epoch are `<model>/<tensor>`: the
-target is model 0, a draft is model 1. Each model also has one JSON record, `<model>/.model`, with
-what a reader must know beside the tensors.
+Each storage is freed before the next one is copied, so that the peak is the weights and one slab.
+Names in the epoch are `<model>/<tensor>`: the target is model 0, a draft is model 1. The JSON
+record `<model>/.model` is what a reader must know beside the tensors.
 
 Surprising: afterwards the loaded model is an empty shell. Freeing happens through the storage,
-despite other references to it (kernels keep some), so using that model would read address 0. It is
-dropped; the engine runs on a model that was bound to the shared memory like any reader's, so the
-first engine already fails on whatever would stop the second.
+despite other references to it (kernels keep some), so using that model would read address 0. The
+engine runs on a model that was bound to the shared memory like any reader's, so the first engine
+already fails on whatever would stop the second.
 """
 
 from __future__ import annotations
@@ -77,12 +76,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def rehome(
-    model: nn.Module,
-    number: int,
-    writer: Writer,
-    device: torch.device,
-    about: About,
-    meter: Meter,
+    model: nn.Module, number: int, writer: Writer, device: torch.device, about: About, meter: Meter
 ) -> None:
     """Move all of `model`'s tensors into `writer`'s epoch and leave it without memory.
 

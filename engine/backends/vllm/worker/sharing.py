@@ -1,9 +1,8 @@
-"""Which weights two processes can share.
+"""Which weights two processes can share: after processing, are they still tensors of the layer?
 
-Owns one question: after processing, are a layer's weights still tensors that a second process can
-use? vLLM's quantisation methods declare that (`supports_pre_processed_weights`); `SHAREABLE` lists
-those of the supported versions, for the documentation and a test that reads the installed vLLM. The
-CPU is stricter: most kernels there pack weights into memory of their own, which cannot be shared.
+vLLM's quantisation methods declare that (`supports_pre_processed_weights`); `SHAREABLE` lists those
+of the supported versions, for the documentation and a test that reads the installed vLLM. The CPU
+is stricter: most kernels there pack weights into memory of their own, which cannot be shared.
 
 Surprising: on the CPU not even an unquantised layer could be shared, because oneDNN packs it. Such
 layers get a method here that leaves the weight in place, at about half of oneDNN's speed.

@@ -1,9 +1,8 @@
 """A rank's weights: written into the memory service by the first engine, mapped by the next.
 
 Owns the order of a load: identity, permission to load, session with the device's memory service,
-one model after the other (`model_load`), commit, report. A draft model is loaded after the target
-and belongs to the same epoch, so the commit follows when vLLM's worker has loaded all of them
-(`settle`). Knows neither KV memory nor HTTP.
+one model after the other (`model_load`), commit, report. A draft model belongs to the target's
+epoch, so the commit follows when vLLM's worker has loaded both (`settle`).
 
 Surprising: a writer binds its model as a reader does. It loads as vLLM does, moves every tensor
 into the epoch, drops that model and binds a fresh one to the epoch's addresses, which `commit`

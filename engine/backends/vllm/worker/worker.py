@@ -1,12 +1,9 @@
 """vLLM's workers, parked and woken: weights through gms, a KV cache without memory in a standby.
 
-Owns what our workers do differently from vLLM's: three steps of the start, sleep and wake, and
-three methods that the backend calls in every worker (`understudy_…`); and the GPU worker. Knows
-nothing of the lock. The CPU worker has its own file (`worker_cpu.py` explains why).
-
-Methods that the backend calls never raise and return a dictionary: after an exception on one rank
-vLLM leaves the other ranks' answers in their queues, and every later call gets the answer to an
-earlier one. Errors before the backend can call are reported to the supervisor directly.
+Owns what our workers do differently from vLLM's, and the GPU worker. The methods that the backend
+calls in every worker (`understudy_…`) never raise and return a dictionary: after an exception on
+one rank vLLM leaves the other ranks' answers in their queues, and every later call gets the answer
+to an earlier one. Errors before the backend can call are reported to the supervisor directly.
 
 Surprising: `wake_up` takes no memory. The backend takes it on every rank before
 (`understudy_take_kv`), checks every answer, and only then wakes vLLM.
