@@ -90,9 +90,7 @@ class LockStateFile:
         self._file.write(_text(record), self._check_place)
 
     def _check_place(self) -> None:
-        if (
-            directory_identity(self._directory) != self._identity
-        ):  # not the directory that this state belongs to
+        if directory_identity(self._directory) != self._identity:
             raise OSError(errno.ESTALE, "the directory was removed or replaced")
 
     def close(self) -> None:

@@ -1,8 +1,6 @@
 """The witness: one file per incarnation on which every process of a backend tree holds a flock.
 
-Owns creating the file, joining it (backends), trying and sealing it (the lock server). It must not
-know locks, tokens or connections. It imports only names and errors, because every backend process
-runs it before anything else.
+It imports only names and errors, because every backend process runs it before anything else.
 
 The surprising things:
 

@@ -1,8 +1,5 @@
 """What an engine's supervisor needs of the lock: one connection kept alive, one want kept sent.
 
-Owns reconnecting, the heartbeat, and the copies of lent service sockets that are handed back after
-a restart of the server. Must not know why something is wanted: `set_want` decides.
-
 The surprising things: the current want is the first message on every connection, and nothing else
 is ever sent but heartbeats; a lost grant, a cut connection and a restarted server are all fixed by
 sending it again. A lost connection is not a lost lock: on one host the witness protects its holder,
@@ -16,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockserver.client.lease import Ender, LeaseWatch
+from msgspec.structs import replace
+
+from lockserver.client.dead_man import DeadMan
+from lockserver.client.lease import LeaseWatch
 from lockserver.messages import (
     CATALOGUE,
     BeatMsg,
@@ -87,16 +87,6 @@ class LockCallbacks:
     on_member_lost: Callable[[str], object] = _ignore
 
 
-@dataclass(frozen=True, slots=True)
-class _Want:
-    """The current want, without its sender."""
-
-    incarnation: str | None = None
-    witness: str | None = None
-    locks: tuple[str, ...] = ()
-    tokens: Mapping[str, int] = field(default_factory=dict)
-
-
 class LockClient:
     """Keeps one supervisor's connection to the lock server."""
 
@@ -110,7 +100,7 @@ class LockClient:
         security: Security | None = None,
         member: tuple[int, int] = (0, 1),
         heartbeat_ms: float = HEARTBEAT_MS,
-        ender: Ender | None = None,
+        ender: DeadMan | None = None,
     ) -> None:
         """Connect later, in `run`.
 
@@ -129,13 +119,14 @@ class LockClient:
         self.supervisor = supervisor or secrets.token_hex(8)
         self._callbacks = callbacks
         self._security = security
-        self._member, self._members = member
         self._lease: LeaseWatch | None = None
         if address.startswith(SCHEME):
             self._lease = LeaseWatch(callbacks.on_lease_lost, ender)
         self._must_repeat = False  # a grant arrived that could not be acted on
         self._heartbeat_ms = heartbeat_ms
-        self._want = _Want()
+        self._want = WantMsg(
+            self.supervisor, engine, None, None, (), {}, member=member[0], members=member[1]
+        )  # without `services` and `progress`, which belong to one sending
         self._services: dict[str, OwnedFd] = {}
         self._conn: Connection | None = None
         self._ended = asyncio.Event()
@@ -165,7 +156,13 @@ class LockClient:
             tokens: by lock, what this incarnation believes it holds.
         """
         name = witness.rpartition("/")[2] if witness is not None else None
-        want = _Want(incarnation, name, tuple(locks), dict(tokens or {}))
+        want = replace(
+            self._want,
+            incarnation=incarnation,
+            witness=name,
+            locks=tuple(locks),
+            tokens=dict(tokens or {}),
+        )
         if want == self._want:
             return  # else a holder that answers each grant with its token would loop forever
         if self._lease is not None and incarnation != self._want.incarnation:
@@ -234,19 +231,8 @@ class LockClient:
         return self._progress
 
     def _message(self, services: tuple[str, ...] = ()) -> WantMsg:
-        want, self._must_repeat = self._want, False
-        return WantMsg(
-            supervisor=self.supervisor,
-            engine=self.engine,
-            incarnation=want.incarnation,
-            witness=want.witness,
-            locks=want.locks,
-            tokens=dict(want.tokens),
-            services=services,
-            member=self._member,
-            members=self._members,
-            progress=self._next_progress(),
-        )
+        self._must_repeat = False
+        return replace(self._want, services=services, progress=self._next_progress())
 
     # ------------------------------------------------------------------ as the wire's handler
 
@@ -269,7 +255,7 @@ class LockClient:
             self._lease.renewed(message)
         elif isinstance(message, MemberLostMsg):
             if message.incarnation == self._want.incarnation:
-                is_own = message.member == self._member
+                is_own = message.member == self._want.member
                 who = "this supervisor" if is_own else f"member {message.member} of this engine"
                 reason = f"the lock server has lost {who}: {message.reason}"
                 self._callbacks.on_member_lost(reason)

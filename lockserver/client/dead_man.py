@@ -8,11 +8,10 @@ The surprising things:
 
 - The clock is CLOCK_BOOTTIME, which goes on while the machine sleeps, and the time is absolute: a
   process that is preempted between reading a clock and setting the timer loses nothing.
-- PID 1 of a PID namespace, which is what a supervisor is in its container, ignores a SIGKILL from
-  inside, and a timer counts as inside (tried). It does receive a signal for which it has a handler,
-  and SIGCONT wakes it even from a SIGSTOP that came from outside. So there the handler of one
-  timer's signal is the C library's `_exit`, which needs neither Python nor its lock, and a second
-  timer sends SIGCONT.
+- PID 1 of a PID namespace, which a supervisor is in its container, ignores a SIGKILL from inside,
+  and a timer counts as inside (tried). A signal with a handler reaches it, and SIGCONT wakes it
+  from a SIGSTOP. So there one timer's signal is handled by the C library's `_exit`, which needs
+  neither Python nor its lock, and a second timer sends SIGCONT.
 - Timers are neither inherited by a fork nor kept by an exec, and they belong to the process, not
   the thread. Processes that must end with this one have PDEATHSIG, or are in its PID namespace.
 """

@@ -8,9 +8,7 @@ The server counts a lease, and a margin, from when it *received* what it answers
 when it *sent* that. Sending comes first, so a member always gives up before the server does,
 however long either direction takes. Clocks only have to run at the same rate to within the margin.
 
-`LeaseKeeper` is pure: it owns what was sent when, what was answered, and until when that holds.
-`LeaseWatch` adds a clock, a timer and the dead man, and owns when `on_lost` is called. The
-surprising things:
+The surprising things:
 
 - Only an answer renews a lease, never a message that was merely sent; an answer to something older
   than what was answered before changes nothing.
@@ -19,8 +17,6 @@ surprising things:
 - A grant that arrives while the lease is not valid is not kept for later. It may have lain in a
   buffer while the server granted the lock to another. The want is sent again instead, and the
   server repeats what is true by then.
-- The loop's timer only asks whether it is time; it runs by a clock that stops while the machine
-  sleeps, and the lease does not.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from lockserver.client import dead_man
 from lockserver.messages import RenewedMsg
@@ -69,7 +65,7 @@ class RenewedLease:
 
 
 class LeaseKeeper:
-    """The lease of one incarnation after another. Pure."""
+    """What was sent when, what was answered, and until when that holds. Pure."""
 
     def __init__(self) -> None:
         self.lease: RenewedLease | None = None
@@ -124,21 +120,13 @@ class LeaseKeeper:
         return max(0.0, self.lease.stop_at_ms - now_ms)
 
 
-class Ender(Protocol):
-    """The part of `dead_man.DeadMan` that is used here."""
-
-    def arm(self, at_ms: float) -> None: ...
-
-    def disarm(self) -> None: ...
-
-
 class LeaseWatch:
-    """The lease of one supervisor, over all its incarnations and connections."""
+    """The lease of one supervisor, over all incarnations: a keeper, a clock and the dead man."""
 
     def __init__(
         self,
         on_lost: Callable[[str], object],
-        ender: Ender | None = None,
+        ender: dead_man.DeadMan | None = None,
         clock: Callable[[], float] = dead_man.now_ms,
     ) -> None:
         """`on_lost` is called once, when the engine must stop serving. `clock` is `ender`'s.
@@ -222,7 +210,8 @@ class LeaseWatch:
             self._ender.arm(lease.kill_at_ms)
 
     def _look(self) -> None:
-        """Report the lease lost if it is, and look again when it could be."""
+        """Report the lease lost if it is, and look again when it could be: the loop's clock stops
+        while the machine sleeps, and the lease's does not."""
         self.close()
         now_ms, lease = self._clock(), self.keeper.lease
         if self.keeper.must_stop(now_ms):

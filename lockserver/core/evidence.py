@@ -22,11 +22,6 @@ EVIDENCE_MS = 1000.0  # evidence that remains longer than this is worth reportin
 STALL_MS = 1000.0  # two ticks further apart: this server was stopped, not every supervisor
 
 
-def all_free(locks: Locks) -> bool:
-    """Whether every lock is known to have no holder."""
-    return all(lock.state is LockState.FREE for lock in locks.values())
-
-
 def is_decisive(lock: Lock, supervisors: Supervisors) -> bool:
     """Whether finding the holder's witness free frees this lock."""
     if lock.holder is None:

@@ -13,18 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from lockserver.core import events as ev
 from lockserver.core import sentences
-from lockserver.core.events import (
-    Announce,
-    Discard,
-    Effect,
-    Happened,
-    Holder,
-    LockRecord,
-    Persist,
-    PrepareService,
-    SendGrant,
-)
+from lockserver.core.events import Effect, Holder
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.names import WitnessFile
 from lockserver.core.queue import Waiter, next_waiter
@@ -44,7 +35,7 @@ class _Grant:
 class Ledger:
     """What is on disk and what will be next."""
 
-    def __init__(self, record: LockRecord) -> None:
+    def __init__(self, record: ev.LockRecord) -> None:
         self.token = record.token
         self.problem: str | None = None  # why grants cannot be written, and since when
         self.problem_ms = 0.0
@@ -77,8 +68,8 @@ class Ledger:
         self.is_writing = True
         record = self._record(locks)
         if self._grant is None:
-            return [Persist(record)]
-        return [PrepareService(self._grant.lock.name), Persist(record)]
+            return [ev.Persist(record)]
+        return [ev.PrepareService(self._grant.lock.name), ev.Persist(record)]
 
     def _choose(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> _Grant | None:
         for lock in locks.values():
@@ -104,13 +95,15 @@ class Ledger:
             return _Grant(lock, holder, waiter)
         return None
 
-    def _record(self, locks: Mapping[str, Lock]) -> LockRecord:
+    def _record(self, locks: Mapping[str, Lock]) -> ev.LockRecord:
         holders = {lock.name: lock.holder for lock in locks.values() if lock.holder is not None}
         token = self.token
         if self._grant is not None:
             holders[self._grant.lock.name] = self._grant.holder
             token = self._grant.holder.token
-        return LockRecord(token, holders, frozenset(k.name for k in locks.values() if k.is_unknown))
+        return ev.LockRecord(
+            token, holders, frozenset(k.name for k in locks.values() if k.is_unknown)
+        )
 
     def written(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> Iterable[Effect]:
         """The record is on disk: make the grant."""
@@ -118,7 +111,7 @@ class Ledger:
         self._writes_due = max(0, self._writes_due - 1)
         if self.problem is not None:
             self.problem = None
-            yield Happened("lock.write_recovered", "grants can be written again")
+            yield ev.Happened("lock.write_recovered", "grants can be written again")
         grant, self._grant = self._grant, None
         if grant is not None:
             yield from self._make(grant, supervisors, now_ms)
@@ -126,7 +119,7 @@ class Ledger:
         over = tuple(w for name, w in self._ended.items() if name not in on_file)
         self._ended = {name: w for name, w in self._ended.items() if name in on_file}
         if over:
-            yield Discard(over)
+            yield ev.Discard(over)
 
     def _make(self, grant: _Grant, supervisors: Supervisors, now_ms: float) -> Iterable[Effect]:
         lock, holder = grant.lock, grant.holder
@@ -136,8 +129,8 @@ class Ledger:
         self.token = holder.token
         conn = supervisors[holder.supervisor].conn
         assert conn is not None  # a closed connection leaves the queue
-        yield SendGrant(conn, lock.name, holder)
-        yield Announce(lock.name, holder)
+        yield ev.SendGrant(conn, lock.name, holder)
+        yield ev.Announce(lock.name, holder)
         yield event
 
     def failed(self, reason: str, now_ms: float) -> Iterable[Effect]:
@@ -148,4 +141,4 @@ class Ledger:
         self._retry_ms = now_ms + RETRY_MS
         if is_new:
             self.problem_ms = now_ms
-            yield Happened("lock.write_failed", self.problem, "error")
+            yield ev.Happened("lock.write_failed", self.problem, "error")

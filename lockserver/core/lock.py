@@ -5,16 +5,10 @@
      │                 └── confirmed, claimed ── recovering                    │
      └────────────────── evidence gone ◀───────────┴──────────────────────────┘
 
-Rules of this file:
-
-- Everything about one lock's state is in TRANSITIONS; a pair that is not there raises and changes
-  nothing. No engine is granted a lock in `releasing` or `recovering`, however long that takes.
-- A lock whose want was withdrawn (`is_ended`) is not confirmed again: its incarnation was reaped.
-- `recovering` without a holder means that the state file could not be read: `is_unknown`.
-- The only way to `free` is EVIDENCE_GONE. What may give that signal is decided in `machine.py`, and
-  for a fenced lock it is a witness that the server itself locked and sealed.
-- `held` may go to `free` directly: a silent holder whose witness is free is dead, even if another
-  process keeps its connection open.
+No engine is granted a lock in `releasing` or `recovering`, however long that takes. The only way to
+`free` is EVIDENCE_GONE: `machine.py` decides what may give that signal, and for a fenced lock it is
+a witness that the server itself locked and sealed. `held` may go to `free` directly: a silent
+holder whose witness is free is dead, even if another process keeps its connection open.
 """
 
 from __future__ import annotations
@@ -77,7 +71,7 @@ class Lock:
     state: LockState = LockState.FREE
     holder: Holder | None = None
     waiters: list[Waiter] = field(default_factory=list)
-    is_ended: bool = False  # the holder's supervisor no longer names this incarnation
+    is_ended: bool = False  # its supervisor no longer names the holder: reaped, never confirmed
     cause: str | None = None  # why it is not simply held
     lost_ms: float | None = None  # when the last holder was lost, and when its end was certain
     fenced_ms: float | None = None

@@ -1,14 +1,10 @@
 """The lock server without sockets: locks, supervisors, one token. Events in, effects out.
 
-Theory of operation. A supervisor's `want` is its complete state; `_wanted` makes the locks agree
+A supervisor's `want` is its complete state; `_wanted` makes the locks agree
 with it. When a holder is lost (its want no longer names the lock, its connection closed, its
 process ended, it fell silent), `evidence.probes_due` names its witness exactly when finding that
 witness free would settle the matter; the shell tries it and reports `WitnessFree`. After every
 event the ledger chooses the next grant, which is made once it is on disk.
-
-A `SupervisorRecord` lasts from the first `want` until the process is gone (by pidfd; without one,
-until the connection closes). It makes a second supervisor of the same engine visible, and its
-absence makes a dead holder's witness decisive.
 
 Rules that are here because leaving them out broke an invariant in the model: the newest connection
 of a supervisor replaces the older ones, in whatever order they are read; an incarnation that is no
@@ -90,7 +86,8 @@ class LockMachine:
     def may_have_engines(self, now_ms: float) -> bool:
         """Whether an engine may be running, connected or not."""
         is_starting = now_ms - self.started_ms < self.window_ms
-        return is_starting or bool(self.supervisors) or not evidence.all_free(self.locks)
+        is_held = any(lock.state is not LockState.FREE for lock in self.locks.values())
+        return is_starting or is_held or bool(self.supervisors)
 
     def _on(self, event: ev.Input, now_ms: float) -> Iterable[Effect]:
         match event:
@@ -163,7 +160,7 @@ class LockMachine:
         """The supervisor's record, updated from its `want`."""
         supervisor = self.supervisors.get(want.msg.supervisor)
         if supervisor is None:
-            supervisor = SupervisorRecord(want.msg.supervisor, want.msg.engine, now_ms, now_ms)
+            supervisor = SupervisorRecord(want.msg.supervisor, want.msg.engine, now_ms)
             self.supervisors[supervisor.id] = supervisor
         if supervisor.witness is not None and supervisor.incarnation != want.msg.incarnation:
             self.ledger.end(supervisor.witness)

@@ -1,8 +1,4 @@
-"""What the server knows of each supervisor process, and which `want` it accepts.
-
-Pure questions about records. A record lasts until its process is gone (by pidfd; without one, until
-its connection closes), which is what makes a second supervisor of an engine visible.
-"""
+"""What the server knows of each supervisor process, and which `want` it accepts."""
 
 from __future__ import annotations
 
@@ -22,11 +18,12 @@ SUPERVISORS_MAX = 1024
 
 @dataclass(slots=True)
 class SupervisorRecord:
-    """One supervisor process, from its first `want` until its process (or connection) is gone."""
+    """One supervisor, from its first `want` until its process is gone (by pidfd; without one, until
+    its connection closes). It makes a second supervisor of the same engine visible, and its absence
+    makes a dead holder's witness decisive."""
 
     id: str
     engine: str
-    since_ms: float
     heard_ms: float
     conn: int | None = None
     newest: int = -1  # the most recently opened connection that it sent a `want` on

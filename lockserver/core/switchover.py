@@ -1,15 +1,12 @@
 """One switchover: the holder is asked to hand a lock over to an engine that waits for it.
 
-Owns whether it may begin, which engine the next grant prefers, and how it ended. Changes nothing
-about safety: the holder drains, reaps and releases the lock by its own `want`, the lock is free
-when the evidence is gone, and the next grant is made as always. A switchover only adds a message to
-the holder and a preference in the queue (`Lock.preferred`). A holder that dies meanwhile is an
-ordinary failover, and a restarted server has forgotten all of this.
+Changes nothing about safety: the holder drains, reaps and releases the lock by its own `want`. A
+switchover only adds a message to the holder and a preference in the queue (`Lock.preferred`). A
+holder that dies meanwhile is an ordinary failover, and a restarted server has forgotten all of it.
 
 There is one at a time for each lock. It ends with the lock's next grant, to any engine. Its
-deadline only ends the requester's wait: a holder may drain for longer than an operator wants to
-watch, and the handover continues. From then on another switchover may be requested, which replaces
-it; a holder that has done nothing for another hour never will, and the switchover is cancelled.
+deadline only ends the requester's wait, and the handover continues. From then on another one may be
+requested, which replaces it; after another hour without a release it is cancelled.
 
 The surprising thing: a released lock proves that the holder's tree was reaped, not that all its
 requests were finished first. A backend that dies while it drains looks the same from here; the
@@ -21,15 +18,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
+from lockserver.core import events as ev
 from lockserver.core import sentences
-from lockserver.core.events import (
-    Effect,
-    Holder,
-    RefuseSwitchOver,
-    ReportSwitchOver,
-    SendHandOver,
-    SwitchOverAsked,
-)
+from lockserver.core.events import Effect, Holder, SwitchOverAsked
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.queue import Waiter
 from lockserver.core.supervisors import Locks, Supervisors
@@ -73,21 +64,17 @@ class Switchovers:
         self.under_way: dict[str, Switchover] = {}
 
     def begin(
-        self,
-        asked: SwitchOverAsked,
-        locks: Locks,
-        supervisors: Supervisors,
-        now_ms: float,
+        self, asked: SwitchOverAsked, locks: Locks, supervisors: Supervisors, now_ms: float
     ) -> Iterable[Effect]:
         """Ask the holder, or refuse."""
         try:
             lock, holder = self._check_holder(asked, locks, supervisors)
             if asked.to == holder.engine:
-                yield ReportSwitchOver(asked.ask, lock.name, holder.engine, holder, 0.0)
+                yield ev.ReportSwitchOver(asked.ask, lock.name, holder.engine, holder, 0.0)
                 return
             waiter = _find_target(asked, lock, supervisors)
         except Refusal as refusal:
-            yield RefuseSwitchOver(asked.ask, refusal.code, refusal.message)
+            yield ev.RefuseSwitchOver(asked.ask, refusal.code, refusal.message)
             yield sentences.switchover_refused(asked, refusal.message)
             return
         found = Switchover(
@@ -103,14 +90,11 @@ class Switchovers:
         lock.preferred = found.to
         conn = supervisors[holder.supervisor].conn
         assert conn is not None  # checked: it is connected
-        yield SendHandOver(conn, lock.name, holder.incarnation, found.to)
+        yield ev.SendHandOver(conn, lock.name, holder.incarnation, found.to)
         yield sentences.switchover_begun(lock, found.source, found.to, found.pid, asked.timeout_ms)
 
     def _check_holder(
-        self,
-        asked: SwitchOverAsked,
-        locks: Locks,
-        supervisors: Supervisors,
+        self, asked: SwitchOverAsked, locks: Locks, supervisors: Supervisors
     ) -> tuple[Lock, Holder]:
         lock = locks.get(asked.lock)
         if lock is None or not lock.is_fenced:
@@ -142,7 +126,7 @@ class Switchovers:
         """The holder has a new connection: the request may have been lost with the old one."""
         found = self.under_way.get(lock.name)
         if found is not None and not found.is_overdue and found.is_held_by_source(lock):
-            yield SendHandOver(conn, lock.name, found.source.incarnation, found.to)
+            yield ev.SendHandOver(conn, lock.name, found.source.incarnation, found.to)
 
     def observe(self, locks: Locks, now_ms: float) -> Iterable[Effect]:
         """After every event: whether a switchover has ended or its deadline has passed."""
@@ -158,7 +142,7 @@ class Switchovers:
                 event = sentences.switchover_overdue(
                     lock, found.source, found.to, found.pid, waited_s
                 )
-                yield RefuseSwitchOver(
+                yield ev.RefuseSwitchOver(
                     found.ask, "lock.switchover_failed", event.message, {"reason": "timeout"}
                 )
                 yield event
@@ -219,10 +203,10 @@ def _ended(lock: Lock, holder: Holder, found: Switchover, now_ms: float) -> Iter
         failure = f"{found.to} was gone when {lock.name} became free; {holder.engine} holds it now"
     if failure is None:
         if found.ask is not None:
-            yield ReportSwitchOver(found.ask, lock.name, found.source.engine, holder, took_ms)
+            yield ev.ReportSwitchOver(found.ask, lock.name, found.source.engine, holder, took_ms)
     elif found.ask is not None:
         details = {"reason": "not_as_asked", "engine": holder.engine, "token": holder.token}
-        yield RefuseSwitchOver(
+        yield ev.RefuseSwitchOver(
             found.ask, "lock.switchover_failed", f"{failure}, token {holder.token}", details
         )
     yield sentences.switchover_ended(lock, found.source, holder, took_ms, failure)

@@ -12,15 +12,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from lockserver.core.events import (
-    Close,
-    Effect,
-    Happened,
-    RefuseConnection,
-    SendGrant,
-    SendHandOver,
-    Wanted,
-)
+from lockserver.core import events as ev
+from lockserver.core.events import Effect, Happened, SendGrant
 from lockserver.core.names import WitnessState
 from lockserver.core.terms import LeaseTerms, MemberId, unlockable_witness
 from lockserver.members.events import MemberWanted, SendMsg
@@ -82,7 +75,7 @@ class Group:
         count = len(self.terms.members)
         return member.count == count and self.terms.members[member.index] == member.id
 
-    def wanted(self, members: Sequence[NodeMember], kinds: Mapping[str, bool]) -> Wanted:
+    def wanted(self, members: Sequence[NodeMember], kinds: Mapping[str, bool]) -> ev.Wanted:
         """The wants of all members as one. A fenced lock is wanted once all want it."""
         assert self.conn is not None
         locks = tuple(
@@ -93,7 +86,7 @@ class Group:
         named = [(k, t) for member in members for k, t in member.tokens.items() if k in locks]
         tokens = dict(sorted(named, key=lambda each: each[1]))  # the largest one of each lock
         file = unlockable_witness(self.incarnation)
-        return Wanted(
+        return ev.Wanted(
             self.conn,
             WantMsg(self.supervisor, self.engine, self.incarnation, file.name, locks, tokens),
             witness_file=file,
@@ -107,9 +100,9 @@ def fan_out(effect: Effect, members: Sequence[NodeMember]) -> list[Effect]:
     """An effect on a virtual connection, for the connected members behind it."""
     if isinstance(effect, SendGrant):
         return [_grant(effect, member) for member in members if _concerns(effect, member)]
-    if isinstance(effect, SendHandOver):  # member 0 drains: it has the requests
+    if isinstance(effect, ev.SendHandOver):  # member 0 drains: it has the requests
         return [replace(effect, conn=member.conn) for member in members[:1] if member.conn]
-    if isinstance(effect, RefuseConnection | Close):
+    if isinstance(effect, ev.RefuseConnection | ev.Close):
         return [replace(effect, conn=member.conn) for member in members if member.conn]
     return []  # nothing can be lent over TCP
 

@@ -8,10 +8,7 @@ for its length and a margin, counted from when the last message was *received*:
     server:     receives ──────────────────────────────── length + margin ──▶ expired
 
 The member counts from when it sent the message, which is earlier, so the two clocks only have to
-run at about the same rate. A member that gets no answers ends itself, and its tree has from 80 % of
-the length until the end of the margin to be gone.
-
-The surprising things:
+run at about the same rate (see `client/lease.py`). The surprising things:
 
 - A lease expires in `tick` and nowhere else. After a stall of this server, every lease restarts:
   messages sent meanwhile have not been read yet, and waiting longer is the safe side.

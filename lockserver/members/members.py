@@ -1,6 +1,6 @@
 """Members over TCP, as one virtual supervisor per engine: the lock machine needs no changes.
 
-Theory of operation. A member is one supervisor of an engine that may span nodes. Once all of an
+A member is one supervisor of an engine that may span nodes. Once all of an
 engine's members are connected, each with an incarnation, they form a **group**, and the machine is
 fed `Wanted` from a virtual connection in their name; with one member missing it is fed that this
 connection is closed. To it, the group's leases are what a witness and a pidfd are on one host:
@@ -20,8 +20,6 @@ Rules that are here because leaving them out breaks one owner:
 - Only the supervisor that named an incarnation may report it reaped. Another one for the same
   member is refused while the lease is valid.
 - A member that claims a lock which is not its group's is over, whichever members are missing.
-
-Virtual connections have negative ids; those of real ones are positive.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from plumbing.errors import InvariantError
 
 
 def is_virtual(conn: int) -> bool:
-    """Whether this id stands for a group."""
+    """Whether this id stands for a group; those of real connections are positive."""
     return conn < 0
 
 

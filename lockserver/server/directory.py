@@ -37,7 +37,13 @@ class LockDirectory:
         Raises:
             UnderstudyError: `lock.directory_replaced`, `wire.address_in_use`: the server must end.
         """
-        check_directory(self._directory, self._identity)
+        if directory_identity(self._directory) != self._identity:
+            raise UnderstudyError(
+                "lock.directory_replaced",
+                f"{self._directory} was removed or replaced while this server was running; engines"
+                " that serve go on, and connect to the lock server that is started there next",
+                path=self._directory,
+            )
         problems = [
             self._reclaim(self._server.reclaim_guard, is_vital=True),
             self._reclaim(self._server.reclaim_socket, is_vital=False),
@@ -62,14 +68,3 @@ class LockDirectory:
             message = f"{path} was removed or replaced; created it again"
             self._events.record("lock.path_back", message, "warning", {"path": path})
         return None
-
-
-def check_directory(directory: str, expected: tuple[int, int] | None) -> None:
-    """Raise `lock.directory_replaced` unless `directory` is the one that it was."""
-    if directory_identity(directory) != expected:
-        raise UnderstudyError(
-            "lock.directory_replaced",
-            f"{directory} was removed or replaced while this server was running; engines that serve"
-            " go on, and connect to the lock server that is started there next",
-            path=directory,
-        )

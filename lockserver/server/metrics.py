@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter
 
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
@@ -15,6 +15,17 @@ from plumbing.service.metrics import Metrics
 LOSS_REASONS = ("not_wanted", "process_gone", "connection_closed", "silent")
 GRANT_REASONS = ("first", "same_engine", "takeover")
 PHASES = ("fence", "grant")
+GAUGES = {
+    "lock_held": "1 while the lock is held.",
+    "lock_token": "The token of the lock's holder, 0 without one.",
+    "lock_waiters": "Incarnations in the lock's queue.",
+    "lock_unresponsive": "1 while the lock's holder is silent.",
+    "lock_switchover": "1 while the lock's holder is asked to hand it over.",
+    "lock_lease_remaining_seconds": (
+        "Over TCP: how long the holder may live at most without another message."
+    ),
+    "lock_members_missing": "Over TCP: members of the holder that are not connected.",
+}
 # The events that end a switchover, or report it overdue, and how they are counted.
 SWITCHOVER_RESULTS = {
     "lock.switched_over": "done",
@@ -31,26 +42,10 @@ class LockMetrics:
         self.metrics = metrics = Metrics()
         known = {"lock": locks}
 
-        def gauge(name: str, text: str) -> Gauge:
-            return metrics.gauge(name, text, known)
-
         def counter(name: str, text: str, label: str, values: tuple[str, ...]) -> Counter:
             return metrics.counter(name, text, {**known, label: values})
 
-        self._held = gauge("lock_held", "1 while the lock is held.")
-        self._token = gauge("lock_token", "The token of the lock's holder, 0 without one.")
-        self._waiters = gauge("lock_waiters", "Incarnations in the lock's queue.")
-        self._unresponsive = gauge("lock_unresponsive", "1 while the lock's holder is silent.")
-        self._switching = gauge(
-            "lock_switchover", "1 while the lock's holder is asked to hand it over."
-        )
-        self._lease = gauge(
-            "lock_lease_remaining_seconds",
-            "Over TCP: how long the holder may live at most without another message.",
-        )
-        self._missing = gauge(
-            "lock_members_missing", "Over TCP: members of the holder that are not connected."
-        )
+        self._gauges = {name: metrics.gauge(name, text, known) for name, text in GAUGES.items()}
         self._grants = counter(
             "lock_grants_total", "Grants, by what went before.", "reason", GRANT_REASONS
         )
@@ -96,16 +91,17 @@ class LockMetrics:
             holder = lock.holder
             supervisor = machine.supervisors.get(holder.supervisor) if holder else None
             self._state.set(lock.state, lock=lock.name)
-            self._held.labels(lock=lock.name).set(lock.state is LockState.HELD)
-            self._token.labels(lock=lock.name).set(holder.token if holder else 0)
-            self._waiters.labels(lock=lock.name).set(len(lock.waiters))
-            is_silent = supervisor is not None and supervisor.is_silent
-            self._unresponsive.labels(lock=lock.name).set(is_silent)
-            left_ms = longest_left_ms(holder, members, now_ms)
-            self._lease.labels(lock=lock.name).set(left_ms / 1000)
-            self._missing.labels(lock=lock.name).set(missing_of(holder, members))
-            is_switching = lock.name in machine.switchovers.under_way
-            self._switching.labels(lock=lock.name).set(is_switching)
+            values = {
+                "lock_held": lock.state is LockState.HELD,
+                "lock_token": holder.token if holder else 0,
+                "lock_waiters": len(lock.waiters),
+                "lock_unresponsive": supervisor is not None and supervisor.is_silent,
+                "lock_switchover": lock.name in machine.switchovers.under_way,
+                "lock_lease_remaining_seconds": longest_left_ms(holder, members, now_ms) / 1000,
+                "lock_members_missing": missing_of(holder, members),
+            }
+            for name, value in values.items():
+                self._gauges[name].labels(lock=lock.name).set(value)
         self._write_problem.set(machine.ledger.problem is not None)
 
     def count(self, event: Event) -> None:

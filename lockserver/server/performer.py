@@ -15,8 +15,9 @@ from lockserver.core import events as ev
 from lockserver.members.members import is_virtual
 from lockserver.messages import GrantedMsg, HandOverMsg
 from lockserver.server.parts import Parts
-from plumbing.errors import ProtocolError
+from lockserver.server.remote import end_connection
 from plumbing.part.observers import Observers
+from plumbing.wire.messages import Message
 
 
 class LockPerformer:
@@ -37,8 +38,12 @@ class LockPerformer:
     def _do(self, effect: ev.Effect) -> None:
         parts = self._parts
         match effect:
-            case ev.SendGrant() | ev.SendHandOver() | ev.RefuseConnection() | ev.Close():
-                self._send(effect)
+            case ev.SendGrant(conn, lock, holder):
+                self._send(conn, granted(lock, holder))
+            case ev.SendHandOver(conn, lock, incarnation, to):
+                self._send(conn, HandOverMsg(lock, incarnation, to))
+            case ev.RefuseConnection() | ev.Close():
+                end_connection(parts.conns.get(effect.conn), effect)
             case ev.Lend():
                 parts.services.lend_missing(parts.conns[effect.conn])
             case ev.Announce():
@@ -60,22 +65,11 @@ class LockPerformer:
             case ev.Happened():
                 parts.outbox.add(effect)
 
-    def _send(
-        self, effect: ev.SendGrant | ev.SendHandOver | ev.RefuseConnection | ev.Close
-    ) -> None:
+    def _send(self, conn_id: int, message: Message) -> None:
         """Send to one connection, if it is still open."""
-        conn = self._parts.conns.get(effect.conn)
-        if conn is None:
-            return
-        match effect:
-            case ev.SendGrant():
-                conn.send(granted(effect.lock, effect.holder))
-            case ev.SendHandOver():
-                conn.send(HandOverMsg(effect.lock, effect.incarnation, effect.to))
-            case ev.RefuseConnection():
-                conn.fault(ProtocolError(effect.code, effect.message, **effect.details))
-            case ev.Close():
-                conn.close(effect.reason)
+        conn = self._parts.conns.get(conn_id)
+        if conn is not None:
+            conn.send(message)
 
     def _announce(self, effect: ev.Announce) -> None:
         message = granted(effect.lock, effect.holder)

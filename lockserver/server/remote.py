@@ -1,9 +1,8 @@
 """The shell around members and leases: TCP messages and the time go in, messages come out.
 
-Owns the TCP connections. Events for the lock itself go to the machine through `feed`; the machine's
-effects on a virtual connection come back through `perform`. It exists even without an address to
-listen on: a holder on file may be a group, and then its leases must expire before another engine is
-granted the lock.
+Events for the lock itself go to the machine through `feed`; its effects on a virtual connection
+come back through `perform`. It exists even without an address to listen on: a holder on file may be
+a group, and then its leases must expire before another engine is granted the lock.
 """
 
 from __future__ import annotations
@@ -144,15 +143,14 @@ class Remote:
             case ev.SendHandOver(conn, lock, incarnation, to):
                 self._send(conn, HandOverMsg(lock, incarnation, to))
             case ev.RefuseConnection() | ev.Close():
-                self._end(output)
+                end_connection(self._conns.get(output.conn), output)
             case ev.Happened():
                 self._outbox.add(output)
 
-    def _end(self, output: ev.RefuseConnection | ev.Close) -> None:
-        conn = self._conns.get(output.conn)
-        if conn is None:
-            return
-        if isinstance(output, ev.Close):
-            conn.close(output.reason)
-        else:
-            conn.fault(ProtocolError(output.code, output.message, **output.details))
+
+def end_connection(conn: Connection | None, effect: ev.RefuseConnection | ev.Close) -> None:
+    """Close a connection, if it is still open, with an error frame where one is due."""
+    if conn is not None and isinstance(effect, ev.Close):
+        conn.close(effect.reason)
+    elif conn is not None and isinstance(effect, ev.RefuseConnection):
+        conn.fault(ProtocolError(effect.code, effect.message, **effect.details))

@@ -117,10 +117,6 @@ class LockServer:
         """The status document, the same for the CLI, `/status` and observers."""
         return self._report.document()
 
-    @property
-    def connections(self) -> int:
-        return len(self._wire.connections)
-
     # ------------------------------------------------------------------ as the wire's handler
 
     def opened(self, conn: Connection) -> None:

@@ -1,8 +1,5 @@
 """The listening socket that belongs to a lock: bound here, lent to engines, answered while idle.
 
-Owns binding, taking a copy back after a restart, and the 503s while no engine is active. Must not
-know how a lock is granted; `prepare` is called right before, `watch` several times a second.
-
 The surprising things:
 
 - Every copy is the same socket: O_NONBLOCK, the backlog and `listen` are shared, and one `shutdown`
@@ -37,7 +34,7 @@ LENT, HOLDING, AWAY = STATES = ("lent", "holding", "waiting_for_hand_back")
 
 
 class ServiceSocket:
-    """One service address."""
+    """One service address. `prepare` is called before each grant, `watch` with every tick."""
 
     def __init__(
         self, lock: str, address: str, hold_ms: float, describe: Callable[[], str]
@@ -213,10 +210,7 @@ class _Caller:
     """One connection that gets a 503: read the head, answer, read on until it ends."""
 
     def __init__(
-        self,
-        sock: socket.socket,
-        answer: Callable[[], bytes],
-        done: Callable[[_Caller], None],
+        self, sock: socket.socket, answer: Callable[[], bytes], done: Callable[[_Caller], None]
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sock = sock

@@ -1,8 +1,7 @@
 """The requests for a switchover, and the answers that they wait for.
 
-Owns which connection gets which answer. Must not decide whether there may be a switchover or how it
-ended: `core/switchover` does. The surprising thing: a requester may disconnect and the switchover
-continues; then no answer is sent, and the events report the outcome.
+`core/switchover` decides whether there may be one and how it ended. A requester may disconnect and
+the switchover continues; then no answer is sent, and the events report the outcome.
 """
 
 from __future__ import annotations

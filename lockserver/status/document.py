@@ -18,8 +18,7 @@ from lockserver.core.events import Holder
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessFile
-from lockserver.members.group import Group, NodeMember
-from lockserver.members.leases import Lease
+from lockserver.members.group import Group
 from lockserver.members.members import Members
 from lockserver.status.wait import NAMED_MAX, LockWait, Seen, since_ms
 from lockserver.status.waits import address_away_wait, see_members, unreachable_wait, waits_of
@@ -223,29 +222,18 @@ def member_documents(members: Members, now_ms: float) -> dict[str, Any]:
 
 
 def _engine_document(engine: str, members: Members, now_ms: float) -> dict[str, Any]:
-    group = members.groups.get(engine)
     count = count_of(engine, members)
-    known = {member.index: member for member in members.roll.at(engine, count)}
     return {
         "count": count,
-        "state": state_of(group),
+        "state": state_of(members.groups.get(engine)),
         "missing": missing(engine, members),
-        "members": [
-            _member_document(
-                index,
-                known.get(index),
-                next(iter(members.leases.of(engine, index)), None),
-                members,
-                now_ms,
-            )
-            for index in range(count)
-        ],
+        "members": [_member_document(engine, index, members, now_ms) for index in range(count)],
     }
 
 
-def _member_document(
-    index: int, member: NodeMember | None, lease: Lease | None, members: Members, now_ms: float
-) -> dict[str, Any]:
+def _member_document(engine: str, index: int, members: Members, now_ms: float) -> dict[str, Any]:
+    member = members.roll.known.get((engine, index))
+    lease = next(iter(members.leases.of(engine, index)), None)
     incarnation = member.incarnation if member is not None else None
     if incarnation is None and lease is not None:
         incarnation = lease.id.incarnation

@@ -1,7 +1,6 @@
 """One wait, the words that all waits share, and the waits for a lock's holder. Pure.
 
-Waits for a holder: it is exiting, silent, not back after a restart, handing over, or unknown. Other
-waits, and which a lock has, are in `waits`; processes are looked up by `document`.
+Other waits, and which a lock has, are in `waits`; processes are looked up by `document`.
 """
 
 from __future__ import annotations
