@@ -58,9 +58,7 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
 
 
 async def _supervise(settings: EngineSettings) -> None:
-    from engine.supervisor.supervisor import (
-        EngineSupervisor,  # a heavy import that no other command needs
-    )
+    from engine.supervisor.supervisor import EngineSupervisor  # heavy, and only needed here
 
     await EngineSupervisor(settings).run()
 

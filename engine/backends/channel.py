@@ -111,8 +111,6 @@ class Channel(Handler):
         self._conn.send(report)
         os._exit(1)
 
-    # ------------------------------------------------------------------ wire.Handler
-
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:

@@ -113,11 +113,6 @@ def take_channel() -> socket.socket:
     return socket.socket(fileno=int(number))
 
 
-def blocking_channel() -> BlockingClient:
-    """The channel for a main process without an event loop."""
-    return BlockingClient.from_socket(take_channel(), msg.CHANNEL)
-
-
 def child_environment() -> dict[str, str]:
     """The environment for a child that will `enter`; start it from a thread that lives on."""
     return {**os.environ, **parent_environment()}

@@ -54,8 +54,6 @@ class BackendChannel(Handler):
         self._asked[request_id] = (message, reply, on_reply)
         self._conn.send(message, request_id, fds)
 
-    # ------------------------------------------------------------------ wire.Handler
-
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:

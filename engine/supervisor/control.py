@@ -111,8 +111,6 @@ class Control(Handler):
             raise ProtocolError("engine.bad_rank", objection)
         incarnation.may_load(message.rank, message.ranks, lambda load: conn.send(load, request_id))
 
-    # ------------------------------------------------------------------ rehearsals
-
     def _rehearse(self, message: msg.KillMsg) -> msg.KillingMsg:
         """Kill or stop the process that is named."""
         target, engine, running = message.target, self._engine, self._engine.incarnation

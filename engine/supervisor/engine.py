@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from engine.core import events
+from engine.core import events as ev
 from engine.core.events import Event, Failed, State, WakingStep
 from engine.core.lifecycle import IllegalEvent, Lifecycle
 from engine.messages import FaultReportMsg, HealthyMsg
@@ -43,13 +43,7 @@ TICK_MS = 1_000.0
 BIND_RETRY_MS = 50.0
 
 # What a backend may send at the wrong moment: its fault, not ours.
-BACKEND_EVENTS = (
-    events.Prepared,
-    events.Woken,
-    events.CanaryPassed,
-    events.Serving,
-    events.Drained,
-)
+BACKEND_EVENTS = (ev.Prepared, ev.Woken, ev.CanaryPassed, ev.Serving, ev.Drained)
 
 
 class Engine:
@@ -68,7 +62,7 @@ class Engine:
         self.incarnation: Incarnation | None = None
         self.predecessor: str | None = None  # an earlier tree that holds up the first launch
         self.last_fault: FaultReportMsg | None = None
-        self.exit: asyncio.Future[events.Exit] = asyncio.get_running_loop().create_future()
+        self.exit: asyncio.Future[ev.Exit] = asyncio.get_running_loop().create_future()
         self.on_change: Callable[[], object] = lambda: None
         self.leftovers = Leftovers(leftovers_path(settings.directory, settings.engine), self.log)
         self.layout = KvLayout(
@@ -155,27 +149,27 @@ class Engine:
         for effect in effects:
             self._perform(effect)
 
-    def _perform(self, effect: events.Effect) -> None:
+    def _perform(self, effect: ev.Effect) -> None:
         match effect:
-            case events.RecordTransition():
+            case ev.RecordTransition():
                 self._record(effect)
-            case events.StartTree():
+            case ev.StartTree():
                 self._start_tree(effect)
-            case events.TellLockServer():
+            case ev.TellLockServer():
                 if effect.wants_active:
                     self.history.wanted()
                 named = self.incarnation if effect.names_incarnation else None
                 self.lock.tell(named, wants_active=effect.wants_active)
-            case events.Ask():
+            case ev.Ask():
                 self._ask(effect.step)
-            case events.DrainBackend():
+            case ev.DrainBackend():
                 self.lock.stop_listening()
                 self._running.drain(self.settings.budgets_ms[State.DRAINING])
-            case events.KillTree():
+            case ev.KillTree():
                 self._running.tree.kill()
-            case events.ScheduleRelaunch():
+            case ev.ScheduleRelaunch():
                 self.relauncher.schedule()
-            case events.Exit():
+            case ev.Exit():
                 self.relauncher.cancel()
                 self._timers.cancel("predecessor")
                 if not self.exit.done():
@@ -187,7 +181,7 @@ class Engine:
             raise InvariantError("there is no incarnation")
         return self.incarnation
 
-    def _record(self, record: events.RecordTransition) -> None:
+    def _record(self, record: ev.RecordTransition) -> None:
         """A transition: the one record of it, its budget, and the health checks of `active`."""
         budget_ms = self.settings.budgets_ms.get(record.target)
         self.history.moved(record, self.lifecycle.now, budget_ms)
@@ -209,14 +203,14 @@ class Engine:
         self.on_change()
 
     def _budget_spent(self) -> None:
-        self.post(events.BudgetSpent(self.history.budget_spent(self.lifecycle.state)))
+        self.post(ev.BudgetSpent(self.history.budget_spent(self.lifecycle.state)))
 
     # ------------------------------------------------------------------ launching and reaping
 
     def _launch(self) -> None:
-        self.post(events.Launch(witness.new_incarnation(self.settings.engine)))
+        self.post(ev.Launch(witness.new_incarnation(self.settings.engine)))
 
-    def _start_tree(self, effect: events.StartTree) -> None:
+    def _start_tree(self, effect: ev.StartTree) -> None:
         self.history.launched(effect.number)
         self.last_fault = None
         self.incarnation = Incarnation(
@@ -238,12 +232,12 @@ class Engine:
         self._timers.cancel("budget")
         if not now.is_leaving:
             is_rehearsed = gone.rehearsed_ms is not None
-            is_planned = is_rehearsed or now.is_handed_over or history.cause in events.FROM_OUTSIDE
+            is_planned = is_rehearsed or now.is_handed_over or history.cause in ev.FROM_OUTSIDE
             self.relauncher.died(
                 now.reason, reached_standby=now.reached_standby, is_planned=is_planned
             )
         history.reaped(now, gone.rehearsed_ms)
-        self.post(events.Reaped(self.relauncher.verdict))
+        self.post(ev.Reaped(self.relauncher.verdict))
         self.on_change()
 
     # ------------------------------------------------------------------ the lock, waking, health

@@ -51,8 +51,6 @@ class History:
         self._since_ms = clock.now_ms()
         self._wanted_ms = 0.0
 
-    # ------------------------------------------------------------------ states and their budgets
-
     @property
     def is_healthy(self) -> bool:
         return self.cause != "unhealthy"
@@ -128,8 +126,6 @@ class History:
             f"every process of {now.incarnation} is gone, {took_ms:.1f} ms after its end",
             data={"incarnation": now.incarnation, "duration_ms": round(took_ms, 3)},
         )
-
-    # ------------------------------------------------------------------ takeovers
 
     def wanted(self) -> None:
         """The lock has been asked for."""

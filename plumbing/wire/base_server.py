@@ -44,8 +44,6 @@ class BaseServer(abc.ABC):
     def _over_quota(self, conn: Connection) -> str | None:
         """Why the peer of `conn` has too many connections, `conn` included; None if it has not."""
 
-    # ------------------------------------------------------------------ accepting
-
     def _listen(self, sock: socket.socket) -> None:
         """Own `sock`, a listening socket, and start accepting."""
         self._sock = sock
@@ -130,8 +128,6 @@ class BaseServer(abc.ABC):
         timer = self._first_frame_deadlines.pop(conn, None)
         if timer is not None:
             timer.cancel()
-
-    # ------------------------------------------------------------------ the connections' handler
 
     def opened(self, conn: Connection) -> None:
         self.connections.add(conn)

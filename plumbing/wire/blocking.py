@@ -134,8 +134,6 @@ class BlockingClient:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ inside
-
     def _answer(self, message: Message, request_id: int, end: float) -> Reply:
         """The answer to `request_id`; messages that arrive before it are kept for `receive`."""
         while True:

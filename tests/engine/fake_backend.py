@@ -187,7 +187,7 @@ def main() -> None:
     if switches.crash_at == "launch" or os.path.exists(switches.crash_if):
         os._exit(13)
     member = process.enter("http")
-    channel = process.blocking_channel()
+    channel = BlockingClient.from_socket(process.take_channel(), m.CHANNEL)
     dirty = bytearray(os.urandom(4096)) * (256 * switches.dirty_mib)
     if switches.fault:
         channel.notify(

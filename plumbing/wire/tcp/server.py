@@ -91,8 +91,6 @@ class TcpServer(BaseServer):
         self._security.server_context()
         return self._security.problem
 
-    # ------------------------------------------------------------------ accepting
-
     def _accepted(self, sock: socket.socket, name: tuple[str, int]) -> None:
         host, who = host_of(name), shown(name)
         if self._has_too_many_handshakes(host):

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.part import observe
-from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of
-from tests.plumbing.wire.echo import CATALOGUE, Echo, Part
+from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of, messages_in
+from tests.plumbing.wire import echo
+from tests.plumbing.wire.echo import CATALOGUE, Echo, Part, Refuse
 
 
 @given(
@@ -159,3 +160,9 @@ def test_observer_messages_round_trip():
     late = msgpack.packb({"type": "watch", "id": 1, "since": -1})
     with pytest.raises(ProtocolError, match=r"watch\.since"):
         catalogue.decode(late, 0)
+
+
+def test_messages_of_a_module_are_its_own_and_the_imported_ones():
+    """Goal: a catalogue takes them all, and not their base. Method: a module of each kind."""
+    assert messages_in(vars(echo)) == [Echo, Refuse]
+    assert FaultMsg in messages_in({"FaultMsg": FaultMsg, "Message": Message, "dict": dict})
