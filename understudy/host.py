@@ -6,10 +6,12 @@ weights in host memory are visible here: the memory service's slabs, which are m
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.metadata
 import os
 import platform
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +40,27 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+async def output_of(*command: str, timeout_s: float | None = None) -> tuple[int, str, str]:
+    """Run `command` without stdin; its exit code, stdout and stderr. It is killed if this is
+    cancelled.
+
+    Raises:
+        TimeoutError, OSError: it did not end in time, or could not be started.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            output, errors = await process.communicate()
+    except (TimeoutError, asyncio.CancelledError):
+        process.kill()
+        await process.wait()
+        raise
+    assert process.returncode is not None
+    return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)

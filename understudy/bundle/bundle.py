@@ -28,6 +28,7 @@ from understudy.bundle.facts import machine_facts, process_facts
 from understudy.doctor.checks import document, examine
 from understudy.doctor.facts import PodFacts
 from understudy.doctor.probe import look
+from understudy.host import output_of
 from understudy.status.events import past_events
 from understudy.status.gather import gather
 from understudy.up.ports import Ports
@@ -151,19 +152,9 @@ async def _events(directory: Path) -> str:
 async def _run(command: tuple[str, str], directory: Path) -> str:
     """The output of one of our commands, which falls back to state files."""
     module, verb = command
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, verb, "--json", "--dir", str(directory)),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        output, _ = await process.communicate()
-    except asyncio.CancelledError:
-        process.kill()
-        await process.wait()
-        raise
-    return output.decode(errors="replace")
+    flags = ("--json", "--dir", str(directory))
+    _, output, errors = await output_of(sys.executable, "-m", module, verb, *flags)
+    return output + errors
 
 
 def _add_files(bundle: Bundle, kind: str, folder: Path, pattern: str, bytes_max: int) -> None:

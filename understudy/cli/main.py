@@ -107,10 +107,7 @@ def drill(
     page = Path(config["report"]) if config["report"] else None
     if page is not None:
         check_destination(page)
-
-    def say(line: str) -> None:
-        click.echo(line, err=True)
-
+    say = partial(click.echo, err=True)
     _check_manifest_flags(config, DRILL_OPTIONS, arguments, attach=attach)
     if attach:
         _refuse(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 from plumbing.service import procfs
 from understudy.doctor.facts import GpuFacts, Gpus, HeldMemory, Process
-from understudy.host import slabs_of
+from understudy.host import output_of, slabs_of
 
 NVML_DEADLINE_S = 20.0  # NVML takes seconds to initialise eight GPUs that no process has open
 NAMING = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "UNDERSTUDY_GPUS")
@@ -24,22 +23,15 @@ SLAB_NAME_DIGITS = 8  # of an epoch's id, in the names of its slabs
 async def look_at_gpus() -> Gpus:
     """What NVML reports, or why it does not answer."""
     command = (sys.executable, "-m", "gms.server.devices")
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
     try:
-        async with asyncio.timeout(NVML_DEADLINE_S):
-            output, _ = await process.communicate()
+        code, output, _ = await output_of(*command, timeout_s=NVML_DEADLINE_S)
     except TimeoutError:
-        process.kill()
-        await process.wait()
         why = f"the driver did not answer in {NVML_DEADLINE_S:g} s"
         return Gpus(problem=why, is_broken=True)
     try:
         document: dict[str, Any] = json.loads(output)
     except ValueError:
-        why = f"the process that asked the driver died with code {process.returncode}"
+        why = f"the process that asked the driver died with code {code}"
         return Gpus(problem=why, is_broken=True)
     if "problem" in document:
         return Gpus(problem=document["problem"], is_broken=document["is_broken"])

@@ -20,7 +20,14 @@ from typing import Any
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.files import write_atomic
 from understudy.drill.records import LOCK, PHASES, EngineKill, Exchange, Moment, Outcome, Records
-from understudy.drill.verdict import DrillReport, classify, first_answers, phases_of, spread
+from understudy.drill.verdict import (
+    DrillReport,
+    classify,
+    first_answers,
+    moments_of,
+    phases_of,
+    spread,
+)
 from understudy.host import ResourceUsage
 
 TEMPLATE = Path(__file__).parent / "page.html"
@@ -155,12 +162,7 @@ def _kill(
         "failover_ms": _since(kill, seen.served_ms),
         "phases_ms": {name: _round(phases[name]) for name in PHASES if name in phases},
         "moments_ms": {
-            "killed": 0.0,
-            "detected": _since(kill, kill.detected_ms),
-            "fenced": _since(kill, kill.fenced_ms),
-            "granted": _since(kill, kill.granted_ms),
-            "active": _since(kill, kill.active_ms),
-            "first token": _since(kill, seen.served_ms),
+            name: _since(kill, at_ms) for name, at_ms in moments_of(kill, seen.first).items()
         },
         "from_ms": _round(from_ms),
         "to_ms": _round(to_ms),

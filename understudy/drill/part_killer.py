@@ -194,7 +194,10 @@ async def kill_part(directory: Path, target: str) -> tuple[PartKill, Standing, l
         kill = PartKill(target, clock.now_ms())
         signal.pidfd_send_signal(first_fd, signal.SIGKILL)
         await _until_gone(target, [first_fd, *held])
-    return kill, Standing.of(view), _memory(target, view, kill.killed_ms)
+    found = {} if target == LOCKSERVER else committed_devices(view)
+    # In a new container, pids may be the same as before.
+    memory = [memory_of(name, device, kill.killed_ms, pid=0) for name, device in found.items()]
+    return kill, Standing.of(view), memory
 
 
 async def wait_back(directory: Path, kill: PartKill, memory: list[MemoryKill]) -> None:
@@ -222,14 +225,6 @@ def _first_process(target: str, pids: Pids) -> int | None:
         return pids.lockserver
     servers = list(pids.gms.values())
     return parent(servers[0]) if servers else None
-
-
-def _memory(target: str, view: Document, killed_ms: float) -> list[MemoryKill]:
-    if target == LOCKSERVER:
-        return []
-    found = committed_devices(view)
-    # In a new container, pids may be the same as before.
-    return [memory_of(name, device, killed_ms, pid=0) for name, device in found.items()]
 
 
 async def _until_gone(target: str, pidfds: list[int]) -> None:

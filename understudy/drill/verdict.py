@@ -201,19 +201,24 @@ def first_answers(
     ]
 
 
+def moments_of(kill: EngineKill, first: Exchange | None) -> dict[str, float | None]:
+    """When each phase of one failover ended, by name; None: not observed."""
+    return {
+        "killed": kill.killed_ms,
+        "detected": kill.detected_ms,
+        "fenced": kill.fenced_ms,
+        "granted": kill.granted_ms,
+        "active": kill.active_ms,
+        "first token": first.first_token_ms if first is not None else None,
+    }
+
+
 def phases_of(kill: EngineKill, first: Exchange | None) -> dict[str, float]:
     """Milliseconds of each phase of one failover whose start and end were observed.
 
     Clamped at zero: two processes may see the same instant in either order.
     """
-    moments = [
-        kill.killed_ms,
-        kill.detected_ms,
-        kill.fenced_ms,
-        kill.granted_ms,
-        kill.active_ms,
-        first.first_token_ms if first is not None else None,
-    ]
+    moments = list(moments_of(kill, first).values())
     return {
         name: max(0.0, after - before)
         for name, before, after in zip(PHASES, moments, moments[1:], strict=False)

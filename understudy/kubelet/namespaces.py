@@ -7,17 +7,16 @@ be recycled. Where the runner itself is pid 1, this module also reaps orphans.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
 import sys
-from asyncio.subprocess import DEVNULL
 from collections.abc import Collection
 from pathlib import Path
 
 from plumbing.errors import UsageError
 from plumbing.service.procfs import children, is_alive, parent
+from understudy.host import output_of
 from understudy.kubelet import enter_namespace
 
 # Isolated and without site-packages: it starts in half the time.
@@ -92,19 +91,11 @@ def reap_zombies(exclude: Collection[int | None]) -> None:
 async def _problem() -> str | None:
     """Why no namespace can be created here; None if one can."""
     try:
-        process = await asyncio.create_subprocess_exec(
-            *inside(("true",)), stdin=DEVNULL, stdout=DEVNULL, stderr=asyncio.subprocess.PIPE
-        )
+        code, _, errors = await output_of(*inside(("true",)), timeout_s=TRY_DEADLINE_S)
+    except TimeoutError:
+        return f"the attempt timed out after {TRY_DEADLINE_S:g} s"
     except OSError as error:
         return f"{MAKE[0]}: {error.strerror}"
-    try:
-        async with asyncio.timeout(TRY_DEADLINE_S):
-            _, output = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        return f"the attempt timed out after {TRY_DEADLINE_S:g} s"
-    if process.returncode == 0:
+    if code == 0:
         return None
-    why = output.decode(errors="replace").strip().removeprefix("error: ")
-    return why or f"the attempt exited with code {process.returncode}"
+    return errors.strip().removeprefix("error: ") or f"the attempt exited with code {code}"

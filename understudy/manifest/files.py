@@ -7,13 +7,13 @@ new pod starts with empty volumes, as in Kubernetes.
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from plumbing.errors import UsageError
+from understudy.host import output_of
 from understudy.manifest.read import Document, read_manifest
 from understudy.manifest.spec import PodManifest
 from understudy.manifest.values import Choices
@@ -110,28 +110,20 @@ async def _render(directory: Path) -> str:
 
 
 async def _ask_kubectl(kubectl: str, directory: Path) -> str:
-    process = await asyncio.create_subprocess_exec(
-        kubectl,
-        "kustomize",
-        str(directory),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    command = f"kubectl kustomize {directory}"
     try:
-        async with asyncio.timeout(RENDER_DEADLINE_S):
-            text, errors = await process.communicate()
+        code, text, errors = await output_of(
+            kubectl, "kustomize", str(directory), timeout_s=RENDER_DEADLINE_S
+        )
     except TimeoutError as error:
-        process.kill()
-        await process.wait()
         raise UsageError(
             "manifest.not_rendered",
-            f"`kubectl kustomize {directory}` timed out after {RENDER_DEADLINE_S:g} s; pass a "
-            "rendered file",
+            f"`{command}` timed out after {RENDER_DEADLINE_S:g} s; pass a rendered file",
         ) from error
-    if process.returncode:
-        why = (errors.decode(errors="replace").strip().splitlines() or ["no error message"])[-1]
-        raise UsageError("manifest.not_rendered", f"`kubectl kustomize {directory}` failed: {why}")
-    return text.decode()
+    if code:
+        why = (errors.strip().splitlines() or ["no error message"])[-1]
+        raise UsageError("manifest.not_rendered", f"`{command}` failed: {why}")
+    return text
 
 
 def _documents(path: Path, text: str) -> list[Document]:

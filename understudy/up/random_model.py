@@ -5,7 +5,6 @@ The checkpoint is written by `engine.backends.reference.random_model`, in a sepa
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from plumbing.errors import UnderstudyError
+from understudy.host import output_of
 from understudy.up.local_pod import LocalPod
 
 # A drill measures failover, not BLAS: threads of a loading engine would take the cores from the one
@@ -65,18 +65,10 @@ async def make_random_model(directory: Path, shape: Sequence[str] = ()) -> Path:
     """
     if (directory / "config.json").exists():
         return directory
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "engine.backends.reference.random_model",
-        str(directory),
-        *shape,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    if process.returncode:
-        lines = output.decode(errors="replace").strip().splitlines() or ["no error message"]
+    command = (sys.executable, "-m", "engine.backends.reference.random_model")
+    code, output, errors = await output_of(*command, str(directory), *shape)
+    if code:
+        lines = (output + errors).strip().splitlines() or ["no error message"]
         raise UnderstudyError("pod.no_model", f"cannot create the random model: {lines[-1]}")
     return directory
 

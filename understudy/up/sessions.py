@@ -235,16 +235,11 @@ async def _welcome(directory: Path, containers: Sequence[Container]) -> list[str
         f"  curl {service_url}/v1/completions -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'",
         f"  {command} status --dir {directory}",
-        *(f"  {address}" for address in _live_pages(containers)),
+        *(
+            f"  http://{urlsplit(each.startup.url).netloc}/ui"  # the lock server's live page
+            for each in containers
+            if each.name == LOCKSERVER and each.startup is not None
+        ),
         f"  {command} drill --attach --dir {directory}     (Ctrl-C stops the pod)",
         "",
-    ]
-
-
-def _live_pages(containers: Sequence[Container]) -> list[str]:
-    """The lock server's page about the pod, on the port of its probes."""
-    return [
-        f"http://{urlsplit(each.startup.url).netloc}/ui"
-        for each in containers
-        if each.name == LOCKSERVER and each.startup is not None
     ]
