@@ -65,7 +65,7 @@ SERVE = (
         "window_ms",
         float,
         10_000.0,
-        "How long after a restart a silent holder is waited for before it is reported.",
+        "How long after a restart to wait for a silent holder before reporting it.",
     ),
     Option(
         "hold_ms",
@@ -74,7 +74,10 @@ SERVE = (
         "How long requests wait for an active engine before they get a 503.",
     ),
     Option(
-        "silent_ms", float, 3_000.0, "Time without a heartbeat after which an engine is silent."
+        "silent_ms",
+        float,
+        3_000.0,
+        "Time without a heartbeat after which an engine counts as silent.",
     ),
     Option("listen", _tcp, None, "tcp://HOST:PORT to listen on for engines that span hosts."),
     Option(
@@ -109,7 +112,7 @@ SERVE = (
 def main() -> None:
     """Lock server: grants the lock `active` to one engine at a time.
 
-    It is granted only when the processes of its last holder are gone.
+    It is granted only when all processes of its previous holder are gone.
     """
 
 
@@ -214,14 +217,14 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
 @options((DIR,), command="lockserver")
 @click.option("--lock", default="active", show_default=True, help="The lock to hand over.")
 @click.option(
-    "--to", metavar="ENGINE", help="The engine to hand over to [default: the first that waits]."
+    "--to", metavar="ENGINE", help="The engine to hand over to [default: the first in the queue]."
 )
 @click.option(
     "--timeout",
     type=click.FloatRange(0.001, 86_400),
     default=120.0,
     show_default=True,
-    help="How long to wait for its end, in seconds.",
+    help="How long to wait for the switchover to finish, in seconds.",
 )
 @json_flag
 def switchover(config: Resolved, lock: str, to: str | None, timeout: float, as_json: bool) -> None:
@@ -240,10 +243,10 @@ def switchover(config: Resolved, lock: str, to: str | None, timeout: float, as_j
     if as_json:
         click.echo(json.dumps(done))
     elif done["result"] == ALREADY_ACTIVE:
-        click.echo(f"{done['engine']} already holds {lock}, token {done['token']}")
+        click.echo(f"{done['engine']} already holds the {lock} lock, token {done['token']}")
     else:
         click.echo(
-            f"{done['from']} handed {lock} over to {done['engine']} in"
+            f"{done['from']} handed the {lock} lock over to {done['engine']} in"
             f" {duration(done['took_ms'])}, token {done['token']}"
         )
 

@@ -31,7 +31,8 @@ def stale_claim(lock: Lock, want: Wanted, claimed: int) -> RefuseConnection:
     return RefuseConnection(
         want.conn,
         "lock.stale_claim",
-        f"{want.msg.incarnation} no longer holds {lock.name} with token {claimed}: {holder}",
+        f"{want.msg.incarnation} no longer holds the {lock.name} lock with token {claimed}:"
+        f" {holder}",
         {"lock": lock.name, "token": claimed, "incarnation": want.msg.incarnation},
     )
 
@@ -40,8 +41,8 @@ def unproven(lock: Lock, want: Wanted) -> RefuseConnection:
     return RefuseConnection(
         want.conn,
         "lock.witness_unproven",
-        f"{want.msg.incarnation} requested {lock.name}, but no process holds its witness"
-        f" {want.msg.witness} ({want.witness_state})",
+        f"{want.msg.incarnation} requested the {lock.name} lock, but no process holds its"
+        f" witness {want.msg.witness} ({want.witness_state})",
         {"lock": lock.name, "witness": want.msg.witness, "state": str(want.witness_state)},
     )
 
@@ -50,8 +51,8 @@ def incarnation_ended(lock: Lock, want: Wanted) -> RefuseConnection:
     return RefuseConnection(
         want.conn,
         "lock.incarnation_ended",
-        f"{want.msg.incarnation} has released {lock.name}; only a new incarnation may request it"
-        " again",
+        f"{want.msg.incarnation} has released the {lock.name} lock; only a new incarnation"
+        " may request it again",
         {"lock": lock.name, "incarnation": want.msg.incarnation},
     )
 
@@ -62,35 +63,38 @@ def incarnation_ended(lock: Lock, want: Wanted) -> RefuseConnection:
 def recovering(lock: Lock) -> Happened:
     if lock.holder is None:
         message = (
-            f"the holder of {lock.name} is not on file; waiting for a claim with a token, or until"
-            " no unknown process holds a witness"
+            f"the holder of the {lock.name} lock is not on file; waiting for a claim with a"
+            " token, or until no unknown process holds a witness"
         )
         return Happened("lock.recovering", message, "warning", {"lock": lock.name})
     holder = lock.holder
-    message = f"{holder.engine} held {lock.name}, token {holder.token}; waiting for it to reconnect"
+    message = (
+        f"{holder.engine} held the {lock.name} lock, token {holder.token}; waiting for it to"
+        " reconnect"
+    )
     return Happened("lock.recovering", message, data=facts(lock, holder))
 
 
 def queued(lock: Lock, waiter: Waiter) -> Happened:
     data = {"lock": lock.name, "engine": waiter.engine, "incarnation": waiter.incarnation}
-    return Happened("lock.queue", f"{waiter.engine} is waiting for {lock.name}", data=data)
+    return Happened("lock.queue", f"{waiter.engine} is waiting for the {lock.name} lock", data=data)
 
 
 def confirmed(lock: Lock, holder: Holder) -> Happened:
-    message = f"{holder.engine} reconnected and keeps {lock.name}, token {holder.token}"
+    message = f"{holder.engine} reconnected and keeps the {lock.name} lock, token {holder.token}"
     return Happened("lock.confirmed", message, data=facts(lock, holder))
 
 
 def claimed(lock: Lock, holder: Holder) -> Happened:
-    message = f"{holder.engine} claims {lock.name} with token {holder.token}: accepted"
+    message = f"{holder.engine} claims the {lock.name} lock with token {holder.token}: accepted"
     return Happened("lock.claimed", message, "warning", facts(lock, holder))
 
 
 def releasing(lock: Lock, holder: Holder) -> Happened:
     data = {**facts(lock, holder), "cause": lock.cause, "lost_mono_ms": lock.lost_ms}
-    message = f"{holder.engine} is losing {lock.name}: {str(lock.cause).replace('_', ' ')}"
+    message = f"{holder.engine} is losing the {lock.name} lock: {str(lock.cause).replace('_', ' ')}"
     if lock.cause == Signal.NOT_WANTED:
-        message = f"{holder.engine} releases {lock.name}"
+        message = f"{holder.engine} is releasing the {lock.name} lock"
     return Happened("lock.releasing", message, data=data)
 
 
@@ -109,7 +113,7 @@ def freed(lock: Lock, holder: Holder | None) -> Happened:
         "lost_mono_ms": lock.lost_ms,
         "fenced_mono_ms": lock.fenced_ms,
     }
-    return Happened("lock.free", f"{lock.name} is free: {why}", data=data)
+    return Happened("lock.free", f"{lock.name} lock is free: {why}", data=data)
 
 
 def granted(lock: Lock, holder: Holder, waiter: Waiter, now_ms: float) -> Happened:
@@ -123,7 +127,7 @@ def granted(lock: Lock, holder: Holder, waiter: Waiter, now_ms: float) -> Happen
         "previous": previous.incarnation if previous else None,
         "waited_ms": round(now_ms - waiter.since_ms, 3),
     }
-    message = f"{lock.name} granted to {holder.engine}, token {holder.token}"
+    message = f"{lock.name} lock granted to {holder.engine}, token {holder.token}"
     return Happened("lock.granted", message, data=data)
 
 
@@ -141,13 +145,14 @@ def silent(supervisor: SupervisorRecord) -> Happened:
 def unresponsive(lock: Lock, holder: Holder, supervisor: SupervisorRecord) -> Happened:
     if holder.lease is not None:
         message = (
-            f"{holder.engine} holds {lock.name} and some of its members are silent; no other engine"
-            " is granted it before their leases expire"
+            f"{holder.engine} holds the {lock.name} lock and some of its members are silent; no"
+            " other engine is granted it before their leases expire"
         )
         return Happened("lock.unresponsive", message, "warning", facts(lock, holder))
     message = (
-        f"{holder.engine} holds {lock.name} and is silent; no other engine is granted it while its"
-        f" processes are alive: if it hangs, kill its supervisor (pid {supervisor.pid}) and them"
+        f"{holder.engine} holds the {lock.name} lock and is silent; no other engine is granted it"
+        f" while its processes are alive: if it hangs, kill its supervisor (pid"
+        f" {supervisor.pid}) and them"
     )
     data = {**facts(lock, holder), "pid": supervisor.pid}
     return Happened("lock.unresponsive", message, "warning", data, holder.witness)
@@ -157,24 +162,24 @@ def overdue(lock: Lock) -> Happened:
     """What a lock that cannot be granted has been waiting for, for longer than an exit takes."""
     if lock.holder is None:
         message = (
-            f"the holder of {lock.name} is not on file, and engines that are not connected hold"
-            " witnesses in the directory; kill their processes"
+            f"the holder of the {lock.name} lock is not on file, and engines that are not"
+            " connected hold witnesses in the directory; kill their processes"
         )
         return Happened("lock.waiting_evidence", message, "warning", {"lock": lock.name})
     holder = lock.holder
     kind = "lock.waiting_evidence"
     if holder.lease is not None:
         message = (
-            f"{lock.name} is waiting for the members of {holder.engine} to report that they have"
-            " ended, or for their leases to expire"
+            f"{lock.name} lock is waiting for the members of {holder.engine} to report that they"
+            " have ended, or for their leases to expire"
         )
         return Happened(kind, message, "warning", facts(lock, holder))
-    message = f"{lock.name} is waiting: processes of {holder.incarnation} are still alive"
+    message = f"{lock.name} lock is waiting: processes of {holder.incarnation} are still alive"
     if lock.state is LockState.RECOVERING:
         kind = "lock.unresponsive"
         message = (
-            f"{holder.engine} held {lock.name} (token {holder.token}) before this server started"
-            " and has not reconnected, but its processes are alive: if it hangs, kill them"
+            f"{holder.engine} held the {lock.name} lock (token {holder.token}) before this server"
+            " started and has not reconnected, but its processes are alive: if it hangs, kill them"
         )
     return Happened(kind, message, "warning", facts(lock, holder), holder.witness)
 
@@ -194,7 +199,7 @@ def switchover_begun(lock: Lock, source: Holder, to: str, pid: int, timeout_ms: 
         "pid": pid,
         "timeout_ms": round(timeout_ms),
     }
-    message = f"{requester(pid)} asked {source.engine} to hand {lock.name} over to {to}"
+    message = f"{requester(pid)} asked {source.engine} to hand the {lock.name} lock over to {to}"
     return Happened("lock.switchover", message, data=data)
 
 
@@ -206,16 +211,19 @@ def switchover_refused(asked: SwitchOverAsked, why: str) -> Happened:
 
 def switchover_overdue(lock: Lock, source: Holder, to: str, pid: int, waited_s: float) -> Happened:
     message = (
-        f"{source.engine} has not handed {lock.name} over to {to} within {waited_s:.1f} s; the"
-        f" handover continues: {source.engine} finishes its requests within its drain budget, and"
-        f" {to} is next if it is still waiting then"
+        f"{source.engine} has not handed the {lock.name} lock over to {to} within {waited_s:.1f} s;"
+        f" the handover continues: {source.engine} finishes its requests within its drain"
+        f" budget, and {to} is next if it is still waiting then"
     )
     data = {"lock": lock.name, "from": source.engine, "to": to, "pid": pid}
     return Happened("lock.switchover_overdue", message, "warning", data)
 
 
 def switchover_forgotten(lock: Lock, source: Holder, to: str) -> Happened:
-    message = f"{source.engine} never handed {lock.name} over to {to}; the switchover is cancelled"
+    message = (
+        f"{source.engine} never handed the {lock.name} lock over to {to}; the switchover is"
+        " cancelled"
+    )
     data = {**facts(lock, source), "from": source.engine, "to": to}
     return Happened("lock.switchover_failed", message, "warning", data)
 
@@ -232,5 +240,7 @@ def switchover_ended(
     }
     if failure is not None:
         return Happened("lock.switchover_failed", failure, "warning", data)
-    message = f"{source.engine} handed {lock.name} over to {holder.engine} in {took_ms:.0f} ms"
+    message = (
+        f"{source.engine} handed the {lock.name} lock over to {holder.engine} in {took_ms:.0f} ms"
+    )
     return Happened("lock.switched_over", message, data=data)

@@ -99,7 +99,7 @@ class Switchovers:
         lock = locks.get(asked.lock)
         if lock is None or not lock.is_fenced:
             fenced = ", ".join(sorted(each.name for each in locks.values() if each.is_fenced))
-            why = f"there is no lock {asked.lock!r} that can be switched over; there is {fenced}"
+            why = f"lock {asked.lock!r} cannot be switched over; only {fenced} can"
             raise Refusal("lock.unknown_lock", why)
         other = self.under_way.get(asked.lock)
         if other is not None and not other.is_overdue:
@@ -169,7 +169,9 @@ def _find_target(asked: SwitchOverAsked, lock: Lock, supervisors: Supervisors) -
         if objection is None:
             return waiter
     who = "no engine is" if asked.to is None else f"{asked.to} is not"
-    why = "; ".join(each for each in objections if each) or f"{who} waiting for {lock.name}"
+    why = (
+        "; ".join(each for each in objections if each) or f"{who} waiting for the {lock.name} lock"
+    )
     raise Refusal(
         "lock.no_standby",
         f"{why}: a switchover needs an engine in standby with all its processes alive; see"
@@ -192,15 +194,20 @@ def _ended(lock: Lock, holder: Holder, found: Switchover, now_ms: float) -> Iter
     failure = None
     if holder.engine == found.source.engine:
         failure = (
-            f"{holder.engine} was granted {lock.name} again, because no other engine was ready"
+            f"{holder.engine} was granted the {lock.name} lock again, because no other engine was"
+            " ready"
         )
     elif not found.is_released:
         failure = (
-            f"{found.source.engine} ended before it handed {lock.name} over; {holder.engine} took"
+            f"{found.source.engine} ended before it handed the {lock.name} lock over;"
+            f" {holder.engine} took"
             " over as in any failover"
         )
     elif found.is_named and holder.engine != found.to:
-        failure = f"{found.to} was gone when {lock.name} became free; {holder.engine} holds it now"
+        failure = (
+            f"{found.to} was gone when the {lock.name} lock became free; {holder.engine} holds it"
+            " now"
+        )
     if failure is None:
         if found.ask is not None:
             yield ev.ReportSwitchOver(found.ask, lock.name, found.source.engine, holder, took_ms)

@@ -35,7 +35,7 @@ async def run(settings: LockSettings, http_host: str, http_port: int) -> None:
     await server.start()
     try:
         await http.start()
-        message = f"lock server on {settings.directory}, probes on {http.host}:{http.port}"
+        message = f"started on {settings.directory}, probes on {http.host}:{http.port}"
         server.events.record("lockserver.started", message, data={"http_port": http.port})
         gc.freeze()  # these objects stay: no later collection scans them while a grant waits
         await _until_ended(server)

@@ -112,4 +112,4 @@ class Parts:
 
 def _why_idle(machine: LockMachine, lock: str) -> str:
     state = machine.locks[lock].state
-    return f"no engine is active (lock {lock} is {state}); retry in a moment"
+    return f"no engine is active (the {lock} lock is {state}); retry in a moment"

@@ -155,7 +155,7 @@ class LockServer:
     def _want(self, conn: Connection, want: WantMsg, fds: list[OwnedFd]) -> None:
         parts = self.parts
         for name in parts.services.take(conn.id, want.services, fds):
-            message = f"{want.engine} handed the service socket of {name} back"
+            message = f"{want.engine} returned the service socket of the {name} lock"
             parts.outbox.add(ev.Happened("lock.service_back", message, data={"lock": name}))
             parts.lend_to_all(name, but=conn.id)
         self.feed(wanted(self.settings.directory, conn, want))

@@ -87,7 +87,7 @@ def _lock_document(
         if holder.lease is not None:
             count, length = len(holder.lease.members), duration(holder.lease.lease_ms)
             evidence = f"{count} members over TCP cannot renew their leases of {length}"
-    meanwhile = "meanwhile the active engine goes on serving and no other is granted the lock"
+    meanwhile = "until then an active engine keeps serving, and no other engine is granted the lock"
     if holder is not None and holder.lease is not None:
         meanwhile = "the active engine stops before its lease expires"
     wait = LockWait(

@@ -16,6 +16,11 @@ Document = dict[str, Any]
 
 COLUMNS_MIN = 60  # narrower, there would be no room beside the labels
 INDENT, LABEL = 9, 12
+SERVICE = {
+    "lent": "engines accept connections",
+    "holding": "no active engine; the lock server answers 503",
+    "waiting_for_hand_back": "waiting for an engine to hand the socket back",
+}
 TOGETHER = "\u00a0"  # a space at which no line is broken
 
 
@@ -29,7 +34,7 @@ def text_of(document: Document, columns: int | None = None) -> str:
 def _lines(document: Document) -> Iterator[tuple[str, str]]:
     server = document["server"]
     where = f"pid {server['pid']}  since {server['since']}" if server["online"] else "offline view"
-    yield _head("lockserver", f"{where}  token {document['token']}  {server['dir']}")
+    yield _head("lockserver", f"{where}  last token {document['token']}  {server['dir']}")
     for name, lock in document["locks"].items():
         yield _head(name, f"{lock['state']:<{LABEL}}{_who(lock)}")
         for waiter in lock["waiters"]:
@@ -45,7 +50,7 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
     for engine, found in document["members"].items():
         yield from _members(engine, found)
     for name, service in document["service"].items():
-        yield _head("service", f"{name} on {service['address']}: {service['state']}")
+        yield _head("service", f"{name} on {service['address']}: {SERVICE[service['state']]}")
     if document.get("problem"):
         yield _head("problem", document["problem"])
 
@@ -77,11 +82,11 @@ def _members(engine: str, found: Document) -> Iterator[tuple[str, str]]:
 
 
 def _wait(wait: Document) -> Iterator[tuple[str, str]]:
-    yield _line("problem" if wait["is_fault"] else "waits", wait["message"])
+    yield _line("problem" if wait["is_fault"] else "reason", wait["message"])
     token = f"token {wait['token']}" if wait["token"] else ""
     pid = f"supervisor pid {wait['pid']}" if wait["pid"] else ""
-    who = [wait["engine"] or "no engine", wait["incarnation"] or "", token, pid]
-    yield _line("who", "  ".join(each for each in who if each))
+    who = [wait["engine"] or "none", wait["incarnation"] or "", token, pid]
+    yield _line("engine", "  ".join(each for each in who if each))
     yield _line("since", _since(wait).removeprefix(f"since{TOGETHER}"))
     for evidence in wait["evidence"]:
         yield _line("evidence", evidence)

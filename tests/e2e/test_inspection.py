@@ -179,7 +179,7 @@ def watch_top(pod: Pod, engine: str, token: int) -> None:
         terminal.sees("failovers")
         terminal.sees(f"token {token}")
         terminal.press("e")
-        terminal.sees(f"active granted to {engine}, token {token}")
+        terminal.sees(f"active lock granted to {engine}, token {token}")
         terminal.press("q")
         assert terminal.process.wait(WAIT_S) == 0
     finally:

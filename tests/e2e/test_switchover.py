@@ -278,7 +278,7 @@ def test_switchover_without_a_ready_standby_is_refused_and_changes_nothing(home:
                 await refused("lock.no_standby", "is waiting, but silent", f"--to={other}")
             await until_not_waiting(pod, other)
             with stopped(supervisor):  # otherwise it may be back before a slow command asks
-                await refused("lock.no_standby", "no engine is waiting for active")
+                await refused("lock.no_standby", "no engine is waiting for the active lock")
             after = await pod.whole()
             assert (after.engine, after.token) == (before.engine, before.token)
             nothing_lost(load)
@@ -301,7 +301,9 @@ def test_holder_killed_in_the_middle_is_an_ordinary_failover(home: PodHome):
                         code, error = await command.end()
                     assert [each.alive for each in grants.made] == [frozenset()]
             assert (code, error["code"]) == (REFUSED, "lock.switchover_failed")
-            assert f"{before.engine} ended before it handed active over" in error["message"]
+            assert (
+                f"{before.engine} ended before it handed the active lock over" in error["message"]
+            )
             after = await pod.whole_after(before.token)
             assert after.engine in before.standbys
             await load.answers()

@@ -76,7 +76,7 @@ def test_events_prints_the_remembered_events_and_exits(engine, server, pod_dir):
     assert {"lockserver.started", "lock.granted"} <= {record["type"] for record in records}
     text = run("events", directory=pod_dir).stdout
     assert len(text.splitlines()) == len(records)
-    assert "active granted to engine-0, token 1" in text
+    assert "active lock granted to engine-0, token 1" in text
 
 
 def test_events_follow_prints_only_new_events_and_exits_with_the_server(

@@ -133,10 +133,10 @@ def check_text(text: str, document: Any, told: Told) -> None:
     assert too_long == []  # a single word is meant to be copied
     block = [line for line in lines if line.startswith(" ")]
     plain = " ".join(" ".join(block).split())
-    who = wait["engine"] or "no engine"
+    who = wait["engine"] or "none"
     parts = [who, wait["incarnation"], wait["token"] and f"token {wait['token']}"]
     parts += [wait["pid"] and f"supervisor pid {wait['pid']}"]
-    assert f"who {' '.join(each for each in parts if each)}" in plain
+    assert f"engine {' '.join(each for each in parts if each)}" in plain
     assert f"since {wait['since']} ({duration(wait['for_ms'])})" in plain
     for evidence in wait["evidence"]:
         assert f"evidence {evidence}" in plain

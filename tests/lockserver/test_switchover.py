@@ -151,7 +151,8 @@ def test_switchover_command_reports_the_outcome_in_one_sentence(start_server: An
             _, told = refused.communicate(timeout=30)
             assert refused.returncode == 1
             assert (
-                "no engine is waiting for active: a switchover needs an engine in standby" in told
+                "no engine is waiting for the active lock: a switchover needs an engine in standby"
+                in told
             )
             new.launch()
             new.want("active")
@@ -163,9 +164,9 @@ def test_switchover_command_reports_the_outcome_in_one_sentence(start_server: An
             token = await new.granted()
             said, _ = asking.communicate(timeout=30)
             assert asking.returncode == 0
-            assert said.startswith("engine-0 handed active over to e-1 in ")
+            assert said.startswith("engine-0 handed the active lock over to e-1 in ")
             assert said.endswith(f"s, token {token}\n")
             said, _ = command(server, "--to=e-1").communicate(timeout=30)
-            assert said == f"e-1 already holds active, token {token}\n"
+            assert said == f"e-1 already holds the active lock, token {token}\n"
 
     asyncio.run(main())

@@ -125,7 +125,7 @@ def test_page_follows_a_failover_without_a_reload(home: PodHome, tmp_path: Path)
             await page.wait(_serves(other))
             await page.wait(
                 "[...document.querySelectorAll('#rows tr')].some((row) => "
-                f"row.textContent.includes('active granted to {other}'))"
+                f"row.textContent.includes('active lock granted to {other}'))"
             )
             await page.wait("document.getElementById('soundness').textContent === 'healthy'")
             found = await cards(

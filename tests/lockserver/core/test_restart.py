@@ -135,7 +135,7 @@ def test_restart_reports_the_last_holder_of_each_recovering_lock():
     shell = restarted(held_by_a())
     (told,) = shell.machine.begin()
     assert told.type == "lock.recovering"
-    assert "engine-0 held active, token 1" in told.message
+    assert "engine-0 held the active lock, token 1" in told.message
     first, second = Shell(LOST).machine.begin()
     assert {first.data["lock"], second.data["lock"]} == {"active", "loader"}
     assert "is not on file" in first.message

@@ -117,7 +117,7 @@ def _silent(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("waiting", "before", "changes", "code", "says"),
     [
-        ((), None, {}, "lock.no_standby", "no engine is waiting for active"),
+        ((), None, {}, "lock.no_standby", "no engine is waiting for the active lock"),
         ((B,), _silent, {}, "lock.no_standby", "engine-1 is waiting, but silent"),
         (
             (B,),
@@ -164,7 +164,7 @@ def test_refusal_names_the_engine_that_is_not_waiting():
     shell.feed(want(3, C))
     effects = ask(shell, to="engine-2")
     assert answers(effects) == [(1, "lock.no_standby")]
-    assert "engine-2 is not waiting for active" in effects[0].message
+    assert "engine-2 is not waiting for the active lock" in effects[0].message
 
 
 def test_free_lock_has_no_holder_to_hand_it_over():

@@ -60,7 +60,7 @@ async def no_server(scene: Scene) -> AsyncIterator[Told]:
     server, holder = scene.held()
     server.kill()
     evidence = ("held by", *with_names(backends_of(holder)))
-    fix = (f"lockserver serve --dir {scene.directory}", "no other is granted the lock")
+    fix = (f"lockserver serve --dir {scene.directory}", "no other engine is granted the lock")
     yield Told("no_server", "engine-0", evidence, fix, token=1)
 
 
