@@ -115,18 +115,9 @@ class FaultReportMsg(Message, frozen=True, tag="fault_report"):
 
 
 CHANNEL = Catalogue(
-    WakeMsg,
-    WokenMsg,
-    RunCanaryMsg,
-    CanaryMsg,
-    ServeMsg,
-    ServingMsg,
-    HealthMsg,
-    HealthyMsg,
-    DrainMsg,
-    DrainedMsg,
-    PreparedMsg,
-    FaultReportMsg,
+    *(WakeMsg, WokenMsg, RunCanaryMsg, CanaryMsg, ServeMsg, ServingMsg),
+    *(HealthMsg, HealthyMsg, DrainMsg, DrainedMsg),
+    *(PreparedMsg, FaultReportMsg),
 )
 
 # ---------------------------------------------------------------- the control socket
@@ -211,19 +202,6 @@ class KillingMsg(Message, frozen=True, tag="killing"):
 
 
 CONTROL = Catalogue(
-    OkMsg,
-    RegisterMsg,
-    RegisteredMsg,
-    MayLoadMsg,
-    LoadMsg,
-    AttachedMsg,
-    BrokenMsg,
-    LeftoverMsg,
-    StatusMsg,
-    StatusReplyMsg,
-    WatchMsg,
-    EventMsg,
-    LeaveMsg,
-    KillMsg,
-    KillingMsg,
+    *(RegisterMsg, RegisteredMsg, MayLoadMsg, LoadMsg, AttachedMsg, BrokenMsg, LeftoverMsg, OkMsg),
+    *(StatusMsg, StatusReplyMsg, WatchMsg, EventMsg, LeaveMsg, KillMsg, KillingMsg),
 )

@@ -19,20 +19,8 @@ from plumbing.service.clock import rfc3339
 
 # The keys that a log line may have at its top level, besides ts, level, logger, msg, component.
 KEYS = (
-    "event",
-    "event_id",
-    "engine_id",
-    "role",
-    "state",
-    "device_uuid",
-    "session",
-    "lock",
-    "token",
-    "pid",
-    "child_pid",
-    "child",
-    "duration_ms",
-    "error_code",
+    *("event", "event_id", "engine_id", "role", "state", "device_uuid", "session", "lock", "token"),
+    *("pid", "child_pid", "child", "duration_ms", "error_code"),
 )
 
 # What a pipe accepts without blocking once poll reports room (man 7 pipe: PIPE_BUF), in characters
