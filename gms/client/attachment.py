@@ -71,19 +71,18 @@ class Attachment:
     def unmap(self) -> None:
         """Release the memory and then the epoch, keeping the addresses."""
         slabs, self.slabs = self.slabs, []
+        flock, self._flock = self._flock, None
         try:
             with contextlib.ExitStack() as stack:
                 stack.callback(release_all, slabs)
                 if self._range is not None:
                     self._range.unmap()
         except BaseException:
-            if self._flock is not None:
-                self._flock.detach()
-                self._flock = None
+            if flock is not None:
+                flock.detach()
             raise
-        if self._flock is not None:
-            self._flock.close()
-            self._flock = None
+        if flock is not None:
+            flock.close()
 
     def close(self) -> None:
         """Release everything; safe to call again."""

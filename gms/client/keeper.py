@@ -1,10 +1,9 @@
 """Keeps a reader's session through the deaths of the service: a thread beside the engine.
 
-Owns when a reader rejoins and what it answers while it is attached. Must not touch the mapping: the
-engine computes on it all the while, which is the point. The memory is ours as long as we map it; a
-restarted server gets it back from us, and no engine restarts or loads anything again. So no failure
-that may be temporary ends the thread, and every report about the memory is repeated to each new
-service, because the one that received it may have died before it was on disk.
+It must not touch the mapping: the engine computes on it. The memory is ours as long as we map it; a
+restarted server gets it back from us, and no engine restarts or loads anything again.
+So no failure that may be temporary ends the thread, and every report about the memory is repeated
+to each new service, because the one that received it may have died before it was on disk.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from gms import messages as msg
 from gms.client.attachment import Attachment
 from gms.client.sessions import Opening, WeightsSession, unexpected_answer
@@ -202,13 +204,9 @@ class Reader(WeightsSession):
             UnderstudyError: `gms.stale_layout`, another layout is committed now. All are fatal to
                 the engine: its tensors point at addresses where nothing is mapped.
         """
-        request = msg.AttachMsg(
-            engine=self._request.engine,
-            incarnation=self._request.incarnation,
-            mode="ro",
-            identity=self.identity,
-            rank=self._request.rank,
-            wait_ms=round(deadline_s * 1000),
+        wait_ms = round(deadline_s * 1000)
+        request = structs.replace(
+            self._request, mode="ro", identity=self.identity, wait_ms=wait_ms, replace=False
         )
         self._client, grant = self._opening.attach(
             request, deadline_s, self._attachment, layout_hash=self.layout_hash

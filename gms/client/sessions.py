@@ -71,9 +71,14 @@ class Opening:
                 attachment.reserve(grant.capacity_bytes)
             else:
                 close_all(reply.fds)
-                if isinstance(grant, msg.EpochAttachedMsg):
-                    raise _stale_layout(grant.epoch)
-                raise unexpected_answer(grant.TYPE, "attach")
+                if not isinstance(grant, msg.EpochAttachedMsg):
+                    raise unexpected_answer(grant.TYPE, "attach")
+                raise UnderstudyError(
+                    "gms.stale_layout",
+                    f"epoch {grant.epoch} has a different layout from the one that was mapped "
+                    "before; restart this engine",
+                    epoch=grant.epoch,
+                )
             stack.pop_all()
             return client, grant
 
@@ -186,12 +191,3 @@ def _wait_for_grant(
             )
         reply = client.receive(rest_s)
     return reply
-
-
-def _stale_layout(epoch: str) -> UnderstudyError:
-    return UnderstudyError(
-        "gms.stale_layout",
-        f"epoch {epoch} has a different layout from the one that was mapped before; restart this "
-        "engine",
-        epoch=epoch,
-    )

@@ -145,6 +145,11 @@ class Device:
         """A write that no session waits for has ended, successfully or not."""
         self._journal_writes -= 1
 
+    def note_problem(self, event_type: str, problem: str) -> Effects:
+        """Show `problem` in the status, and log it if it is new."""
+        is_new, self.problem = problem != self.problem, problem
+        return [fx.RecordEvent(event_type, problem, severity="error")] if is_new else []
+
     @property
     def is_journal_true(self) -> bool:
         """Whether the journal on disk is up to date."""

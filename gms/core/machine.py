@@ -191,13 +191,10 @@ class DeviceMachine:
         """A retired epoch would come back with a restart: retry until it is written."""
         self.device.journal_written()
         self.device.journal_retry_ms = now_ms + JOURNAL_RETRY_MS
-        before = self.device.problem
-        self.device.problem = (
+        problem = (
             f"the journal cannot be written, so a restart would find an old record: {event.why}"
         )
-        if before == self.device.problem:
-            return []
-        return [fx.RecordEvent("gms.journal", self.device.problem, severity="error")]
+        return self.device.note_problem("gms.journal", problem)
 
     def _driver_failed(self, event: ev.DriverFailed, now_ms: float) -> Effects:
         session = self.device.session(event)

@@ -1,11 +1,11 @@
 """Crash without loss: the memory outlived its server, and its readers hand it back.
 
-A restarted server finds the epochs of earlier servers by their files
-(`orphaned`: a process may still map them), and in the journal which of them was committed. Readers
-reconnect and report what they have (`rejoin`). One survivor of the journalled epoch at a time is
-asked for the memory (`offer`); once the driver has verified it, the epoch is committed again and
-the other survivors are merely registered. A survivor of any other epoch is registered as the
-reader of a superseded epoch: it may be the active engine, so it is never refused.
+A restarted server finds the epochs of earlier servers by their files (`orphaned`: a process may
+still map them), and in the journal which of them was committed. Readers reconnect (`rejoin`). One
+survivor of the journalled epoch at a time is asked for the memory (`offer`); once the driver has
+verified it, the epoch is committed again and the other survivors are merely registered. A survivor
+of any other epoch is registered as the reader of a superseded epoch: it may be the active engine,
+so it is never refused.
 
 Rules, each of which the models showed to be needed:
 - Only evidence ends recovery: a good offer, or a file that the kernel says is free. While an orphan

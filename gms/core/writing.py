@@ -155,10 +155,5 @@ class Writing:
         session = self.device.session(event)
         session.move(ev.JournalFailed, now_ms)
         session.retry_ms = now_ms + JOURNAL_RETRY_MS
-        before = self.device.problem
-        self.device.problem = (
-            f"a commit waits for the journal, which cannot be written: {event.why}"
-        )
-        if before == self.device.problem:
-            return []
-        return [fx.RecordEvent("gms.commit", self.device.problem, severity="error")]
+        problem = f"a commit waits for the journal, which cannot be written: {event.why}"
+        return self.device.note_problem("gms.commit", problem)

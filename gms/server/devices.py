@@ -18,8 +18,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from plumbing.errors import UnderstudyError, UsageError
 
@@ -38,8 +39,7 @@ ABSENT = (
 )
 
 
-@dataclass(frozen=True)
-class NvmlGpu:
+class NvmlGpu(Struct, frozen=True):
     """A GPU, and its MIG instances if it is in that mode."""
 
     uuid: str

@@ -60,8 +60,7 @@ class DevicePerformer:
         self._device, self._name = device, device_name
         self._connections = connections
         self._handle, self._log = handle, log
-        self._driver, self._lender = threads.driver, threads.lender
-        self._closer = threads.closer
+        self._driver, self._lender, self._closer = threads.driver, threads.lender, threads.closer
         self._vault, self._watch, self._journal = vault, watch, journal
         self._arrived: dict[int, OwnedFd] = {}  # a new slab's descriptor, until it is sent
         self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are adopted
@@ -143,14 +142,11 @@ class DevicePerformer:
     # ------------------------------------------------------------------ responses
 
     def _send_message(self, effect: fx.SendMessage) -> None:
-        match effect.message:
-            case msg.AllocatedMsg():
-                self._send(effect, effect.message, self._arrived.pop(effect.session))
-            case msg.WantedMsg():
-                self._expect_manifest(effect.session)
-                self._send(effect, effect.message)
-            case message:
-                self._send(effect, message)
+        if isinstance(effect.message, msg.WantedMsg):
+            self._expect_manifest(effect.session)
+        is_slab = isinstance(effect.message, msg.AllocatedMsg)
+        fds = [self._arrived.pop(effect.session)] if is_slab else []
+        self._send(effect, effect.message, *fds)
 
     def _grant_writing(self, effect: fx.GrantWriting) -> None:
         self._expect_manifest(effect.session)

@@ -41,12 +41,8 @@ class EpochWatch:
         holders: Callable[[str, tuple[int, ...]], None],
         failed: Callable[[str, str], object],
     ) -> None:
-        self._clock = clock
-        self._thread = thread
-        self._path_of = path_of
-        self._free = free
-        self._holders = holders
-        self._failed = failed
+        self._clock, self._thread, self._path_of = clock, thread, path_of
+        self._free, self._holders, self._failed = free, holders, failed
         self._since_ms: dict[str, float] = {}
         self._scan_ms: dict[str, float] = {}
         self._problems: dict[str, str] = {}  # by epoch, of the last try

@@ -237,13 +237,10 @@ class CudaMemory:
     def access(self, *, writable: bool) -> Any:
         """The driver's description of an access: this device, read-only or read-write."""
         flags = self.driver.api.CUmemAccess_flags
+        read, write = flags.CU_MEM_ACCESS_FLAGS_PROT_READ, flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         description = self.driver.api.CUmemAccessDesc()
         description.location = self._here()
-        description.flags = (
-            flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            if writable
-            else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
-        )
+        description.flags = write if writable else read
         return description
 
     def _here(self) -> Any:

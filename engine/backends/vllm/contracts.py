@@ -75,7 +75,7 @@ class Sources:
                 return True
         found = self.module(f"{base}.py") if base else None
         found = found or self.module(f"{base}/__init__.py".lstrip("/"))
-        return found is not None and name in _names(found)
+        return found is not None and name in _names_in(found.body)
 
     def _read(self, file: str) -> str | None:
         try:
@@ -141,12 +141,8 @@ def imported() -> set[tuple[str, str, str]]:
     return found
 
 
-def _names(module: ast.Module) -> set[str]:
-    """What a module defines or imports, also under an `if` or a `try`."""
-    return set(_names_in(module.body))
-
-
 def _names_in(body: list[ast.stmt]) -> Iterator[str]:
+    """What the body of a module defines or imports, also under an `if` or a `try`."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

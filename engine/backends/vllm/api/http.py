@@ -117,10 +117,8 @@ class Front:
 
     async def _serve(self, sock: socket.socket) -> None:
         """Serve as `vllm serve` does, with the same settings."""
-        args, more = self._args, {}
-        log_config = get_uvicorn_log_config(args)
-        if log_config is not None:
-            more["log_config"] = log_config
+        args, log_config = self._args, get_uvicorn_log_config(self._args)
+        more = {} if log_config is None else {"log_config": log_config}
         await serve_http(
             self._app,
             sock=sock,
