@@ -137,8 +137,7 @@ class Observer:
     @property
     def is_watching_lock(self) -> bool:
         """Whether the lock server is connected, so that a grant will be seen."""
-        state, _ = self._states.get(LOCK, (GONE, ""))
-        return state != GONE
+        return self._states.get(LOCK, (GONE, ""))[0] != GONE
 
     def expect(self, kill: EngineKill, tree: OldTree) -> None:
         """Attribute events from now on to `kill`; takes ownership of `tree`."""

@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.part.format import duration
@@ -105,7 +104,8 @@ class Drill:
                 f"no part of a pod answers in {self._directory}; {start_hint(self._directory)}",
             )
         whole = await wait_whole(self._directory, self._say, FIRST_WHOLE_DEADLINE_S)
-        backend = await self._backend(whole.engine)
+        engines = {part.name: part for part in engine_parts(self._directory)}
+        backend = (await status_of(engines[whole.engine])).get("backend") or {}
         self.backend = backend.get("name")
         self.records.targets = base_targets(self.backend)
         processes = targets_of(self.backend, backend.get("pids") or ())
@@ -181,11 +181,6 @@ class Drill:
 
     def _not_up(self) -> Sequence[str]:
         return self._runner.not_up() if self._runner is not None else ()
-
-    async def _backend(self, engine: str) -> dict[str, Any]:
-        """What `engine` reports about its backend."""
-        parts = {part.name: part for part in engine_parts(self._directory)}
-        return (await status_of(parts[engine])).get("backend") or {}
 
     async def _watch_memory(self) -> None:
         """Note the committed memory, and start sampling the physical memory."""

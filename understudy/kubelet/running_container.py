@@ -119,7 +119,7 @@ class RunningContainer:
             self.ended = f"exited with code {code}" if code >= 0 else f"died of signal {-code}"
             if self._stopping.is_set():
                 return
-            if self._is_final(code):
+            if not self.container.restart.applies(code) or (code >= 0 and not self.was_up):
                 self.log.note(f"(runner) {self.ended}; not restarted")
                 self.was_up = self.was_up or (self.container.kind is Kind.INIT and code == 0)
                 self.is_given_up = True
@@ -131,9 +131,6 @@ class RunningContainer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_ms / 1000)
             self.restarts += 1
-
-    def _is_final(self, code: int) -> bool:
-        return not self.container.restart.applies(code) or (code >= 0 and not self.was_up)
 
     async def _live_once(self) -> int:
         """One process from start to reaping; its exit code, negative for a signal."""

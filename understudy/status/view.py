@@ -26,7 +26,7 @@ def pod_view(
 
     Each part is its own status document, or `{"name", "error"}` where it did not answer.
     """
-    states = [_engine_state(engine) for engine in engines]
+    states = [str(_engine(engine).get("state", "unreachable")) for engine in engines]
     lock = _active(lockserver)
     holder = lock.get("holder") or {}
     serving = _serving(holder, engines, states)
@@ -118,10 +118,6 @@ def _active(lockserver: Document) -> Document:
 
 def _engine(part: Document) -> Document:
     return part.get("engine") or {}
-
-
-def _engine_state(part: Document) -> str:
-    return str(_engine(part).get("state", "unreachable"))
 
 
 def _faults(

@@ -125,7 +125,9 @@ def times_in_states(
         if about.get("state") in STATES:
             spent_ms[about["state"]] += _age_ms(about.get("since"), now)
         if any(spent_ms.values()):
-            rows.append((str(about["id"]), *(_ago(spent_ms[state], now) for state in STATES)))
+            began = [now - timedelta(milliseconds=spent_ms[state]) for state in STATES]
+            spent = (since(at.isoformat(), now) if at < now else "-" for at in began)
+            rows.append((str(about["id"]), *spent))
     return table([("engine", *STATES), *rows]) if rows else []
 
 
@@ -144,10 +146,6 @@ def _age_ms(began: str | None, now: datetime) -> float:
         return max(0.0, (now - datetime.fromisoformat(str(began))).total_seconds() * 1000)
     except (ValueError, TypeError):
         return 0.0
-
-
-def _ago(ms: float, now: datetime) -> str:
-    return since((now - timedelta(milliseconds=ms)).isoformat(), now) if ms else "-"
 
 
 def memory_bars(gms: Sequence[Document]) -> list[str]:
