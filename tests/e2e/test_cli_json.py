@@ -82,9 +82,9 @@ class Printed:
                 stderr=subprocess.PIPE,
                 env=ENVIRONMENT,
             )
-            said, told = await asyncio.wait_for(process.communicate(), WAIT_S)
-        assert process.returncode in codes, f"{command}: {told.decode()}"
-        texts = said.splitlines() if words[1] == "events" else [said]
+            out, err = await asyncio.wait_for(process.communicate(), WAIT_S)
+        assert process.returncode in codes, f"{command}: {err.decode()}"
+        texts = out.splitlines() if words[1] == "events" else [out]
         self.add(command, *map(json.loads, texts))
 
     async def fetch(self, port: int, path: str, about: str) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def printed(home: PodHome, tmp_path_factory: pytest.TempPathFactory) -> Printed:
         await commands(found, directory)
         await ports(found, pod)
         await remains(found, directory, tmp_path_factory.mktemp("off"))
-        await asyncio.to_thread(nobody_active, found, tmp_path_factory.mktemp("lock"))
+        await asyncio.to_thread(no_engine_active, found, tmp_path_factory.mktemp("lock"))
         await found.run("gms drop", "--even-if-mapped", "--yes", where=directory)
         # Its weights are out of service: the exit code shows it, and a document is still printed.
         await found.run("understudy status", "--check", where=directory, codes=(DEGRADED,))
@@ -200,7 +200,7 @@ async def remains(found: Printed, directory: Path, copy: Path) -> None:
     await found.run("understudy status", where=copy)
 
 
-def nobody_active(found: Printed, directory: Path) -> None:
+def no_engine_active(found: Printed, directory: Path) -> None:
     """A lock server alone answers for its engines."""
     address = f"127.0.0.1:{free_port()}"
     server = ServerProcess(str(directory), "--service", f"active={address}", "--hold-ms", "0")

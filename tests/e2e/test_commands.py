@@ -59,9 +59,9 @@ def check_report(report: dict, kills: int) -> None:
     assert report["backend"] == "reference"
 
 
-def killed_engines(told: str) -> list[str]:
+def killed_engines(output: str) -> list[str]:
     """The engines of `kill 1/3  backend-http of engine-0  engine-1 answered …`, in order."""
-    return re.findall(r"^kill \d+/\d+ +\S+ of (\S+) ", told, re.MULTILINE)
+    return re.findall(r"^kill \d+/\d+ +\S+ of (\S+) ", output, re.MULTILINE)
 
 
 def test_drill_passes_and_leaves_nothing_behind(
@@ -120,11 +120,11 @@ def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(hom
             stderr=subprocess.PIPE,
             env=ENVIRONMENT,
         )
-        said, told = await process.communicate()
-        assert process.returncode == 0, told.decode()
-        check_report(json.loads(said), kills=3)
+        out, err = await process.communicate()
+        assert process.returncode == 0, err.decode()
+        check_report(json.loads(out), kills=3)
         after = await pod.whole()
-        killed = killed_engines(told.decode())
+        killed = killed_engines(err.decode())
         other = before.standbys[0]
         assert killed == [before.engine, other, before.engine]
         assert (after.engine, after.standbys) == (other, (before.engine,))
@@ -146,7 +146,7 @@ def running_pod(directory: Path, output: Path, flags: list[str]) -> Iterator[sub
         ) as up,
     ):
         try:
-            until(lambda: "curl http" in output.read_text() or up.poll() is not None, "its word")
+            until(lambda: "curl http" in output.read_text() or up.poll() is not None, "its address")
             assert up.poll() is None, output.read_text()
             yield up
         finally:
@@ -167,23 +167,23 @@ def test_up_killed_leaves_no_process_and_the_next_one_stops_in_reverse_order(
         (page,) = re.findall(r"http://\S+/ui", output.read_text())
         with urlopen(page) as shown:
             assert b"<title>" in shown.read()
-        with Processes([up.pid, *descendants(up.pid)]) as everybody:
-            assert len(everybody.alive()) == 10
+        with Processes([up.pid, *descendants(up.pid)]) as processes:
+            assert len(processes.alive()) == 10
             up.kill()
-            until(lambda: not everybody.alive(), "every process to end with `up`")
+            until(lambda: not processes.alive(), "every process to end with `up`")
     with running_pod(directory, output, flags) as up:
         assert check_status(directory) > token
         by_name = {name_of(pid): pid for pid in children(up.pid)}
         assert set(by_name) == {"lockserver", "gms", "engine-0", "engine-1"}
         engines = [by_name["engine-0"], by_name["engine-1"]]
-        with Processes([up.pid, *descendants(up.pid)]) as everybody:
+        with Processes([up.pid, *descendants(up.pid)]) as processes:
             up.send_signal(signal.SIGTERM)
-            until(lambda: by_name["gms"] not in everybody.alive(), "the end of gms")
-            assert not everybody.alive().intersection(engines)
-            until(lambda: by_name["lockserver"] not in everybody.alive(), "the lock server's end")
-            assert everybody.alive() <= {up.pid}
+            until(lambda: by_name["gms"] not in processes.alive(), "the end of gms")
+            assert not processes.alive().intersection(engines)
+            until(lambda: by_name["lockserver"] not in processes.alive(), "the lock server's end")
+            assert processes.alive() <= {up.pid}
             assert up.wait(60) == 0
-            assert not everybody.alive()
+            assert not processes.alive()
     check_leavings(directory)
 
 

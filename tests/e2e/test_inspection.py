@@ -34,10 +34,10 @@ async def understudy(pod: Pod, *words: str, **env: str) -> tuple[int, str]:
         stderr=subprocess.PIPE,
         env={**ENVIRONMENT, **env},
     )
-    said, told = await asyncio.wait_for(process.communicate(), WAIT_S)
-    assert b"Traceback" not in told, told.decode()
+    out, err = await asyncio.wait_for(process.communicate(), WAIT_S)
+    assert b"Traceback" not in err, err.decode()
     assert process.returncode is not None
-    return process.returncode, said.decode()
+    return process.returncode, out.decode()
 
 
 def port_flags(pod: Pod) -> list[str]:
@@ -49,8 +49,8 @@ def port_flags(pod: Pod) -> list[str]:
 
 async def checked(pod: Pod, *flags: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """The results of doctor, by the checks' ids."""
-    code, said = await understudy(pod, "doctor", "--json", *port_flags(pod), *flags)
-    return code, {each["id"]: each for each in json.loads(said)["checks"]}
+    code, out = await understudy(pod, "doctor", "--json", *port_flags(pod), *flags)
+    return code, {each["id"]: each for each in json.loads(out)["checks"]}
 
 
 def test_doctor_finds_no_problem_in_a_healthy_pod(home: PodHome):
@@ -83,8 +83,8 @@ def test_status_doctor_and_bundle_work_while_the_lock_server_hangs(home: PodHome
         hung = pod.pid("lockserver")
         os.kill(hung, signal.SIGSTOP)
         try:
-            code, said = await understudy(pod, "status", "--check")
-            assert (code, "degraded" in said) == (DEGRADED, True), said
+            code, out = await understudy(pod, "status", "--check")
+            assert (code, "degraded" in out) == (DEGRADED, True), out
             code, checks = await checked(pod)
             assert checks["one_lockserver"]["status"] == "pass"  # there is exactly one
             output = tmp_path / "bundle.tar.gz"
@@ -105,8 +105,8 @@ def test_recorded_events_show_the_start_of_the_pod_in_order(home: PodHome):
     transitions up to their present state, and times that never decrease."""
 
     async def scenario(pod: Pod) -> None:
-        code, said = await understudy(pod, "events", "--json")
-        records = [json.loads(line) for line in said.splitlines()]
+        code, out = await understudy(pod, "events", "--json")
+        records = [json.loads(line) for line in out.splitlines()]
         assert code == 0
         assert {"lockserver", "gms-HOST-0", "engine-0", "engine-1"} <= {
             r["source"] for r in records
@@ -117,9 +117,9 @@ def test_recorded_events_show_the_start_of_the_pod_in_order(home: PodHome):
         assert {"standby", "active"} <= reached
         _, text = await understudy(pod, "status")
         last = text.splitlines()[-1]
-        _, said = await understudy(pod, "events", "--json")
+        _, out = await understudy(pod, "events", "--json")
         # A canary may have run in between.
-        newest = [json.loads(line) for line in said.splitlines()][len(records) - 1 :]
+        newest = [json.loads(line) for line in out.splitlines()][len(records) - 1 :]
         assert last.startswith("last   ")
         assert any(last.endswith(f"{each['source']}   {each['message']}") for each in newest)
 
@@ -201,11 +201,11 @@ def test_support_bundle_of_a_running_pod_is_complete_and_has_no_secret(
             await load.answers(4)
         output = tmp_path / "bundle.tar.gz"
         secret = "correct-horse-battery-staple"
-        code, said = await understudy(
+        code, out = await understudy(
             pod, "support-bundle", f"--output={output}", VLLM_API_KEY=secret, MY_PASSWORD=secret
         )
         assert code == 0
-        assert "missing" not in said
+        assert "missing" not in out
         with tarfile.open(output) as archive:
             texts = {
                 member.name.partition("/")[2]: archive.extractfile(member).read().decode()

@@ -113,10 +113,10 @@ def test_running_pod_is_drilled_from_inside_a_container_and_stops_in_order(home:
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["killed"] == dict.fromkeys(TARGETS, 1)
         assert check_status(shared) >= token + 3
-        with Processes([up.pid, *descendants(up.pid)]) as everybody:
+        with Processes([up.pid, *descendants(up.pid)]) as processes:
             up.send_signal(signal.SIGTERM)
             assert up.wait(60) == 0
-            until(lambda: not everybody.alive(), "every process to end with `up`")
-    said = output.read_text()
-    assert said.count("ignored on one machine: ") == 1
-    assert "(runner) still there" not in said
+            until(lambda: not processes.alive(), "every process to end with `up`")
+    text = output.read_text()
+    assert text.count("ignored on one machine: ") == 1
+    assert "(runner) still there" not in text

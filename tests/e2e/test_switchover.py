@@ -49,8 +49,8 @@ class Command:
 
     async def end(self) -> tuple[int, dict[str, Any]]:
         """Its exit code, and its document or error."""
-        said, _ = await asyncio.wait_for(self._process.communicate(), DEADLINE_S)
-        document = json.loads(said)
+        out, _ = await asyncio.wait_for(self._process.communicate(), DEADLINE_S)
+        document = json.loads(out)
         assert self._process.returncode is not None
         return self._process.returncode, document.get("error", document)
 

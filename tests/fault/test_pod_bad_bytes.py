@@ -62,7 +62,7 @@ FRAMES = (
     Bad("an unknown field", "wire.unknown_field", framed(type="status", id=1, loud=True)),
     Bad("a count beyond the limit", "wire.too_many_fds", header(fds=FDS_PER_FRAME_MAX + 1)),
     Bad("announced descriptors that never came", "wire.missing_fds", header(fds=3)),
-    Bad("descriptors nobody announced", "wire.surplus_fds", encode_frame(STATUS, 0), fds=5),
+    Bad("unannounced descriptors", "wire.surplus_fds", encode_frame(STATUS, 0), fds=5),
     Bad("more than announced", "wire.surplus_fds", framed(2, type="hello", id=1), fds=SCM_MAX_FD),
     Bad("descriptors where none belong", "wire.fd_count", encode_frame(STATUS, 250), fds=250),
     Bad("half a frame, then silence", "wire.first_frame_deadline", encode_frame(STATUS, 0)[:-3]),

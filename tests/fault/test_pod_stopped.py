@@ -33,7 +33,7 @@ def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(home: PodHome
                 kill(pod.pid("lockserver"))
                 await pod.restarted("lockserver", restarts)
                 async with pod.grants(holder) as grants:
-                    await nobody_is_granted(pod, granted, tree)
+                    await check_no_grant(pod, granted, tree)
                     holder.signal(signal.SIGCONT)
                     await load.answers()
                     after = await pod.whole()
@@ -48,7 +48,7 @@ def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(home: PodHome
     home.run(scenario)
 
 
-async def nobody_is_granted(pod: Pod, granted: int, tree: list[int]) -> None:
+async def check_no_grant(pod: Pod, granted: int, tree: list[int]) -> None:
     """Past the window: `recovering`, unresponsive, with the pids to kill and the same token."""
 
     async def overdue():

@@ -50,13 +50,13 @@ async def refuse_all(refusals: Sequence[Refusal]) -> None:
                 env={**os.environ, **AS_USERS_RUN_IT, **refusal.env},
             )
             try:
-                said = await asyncio.wait_for(process.stdout.read(), REFUSED_WITHIN_S)
+                printed = await asyncio.wait_for(process.stdout.read(), REFUSED_WITHIN_S)
             except TimeoutError:
                 process.terminate()
-                said = await process.stdout.read()
-                raise AssertionError(f"{refusal.command} goes on: {said.decode()}") from None
+                printed = await process.stdout.read()
+                raise AssertionError(f"{refusal.command} runs: {printed.decode()}") from None
             await process.wait()
-        output = said.decode()
+        output = printed.decode()
         assert process.returncode == refusal.exit_code, output
         assert "Traceback" not in output
         sentences = [line for line in output.splitlines() if line.startswith("error: ")]

@@ -41,7 +41,7 @@ def test_event_is_recorded_without_a_flush():
 
     async def scenario() -> None:
         log = EventLog("lockserver", FakeClock())
-        EventOutbox(log, FakeClock()).add(Happened("lock.queue", "somebody waits"))
+        EventOutbox(log, FakeClock()).add(Happened("lock.queue", "an engine is waiting"))
         assert log.last_id == 0
         await auntil(lambda: log.last_id == 1, "the event to be recorded")
 

@@ -83,7 +83,7 @@ def test_failover_supervisor_killed_grant_waits_for_its_orphans(
             lock = server.lock()
             assert lock["state"] == "releasing"
             assert {each["pid"] for each in lock["waiting_for"]} == set(holder.pids[1:])
-            await auntil(lambda: "lock.waiting_evidence" in server.log(), "people to be told")
+            await auntil(lambda: "lock.waiting_evidence" in server.log(), "the event")
             assert standby.token() == 0
             holder.signal(signal.SIGKILL, tree=True)
             await standby.granted()

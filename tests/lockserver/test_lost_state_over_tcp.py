@@ -57,8 +57,8 @@ async def event(server: ServerProcess, kind: str) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
         *command, server.directory, stdout=subprocess.PIPE
     )
-    said, _ = await process.communicate()
-    records = [json.loads(line) for line in said.splitlines()]
+    output, _ = await process.communicate()
+    records = [json.loads(line) for line in output.splitlines()]
     return next(r for r in records if r["type"] == kind and r["data"]["lock"] == "active")
 
 

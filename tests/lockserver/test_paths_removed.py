@@ -80,7 +80,7 @@ def test_foreign_file_at_the_socket_path_is_reported_and_the_path_restored_later
         async with Engine(pod_dir, "engine-1") as standby:
             await standby.stand_by()
             with put_there(path, stranger):
-                await auntil(lambda: "lock.unreachable" in server.log(), "people to be told")
+                await auntil(lambda: "lock.unreachable" in server.log(), "the event")
                 assert "no engine can connect" in server.log()
                 holder.signal(signal.SIGKILL, tree=True)
                 assert await standby.granted() == 2

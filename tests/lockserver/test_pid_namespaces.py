@@ -145,7 +145,7 @@ def test_orphans_of_a_supervisor_on_an_older_kernel_still_hold_the_lock(pod_dir,
             await standby.stand_by()
             holder.signal(signal.SIGKILL, tree=False)
             await auntil(lambda: server.lock()["state"] == "releasing", "the loss to be seen")
-            await auntil(lambda: "lock.waiting_evidence" in server.log(), "people to be told")
+            await auntil(lambda: "lock.waiting_evidence" in server.log(), "the event")
             assert {each["pid"] for each in server.lock()["waiting_for"]} == set(holder.pids[1:])
             assert standby.token() == 0
             holder.signal(signal.SIGKILL, tree=True)

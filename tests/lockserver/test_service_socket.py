@@ -179,7 +179,7 @@ def test_service_is_lent_and_handed_back_after_a_server_restart(pod_dir, start_s
             server.start()
             await auntil(
                 lambda: server.status()["service"]["active"]["state"] == "lent",
-                "the socket to come back",
+                "the socket to return",
             )
             async with Engine(pod_dir, "engine-2") as newcomer:
                 await auntil(lambda: newcomer.services, "the socket to be lent again")

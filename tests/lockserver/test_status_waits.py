@@ -50,8 +50,8 @@ STATES = (
     switchover.switchover,
     switchover.switchover_that_takes_too_long,
     line.silent_waiter,
-    line.nobody_is_there,
-    line.nobody_is_prepared,
+    line.no_waiter,
+    line.no_prepared_engine,
     line.queue,
     line.queue_for_the_weights,
     line.queue_behind_the_dead,
@@ -94,9 +94,9 @@ async def ask(directory: str, *flags: str, code: int = 0) -> Any:
         *(sys.executable, "-m", "lockserver.cli", "status", "--dir", directory, "--json", *flags),
         stdout=subprocess.PIPE,
     )
-    said, _ = await process.communicate()
-    assert process.returncode == code, said
-    return json.loads(said)
+    output, _ = await process.communicate()
+    assert process.returncode == code, output
+    return json.loads(output)
 
 
 async def fetch(server: ServerProcess) -> Any:

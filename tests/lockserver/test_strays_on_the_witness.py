@@ -73,7 +73,7 @@ def test_witness_held_by_a_stray_process_blocks_the_grant_and_names_it(
             await standby.stand_by()
             holder.signal(signal.SIGKILL, tree=True)
             await auntil(holder.is_gone, "the end of the holder")
-            await auntil(lambda: "lock.waiting_evidence" in server.log(), "people to be told")
+            await auntil(lambda: "lock.waiting_evidence" in server.log(), "the event")
             lock = server.lock()
             assert lock["state"] == "releasing"
             assert [each["pid"] for each in lock["waiting_for"]] == [stray.pid]
@@ -107,10 +107,10 @@ def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
             if is_granted:
                 standby.want("active")
                 assert await standby.granted() == 2
-            out, said = await asyncio.to_thread(late.communicate, "go\n")
+            out, err = await asyncio.to_thread(late.communicate, "go\n")
             assert out == ""
             assert late.returncode != 0
-            assert ("witness.replaced" if is_granted else "witness.sealed") in said
+            assert ("witness.replaced" if is_granted else "witness.sealed") in err
             standby.want("active")
             assert await standby.granted() == 2
 

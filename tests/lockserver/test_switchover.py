@@ -79,7 +79,7 @@ def test_switchover_is_requested_shown_counted_and_answered(start_server: Any):
             asker = Asker()
             conn = await connect(path, CATALOGUE, asker, 5)
             conn.send(SwitchOverMsg("active", None, 60_000), request_id=7)
-            await auntil(lambda: heard, "the word to the holder")
+            await auntil(lambda: heard, "the request to the holder")
             assert heard == [("active", old.incarnation, "e-1")]
             under_way = server.lock()["switchover"]
             assert (under_way["from"], under_way["to"], under_way["overdue"]) == (
@@ -123,11 +123,11 @@ def test_interrupted_command_leaves_the_switchover_running_and_reports_it(start_
                 await auntil(lambda: server.lock()["holder"], "a holder")
             await auntil(lambda: len(server.lock()["waiters"]) == 2, "both standbys")
             asking = command(server, "--to=engine-2")
-            await auntil(lambda: heard, "the word to the holder")
+            await auntil(lambda: heard, "the request to the holder")
             asking.send_signal(signal.SIGINT)
-            said, told = asking.communicate(timeout=30)
+            out, err = asking.communicate(timeout=30)
             assert asking.returncode == INTERRUPTED
-            assert (said, told) == ("", "the switchover continues: see `lockserver status`\n")
+            assert (out, err) == ("", "the switchover continues: see `lockserver status`\n")
             old.reap()
             old.relent()
             await named.granted()
@@ -148,25 +148,25 @@ def test_switchover_command_reports_the_outcome_in_one_sentence(start_server: An
             heard = hears(old)
             await old.hold()
             refused = command(server)
-            _, told = refused.communicate(timeout=30)
+            _, err = refused.communicate(timeout=30)
             assert refused.returncode == 1
             assert (
                 "no engine is waiting for the active lock: a switchover needs an engine in standby"
-                in told
+                in err
             )
             new.launch()
             new.want("active")
             await auntil(lambda: server.lock()["waiters"], "the standby")
             asking = command(server)
-            await auntil(lambda: heard, "the word to the holder")
+            await auntil(lambda: heard, "the request to the holder")
             old.reap()
             old.relent()
             token = await new.granted()
-            said, _ = asking.communicate(timeout=30)
+            out, _ = asking.communicate(timeout=30)
             assert asking.returncode == 0
-            assert said.startswith("engine-0 handed the active lock over to e-1 in ")
-            assert said.endswith(f"s, token {token}\n")
-            said, _ = command(server, "--to=e-1").communicate(timeout=30)
-            assert said == f"e-1 already holds the active lock, token {token}\n"
+            assert out.startswith("engine-0 handed the active lock over to e-1 in ")
+            assert out.endswith(f"s, token {token}\n")
+            out, _ = command(server, "--to=e-1").communicate(timeout=30)
+            assert out == f"e-1 already holds the active lock, token {token}\n"
 
     asyncio.run(main())

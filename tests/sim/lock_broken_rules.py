@@ -22,7 +22,7 @@ from lockserver.core.supervisors import SupervisorRecord
 from tests.sim.lock_planted import LIVES, Patch, Rule, hear
 from tests.sim.lock_shell import Shell
 
-STUCK = "nobody serves|waits for the dead|is free while|was not given its grant"
+STUCK = "no engine serves|waits for the dead|is free while|was not given its grant"
 
 
 def older_connection_counts(patch: Patch) -> None:

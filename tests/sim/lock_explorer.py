@@ -203,7 +203,7 @@ class Explorer:
         if is_complete:
             stuck = self.space.stuck()
             if stuck is not None:
-                self.problem = {"what": "nobody can serve", "trace": self.space.trace(stuck)}
+                self.problem = {"what": "no engine can serve", "trace": self.space.trace(stuck)}
         return {
             "faults": self.faults,
             "kinds": list(self.kinds),

@@ -30,5 +30,5 @@ def run(seed: int, *, is_settled: bool, steps: int = STEPS, rate: float = FAULT_
         for _ in range(steps):
             world.random_step(rng, rate)
         if is_settled:
-            assert world.settle(rng), "nobody serves although every fault has ended"
+            assert world.settle(rng), "no engine serves although every fault has ended"
     return world

@@ -23,7 +23,7 @@ def test_lease_simulation_random_faults_never_two_grants_served_and_service_retu
         with replayable(seed, lambda w=world: w.trace):
             for _ in range(STEPS):
                 world.step(FAULT_RATE)
-            assert world.settle(), "nobody serves although every fault has ended"
+            assert world.settle(), "no engine serves although every fault has ended"
         granted += len(world.law.granted)
         woken += world.woken
     assert granted > 2 * len(seeds(SCHEDULES))  # the schedules did something

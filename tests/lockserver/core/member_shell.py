@@ -1,4 +1,4 @@
-"""What the tests of members share: a shell around the machine, its members and its leases, and the
+"""Shared by the tests of members: a shell around the machine, its members and its leases, and the
 groups that most of them begin with. No clock and no socket: time passes when a test says so."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ S0, S1, S1_OTHER, SB = "50" * 8, "51" * 8, "52" * 8, "5b" * 8
 
 
 class Shell:
-    """The machine, its members and its leases, and what everybody was told."""
+    """The machine, its members and its leases, and every message that was sent."""
 
     def __init__(self, record: ev.LockRecord | None = None, **options) -> None:
         self.now_ms = 0.0
@@ -133,7 +133,8 @@ def whole(shell: Shell | None = None, **fields) -> Shell:
 
 
 def held() -> Shell:
-    """engine-0 holds with token 1 and says so; engine-1, of one member, waits on connection 20."""
+    """engine-0 holds with token 1 and claims it; engine-1, of one member, waits on connection
+    20."""
     shell = whole()
     whole(shell, tokens={"active": 1})
     shell.want(20, SB, B, 0, 1)

@@ -1,4 +1,4 @@
-"""A shell around the lock machine for tests: what it does with `Persist`, and short words."""
+"""A shell around the lock machine for tests: it carries out `Persist`, and has short names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ B = "engine-1-000000000000000b"
 
 
 class Shell:
-    """Feeds a machine and does what a shell does with `Persist`; keeps every effect."""
+    """Feeds a machine and carries out `Persist`; keeps every effect."""
 
     def __init__(self, record: ev.LockRecord | None = None, **options: float) -> None:
         self.now_ms = 0.0

@@ -1,4 +1,4 @@
-"""Who is granted what, in which order, and what is on disk by then."""
+"""Which engine is granted what, in which order, and what is on disk by then."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.lockserver.core.shell import (
 
 
 def test_grant_is_on_disk_before_it_is_sent_and_the_socket_is_prepared_first():
-    """Goal: tokens on disk before sent. Method: the order of effects."""
+    """Goal: tokens are on disk before they are sent. Method: the order of effects."""
     effects = Shell().feed(want(1, A, "active"))
     names = [type(effect).__name__ for effect in effects]
     order = ["PrepareService", "Persist", "SendGrant", "Announce"]
@@ -62,7 +62,8 @@ def test_want_again_by_the_holder_gets_the_same_grant():
 
 
 def test_new_supervisor_is_sent_the_holder():
-    """Goal: one hears that another holds, also when coming late. Method: a second supervisor."""
+    """Goal: a supervisor learns which engine holds, even if it connects late. Method: a second
+    supervisor."""
     shell = Shell()
     shell.feed(want(1, A, "active"))
     assert sent(shell.feed(want(2, B, "active"))) == [(2, A, 1)]
@@ -82,8 +83,8 @@ def test_newest_connection_replaces_the_older_one_and_keeps_the_place():
 
 
 def test_older_connection_read_late_changes_nothing():
-    """Goal: a reconnect may overtake what was said before. Method: connection 2 is read first; then
-    what the same supervisor had said on connection 1, before it had launched anything."""
+    """Goal: a reconnect may overtake earlier messages. Method: read connection 2 first; then what
+    the same supervisor had sent on connection 1, before it had launched anything."""
     shell = Shell()
     shell.feed(want(2, A, "active"))
     effects = shell.feed(want(1, None, engine="engine-0"))
@@ -95,7 +96,7 @@ def test_older_connection_read_late_changes_nothing():
 
 
 def test_event_of_no_kind_is_an_invariant():
-    """Goal: nothing is silently ignored. Method: hand in something that is no event."""
+    """Goal: nothing is silently ignored. Method: pass in something that is no event."""
     with pytest.raises(InvariantError, match="unknown event"):
         LockMachine(ev.LockRecord(), 0.0).handle("hello", 0.0)
 

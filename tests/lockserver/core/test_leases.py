@@ -1,4 +1,4 @@
-"""Leases by incarnation: what keeps one alive, what ends one, and what its end is worth."""
+"""Leases by incarnation: what renews one, what ends one, and what its end proves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPAN_MS = 6000.0  # 5000 and a margin of 1000
 
 
 class Timed:
-    """Leases under a clock that ticks as a server's does, or jumps as one that was stopped."""
+    """Leases under a clock that ticks as a running server's does, or jumps as a stopped one's."""
 
     def __init__(self, **options) -> None:
         self.now_ms = 0.0
@@ -32,7 +32,7 @@ class Timed:
         return self.leases.renew("engine-0", 0 if who is A else 1, who, claims, self.now_ms)
 
     def pass_ms(self, ms):
-        """The incarnations whose lease ran out, and when."""
+        """The incarnations whose lease expired, and when."""
         over = []
         for _ in range(round(ms / 100)):
             self.now_ms += 100
@@ -66,8 +66,8 @@ EVENTS = {
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(EVENTS, EVENTS)))
 def test_lease_is_valid_for_its_span_after_the_last_renewal(first, second):
-    """Goal: what a lease is worth after any two events. Method: a lease; both events, 1000 ms
-    after one another; then time passes and it runs out exactly when the table says."""
+    """Goal: the end of a lease after any two events. Method: a lease; both events, 1000 ms apart;
+    then time passes, and it expires exactly when the table says."""
     timed = Timed()
     timed.renew()
     expires_ms, span_ms, dead = SPAN_MS, SPAN_MS, False
@@ -91,8 +91,8 @@ def test_lease_is_valid_for_its_span_after_the_last_renewal(first, second):
 
 
 def test_lease_expires_in_a_tick_and_nowhere_else():
-    """Goal: a server that was stopped does not bury who could not be heard. Method: look at a lease
-    long after its end, before the first tick, and after one that comes late."""
+    """Goal: a server that was stopped does not expire members it could not receive from. Method:
+    look at a lease long after its end, before the first tick, and after one that comes late."""
     timed = Timed()
     timed.renew()
     timed.now_ms += 60_000
@@ -104,7 +104,7 @@ def test_lease_expires_in_a_tick_and_nowhere_else():
 
 def test_lease_on_file_keeps_the_length_that_its_member_was_sent():
     """Goal: a restart with a shorter lease waits no less. Method: 9000 ms on file, 5000 now; the
-    member is heard, and then no more."""
+    member sends one message, and then no more."""
     timed = Timed()
     timed.leases.presume("engine-0", LeaseTerms(9000, (A,)), 0.0)
     timed.pass_ms(500)
@@ -114,7 +114,7 @@ def test_lease_on_file_keeps_the_length_that_its_member_was_sent():
 
 
 def test_group_is_free_when_the_last_member_is_gone_and_complete_while_none_is():
-    """Goal: the count of references. Method: every set of living members of two."""
+    """Goal: the count of members. Method: every set of living members of two."""
     for alive in ((), (A,), (B,), (A, B)):
         timed = Timed()
         for who in alive:
@@ -124,7 +124,8 @@ def test_group_is_free_when_the_last_member_is_gone_and_complete_while_none_is()
 
 
 def test_sealed_incarnations_stay_over_and_keep_the_first_reason():
-    """Goal: what was found free can never be part of anything. Method: seal, renew, seal again."""
+    """Goal: an incarnation found free can never be part of a group again. Method: seal, renew, seal
+    again."""
     timed = Timed()
     timed.leases.spend(A.incarnation, 1, "lost")
     timed.leases.seal(BOTH)
@@ -135,7 +136,7 @@ def test_sealed_incarnations_stay_over_and_keep_the_first_reason():
 
 
 def test_spent_incarnations_are_remembered_up_to_a_limit_the_oldest_go():
-    """Goal: nothing grows for ever. Method: one more than the limit."""
+    """Goal: bounded memory. Method: one more than the limit."""
     leases = Leases(0.0)
     for number in range(SPENT_MAX + 1):
         leases.spend(f"engine-0-{number:016x}", 0, "lost")
@@ -148,8 +149,8 @@ def unknown_lock():
 
 
 def test_unknown_lock_waits_for_members_that_may_not_have_connected():
-    """Goal: a lost state forgets nobody who lives. Method: a server that listens, and one that does
-    not; a stall in the middle begins the wait anew."""
+    """Goal: after a lost state, no living member is overlooked. Method: a server that listens, and
+    one that does not; a stall in the middle restarts the wait."""
     assert Timed(listens=False).leases.may_free_unknown(unknown_lock())
     timed = Timed()
     timed.pass_ms(5900)
@@ -159,12 +160,12 @@ def test_unknown_lock_waits_for_members_that_may_not_have_connected():
     assert not timed.leases.may_free_unknown(unknown_lock())
     timed.pass_ms(200)
     assert timed.leases.may_free_unknown(unknown_lock())
-    timed.stall_ms(60_000)  # nobody is waited for any more
+    timed.stall_ms(60_000)  # no member is waited for any more
     assert timed.leases.may_free_unknown(unknown_lock())
 
 
 def test_unknown_lock_waits_for_a_living_member_that_claims_it_and_for_no_other():
-    """Goal: a claim holds a lock that is on no file, for as long as its lease. Method: claims of it
+    """Goal: a claim keeps a lock without a record for the length of its lease. Method: claims of it
     and of another lock."""
     timed = Timed()
     timed.pass_ms(6000)
@@ -178,7 +179,8 @@ def test_unknown_lock_waits_for_a_living_member_that_claims_it_and_for_no_other(
 
 
 def test_remaining_time_covers_living_members():
-    """Goal: people see how long a wait may last. Method: one member of two, half a lease later."""
+    """Goal: operators see how long a wait may last. Method: one member of two, half a lease
+    later."""
     timed = Timed()
     timed.renew(B)
     timed.pass_ms(2500)
@@ -195,7 +197,7 @@ def test_remaining_time_covers_living_members():
     st.integers(0, 10_000),
 )
 def test_lease_never_expires_before_its_span_after_the_last_message(script, lease_ms, margin_ms):
-    """Goal: however time goes, no lease that was not ended ends early. Method: random
+    """Goal: however time passes, no lease that was not ended expires early. Method: random
     renewals, ends and waits, in ticks or in one leap."""
     leases = Leases(0.0, lease_ms=lease_ms, margin_ms=margin_ms)
     now_ms, heard_ms = 0.0, None
@@ -220,7 +222,7 @@ def test_lease_never_expires_before_its_span_after_the_last_message(script, leas
 
 
 def test_terms_on_file_are_read_as_they_were_written():
-    """Goal: a restart knows whom to wait for. Method: there and back."""
+    """Goal: a restart knows which members to wait for. Method: write and read back."""
     holder = Holder("engine-0", A.incarnation, A.supervisor, WitnessFile("w", 0, 0), 7, 1.5, BOTH)
     assert Holder.from_dict(holder.to_dict()) == holder
     assert "lease" not in Holder("e", "i", "s", WitnessFile("w", 1, 2), 7, 1.5).to_dict()
@@ -241,6 +243,6 @@ def test_terms_on_file_are_read_as_they_were_written():
     ],
 )
 def test_malformed_terms_are_refused(raw):
-    """Goal: a damaged record is not half believed. Method: each way to be wrong."""
+    """Goal: a damaged record is not half believed. Method: each way to be malformed."""
     with pytest.raises((KeyError, TypeError, ValueError)):
         LeaseTerms.from_dict(raw, "engine-0")

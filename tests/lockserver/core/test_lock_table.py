@@ -1,4 +1,4 @@
-"""The transition table of one lock, exhaustively, and the queue's one function."""
+"""The transition table of one lock, exhaustively, and the queue's only function."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_lock_only_evidence_leads_to_free_and_only_free_is_granted():
 
 
 def test_lock_ended_holder_is_never_confirmed_again():
-    """Goal: a reaped incarnation does not come back. Method: not wanted, then its want."""
+    """Goal: a reaped incarnation cannot return. Method: not wanted, then its want."""
     lock = lock_in(LockState.HELD)
     lock.fire(Signal.NOT_WANTED, 1.0)
     with pytest.raises(IllegalLockTransition):

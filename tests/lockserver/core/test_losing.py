@@ -1,4 +1,4 @@
-"""When a lock is lost, what proves it, and whom silence takes it from: nobody."""
+"""When a lock is lost, and what proves it; silence alone never takes it away."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.lockserver.core.shell import (
 
 
 def test_closed_connection_alone_frees_nothing_and_starts_no_probe():
-    """Goal: the connection says when to look, not what is true. Method: cut the holder's."""
+    """Goal: a closed connection proves nothing. Method: cut the holder's."""
     shell = held_by_a()
     shell.feed(ev.ConnectionClosed(1))
     assert shell.active.state is LockState.RELEASING
@@ -49,7 +49,8 @@ def test_without_pidfd_the_closed_connection_stands_for_the_process():
 
 
 def test_own_want_needs_the_witness_but_not_the_process():
-    """Goal: relaunch without a failed pidfd. Method: the want no longer names the incarnation."""
+    """Goal: a relaunch without the pidfd's end. Method: the want no longer names the
+    incarnation."""
     shell = held_by_a()
     shell.feed(want(1, None, engine="engine-0"))
     assert (shell.active.state, shell.active.cause) == (LockState.RELEASING, "not_wanted")
@@ -77,7 +78,7 @@ def test_silent_holder_is_tried_and_reported_and_keeps_the_lock_while_it_lives()
 
 
 def test_silent_waiter_is_skipped_and_keeps_its_place():
-    """Goal: a hung standby delays nobody. Method: two waiters, the first is silent."""
+    """Goal: a hung standby delays no other engine. Method: two waiters, the first is silent."""
     shell = held_by_a(silent_ms=1000)
     c = "engine-2-000000000000000c"
     shell.feed(want(3, c, "active"))
@@ -100,7 +101,7 @@ def test_repeated_progress_is_not_a_sign_of_life():
 
 
 def test_stopped_server_reports_no_engine_silent():
-    """Goal: our own stall is not theirs. Method: one tick after a minute."""
+    """Goal: our own stall is not blamed on engines. Method: one tick after a minute."""
     shell = held_by_a()
     shell.now_ms += 60_000
     assert "lock.unresponsive" not in happened(shell.feed(ev.TimePassed()))
@@ -117,7 +118,7 @@ def test_plain_lock_is_free_when_unwanted_or_its_supervisor_is_gone():
 
 
 def test_plain_lock_outlives_a_cut_connection():
-    """Goal: a loader that reconnects goes on loading. Method: cut and come back."""
+    """Goal: a loader that reconnects continues to load. Method: cut and reconnect."""
     shell = Shell()
     shell.feed(want(1, A, "loader"))
     shell.feed(ev.ConnectionClosed(1))
@@ -125,7 +126,7 @@ def test_plain_lock_outlives_a_cut_connection():
 
 
 def test_silent_holder_whose_witness_is_free_is_dead():
-    """Goal: a hung connection of a dead tree holds nothing up. Method: silence, and the witness."""
+    """Goal: a hung connection of a dead tree delays nothing. Method: silence, and the witness."""
     shell = held_by_a(silent_ms=1000)
     shell.pass_ms(1200)
     shell.feed(ev.Beaten(2, 1))
@@ -135,7 +136,8 @@ def test_silent_holder_whose_witness_is_free_is_dead():
 
 
 def test_witness_tried_for_another_incarnation_frees_nothing():
-    """Goal: a late answer of a probe is no evidence. Method: of another incarnation; of nobody."""
+    """Goal: a late probe result is no evidence. Method: for another incarnation; without a
+    holder."""
     shell = Shell()
     assert shell.feed(ev.WitnessFree("active", A)) == []
     shell.feed(want(2, B, "active"))
@@ -151,8 +153,8 @@ def test_free_lock_has_no_evidence_to_look_at():
 
 
 def test_waiter_that_dies_during_its_grant_uses_up_one_token():
-    """Goal: what nobody could know costs one token, and no time. Method: the next in line is dead
-    when it is granted, as the server finds out afterwards; the one after it waits."""
+    """Goal: an unknown death costs one token, and no time. Method: the next waiter is dead when it
+    is granted, as the server finds out afterwards; the one after it waits."""
     shell = held_by_a()
     shell.feed(want(3, "engine-2-000000000000000c", "active"))
     shell.feed(want(1, None, engine="engine-0"))

@@ -1,5 +1,5 @@
-"""Who is taken for a member: which connection speaks for it, who is refused and why, and how many
-members are known at once."""
+"""Which connections are accepted as members, which are refused and why, and how many members are
+known at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.lockserver.core.member_shell import A0, A1, S0, S1, S1_OTHER, SILENT_
 
 
 def test_newer_connection_replaces_the_older_and_what_it_overtook_is_refused():
-    """Goal: the newest truth counts, in whatever order it arrives. Method: a connection of the same
-    supervisor; then what the old one had sent before arrives on a third."""
+    """Goal: the newest want counts, in whatever order wants arrive. Method: a connection of the
+    same supervisor; then what the old one had sent before arrives on a third."""
     shell = held()
     old = shell.progress
     shell.want(12, S1, A1, 1)
@@ -43,7 +43,7 @@ def test_newer_connection_replaces_the_older_and_what_it_overtook_is_refused():
     ],
 )
 def test_member_with_an_impossible_identity_is_refused(code, fields):
-    """Goal: what is wrong costs its connection, nobody else's. Method: each way to be wrong."""
+    """Goal: an error costs only its own connection. Method: each kind of wrong identity."""
     shell = held()
     shell.want(11, S1, A1, 1)
     before = (shell.group.conn, shell.active.state, dict(shell.members.roll.known))
@@ -56,8 +56,8 @@ def test_member_with_an_impossible_identity_is_refused(code, fields):
 
 
 def test_another_supervisor_is_refused_until_the_lease_expires():
-    """Goal: a member lost for good can be replaced. Method: a second supervisor asks again and
-    again; it is told how long; an idle one that is still connected keeps the place too."""
+    """Goal: a member lost for good can be replaced. Method: a second supervisor asks repeatedly and
+    is told the time left; an idle one that is still connected keeps the place too."""
     shell = held()
     cut(shell)
     shell.want(40, S1_OTHER, None, 1)
@@ -71,7 +71,7 @@ def test_another_supervisor_is_refused_until_the_lease_expires():
 
 
 def test_beat_before_want_or_a_missing_want_closes_the_connection():
-    """Goal: a connection says whose it is. Method: a beat first; nothing at all."""
+    """Goal: a connection must identify itself. Method: a beat first; nothing at all."""
     shell = Shell()
     shell.beat(10)
     assert shell.refused(10) == ["lock.want_first"]
@@ -84,7 +84,7 @@ def test_beat_before_want_or_a_missing_want_closes_the_connection():
 
 
 def test_members_known_are_bounded_and_those_that_are_gone_forgotten():
-    """Goal: nothing grows for ever. Method: one engine too many; then all leave."""
+    """Goal: bounded memory. Method: one engine too many; then all leave."""
     shell = Shell()
     for number in range(MEMBERS_KNOWN_MAX):
         shell.want(100 + number, f"{number:016x}", None, 0, 1, engine=f"engine-{number}")

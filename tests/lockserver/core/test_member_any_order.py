@@ -1,5 +1,5 @@
-"""Members in any order of events: what befalls a group at random, checked against what was written
-down apart from the server."""
+"""Members in any order of events: random faults of a group, checked against records kept apart from
+the server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = st.lists(
 
 
 class Heard:
-    """What the server was told of engine-0's members, and when: written down apart from it."""
+    """What the server was sent about engine-0's members, and when; recorded apart from it."""
 
     def __init__(self) -> None:
         self.shell = Shell()
@@ -78,9 +78,9 @@ class Heard:
 
 @given(STEPS)
 def test_members_in_any_order_no_grant_while_a_member_of_the_holder_may_live(steps):
-    """Goal: the count of references holds in any order of events. Method: random launches, ends,
-    cuts and silences of two members; another engine waits all the time; each time that the lock
-    goes to it, no member of the last holder may live by what was written down apart."""
+    """Goal: the count of members holds in any order of events. Method: random launches, ends, cuts
+    and silences of two members while another engine waits; each time the lock goes to it, no member
+    of the last holder may be alive according to the separate record."""
     heard = Heard()
     shell, last = heard.shell, None
     for what, which in [("launch", 0), ("launch", 1), *steps]:

@@ -1,4 +1,4 @@
-"""What befalls a member, and what that means for its group: when the group is over, and when its
+"""The losses of a member, and what they mean for its group: when the group is over, and when its
 lock is free for another engine."""
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ FATES = {
 
 @pytest.mark.parametrize("fate", FATES)
 def test_holder_group_after_each_kind_of_loss(fate):
-    """Goal: each fate of a member of a holder. Method: the table: whether the group is over, and
-    then the other member hears it in its own name; the lock is nobody else's in any of them."""
+    """Goal: each loss of a member of a holder. Method: the table: whether the group is over, and so
+    whether the other member is notified in its own name; no other engine gets the lock in any of
+    them."""
     event, is_over, state = FATES[fate]
     shell = held()
     event(shell)
@@ -63,7 +64,7 @@ def test_holder_group_after_each_kind_of_loss(fate):
     assert shell.lost(10) == ([(A0, 1)] if is_over else [])
     assert str(shell.active.state) == state
     assert shell.active.holder.incarnation == A0
-    assert [token for _, token in shell.granted(20)] in ([], [1])  # the news of who holds
+    assert [token for _, token in shell.granted(20)] in ([], [1])  # it names the holder
 
 
 @pytest.mark.parametrize("fate", FATES)
@@ -74,7 +75,7 @@ def test_waiting_group_after_each_kind_of_loss(fate):
     shell = Shell()
     shell.want(20, SB, B, 0, 1)
     whole(shell)
-    if is_over is None:  # a claim of a lock that is another's
+    if is_over is None:  # a claim of a lock that another engine holds
         is_over = True
     elif fate == "its lease runs out":
         is_over = False
@@ -84,7 +85,8 @@ def test_waiting_group_after_each_kind_of_loss(fate):
 
 
 def test_holder_group_is_free_when_the_last_member_has_reaped_and_not_before():
-    """Goal: the lock is free when the last is gone. Method: member 1 reaps, then member 0."""
+    """Goal: the lock is free when the last member is gone. Method: member 1 reaps, then member
+    0."""
     shell = held()
     shell.want(11, S1, None, 1)
     shell.want(11, S1, A1_NEXT, 1)  # it may prepare its next launch meanwhile
@@ -98,7 +100,7 @@ def test_holder_group_is_free_when_the_last_member_has_reaped_and_not_before():
 
 
 def test_silent_holder_group_is_free_when_its_leases_have_expired():
-    """Goal: nobody waits for ever, and nobody too little. Method: no member beats any more."""
+    """Goal: no wait is endless or too short. Method: no member sends heartbeats any more."""
     shell = held()
     shell.pass_ms(LEASE_MS + MARGIN_MS - 100, beating=(20,))
     assert shell.granted(20) == [(A0, 1)]
@@ -108,7 +110,7 @@ def test_silent_holder_group_is_free_when_its_leases_have_expired():
 
 
 def test_spent_incarnation_is_notified_again_and_never_granted():
-    """Goal: the seal. Method: the leases ran out, and all come back with what they had."""
+    """Goal: the seal. Method: the leases expire, and all members return with what they had."""
     shell = held()
     shell.pass_ms(7000, beating=(20,))
     shell.want(30, S0, A0, 0)
@@ -124,8 +126,8 @@ def test_spent_incarnation_is_notified_again_and_never_granted():
 
 
 def test_member_is_disconnected_when_its_lease_expires():
-    """Goal: a lease that is over has to be begun anew by a want. Method: a server for which silence
-    lasts longer than a lease."""
+    """Goal: an expired lease starts again only with a want. Method: a server whose silence limit is
+    longer than a lease."""
     shell = held()
     shell.members.silent_ms = 60_000.0
     shell.pass_ms(LEASE_MS + MARGIN_MS, beating=(20,))
@@ -136,7 +138,7 @@ def test_member_is_disconnected_when_its_lease_expires():
 
 def test_lease_of_a_member_without_a_group_just_expires():
     """Goal: half a group holds nothing, so nothing ends with it. Method: one of two members, cut
-    off, until its lease has run out."""
+    off until its lease has expired."""
     shell = Shell()
     shell.want(1, S0, A0)
     shell.hear(ev.ConnectionClosed(1))
@@ -147,8 +149,8 @@ def test_lease_of_a_member_without_a_group_just_expires():
 
 
 def test_plain_lock_outlives_a_cut_connection():
-    """Goal: an engine that loads for minutes is not thrown out by a packet. Method: the loader lock
-    held, the connection cut and back with its token."""
+    """Goal: one lost packet does not end a load of minutes. Method: the loader lock held, the
+    connection cut and back with its token."""
     shell = whole(locks=("loader",))
     shell.hear(ev.ConnectionClosed(10))
     shell.want(12, S0, A0, 0, locks=("loader",), tokens={"loader": 1})
@@ -159,7 +161,8 @@ def test_plain_lock_outlives_a_cut_connection():
 
 
 def test_stalled_server_declares_no_member_dead():
-    """Goal: a stop of the server is nobody's silence. Method: a leap in time, then beats again."""
+    """Goal: a stall of the server is not taken for silence of members. Method: a leap in time, then
+    beats again."""
     shell = held()
     shell.now_ms += STALL_MS + 60_000
     shell.hear(ev.TimePassed())

@@ -1,5 +1,5 @@
-"""Members that are one supervisor to the machine: how a group forms, what it wants and when it is
-alive, and how the machine's words reach the members that they are for."""
+"""Members that are one supervisor to the machine: how a group forms, what it wants, when it is
+alive, and how the machine's messages reach the right members."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.lockserver.core.member_shell import (
 
 
 def test_group_forms_when_all_members_are_connected_and_each_is_granted_as_itself():
-    """Goal: one grant for all nodes, to each in its own name. Method: two members, one after the
-    other; the lease is answered before the grant that it is needed for."""
+    """Goal: one grant for all nodes, sent to each in its own name. Method: two members, one after
+    the other; the lease is answered before the grant that depends on it."""
     shell = Shell()
     shell.want(10, S0, A0, 0)
     assert not shell.fed
@@ -44,7 +44,7 @@ def test_group_forms_when_all_members_are_connected_and_each_is_granted_as_itsel
 
 
 def test_group_wants_a_fenced_lock_once_all_do_and_a_plain_one_once_any_does():
-    """Goal: nobody is active before each node is ready. Method: every pair of wants."""
+    """Goal: no engine is active before every node is ready. Method: every pair of wants."""
     for first in ((), ("active",), ("loader",), ("active", "loader")):
         for second in ((), ("active",), ("loader",), ("active", "loader")):
             shell = Shell()
@@ -56,8 +56,8 @@ def test_group_wants_a_fenced_lock_once_all_do_and_a_plain_one_once_any_does():
 
 
 def test_grant_of_a_plain_lock_is_sent_only_to_the_members_that_want_it():
-    """Goal: nobody has a token of a lock that it does not want. Method: one of two wants the loader
-    lock; both hear of another engine's grants."""
+    """Goal: no member gets a token of a lock that it does not want. Method: one of two wants the
+    loader lock; both are sent another engine's grants."""
     shell = Shell()
     shell.want(10, S0, A0, 0, locks=())
     shell.want(11, S1, A1, 1, locks=("loader",))
@@ -72,8 +72,8 @@ def test_grant_of_a_plain_lock_is_sent_only_to_the_members_that_want_it():
 
 
 def test_group_is_as_alive_as_its_slowest_member():
-    """Goal: one member's heartbeat does not speak for another. Method: one beats, then both; a
-    count that stands still renews nothing."""
+    """Goal: one member's heartbeat does not count for another. Method: one beats, then both; a
+    count that does not change renews nothing."""
     shell = whole()
     shell.beat(10, 10, 10)
     assert not [event for event in shell.fed if isinstance(event, ev.Beaten)]
@@ -85,7 +85,7 @@ def test_group_is_as_alive_as_its_slowest_member():
 
 
 def test_waiting_members_keep_their_place_until_they_are_cut():
-    """Goal: waiters that cannot be granted are not in line. Method: a waiting group, cut."""
+    """Goal: waiters that cannot be granted are not in the queue. Method: a waiting group, cut."""
     shell = Shell()
     shell.want(20, SB, B, 0, 1)
     whole(shell)
@@ -98,8 +98,8 @@ def test_waiting_members_keep_their_place_until_they_are_cut():
 
 
 def test_effects_of_the_machine_reach_the_right_members():
-    """Goal: nothing is said to the wrong node. Method: each effect on a virtual connection: a
-    hand-over goes to member 0, an end to all, a loan to nobody."""
+    """Goal: no message reaches the wrong node. Method: each effect on a virtual connection: a
+    hand-over goes to member 0, an end to all, a loan to none."""
     shell = held()
     conn = shell.group.conn
     told = shell.members.fan_out(ev.SendHandOver(conn, "active", A0, "engine-1"))
@@ -113,11 +113,11 @@ def test_effects_of_the_machine_reach_the_right_members():
 
 
 def test_late_member_is_sent_the_holder():
-    """Goal: one hears that another holds. Method: the second engine, after the grant."""
+    """Goal: a late member learns which engine holds. Method: the second engine, after the grant."""
     assert held().granted(20) == [(A0, 1)]
 
 
 def test_unknown_event_is_our_own_fault():
-    """Goal: no event is lost in silence. Method: one that does not exist."""
+    """Goal: no event is silently lost. Method: one that does not exist."""
     with pytest.raises(InvariantError):
         Shell().hear(object())

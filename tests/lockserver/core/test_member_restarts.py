@@ -1,5 +1,5 @@
-"""A server that comes back, with its state or without: which groups it believes, which it waits for
-and for how long, and whom it tells to end."""
+"""A server restarts, with its state or without: which groups it believes, which it waits for and
+for how long, and which it tells to end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def restarted(shell: Shell, **options) -> Shell:
 
 
 def test_restart_gives_the_whole_group_the_same_grant_again():
-    """Goal: a restarted server causes no failover. Method: both come back, claiming."""
+    """Goal: a restarted server causes no failover. Method: both members return with their
+    claims."""
     shell = restarted(held())
     shell.want(20, SB, B, 0, 1)
     shell.want(30, S0, A0, 0, tokens={"active": 1})
@@ -42,8 +43,8 @@ def test_restart_gives_the_whole_group_the_same_grant_again():
 
 
 def test_restart_waits_for_silent_members_but_not_for_reaped_ones():
-    """Goal: neither too early nor longer than it must. Method: member 1 has reaped; member 0 is not
-    heard, then says the same."""
+    """Goal: neither too early nor longer than necessary. Method: member 1 has reaped; member 0 is
+    silent, then reports the same."""
     shell = restarted(held())
     shell.want(20, SB, B, 0, 1)
     shell.want(31, S1, None, 1)
@@ -55,8 +56,8 @@ def test_restart_waits_for_silent_members_but_not_for_reaped_ones():
 
 @pytest.mark.parametrize("heard", [False, True])
 def test_restart_waits_a_lease_and_its_margin_for_a_member_that_does_not_reconnect(heard):
-    """Goal: who was answered a moment before the restart has its time. Method: nobody comes back,
-    or one of two does, which is then told that the other is lost."""
+    """Goal: a member that was answered just before the restart keeps its time. Method: no member
+    returns, or one of two does, which is then told that the other is lost."""
     shell = restarted(held())
     shell.want(20, SB, B, 0, 1)
     if heard:
@@ -72,7 +73,7 @@ def test_restart_waits_a_lease_and_its_margin_for_a_member_that_does_not_reconne
 
 
 def test_restart_refuses_another_supervisor_for_a_member_on_file():
-    """Goal: only its own supervisor vouches for a launch. Method: another says it is reaped."""
+    """Goal: only its own supervisor can report a launch as reaped. Method: another one does."""
     shell = restarted(held())
     shell.want(30, S0, None, 0)
     shell.want(31, S1_OTHER, None, 1)
@@ -81,7 +82,7 @@ def test_restart_refuses_another_supervisor_for_a_member_on_file():
 
 
 def test_restart_without_a_tcp_address_waits_for_leases_all_the_same():
-    """Goal: a flag that was dropped frees nothing. Method: a leased holder on file, no listener."""
+    """Goal: dropping a flag frees nothing. Method: a leased holder on file, no listener."""
     shell = restarted(held(), listens=False)
     shell.pass_ms(LEASE_MS + MARGIN_MS - 100)
     assert shell.active.state is LockState.RECOVERING
@@ -99,8 +100,8 @@ def test_lost_state_claim_of_the_whole_group_is_accepted():
 
 
 def test_lost_state_waits_for_members_and_ends_incomplete_groups():
-    """Goal: with the state lost, half a group is told to end, and then somebody is granted. Method:
-    member 0 claims, member 1 never comes, another engine waits."""
+    """Goal: with the state lost, half a group is told to end, and then another engine is granted
+    the lock. Method: member 0 claims, member 1 never connects, another engine waits."""
     shell = Shell(LOST)
     shell.want(20, SB, B, 0, 1)
     shell.want(30, S0, A0, 0, tokens={"active": 8})
@@ -116,8 +117,8 @@ def test_lost_state_waits_for_members_and_ends_incomplete_groups():
 
 
 def test_member_that_claims_a_foreign_lock_is_over_whichever_members_are_missing():
-    """Goal: who wrongly believes that it holds is told so, without waiting for its other members.
-    Method: a claim while another engine holds, and one of a lock that is free."""
+    """Goal: a member that wrongly believes it holds is told so, without waiting for its other
+    members. Method: a claim while another engine holds, and one of a free lock."""
     shell = Shell()
     shell.want(30, S0, A0, 0, tokens={"active": 8})
     assert shell.lost(30) == [(A0, 0)]

@@ -1,4 +1,4 @@
-"""Who is refused, by which code, and that nothing else changes by it."""
+"""Which wants are refused, by which code, and that a refusal changes nothing else."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_bad_want_is_refused_by_code_and_changes_no_lock(bad, code):
     assert refused(effects) == [code]
     assert (shell.active.state, shell.active.holder, list(shell.active.waiters)) == before
     assert not any(isinstance(effect, ev.Lend) for effect in effects)
-    assert len(shell.machine.supervisors) == 1  # whoever was only ever refused is forgotten
+    assert len(shell.machine.supervisors) == 1  # one that was only ever refused is forgotten
 
 
 def test_second_living_supervisor_of_an_engine_is_refused_until_the_first_is_gone():
@@ -67,8 +67,8 @@ def test_second_living_supervisor_of_an_engine_is_refused_until_the_first_is_gon
 
 
 def test_another_process_cannot_act_for_a_living_supervisor():
-    """Goal: who knows a supervisor's id cannot take its lock away. Method: the same id from
-    another pid, while the first lives and after it has gone."""
+    """Goal: a supervisor's id is not enough to take its lock away. Method: the same id from another
+    pid, while the first lives and after it has gone."""
     shell = Shell()
     shell.feed(want(1, A, "active", pid=10, process="SO_PEERPIDFD"))
     stranger = want(2, None, engine="engine-0", pid=11, process="SO_PEERPIDFD")
@@ -79,7 +79,7 @@ def test_another_process_cannot_act_for_a_living_supervisor():
 
 
 def test_connection_cannot_change_its_identity():
-    """Goal: one connection, one supervisor. Method: say another id, another engine."""
+    """Goal: one connection, one supervisor. Method: send another id, another engine."""
     shell = held_by_a()
     other = want(1, B, "active", supervisor="e" * 16)
     assert refused(shell.feed(other)) == ["lock.identity_changed"]
@@ -88,7 +88,7 @@ def test_connection_cannot_change_its_identity():
 
 
 def test_beat_before_want_is_refused_and_supervisors_are_limited():
-    """Goal: bounds. Method: a beat from nowhere; one supervisor too many."""
+    """Goal: bounds. Method: a beat from an unknown connection; one supervisor too many."""
     shell = Shell()
     assert refused(shell.feed(ev.Beaten(5, 1))) == ["lock.want_first"]
     for number in range(SUPERVISORS_MAX):
@@ -98,8 +98,8 @@ def test_beat_before_want_is_refused_and_supervisors_are_limited():
 
 
 def test_restart_holder_on_file_is_accepted_although_a_crowd_connected_first():
-    """Goal: the limit refuses newcomers, not who is in the right. Method: a restart, as many
-    strangers as there is room for, then the holder."""
+    """Goal: the limit refuses new supervisors, not the holder on file. Method: a restart, as many
+    other supervisors as are allowed, then the holder."""
     shell = restarted(held_by_a())
     for number in range(SUPERVISORS_MAX):
         shell.feed(want(number, f"e{number}-000000000000000a", "active"))

@@ -1,4 +1,4 @@
-"""What a restarted server knows, from its file and from who speaks to it."""
+"""What a restarted server knows, from its file and from the supervisors that connect."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_restart_holder_on_file_same_grant_again():
 
 
 def test_restart_earlier_waiters_are_sent_the_returning_holder():
-    """Goal: nobody is left to guess. Method: a waiter is back before the holder on file, and before
-    one that claims a lock whose record is lost."""
+    """Goal: every waiter learns which engine holds. Method: a waiter is back before the holder on
+    file, and before one that claims a lock whose record is lost."""
     shell = restarted(held_by_a())
     shell.feed(want(2, B, "active"))
     told = [e for e in shell.feed(want(1, A, "active")) if isinstance(e, ev.Announce)]
@@ -50,7 +50,8 @@ def test_restart_earlier_waiters_are_sent_the_returning_holder():
 
 
 def test_restart_free_witness_frees_at_once_and_a_held_one_is_only_reported():
-    """Goal: no window to sit out, and no grant at its end. Method: both, with time passing."""
+    """Goal: no waiting period, and no grant when the window ends. Method: both, with time
+    passing."""
     shell = restarted(held_by_a(), window_ms=1000)
     shell.feed(want(2, B, "active"))
     assert shell.due() == [A]
@@ -62,7 +63,8 @@ def test_restart_free_witness_frees_at_once_and_a_held_one_is_only_reported():
 
 
 def test_restart_relaunched_holder_releases_the_lock():
-    """Goal: an incarnation no longer named was reaped. Method: the engine comes with a new one."""
+    """Goal: an incarnation no longer named was reaped. Method: the engine returns with a new
+    one."""
     shell = restarted(held_by_a())
     shell.feed(want(1, A2, "active"))
     assert shell.active.state is LockState.RELEASING
@@ -70,7 +72,7 @@ def test_restart_relaunched_holder_releases_the_lock():
 
 
 def test_restart_returning_holder_evicts_a_twin():
-    """Goal: the holder on file is in the right. Method: a twin came first."""
+    """Goal: the holder on file has precedence. Method: a twin connected first."""
     shell = restarted(held_by_a())
     assert refused(shell.feed(want(9, A2, "active", supervisor="f" * 16))) == []
     effects = shell.feed(want(1, A, "active"))
@@ -105,14 +107,15 @@ def test_unknown_file_claim_with_a_held_witness_is_believed_and_filed():
 
 
 def test_unknown_file_claim_of_a_free_witness_is_refused():
-    """Goal: a token is no proof of life. Method: claim with a witness that nobody holds."""
+    """Goal: a token does not prove life. Method: claim with a witness that no process holds."""
     shell = Shell(LOST)
     claim = want(1, A, "active", tokens={"active": 12}, witness_state=WitnessState.FREE)
     assert refused(shell.feed(claim)) == ["lock.stale_claim"]
 
 
 def test_unknown_file_is_free_only_when_no_stranger_holds_a_witness():
-    """Goal: every witness free, or of a connected supervisor that does not claim. Method: scans."""
+    """Goal: free if each witness is free or belongs to a connected supervisor without a claim.
+    Method: scans."""
     shell = Shell(LOST)
     shell.feed(want(2, B, "active"))
     assert not sent(shell.feed(ev.DirectoryScanned(frozenset({name_of(A), name_of(B)}))))
@@ -122,7 +125,8 @@ def test_unknown_file_is_free_only_when_no_stranger_holds_a_witness():
 
 
 def test_unknown_file_stays_unknown_on_disk_while_another_lock_is_granted():
-    """Goal: a grant of one lock files no false freedom of another. Method: loader settles first."""
+    """Goal: writing a grant of one lock does not record another as free. Method: the loader lock
+    settles first."""
     shell = Shell(ev.LockRecord(token=8, unknown=frozenset({"active"})))
     shell.feed(want(2, B, "loader"))
     assert shell.disk.holders["loader"].incarnation == B
@@ -131,7 +135,7 @@ def test_unknown_file_stays_unknown_on_disk_while_another_lock_is_granted():
 
 
 def test_restart_reports_the_last_holder_of_each_recovering_lock():
-    """Goal: no wait is silent. Method: what is said at start, with a holder on file or not."""
+    """Goal: no wait is silent. Method: the events at start, with a holder on file or not."""
     shell = restarted(held_by_a())
     (told,) = shell.machine.begin()
     assert told.type == "lock.recovering"
@@ -142,7 +146,7 @@ def test_restart_reports_the_last_holder_of_each_recovering_lock():
 
 
 def test_restart_disconnected_twin_is_dropped_silently():
-    """Goal: the holder on file is in the right. Method: a twin came first, and was cut off."""
+    """Goal: the holder on file has precedence. Method: a twin connected first, and was cut off."""
     shell = restarted(held_by_a())
     shell.feed(want(9, A2, "active", supervisor="f" * 16))
     shell.feed(ev.ConnectionClosed(9))
@@ -174,7 +178,8 @@ def test_restart_of_two_that_hold_different_locks_the_fenced_one_stays():
 
 
 def test_unknown_file_keeps_what_connected_supervisors_name():
-    """Goal: a scan seals no witness of one that is just starting. Method: two came, one left."""
+    """Goal: a scan does not seal the witness of a starting engine. Method: two connected, one
+    left."""
     shell = Shell(LOST)
     shell.feed(want(1, A, "active"))
     shell.feed(want(2, B, "active"))
@@ -193,7 +198,8 @@ def test_unknown_file_claim_is_written_to_both_slots():
 
 
 def test_engines_may_be_running_within_the_window_while_connected_or_while_a_lock_is_not_free():
-    """Goal: a service address in use is not called a stranger's too early. Method: each reason."""
+    """Goal: a service address in use is not blamed on a foreign process too early. Method: each
+    reason."""
     shell = Shell()
     assert shell.machine.may_have_engines(WINDOW_MS - 1)
     assert not shell.machine.may_have_engines(WINDOW_MS)

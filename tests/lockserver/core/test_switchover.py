@@ -1,4 +1,5 @@
-"""A switchover in the pure machine: what refuses it, whom it prefers, and how it may end."""
+"""A switchover in the pure machine: what refuses it, which engine it prefers, and how it may
+end."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def told(effects) -> list[str]:
 
 
 def answers(effects) -> list[tuple[int, str]]:
-    """Who was answered, and with what: an engine's id, or a code."""
+    """Which connections were answered, and with what: an engine's id, or a code."""
     return [
         (e.ask, e.holder.engine if isinstance(e, ev.ReportSwitchOver) else e.code)
         for e in effects
@@ -62,7 +63,7 @@ def give_up(shell: Shell, conn: int = 1, engine: str = "engine-0") -> list[ev.Ef
 
 def test_holder_is_asked_and_the_first_waiter_is_granted():
     """Goal: a switchover from beginning to end. Method: ask, drain, give up; the answer, the grant
-    and the events, and that nothing of it is left."""
+    and the events, and that no trace of it is left."""
     shell = pod(B, C)
     effects = ask(shell)
     assert told(effects) == [f"{A} to engine-1"]
@@ -88,7 +89,7 @@ def test_named_engine_goes_ahead_of_longer_waiters():
 
 
 def test_incomplete_standby_is_skipped():
-    """Goal: nobody hands over to half an engine. Method: the first that waits is not whole; the
+    """Goal: an incomplete engine is never the target. Method: the first waiter is not complete; the
     second is, and is preferred."""
     shell = pod(B, C)
     assert told(ask(shell, whole=frozenset({C}))) == [f"{A} to engine-2"]
@@ -108,7 +109,7 @@ def test_switchover_to_the_holder_is_not_an_error():
 
 
 def _silent(shell: Shell) -> None:
-    """The waiting engines fall silent, the holder is heard."""
+    """The waiting engines fall silent, the holder does not."""
     for beat in range(1, 5):
         shell.pass_ms(1000)
         shell.feed(ev.Beaten(1, beat))
@@ -143,8 +144,8 @@ def _silent(shell: Shell) -> None:
     ],
 )
 def test_refused_switchover_changes_nothing(waiting, before, changes, code, says):
-    """Goal: without a whole standby, nothing is touched. Method: each reason; one answer, one
-    event, no word to the holder, no preference other than was there."""
+    """Goal: without a complete standby, nothing changes. Method: each reason; one answer, one
+    event, no message to the holder, the preference unchanged."""
     shell = pod(*waiting)
     if before is not None:
         before(shell)
@@ -158,7 +159,7 @@ def test_refused_switchover_changes_nothing(waiting, before, changes, code, says
 
 
 def test_refusal_names_the_engine_that_is_not_waiting():
-    """Goal: a standby still loading is told from one that is not there. Method: engine-2 is
+    """Goal: the error distinguishes a loading standby from an absent one. Method: engine-2 is
     connected and wants nothing yet."""
     shell = pod(B)
     shell.feed(want(3, C))
@@ -168,8 +169,8 @@ def test_refusal_names_the_engine_that_is_not_waiting():
 
 
 def test_free_lock_has_no_holder_to_hand_it_over():
-    """Goal: no holder, no switchover. Method: a machine without anybody, and one after a restart
-    that has not heard its holder yet."""
+    """Goal: no holder, no switchover. Method: a machine without engines, and a restarted one whose
+    holder has not reconnected yet."""
     assert answers(ask(Shell())) == [(1, "lock.not_held")]
     shell = pod(B)
     again = Shell(shell.disk)
@@ -184,8 +185,8 @@ def test_free_lock_has_no_holder_to_hand_it_over():
 
 @pytest.mark.parametrize("to", [None, "engine-1"])
 def test_holder_that_dies_is_an_ordinary_failover(to):
-    """Goal: a death while draining loses the lock as ever, and who asked is told. Method: its
-    process ends, its witness is free: the next is granted, the answer is an error."""
+    """Goal: a death while draining loses the lock as usual, and the requester is answered. Method:
+    its process ends, its witness is free: the next waiter is granted, the answer is an error."""
     shell = pod(B)
     ask(shell, to=to)
     effects = shell.feed(ev.ProcessGone(f"{'engine-0':0>16}"))
@@ -197,8 +198,8 @@ def test_holder_that_dies_is_an_ordinary_failover(to):
 
 
 def test_dead_target_leaves_the_queue_unchanged():
-    """Goal: FIFO where the preferred one is gone. Method: engine-2, named, dies; engine-1 is next,
-    and that is not what was asked for; unnamed, it is."""
+    """Goal: FIFO if the preferred engine is gone. Method: engine-2, named, dies; engine-1 is next,
+    which is not what was requested; without a name, it is."""
     for to, answer in (("engine-2", "lock.switchover_failed"), (None, "engine-1")):
         shell = pod(*((B, C) if to else (C, B)))
         ask(shell, to=to)
@@ -210,8 +211,8 @@ def test_dead_target_leaves_the_queue_unchanged():
 
 
 def test_silent_target_is_skipped():
-    """Goal: the lock waits for nobody who does not speak. Method: the target falls silent while the
-    holder drains; who waits behind it is granted."""
+    """Goal: the lock does not wait for a silent target. Method: the target falls silent while the
+    holder drains; the waiter behind it is granted."""
     shell = pod(B, C)
     ask(shell, timeout_ms=60_000)
     for beat in range(1, 5):
@@ -222,8 +223,8 @@ def test_silent_target_is_skipped():
 
 
 def test_switchover_back_to_the_same_holder_is_reported():
-    """Goal: a switchover that came to nothing is no success. Method: the only standby dies, the old
-    holder is relaunched and is granted again."""
+    """Goal: a switchover without effect is not reported as a success. Method: the only standby
+    dies, the old holder is relaunched and is granted again."""
     shell = pod(B)
     ask(shell)
     shell.feed(ev.ProcessGone(f"{'engine-1':0>16}"))
@@ -235,8 +236,9 @@ def test_switchover_back_to_the_same_holder_is_reported():
 
 
 def test_timeout_ends_the_wait_and_nothing_else():
-    """Goal: a holder that ignores it costs an answer. Method: let the deadline pass: answered once,
-    the holder holds, status still has it; a second request replaces it; the grant ends it."""
+    """Goal: a holder that ignores the request only delays the answer. Method: let the deadline
+    pass: answered once, the holder holds, status still shows it; a second request replaces it; the
+    grant ends it."""
     shell = pod(B, C)
     ask(shell, to="engine-2")
     effects: list[ev.Effect] = []
@@ -257,7 +259,8 @@ def test_timeout_ends_the_wait_and_nothing_else():
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_overdue_switchover_ends_with_the_next_grant_without_an_answer(is_killed):
-    """Goal: late is not never. Method: past the deadline the holder gives up, or is killed."""
+    """Goal: an overdue switchover still takes place. Method: past the deadline the holder gives up,
+    or is killed."""
     shell = pod(B)
     ask(shell, timeout_ms=100)
     shell.pass_ms(200)
@@ -272,8 +275,8 @@ def test_overdue_switchover_ends_with_the_next_grant_without_an_answer(is_killed
 
 
 def test_switchover_that_never_happens_is_cancelled():
-    """Goal: nothing lasts for ever. Method: a holder that is heard and does nothing, until an hour
-    after the deadline; then FIFO again."""
+    """Goal: no switchover lasts for ever. Method: a holder that sends heartbeats and does nothing,
+    until an hour after the deadline; then FIFO again."""
     shell = pod(B, C)
     ask(shell, to="engine-2", timeout_ms=1000)
     shell.pass_ms(1000)
@@ -287,8 +290,8 @@ def test_switchover_that_never_happens_is_cancelled():
 
 
 def test_holder_on_a_new_connection_is_asked_again():
-    """Goal: the word is not lost with its connection. Method: cut the holder's connection; told
-    again once it is back, and not when it merely says its want again; not when overdue."""
+    """Goal: the request is not lost with its connection. Method: cut the holder's connection; it is
+    asked again once it is back, but not when it merely repeats its want; not when overdue."""
     shell = pod(B)
     ask(shell)
     assert told(shell.feed(want(1, A, "active", tokens={"active": 1}))) == []
@@ -300,8 +303,8 @@ def test_holder_on_a_new_connection_is_asked_again():
 
 
 def test_restarted_server_has_forgotten_the_switchover():
-    """Goal: what is not on disk binds nobody. Method: restart from disk while the holder drains:
-    FIFO when it gives up, and no answer to anybody."""
+    """Goal: a restart keeps only what is on disk. Method: restart from disk while the holder
+    drains: FIFO when it gives up, and no answer."""
     shell = pod(B, C)
     ask(shell, to="engine-2")
     again = Shell(shell.disk)
@@ -314,7 +317,7 @@ def test_restarted_server_has_forgotten_the_switchover():
 
 
 def test_grant_that_cannot_be_written_goes_to_the_preferred_one_later():
-    """Goal: the disk's fault changes nobody's place. Method: it fails at the grant, then works."""
+    """Goal: a disk fault does not change the order. Method: it fails at the grant, then works."""
     shell = pod(B, C)
     ask(shell, to="engine-2", timeout_ms=60_000)
     shell.disk_error = "No space left on device"
@@ -332,8 +335,9 @@ def test_grant_that_cannot_be_written_goes_to_the_preferred_one_later():
     st.none() | st.integers(0, 5),
 )
 def test_preference_only_moves_one_to_the_front(order, silent, preferred):
-    """Goal: a switchover cannot grant the silent or the absent, and FIFO holds among the others.
-    Method: every queue, against the queue without whom may not be granted."""
+    """Goal: a switchover cannot grant to a silent or absent engine, and FIFO holds among the
+    others. Method: every queue, compared with the same queue without the engines that may not be
+    granted."""
     waiters = [Waiter(f"s{n}", f"engine-{n}", f"engine-{n}-x", 0.0) for n in order]
     name = None if preferred is None else f"engine-{preferred}"
     found = next_waiter(waiters, {f"s{n}" for n in silent}, name)
@@ -354,10 +358,10 @@ STEPS = st.sampled_from(
 @given(st.lists(STEPS, max_size=30))
 @settings(max_examples=300, deadline=None)
 def test_switchovers_never_grant_early_and_answer_once(steps):
-    """Goal: whatever happens meanwhile, a switchover grants nobody over a living holder, and who
-    asked gets one answer. Method: random orders of everything; a grant comes only after the last
-    holder's witness was found free, tokens grow, no ask is answered twice, and in the end, once
-    time has passed, every ask has been answered."""
+    """Goal: whatever happens meanwhile, a switchover never grants over a living holder, and each
+    request gets one answer. Method: random orders of everything; a grant comes only after the last
+    holder's witness was found free, tokens grow, no request is answered twice, and in the end, once
+    time has passed, every request has been answered."""
     shell = pod(B, C)
     asks: list[int] = []
     seen: list[tuple[int, str]] = []
@@ -420,14 +424,14 @@ def test_switchovers_never_grant_early_and_answer_once(steps):
 
 
 def test_nothing_under_way_observes_nothing():
-    """Goal: machines without a switchover are as ever. Method: observe an idle one."""
+    """Goal: without a switchover, status shows none. Method: observe an idle machine."""
     assert list(Switchovers().observe({}, 0.0)) == []
     assert list(Switchovers().remind(Shell().active, 1)) == []
 
 
 def test_unproven_standby_cannot_queue():
-    """Goal: what counts as waiting has shown its witness. Method: a want without proof is refused,
-    so that it is no standby for a switchover either."""
+    """Goal: every waiter has proved its witness. Method: a want without proof is refused, so that
+    it is no standby for a switchover either."""
     shell = pod()
     assert refused(shell.feed(want(2, B, "active", witness_state=WitnessState.FREE)))
     assert answers(ask(shell)) == [(1, "lock.no_standby")]

@@ -25,14 +25,14 @@ async def silent_waiter(scene: Scene) -> AsyncIterator[Told]:
 
 
 @asynccontextmanager
-async def nobody_is_there(scene: Scene) -> AsyncIterator[Told]:
+async def no_waiter(scene: Scene) -> AsyncIterator[Told]:
     scene.server()
     fix = (f"engine run --dir {scene.directory}",)
     yield Told("nobody_asks", None, ("no engine is connected",), fix, is_fault=False)
 
 
 @asynccontextmanager
-async def nobody_is_prepared(scene: Scene) -> AsyncIterator[Told]:
+async def no_prepared_engine(scene: Scene) -> AsyncIterator[Told]:
     server = scene.server()
     async with Engine(scene.directory, "engine-0") as first:
         incarnation = first.launch()

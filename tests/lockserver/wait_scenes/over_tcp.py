@@ -56,7 +56,8 @@ async def member_missing(scene: Scene) -> AsyncIterator[Told]:
 
 @asynccontextmanager
 async def member_that_does_not_end(scene: Scene) -> AsyncIterator[Told]:
-    """One of two says that it is reaped, and the other one goes on renewing its lease."""
+    """One of two members reports that it is reaped, and the other one continues to renew its
+    lease."""
     async with held_by_members(scene) as (server, members, token):
         members[1].reap()
         await members[0].lost()
@@ -68,7 +69,7 @@ async def member_that_does_not_end(scene: Scene) -> AsyncIterator[Told]:
 
 @asynccontextmanager
 async def leases_on_file(scene: Scene) -> AsyncIterator[Told]:
-    """A restarted server that waits for the leases of a holder that it does not hear."""
+    """A restarted server that waits for the leases of a holder that does not reconnect."""
     async with held_by_members(scene) as (server, _, token):
         server.kill()
         server.flags = (*server.flags, *HOUR)

@@ -1,4 +1,4 @@
-"""The lock server was killed: it is back and has yet to hear who holds the lock, or it is gone."""
+"""The lock server was killed: it is back and does not know the holder yet, or it is down."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Scene:
 
 @dataclass
 class Told:
-    """What must be told. Words of `evidence` and `fix` are all to be there."""
+    """What must be reported. All words of `evidence` and `fix` must occur."""
 
     reason: str
     engine: str | None
