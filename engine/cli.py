@@ -42,7 +42,7 @@ def main() -> None:
 @options(OPTIONS, command="engine")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(config: Resolved, arguments: tuple[str, ...]) -> None:
-    """Run an engine until it is drained or gets SIGTERM.
+    """Run an engine until it is drained or receives SIGTERM.
 
     Arguments after `--` go to the backend; `engine run --backend reference -- --help` lists them.
     """

@@ -169,7 +169,7 @@ def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
     """Show what each device holds and who maps it.
 
-    Without a server: what its journal tells, and exit code 3.
+    Without a server: the contents of its journal, and exit code 3.
     """
     show_status(lambda: _look(config["dir"]), as_json=as_json, watch=watch)
 
@@ -209,11 +209,11 @@ def verify(config: Resolved, as_json: bool) -> None:
 
 @main.command()
 @options((DIRECTORY, ONE_DEVICE), command="gms-client")
-@click.option("--epoch", help="Only if this epoch is the committed one.")
+@click.option("--epoch", help="Drop only if this is the committed epoch.")
 @click.option(
     "--even-if-mapped",
     is_flag=True,
-    help="Also if engines map it; the memory is freed when they exit.",
+    help="Drop it even if engines map it; the memory is freed when they exit.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_flag

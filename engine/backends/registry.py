@@ -52,7 +52,7 @@ def command_line(backend: str, arguments: Sequence[str]) -> list[str]:
     if launcher is None:
         raise UsageError(
             "engine.unknown_backend",
-            f"there is no backend {backend!r}; there are {', '.join(sorted(REGISTRY))}",
+            f"unknown backend {backend!r}; available: {', '.join(sorted(REGISTRY))}",
             backend=backend,
         )
     return launcher(arguments)

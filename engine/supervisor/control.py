@@ -120,7 +120,7 @@ class Control(Handler):
             names = [f"{BACKEND_PREFIX}{each}" for each in running.tree.pids()] if running else []
             raise UnderstudyError(
                 "engine.unknown_target",
-                f"there is no {target!r} to kill; there are {', '.join([*names, SUPERVISOR])}",
+                f"there is no {target!r} to kill; choose from {', '.join([*names, SUPERVISOR])}",
                 target=target,
             )
         running.rehearsed_ms = engine.clock.now_ms()

@@ -123,7 +123,7 @@ class History:
         )
         self._log.record(
             "engine.reaped",
-            f"every process of {now.incarnation} is gone, {took_ms:.1f} ms after its end",
+            f"all processes of {now.incarnation} are gone, {took_ms:.1f} ms after it ended",
             data={"incarnation": now.incarnation, "duration_ms": round(took_ms, 3)},
         )
 

@@ -150,13 +150,13 @@ OPTIONS = (
         "deaths_max",
         int,
         relaunch.DEATHS_MAX,
-        "Number of deaths within --deaths-window-ms that make a crash loop.",
+        "Number of deaths within --deaths-window-ms that count as a crash loop.",
         minimum=1,
     ),
     duration(
         "deaths_window_ms",
         relaunch.DEATHS_WINDOW_MS,
-        "The time in which --deaths-max deaths make a crash loop.",
+        "The time in which --deaths-max deaths count as a crash loop.",
     ),
 )
 

@@ -182,7 +182,7 @@ def _chosen(directory: str, device: str | None) -> list[str]:
         return found
     if device not in found:
         raise UsageError(
-            "gms.bad_device", f"there is no device {device} here; there are {', '.join(found)}"
+            "gms.bad_device", f"unknown device {device!r}; this service has {', '.join(found)}"
         )
     return [device]
 

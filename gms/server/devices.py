@@ -143,7 +143,7 @@ def nvml_session() -> Iterator[Any]:
     except nvml.NVMLError as error:
         raise UsageError(
             "gms.no_cuda",
-            f"CUDA memory needs NVIDIA's driver, and NVML reports: {error}; check that this "
+            f"CUDA memory requires the NVIDIA driver, but NVML reports: {error}; check that this "
             "container has a GPU",
         ) from error
 

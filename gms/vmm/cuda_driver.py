@@ -115,7 +115,8 @@ def initialised() -> Any:
         found = api.cuInit(0)
     except RuntimeError as error:  # cuda-python found no libcuda.so.1, or one that is too old
         raise UsageError(
-            "gms.no_cuda", f"CUDA memory needs NVIDIA's driver, which cannot be loaded ({error})"
+            "gms.no_cuda",
+            f"CUDA memory requires the NVIDIA driver, which cannot be loaded ({error})",
         ) from error
     try:
         checked(found, "Init")

@@ -145,12 +145,12 @@ def _click_options(declared: Sequence[Option], *, owns_json: bool) -> list[Calla
     )
     added.append(
         click.option(
-            "--print-config", is_flag=True, help="Print all settings with their origin and exit."
+            "--print-config", is_flag=True, help="Print every setting and its source, then exit."
         )
     )
     if not owns_json:
         added.append(
-            click.option("--json", "as_json", is_flag=True, help="Print JSON, with --print-config.")
+            click.option("--json", "as_json", is_flag=True, help="With --print-config, print JSON.")
         )
     return added
 

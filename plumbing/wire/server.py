@@ -52,7 +52,7 @@ class PathGuard:
             self._fd.close()
             raise UnderstudyError(
                 "wire.address_in_use",
-                f"{what} is already running here: {holder or 'an unknown process'} holds"
+                f"{what} is already running: {holder or 'an unknown process'} holds"
                 f" {guard_path}; stop it, or choose another --dir",
                 holder=holder,
                 path=guard_path,

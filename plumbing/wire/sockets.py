@@ -103,7 +103,7 @@ def no_descriptors(what: str, error: OSError) -> UnreachableError:
 def unreachable(path: str, error: OSError) -> UnreachableError:
     """The error for a server that cannot be reached at `path`."""
     if isinstance(error, FileNotFoundError):
-        why = "there is no such socket; is the server running, and with this --dir?"
+        why = "there is no such socket; is its process running, and with this --dir?"
     elif isinstance(error, ConnectionRefusedError):
         why = "no server is listening on the socket; it has died or is restarting"
     elif isinstance(error, PermissionError):

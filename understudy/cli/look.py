@@ -33,7 +33,7 @@ LOG_DIR = Option(
     "log_dir",
     str,
     None,
-    "The directory of the parts' logs [default: DIR/log]; with `up -f` it is in the --dir of `up`.",
+    "The directory of the parts' logs [default: DIR/log]; with `up -f`, in the --dir of `up`.",
 )
 LOG_OPTIONS = (DIR, LOG_DIR)
 DOCTOR_OPTIONS = (DIR, *(each for each in UP_OPTIONS if each.name.endswith("_port")))

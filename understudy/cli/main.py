@@ -52,7 +52,7 @@ backend_arguments = click.argument(
 @click.group()
 @click.version_option(understudy.__version__, message="understudy %(version)s")
 def main() -> None:
-    """Understudy: failover for LLM inference on weights that are loaded once."""
+    """Understudy: failover for LLM inference, with one copy of the weights."""
 
 
 look.attach(main)
@@ -151,7 +151,7 @@ def drill(
 @json_flag
 @plain_errors
 def config(as_json: bool) -> None:
-    """Print all settings of `up` and `drill` with their origin."""
+    """Print every setting of `up` and `drill` and its source."""
     file = os.environ.get("UNDERSTUDY_CONFIG")
     described = {
         command: resolve(declared, {}, os.environ, file, command=command)
@@ -177,7 +177,7 @@ def version(as_json: bool) -> None:
 
 def _setting_line(setting: dict[str, Any]) -> str:
     value = "-" if setting["value"] in (None, ()) else setting["value"]
-    return f"  {setting['name']:<16} {value!s:<20} {setting['origin']:<12} {setting['env']}"
+    return f"  {setting['name']:<19} {value!s:<20} {setting['origin']:<12} {setting['env']}"
 
 
 def _model(given: str | None) -> Path | None:

@@ -103,7 +103,7 @@ DRILL_OPTIONS = (
         "clients",
         int,
         4,
-        "Number of clients that send requests without pause.",
+        "Number of clients that send requests back to back.",
         minimum=1,
         maximum=256,
     ),

@@ -55,7 +55,7 @@ def path_length(facts: PodFacts) -> Finding:
     names += [gms_socket("", device) for device in facts.served or listed]
     longest = max(names, key=len)
     length = len(f"{facts.directory.path}/{longest}".encode())
-    found = f"the longest socket path, of {longest}, has {length} of {SOCKET_PATH_BYTES_MAX} bytes"
+    found = f"the longest socket path, to {longest}, is {length} of {SOCKET_PATH_BYTES_MAX} bytes"
     if length > SOCKET_PATH_BYTES_MAX:
         spare = SOCKET_PATH_BYTES_MAX - len(longest) - 1
         return failed(found, f"choose a --dir of at most {spare} bytes")
@@ -127,7 +127,7 @@ def stale_sockets(facts: PodFacts) -> Finding:
             f"no process listens on {', '.join(stale)}: their owners were killed and not restarted",
             "restart these parts, or remove the files with `understudy doctor --fix`",
         )
-    return passed(f"every socket has a listener ({len(facts.sockets)})")
+    return passed(f"none ({len(facts.sockets)} sockets, each with a listener)")
 
 
 def _is_closed(facts: PodFacts) -> bool:

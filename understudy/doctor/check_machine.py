@@ -93,7 +93,7 @@ def descriptors(facts: PodFacts) -> Finding:
             f"{'; '.join(map(_limit, low))}: {FDS_ADVISED} recommended", f"{fix} to {FDS_ADVISED}"
         )
     least = min((each.hard_limit for each in facts.limits), default=0)
-    return passed(f"at least {least} in {len(facts.limits)} processes")
+    return passed(f"the limit is at least {least}; processes checked: {len(facts.limits)}")
 
 
 def clock_source(facts: PodFacts) -> Finding:

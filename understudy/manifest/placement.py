@@ -176,7 +176,7 @@ def _paths(spec: ContainerSpec, place: Placement) -> dict[str, str]:
             raise UsageError(
                 "manifest.broken",
                 f"invalid manifest: container {spec.name} mounts volume {mount.volume}, which the "
-                "pod does not have",
+                "pod does not define",
             )
         found[mount.path.rstrip("/")] = str(place.volumes[mount.volume] / mount.sub_path)
     return found
@@ -218,7 +218,7 @@ def _port(check: ProbeSpec, spec: ContainerSpec, place: Placement) -> int:
     raise UsageError(
         "manifest.broken",
         f"invalid manifest: a probe of container {spec.name} uses port {check.port!r}, which the "
-        "container does not have",
+        "container does not declare",
     )
 
 

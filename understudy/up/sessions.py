@@ -230,8 +230,8 @@ async def _welcome(directory: Path, containers: Sequence[Container]) -> list[str
     body = {"model": models[0].get("id", "?"), "prompt": "Hello", "max_tokens": 16}
     return [
         "",
-        f"{whole.engine} is active, {', '.join(whole.standbys)} is in standby. Send requests to "
-        f"{service_url}, for example:",
+        f"{whole.engine} is active, {', '.join(whole.standbys)} is in standby. "
+        f"Send requests to {service_url}; Ctrl-C stops the pod. Try:",
         f"  curl {service_url}/v1/completions -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'",
         f"  {command} status --dir {directory}",
@@ -240,6 +240,6 @@ async def _welcome(directory: Path, containers: Sequence[Container]) -> list[str
             for each in containers
             if each.name == LOCKSERVER and each.startup is not None
         ),
-        f"  {command} drill --attach --dir {directory}     (Ctrl-C stops the pod)",
+        f"  {command} drill --attach --dir {directory}",
         "",
     ]

@@ -37,7 +37,7 @@ def test_guard_that_was_removed_or_replaced_is_recreated(loop: str, tmp_path: Pa
         assert server.reclaim_guard() is None
         os.unlink(guard)
         assert server.reclaim_guard() == guard
-        with pytest.raises(UnderstudyError, match="already running here: pid"):
+        with pytest.raises(UnderstudyError, match="already running: pid"):
             PathGuard(guard, "echo")
         os.unlink(guard)
         other = PathGuard(guard, "another echo")

@@ -234,7 +234,7 @@ def test_containers_that_cannot_run_here_are_refused():
     """Goal: a sentence before anything starts. Method: no command, a lost port, a lost volume."""
     with pytest.raises(UsageError, match="main has no command"):
         place(small("command: []\nargs: []"))
-    with pytest.raises(UsageError, match="uses port 'web', which the container does not have"):
+    with pytest.raises(UsageError, match="uses port 'web', which the container does not declare"):
         place(small("livenessProbe: {httpGet: {port: web}}"))
     with pytest.raises(UsageError, match="mounts volume v"):
         place(small("volumeMounts: [{name: v, mountPath: /v}]"))

@@ -168,7 +168,7 @@ def _convert(document: Mapping[str, Any], kind: type[Body], required: str) -> Bo
     """The implemented parameters, each valid, if the others may be left aside."""
     document = {name: value for name, value in document.items() if value is not None}
     if required not in document:
-        what = f"The request lacks {required}."
+        what = f"The request has no {required!r}."
         raise ApiError(400, what, code="missing_required_parameter", param=required)
     try:
         body = msgspec.convert(document, kind, strict=True)
@@ -190,10 +190,10 @@ def _check_others(document: Mapping[str, Any], implemented: type[Struct], where:
             _warn_once(name)
         elif not any(_same(value, accepted) for accepted in NEUTRAL[name]):
             accepted = "".join(f" or send {json.dumps(item)}" for item in NEUTRAL[name])
-            what = f"{where}{name} is not supported with the value {reprlib.repr(value)}"
+            what = f"{where}{name}={reprlib.repr(value)} is not supported"
             raise ApiError(
                 400,
-                f"{what} by this engine; leave it out{accepted}.",
+                f"{what} by this engine; omit it{accepted}.",
                 code="unsupported_parameter",
                 param=f"{where}{name}",
             )

@@ -219,10 +219,10 @@ class _Routes:
         tokens = await self._encode(body)
         count, asked = len(tokens), body.max_tokens or 0
         if count + max(1, asked) > limits.max_context:
-            needed = f"{count} tokens of prompt" + (f" and {asked} to generate" if asked else "")
+            needed = f"{count} prompt tokens" + (f" and {asked} completion tokens" if asked else "")
             raise ApiError(
                 400,
-                f"This engine's context holds {limits.max_context} tokens, and the request asks for"
+                f"The context length is {limits.max_context} tokens, but the request needs"
                 f" {needed}; shorten the prompt or lower max_tokens.",
                 code="context_length_exceeded",
                 param=param,
