@@ -16,11 +16,11 @@ from plumbing.errors import UnderstudyError
 from plumbing.wire.messages import Message
 
 
-class Effect(Struct, frozen=True):
+class DeviceEffect(Struct, frozen=True):
     """Base of all effects."""
 
 
-class Respond(Effect, frozen=True):
+class Respond(DeviceEffect, frozen=True):
     session: int
     request_id: int
 
@@ -49,18 +49,18 @@ class RefuseRequest(Respond, frozen=True):
     error: UnderstudyError
 
 
-class OpenEpoch(Effect, frozen=True):
+class OpenEpoch(DeviceEffect, frozen=True):
     session: int
     epoch: str
 
 
-class CreateSlab(Effect, frozen=True):
+class CreateSlab(DeviceEffect, frozen=True):
     session: int
     epoch: str
     size_bytes: int
 
 
-class SealEpoch(Effect, frozen=True):
+class SealEpoch(DeviceEffect, frozen=True):
     """Check the manifest, then seal, which both take a while; then `Sealed` or `DriverFailed`."""
 
     session: int
@@ -68,7 +68,7 @@ class SealEpoch(Effect, frozen=True):
     manifest: bytes
 
 
-class AdoptEpoch(Effect, frozen=True):
+class AdoptEpoch(DeviceEffect, frozen=True):
     """Check what the session offered and hold it; then `Adopted` or `DriverFailed`."""
 
     session: int
@@ -77,25 +77,25 @@ class AdoptEpoch(Effect, frozen=True):
     manifest: bytes
 
 
-class DiscardOffer(Effect, frozen=True):
+class DiscardOffer(DeviceEffect, frozen=True):
     """Release what was adopted of an epoch, or is being adopted: its offer has broken off."""
 
     epoch: str
 
 
-class Unwatch(Effect, frozen=True):
+class Unwatch(DeviceEffect, frozen=True):
     """Stop watching the epoch's file: a session owns the epoch again."""
 
     epoch: str
 
 
-class MarkHistory(Effect, frozen=True):
+class MarkHistory(DeviceEffect, frozen=True):
     """Mark the epoch's own file as out of service; nothing comes back."""
 
     epoch: str
 
 
-class WriteJournal(Effect, frozen=True):
+class WriteJournal(DeviceEffect, frozen=True):
     """Put `record` on disk; then `Journalled` or `JournalFailed`, without a session `JournalKept`
     or `JournalBehind`."""
 
@@ -103,13 +103,13 @@ class WriteJournal(Effect, frozen=True):
     record: JournalRecord | None
 
 
-class ReleaseEpoch(Effect, frozen=True):
+class ReleaseEpoch(DeviceEffect, frozen=True):
     """Close what we hold of it, then watch its file; `EpochFree` when no process holds that."""
 
     epoch: str
 
 
-class RecordEvent(Effect, frozen=True):
+class RecordEvent(DeviceEffect, frozen=True):
     """One event of a type `gms.*` for the log of events."""
 
     type: str
@@ -118,4 +118,4 @@ class RecordEvent(Effect, frozen=True):
     severity: str = "info"
 
 
-Effects = list[Effect]
+Effects = list[DeviceEffect]

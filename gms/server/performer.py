@@ -65,7 +65,7 @@ class DevicePerformer:
         self._arrived: dict[int, OwnedFd] = {}  # a new slab's descriptor, until it is sent
         self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are adopted
 
-    def perform(self, effect: fx.Effect) -> None:
+    def perform(self, effect: fx.DeviceEffect) -> None:
         match effect:
             case fx.SendMessage():
                 self._send_message(effect)

@@ -144,24 +144,24 @@ class SwitchOverAsked(Input, frozen=True):
 # ---------------------------------------------------------------------- effects
 
 
-class Effect(msgspec.Struct, frozen=True):
+class LockEffect(msgspec.Struct, frozen=True):
     """What the shell must do, at once and in order."""
 
 
-class SendGrant(Effect, frozen=True):
+class SendGrant(LockEffect, frozen=True):
     conn: int
     lock: str
     holder: Holder
 
 
-class Announce(Effect, frozen=True):
+class Announce(LockEffect, frozen=True):
     """Send the grant to every connected supervisor but the holder's, and every observer."""
 
     lock: str
     holder: Holder
 
 
-class RefuseConnection(Effect, frozen=True):
+class RefuseConnection(LockEffect, frozen=True):
     """Send an error frame and close."""
 
     conn: int
@@ -170,40 +170,40 @@ class RefuseConnection(Effect, frozen=True):
     details: Mapping[str, Any] = {}
 
 
-class Close(Effect, frozen=True):
+class Close(LockEffect, frozen=True):
     conn: int
     reason: str
 
 
-class Lend(Effect, frozen=True):
+class Lend(LockEffect, frozen=True):
     """The first `want` of this connection was accepted: lend it the service sockets."""
 
     conn: int
 
 
-class PrepareService(Effect, frozen=True):
+class PrepareService(LockEffect, frozen=True):
     """Stop answering on the lock's service socket: a grant is about to be sent."""
 
     lock: str
 
 
-class Persist(Effect, frozen=True):
+class Persist(LockEffect, frozen=True):
     record: LockRecord
 
 
-class Discard(Effect, frozen=True):
+class Discard(LockEffect, frozen=True):
     """Ended incarnations whose end is on disk: remove their witnesses."""
 
     witnesses: tuple[WitnessFile, ...]
 
 
-class Forget(Effect, frozen=True):
+class Forget(LockEffect, frozen=True):
     """This supervisor's process no longer matters: stop watching it."""
 
     supervisor: str
 
 
-class SendHandOver(Effect, frozen=True):
+class SendHandOver(LockEffect, frozen=True):
     """Ask the holder on this connection to hand `lock` over to engine `to`."""
 
     conn: int
@@ -212,7 +212,7 @@ class SendHandOver(Effect, frozen=True):
     to: str
 
 
-class ReportSwitchOver(Effect, frozen=True):
+class ReportSwitchOver(LockEffect, frozen=True):
     """Answer the requester: `holder` has the lock that was `source`'s."""
 
     ask: int
@@ -222,7 +222,7 @@ class ReportSwitchOver(Effect, frozen=True):
     took_ms: float
 
 
-class RefuseSwitchOver(Effect, frozen=True):
+class RefuseSwitchOver(LockEffect, frozen=True):
     """Answer the requester: it was not begun, or it ended otherwise."""
 
     ask: int
@@ -231,7 +231,7 @@ class RefuseSwitchOver(Effect, frozen=True):
     details: Mapping[str, Any] = {}
 
 
-class Happened(Effect, frozen=True):
+class Happened(LockEffect, frozen=True):
     """An event to record; with `evidence`, the shell adds the processes that hold that witness."""
 
     type: str

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lockserver.core import sentences
-from lockserver.core.events import Effect, Holder
+from lockserver.core.events import Holder, LockEffect
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.supervisors import Locks, Supervisors
 
@@ -71,7 +71,9 @@ def forgive(supervisors: Supervisors, now_ms: float) -> None:
         supervisor.heard_ms = now_ms
 
 
-def fall_silent(locks: Locks, supervisors: Supervisors, heard_before_ms: float) -> Iterable[Effect]:
+def fall_silent(
+    locks: Locks, supervisors: Supervisors, heard_before_ms: float
+) -> Iterable[LockEffect]:
     """Mark the supervisors that were last heard before `heard_before_ms`, and report each once."""
     for supervisor in supervisors.values():
         if supervisor.is_silent or supervisor.heard_ms >= heard_before_ms:
@@ -88,7 +90,7 @@ def fall_silent(locks: Locks, supervisors: Supervisors, heard_before_ms: float) 
             yield sentences.unresponsive(lock, holder, supervisor)
 
 
-def report_overdue(locks: Locks, now_ms: float, window_end_ms: float) -> Iterable[Effect]:
+def report_overdue(locks: Locks, now_ms: float, window_end_ms: float) -> Iterable[LockEffect]:
     """Report once what each lock that cannot be granted has been waiting for."""
     for lock in locks.values():
         is_overdue = False

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from lockserver.core import events as ev
 from lockserver.core import sentences
-from lockserver.core.events import Effect, Holder
+from lockserver.core.events import Holder, LockEffect
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.names import WitnessFile
 from lockserver.core.queue import Waiter, next_waiter
@@ -58,7 +58,7 @@ class Ledger:
         if len(self._ended) < ENDED_MAX:
             self._ended[witness.name] = witness
 
-    def next_write(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> list[Effect]:
+    def next_write(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> list[LockEffect]:
         """Choose the next grant, or nothing; `Persist` is always the last effect."""
         if self.is_writing or (self.problem is not None and now_ms < self._retry_ms):
             return []
@@ -105,7 +105,9 @@ class Ledger:
             token, holders, frozenset(k.name for k in locks.values() if k.is_unknown)
         )
 
-    def written(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> Iterable[Effect]:
+    def written(
+        self, locks: Locks, supervisors: Supervisors, now_ms: float
+    ) -> Iterable[LockEffect]:
         """The record is on disk: make the grant."""
         self.is_writing = False
         self._writes_due = max(0, self._writes_due - 1)
@@ -121,7 +123,7 @@ class Ledger:
         if over:
             yield ev.Discard(over)
 
-    def _make(self, grant: _Grant, supervisors: Supervisors, now_ms: float) -> Iterable[Effect]:
+    def _make(self, grant: _Grant, supervisors: Supervisors, now_ms: float) -> Iterable[LockEffect]:
         lock, holder = grant.lock, grant.holder
         event = sentences.granted(lock, holder, grant.waiter, now_ms)
         lock.fire(Signal.GRANTED, now_ms, holder)
@@ -133,7 +135,7 @@ class Ledger:
         yield ev.Announce(lock.name, holder)
         yield event
 
-    def failed(self, reason: str, now_ms: float) -> Iterable[Effect]:
+    def failed(self, reason: str, now_ms: float) -> Iterable[LockEffect]:
         """Nothing was written, or perhaps it was: nothing is sent."""
         self.is_writing, self._grant = False, None
         is_new = self.problem is None

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 
 from lockserver.core import events as ev
 from lockserver.core import evidence, sentences
-from lockserver.core.events import Effect, Holder, Wanted
+from lockserver.core.events import Holder, LockEffect, Wanted
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.names import WitnessFile, WitnessState
@@ -65,7 +65,7 @@ class LockMachine:
             if holder is not None or name in record.unknown:
                 lock.state, lock.holder = LockState.RECOVERING, holder
 
-    def handle(self, event: ev.Input, now_ms: float) -> list[Effect]:
+    def handle(self, event: ev.Input, now_ms: float) -> list[LockEffect]:
         """Take one event; the effects must be carried out at once and in order.
 
         A `Persist` is always the last one; its outcome is the next event.
@@ -76,7 +76,7 @@ class LockMachine:
         effects += self.switchovers.observe(self.locks, now_ms)
         return effects + self.ledger.next_write(self.locks, self.supervisors, now_ms)
 
-    def begin(self, leftovers: Iterable[WitnessFile] = ()) -> list[Effect]:
+    def begin(self, leftovers: Iterable[WitnessFile] = ()) -> list[LockEffect]:
         """The events to record at start; `leftovers`: sealed witnesses of an earlier server."""
         for witness in leftovers:
             self.ledger.end(witness)
@@ -89,7 +89,7 @@ class LockMachine:
         is_held = any(lock.state is not LockState.FREE for lock in self.locks.values())
         return is_starting or is_held or bool(self.supervisors)
 
-    def _on(self, event: ev.Input, now_ms: float) -> Iterable[Effect]:
+    def _on(self, event: ev.Input, now_ms: float) -> Iterable[LockEffect]:
         match event:
             case ev.Beaten():
                 return self._beaten(event, now_ms)
@@ -116,7 +116,7 @@ class LockMachine:
 
     # ------------------------------------------------------------------ a supervisor's want
 
-    def _wanted(self, want: Wanted, now_ms: float) -> Iterable[Effect]:
+    def _wanted(self, want: Wanted, now_ms: float) -> Iterable[LockEffect]:
         refusal = check_want(want.conn, want.msg, self.locks) or check_identity(
             want, self._by_conn.get(want.conn), self.locks, self.supervisors
         )
@@ -149,7 +149,7 @@ class LockMachine:
             yield ev.Lend(want.conn)
             yield from self._send_holders(supervisor)
 
-    def _evict_twins(self, want: Wanted) -> Iterable[Effect]:
+    def _evict_twins(self, want: Wanted) -> Iterable[LockEffect]:
         """A holder that returns late stays; a supervisor that took its engine's id must leave."""
         for twin in twins_of(want, self.supervisors):
             if twin.conn is not None:
@@ -171,7 +171,7 @@ class LockMachine:
         supervisor.adopt(want)
         return supervisor
 
-    def _end_unnamed(self, supervisor: SupervisorRecord, now_ms: float) -> Iterable[Effect]:
+    def _end_unnamed(self, supervisor: SupervisorRecord, now_ms: float) -> Iterable[LockEffect]:
         """Give up what this want no longer names: places in queues, and locks once proven."""
         for lock in self.locks.values():
             named = supervisor.incarnation if lock.name in supervisor.locks else None
@@ -182,7 +182,7 @@ class LockMachine:
             if holder.incarnation != named:
                 yield from self._lose(lock, Signal.NOT_WANTED, now_ms)
 
-    def _ask(self, lock: Lock, want: Wanted, refused: bool, now_ms: float) -> Iterable[Effect]:
+    def _ask(self, lock: Lock, want: Wanted, refused: bool, now_ms: float) -> Iterable[LockEffect]:
         """One wanted lock: repeat its grant, accept a claim, queue it, or refuse."""
         assert want.msg.incarnation is not None  # checked: no lock is wanted without one
         claimed = want.msg.tokens.get(lock.name)
@@ -205,7 +205,7 @@ class LockMachine:
             lock.waiters.append(waiter)
             yield sentences.queued(lock, waiter)
 
-    def _confirm(self, lock: Lock, conn: int, now_ms: float) -> Iterable[Effect]:
+    def _confirm(self, lock: Lock, conn: int, now_ms: float) -> Iterable[LockEffect]:
         was_held, holder = lock.state is LockState.HELD, lock.holder
         assert holder is not None
         lock.fire(Signal.CONFIRMED, now_ms)
@@ -215,7 +215,7 @@ class LockMachine:
             yield sentences.confirmed(lock, holder)
             yield from self.switchovers.remind(lock, conn)
 
-    def _claim(self, lock: Lock, want: Wanted, token: int, now_ms: float) -> Iterable[Effect]:
+    def _claim(self, lock: Lock, want: Wanted, token: int, now_ms: float) -> Iterable[LockEffect]:
         """The state file is lost, and a living incarnation knows its token."""
         assert want.msg.incarnation is not None
         assert want.witness_file is not None
@@ -234,7 +234,7 @@ class LockMachine:
         yield ev.Announce(lock.name, holder)
         yield sentences.claimed(lock, holder)
 
-    def _send_holders(self, supervisor: SupervisorRecord) -> Iterable[Effect]:
+    def _send_holders(self, supervisor: SupervisorRecord) -> Iterable[LockEffect]:
         assert supervisor.conn is not None
         for lock in self.locks.values():
             holder = lock.holder
@@ -243,7 +243,7 @@ class LockMachine:
 
     # ------------------------------------------------------------------ heartbeats and losses
 
-    def _beaten(self, beat: ev.Beaten, now_ms: float) -> Iterable[Effect]:
+    def _beaten(self, beat: ev.Beaten, now_ms: float) -> Iterable[LockEffect]:
         supervisor = self._by_conn.get(beat.conn)
         if supervisor is None:
             why = "a supervisor must send `want` before its first heartbeat"
@@ -259,12 +259,12 @@ class LockMachine:
             del self._by_conn[supervisor.conn]
             supervisor.conn = None
 
-    def _mark_heard(self, supervisor: SupervisorRecord, now_ms: float) -> list[Effect]:
+    def _mark_heard(self, supervisor: SupervisorRecord, now_ms: float) -> list[LockEffect]:
         supervisor.heard_ms = now_ms
         was_silent, supervisor.is_silent = supervisor.is_silent, False
         return [sentences.heard(supervisor)] if was_silent else []
 
-    def _connection_closed(self, event: ev.ConnectionClosed, now_ms: float) -> Iterable[Effect]:
+    def _connection_closed(self, event: ev.ConnectionClosed, now_ms: float) -> Iterable[LockEffect]:
         supervisor = self._by_conn.get(event.conn)
         if supervisor is None:
             return
@@ -274,7 +274,7 @@ class LockMachine:
             yield from self._drop(supervisor)
         yield from self._lose_all(supervisor, Signal.CONNECTION_CLOSED, now_ms)
 
-    def _process_gone(self, event: ev.ProcessGone, now_ms: float) -> Iterable[Effect]:
+    def _process_gone(self, event: ev.ProcessGone, now_ms: float) -> Iterable[LockEffect]:
         supervisor = self.supervisors.get(event.supervisor)
         if supervisor is None:
             return
@@ -285,7 +285,7 @@ class LockMachine:
         yield from self._drop(supervisor)
         yield from self._lose_all(supervisor, Signal.PROCESS_GONE, now_ms)
 
-    def _drop(self, supervisor: SupervisorRecord) -> Iterable[Effect]:
+    def _drop(self, supervisor: SupervisorRecord) -> Iterable[LockEffect]:
         self._leave_queues(supervisor.id)
         self._hang_up(supervisor)
         del self.supervisors[supervisor.id]
@@ -297,12 +297,12 @@ class LockMachine:
 
     def _lose_all(
         self, supervisor: SupervisorRecord, signal: Signal, now_ms: float
-    ) -> Iterable[Effect]:
+    ) -> Iterable[LockEffect]:
         for lock in self.locks.values():
             if lock.holder is not None and lock.holder.supervisor == supervisor.id:
                 yield from self._lose(lock, signal, now_ms)
 
-    def _lose(self, lock: Lock, signal: Signal, now_ms: float) -> Iterable[Effect]:
+    def _lose(self, lock: Lock, signal: Signal, now_ms: float) -> Iterable[LockEffect]:
         holder, was_held = lock.holder, lock.state is LockState.HELD
         assert holder is not None
         lock.fire(signal, now_ms)
@@ -313,7 +313,7 @@ class LockMachine:
 
     # ------------------------------------------------------------------ evidence
 
-    def _witness_free(self, event: ev.WitnessFree, now_ms: float) -> Iterable[Effect]:
+    def _witness_free(self, event: ev.WitnessFree, now_ms: float) -> Iterable[LockEffect]:
         lock = self.locks[event.lock]
         holder = lock.holder
         if holder is None or holder.incarnation != event.incarnation:
@@ -324,11 +324,11 @@ class LockMachine:
             yield sentences.dead_in_silence(lock, holder, now_ms)
         yield from self._free(lock, now_ms)
 
-    def _directory_scanned(self, event: ev.DirectoryScanned, now_ms: float) -> Iterable[Effect]:
+    def _directory_scanned(self, event: ev.DirectoryScanned, now_ms: float) -> Iterable[LockEffect]:
         for name in evidence.scan_frees(self.locks, self.supervisors, event.held):
             yield from self._free(self.locks[name], now_ms)
 
-    def _free(self, lock: Lock, now_ms: float) -> Iterable[Effect]:
+    def _free(self, lock: Lock, now_ms: float) -> Iterable[LockEffect]:
         holder = lock.holder
         lock.fire(Signal.EVIDENCE_GONE, now_ms)
         if holder is not None:
@@ -339,7 +339,7 @@ class LockMachine:
 
     # ------------------------------------------------------------------ time
 
-    def _time_passed(self, now_ms: float) -> Iterable[Effect]:
+    def _time_passed(self, now_ms: float) -> Iterable[LockEffect]:
         gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
         if gap_ms > evidence.STALL_MS:
             evidence.forgive(self.supervisors, now_ms)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from lockserver.core import events as ev
 from lockserver.core import sentences
-from lockserver.core.events import Effect, Holder, SwitchOverAsked
+from lockserver.core.events import Holder, LockEffect, SwitchOverAsked
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.queue import Waiter
 from lockserver.core.supervisors import Locks, Supervisors
@@ -65,7 +65,7 @@ class Switchovers:
 
     def begin(
         self, asked: SwitchOverAsked, locks: Locks, supervisors: Supervisors, now_ms: float
-    ) -> Iterable[Effect]:
+    ) -> Iterable[LockEffect]:
         """Ask the holder, or refuse."""
         try:
             lock, holder = self._check_holder(asked, locks, supervisors)
@@ -122,13 +122,13 @@ class Switchovers:
             raise Refusal("lock.not_held", why)
         return lock, holder
 
-    def remind(self, lock: Lock, conn: int) -> Iterable[Effect]:
+    def remind(self, lock: Lock, conn: int) -> Iterable[LockEffect]:
         """The holder has a new connection: the request may have been lost with the old one."""
         found = self.under_way.get(lock.name)
         if found is not None and not found.is_overdue and found.is_held_by_source(lock):
             yield ev.SendHandOver(conn, lock.name, found.source.incarnation, found.to)
 
-    def observe(self, locks: Locks, now_ms: float) -> Iterable[Effect]:
+    def observe(self, locks: Locks, now_ms: float) -> Iterable[LockEffect]:
         """After every event: whether a switchover has ended or its deadline has passed."""
         for name, found in tuple(self.under_way.items()):
             lock = locks[name]
@@ -188,7 +188,7 @@ def _objection(waiter: Waiter, supervisors: Supervisors, whole: Container[str]) 
     return None
 
 
-def _ended(lock: Lock, holder: Holder, found: Switchover, now_ms: float) -> Iterable[Effect]:
+def _ended(lock: Lock, holder: Holder, found: Switchover, now_ms: float) -> Iterable[LockEffect]:
     """The lock has been granted again: was the outcome the requested one?"""
     took_ms = now_ms - found.since_ms
     failure = None

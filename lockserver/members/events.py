@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockserver.core.events import Effect, Input
+from lockserver.core.events import Input, LockEffect
 from lockserver.messages import WantMsg
 from plumbing.wire.messages import Message
 
@@ -21,12 +21,12 @@ class MemberWanted(Input, frozen=True):
     name: str = ""
 
 
-class Feed(Effect, frozen=True):
+class Feed(LockEffect, frozen=True):
     """An event for the lock machine."""
 
     event: Input
 
 
-class SendMsg(Effect, frozen=True):
+class SendMsg(LockEffect, frozen=True):
     conn: int
     message: Message

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from lockserver.core import events as ev
-from lockserver.core.events import Effect, Happened, SendGrant
+from lockserver.core.events import Happened, LockEffect, SendGrant
 from lockserver.core.names import WitnessState
 from lockserver.core.terms import LeaseTerms, MemberId, unlockable_witness
 from lockserver.members.events import MemberWanted, SendMsg
@@ -96,7 +96,7 @@ class Group:
         )
 
 
-def fan_out(effect: Effect, members: Sequence[NodeMember]) -> list[Effect]:
+def fan_out(effect: LockEffect, members: Sequence[NodeMember]) -> list[LockEffect]:
     """An effect on a virtual connection, for the connected members behind it."""
     if isinstance(effect, SendGrant):
         return [_grant(effect, member) for member in members if _concerns(effect, member)]

@@ -28,7 +28,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 from lockserver.core import events as ev
-from lockserver.core.events import Effect, Input
+from lockserver.core.events import Input, LockEffect
 from lockserver.core.evidence import STALL_MS
 from lockserver.core.supervisors import Locks
 from lockserver.core.terms import LeaseTerms
@@ -65,11 +65,11 @@ class Members:
                 leases.presume(holder.engine, holder.lease, now_ms)
                 self.groups[holder.engine] = Group(holder.engine, holder.lease)
 
-    def handle(self, event: Input, now_ms: float) -> list[Effect]:
+    def handle(self, event: Input, now_ms: float) -> list[LockEffect]:
         """Take one event; the outputs must be carried out at once and in order."""
         return list(self._on(event, now_ms))
 
-    def _on(self, event: Input, now_ms: float) -> Iterable[Effect]:
+    def _on(self, event: Input, now_ms: float) -> Iterable[LockEffect]:
         match event:
             case MemberOpened():
                 self.roll.opened(event.conn, now_ms)
@@ -87,7 +87,7 @@ class Members:
 
     # ------------------------------------------------------------------ a member's messages
 
-    def _wanted(self, want: MemberWanted, now_ms: float) -> Iterable[Effect]:
+    def _wanted(self, want: MemberWanted, now_ms: float) -> Iterable[LockEffect]:
         refusal = check_member(
             want.conn, want.msg, self.roll.known, self.leases, self._locks, now_ms
         )
@@ -115,7 +115,7 @@ class Members:
             lease_ms = renewed.lease_ms
         return SendMsg(member.conn, RenewedMsg(member.progress, lease_ms))
 
-    def _beaten(self, beat: ev.Beaten, now_ms: float) -> Iterable[Effect]:
+    def _beaten(self, beat: ev.Beaten, now_ms: float) -> Iterable[LockEffect]:
         member = self.roll.by_conn(beat.conn)
         if member is None:
             yield ev.RefuseConnection(
@@ -130,7 +130,7 @@ class Members:
         if group is not None and group.conn is not None:
             yield from self._beat_as_one(group, group.conn)
 
-    def _beat_as_one(self, group: Group, conn: int) -> Iterable[Effect]:
+    def _beat_as_one(self, group: Group, conn: int) -> Iterable[LockEffect]:
         members = self.roll.of(group)
         if all(member.has_beaten for member in members):
             for member in members:
@@ -140,7 +140,7 @@ class Members:
 
     # ------------------------------------------------------------------ ended members
 
-    def _judge(self, member: NodeMember) -> Iterable[Effect]:
+    def _judge(self, member: NodeMember) -> Iterable[LockEffect]:
         """Compare a member's want with the group that it was part of."""
         group = self.groups.get(member.engine)
         if group is not None and not group.is_over and not group.has(member):
@@ -167,7 +167,7 @@ class Members:
                 return name
         return None
 
-    def _end_member(self, member: NodeMember, reason: str) -> Iterable[Effect]:
+    def _end_member(self, member: NodeMember, reason: str) -> Iterable[LockEffect]:
         """This member's incarnation is over, and so is its group if it has one."""
         assert member.incarnation is not None
         group = self.groups.get(member.engine)
@@ -175,7 +175,7 @@ class Members:
             yield from self._end(group, member.index, reason)
         self.leases.spend(member.incarnation, member.index, reason)
 
-    def _end(self, group: Group, lost: int, reason: str) -> Iterable[Effect]:
+    def _end(self, group: Group, lost: int, reason: str) -> Iterable[LockEffect]:
         """The group is over: no incarnation of it may ever be part of a group again."""
         group.is_over = True
         for who in group.terms.members:
@@ -189,7 +189,7 @@ class Members:
 
     # ------------------------------------------------------------------ groups
 
-    def _settle(self, engine: str, *, is_new_want: bool = False) -> Iterable[Effect]:
+    def _settle(self, engine: str, *, is_new_want: bool = False) -> Iterable[LockEffect]:
         """Make the engine's group agree with its members, and the machine with the group."""
         group = self.groups.get(engine)
         if group is not None and self.leases.is_free(group.terms):
@@ -232,7 +232,7 @@ class Members:
         ids = tuple(member.id for member in members if member.id is not None)
         return LeaseTerms(max(self.leases.alive[who.incarnation].lease_ms for who in ids), ids)
 
-    def _release(self, group: Group) -> Iterable[Effect]:
+    def _release(self, group: Group) -> Iterable[LockEffect]:
         """Every member has reported that it is reaped: feed the machine a want without locks. By it
         a switchover tells a holder that released its lock from one that died."""
         conn = next(self._virtual)
@@ -240,19 +240,19 @@ class Members:
         yield Feed(ev.Wanted(conn, want, process=LEASE))
         yield Feed(ev.ConnectionClosed(conn))
 
-    def _cut(self, group: Group) -> Iterable[Effect]:
+    def _cut(self, group: Group) -> Iterable[LockEffect]:
         conn, group.conn = group.conn, None
         if conn is not None:
             yield Feed(ev.ConnectionClosed(conn))
 
     # ------------------------------------------------------------------ losses, and time
 
-    def _closed(self, conn: int) -> Iterable[Effect]:
+    def _closed(self, conn: int) -> Iterable[LockEffect]:
         member = self.roll.leave(conn)
         if member is not None:
             yield from self._settle(member.engine)
 
-    def _time_passed(self, now_ms: float) -> Iterable[Effect]:
+    def _time_passed(self, now_ms: float) -> Iterable[LockEffect]:
         gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
         for lease in self.leases.tick(now_ms):
             yield from self._expire(lease)
@@ -270,7 +270,7 @@ class Members:
             yield from self._settle(engine)
         self.roll.forget(self.leases, self.groups)
 
-    def _expire(self, lease: Lease) -> Iterable[Effect]:
+    def _expire(self, lease: Lease) -> Iterable[LockEffect]:
         yield group_events.lease_expired(lease)
         member = self.roll.known.get((lease.engine, lease.member))
         if member is not None and member.id == lease.id and member.conn is not None:
@@ -282,7 +282,7 @@ class Members:
         if group is not None and is_part and not group.is_over and self._holds(group):
             yield from self._end(group, lease.member, "its lease has expired")
 
-    def _hang_up(self, member: NodeMember, why: str) -> Iterable[Effect]:
+    def _hang_up(self, member: NodeMember, why: str) -> Iterable[LockEffect]:
         conn = member.conn
         assert conn is not None
         self.roll.leave(conn)
@@ -292,7 +292,7 @@ class Members:
         holders = [lock.holder for lock in self._locks.values()]
         return any(h is not None and h.incarnation == group.incarnation for h in holders)
 
-    def _end_claims(self) -> Iterable[Effect]:
+    def _end_claims(self) -> Iterable[LockEffect]:
         """With the state lost: a member that claims a lock and whose group is late is over."""
         if self.leases.may_have_strangers:
             return
@@ -307,7 +307,7 @@ class Members:
 
     # ------------------------------------------------------------------ the machine's effects
 
-    def fan_out(self, effect: Effect) -> list[Effect]:
+    def fan_out(self, effect: LockEffect) -> list[LockEffect]:
         """An effect on a virtual connection, as one output for each member."""
         conn = getattr(effect, "conn", 0)
         return fan_out(effect, self.roll.line(self.groups.values(), conn))

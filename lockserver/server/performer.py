@@ -28,14 +28,14 @@ class LockPerformer:
     ) -> None:
         self._parts, self._observers, self._feed = parts, observers, feed
 
-    def perform(self, effects: list[ev.Effect]) -> None:
+    def perform(self, effects: list[ev.LockEffect]) -> None:
         for effect in effects:
             if is_virtual(getattr(effect, "conn", 0)):
                 self._parts.remote.perform(effect)
             else:
                 self._do(effect)
 
-    def _do(self, effect: ev.Effect) -> None:
+    def _do(self, effect: ev.LockEffect) -> None:
         parts = self._parts
         match effect:
             case ev.SendGrant(conn, lock, holder):

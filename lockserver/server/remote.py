@@ -120,7 +120,7 @@ class Remote:
 
     # ------------------------------------------------------------------ outputs
 
-    def perform(self, effect: ev.Effect) -> None:
+    def perform(self, effect: ev.LockEffect) -> None:
         """An effect of the machine on a virtual connection."""
         for output in self.members.fan_out(effect):
             self._do(output)
@@ -134,7 +134,7 @@ class Remote:
         if conn is not None:
             conn.send(message)
 
-    def _do(self, output: ev.Effect) -> None:
+    def _do(self, output: ev.LockEffect) -> None:
         match output:
             case me.Feed():
                 self._feed(output.event)

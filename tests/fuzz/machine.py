@@ -72,7 +72,7 @@ class Fuzzed:
         )
         self.device = self.machine.device
         self.now_ms = 0.0
-        self.driver: deque[fx.Effect] = deque()
+        self.driver: deque[fx.DeviceEffect] = deque()
         self.watched = {orphan.id for orphan in orphans}
         self.next_session, self.steps = 1, 0
         self.open: dict[int, set[int]] = {}  # connections that may speak: requests without answer
@@ -237,7 +237,7 @@ class Fuzzed:
         if committed is not None and self.device.committed is not committed:
             self.check_succession(event, committed, effects)
 
-    def perform(self, effect: fx.Effect) -> None:
+    def perform(self, effect: fx.DeviceEffect) -> None:
         if isinstance(effect, fx.Respond):
             unanswered = self.open.get(effect.session)
             if unanswered is None:
@@ -298,7 +298,9 @@ class Fuzzed:
         else:
             assert epoch.phase is EpochPhase.ORPHANED
 
-    def check_succession(self, event: ev.DeviceEvent, old: Epoch, effects: list[fx.Effect]) -> None:
+    def check_succession(
+        self, event: ev.DeviceEvent, old: Epoch, effects: list[fx.DeviceEffect]
+    ) -> None:
         """What is committed goes only by a commit, by word of an operator or a reader, or to make
         room for a writer who asked to replace it while nobody reads it."""
         message = event.message if isinstance(event, ev.Received) else None

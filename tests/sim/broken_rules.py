@@ -60,7 +60,7 @@ def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
     """A survivor that has not come back by then is given up."""
     deadline_passed, free = DeviceMachine._deadline_passed, DeviceMachine._epoch_free
 
-    def give_up(self: DeviceMachine, now_ms: float) -> list[fx.Effect]:
+    def give_up(self: DeviceMachine, now_ms: float) -> list[fx.DeviceEffect]:
         due_ms = self._recovery.next_report_ms()
         if due_ms is not None and due_ms <= now_ms:
             for orphan in self.device.orphans:
@@ -69,7 +69,7 @@ def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
 
     def ignore_strangers(
         self: DeviceMachine, event: ev.EpochFree, now_ms: float
-    ) -> list[fx.Effect]:
+    ) -> list[fx.DeviceEffect]:
         return free(self, event, now_ms) if event.epoch in self.device.epochs else []
 
     patch.setattr(DeviceMachine, "_deadline_passed", give_up)
@@ -122,7 +122,7 @@ def _refuse(
 
     def refuse(
         self: Recovery, session: Any, rejoin: msg.RejoinMsg, now_ms: float
-    ) -> list[fx.Effect]:
+    ) -> list[fx.DeviceEffect]:
         if not is_unwanted(self, rejoin):
             return judge(self, session, rejoin, now_ms)
         session.move(ev.SessionRefused, now_ms)
@@ -139,7 +139,7 @@ def ask_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
 
     def judge_once(
         self: Recovery, session: Any, rejoin: msg.RejoinMsg, now_ms: float
-    ) -> list[fx.Effect]:
+    ) -> list[fx.DeviceEffect]:
         is_broken_off = (self, rejoin.epoch) in asked and self.device.committed is None
         if is_broken_off and not any(
             s.state in HANDING_BACK for s in self.device.sessions.values()
@@ -153,7 +153,7 @@ def ask_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Recovery, "_judge", judge_once)
 
 
-def is_wanted(effect: fx.Effect) -> bool:
+def is_wanted(effect: fx.DeviceEffect) -> bool:
     return isinstance(effect, fx.SendMessage) and isinstance(effect.message, msg.WantedMsg)
 
 

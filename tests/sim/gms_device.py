@@ -98,7 +98,7 @@ class SimDevice:
         self.marked: set[str] = set()  # epochs whose files say that they are history
         self.condemning: set[str] = set()  # a crash forgets it, like a message that came too late
         self.was_replaced = False  # on purpose: then there may be two copies
-        self.driver: deque[fx.Effect] = deque()
+        self.driver: deque[fx.DeviceEffect] = deque()
         self.closing: deque[int] = deque()  # sessions whose end the server has not seen yet
         self.offered: dict[int, Copy] = {}  # by session: descriptors that came with an offer
         self.vault: dict[str, Copy] = {}

@@ -78,7 +78,7 @@ class Server:
         if self.machine is not None:
             self.perform(self.machine.handle(event, self.now()))
 
-    def perform(self, effects: list[ev.Effect]) -> None:
+    def perform(self, effects: list[ev.LockEffect]) -> None:
         for effect in effects:
             if isinstance(effect, ev.Persist):
                 self.persist(effect.record)
@@ -110,7 +110,7 @@ class Server:
         if self.machine is not None:
             self.do(self.members.handle(event, self.now()))
 
-    def do(self, outputs: list[ev.Effect]) -> None:
+    def do(self, outputs: list[ev.LockEffect]) -> None:
         network = self.world.network
         for output in outputs:
             if self.machine is None:

@@ -221,7 +221,7 @@ def witness_is_removed_early(patch: Patch) -> None:
     early: list[Any] = []
     handle = LockMachine.handle
 
-    def handle_hastily(self: LockMachine, event: ev.Input, now_ms: float) -> list[ev.Effect]:
+    def handle_hastily(self: LockMachine, event: ev.Input, now_ms: float) -> list[ev.LockEffect]:
         effects = handle(self, event, now_ms)
         gone, early[:] = tuple(early), []
         return [ev.Discard(gone), *effects]

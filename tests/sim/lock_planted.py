@@ -94,7 +94,7 @@ def hear(patch: Patch, change: Callable[[LockMachine, ev.Input], ev.Input]) -> N
     """Feed the machine something else."""
     handle = LockMachine.handle
 
-    def handle_changed(self: LockMachine, event: ev.Input, now_ms: float) -> list[ev.Effect]:
+    def handle_changed(self: LockMachine, event: ev.Input, now_ms: float) -> list[ev.LockEffect]:
         return handle(self, change(self, event), now_ms)
 
     patch.setattr(LockMachine, "handle", handle_changed)

@@ -68,7 +68,7 @@ class Shell:
 
     # ------------------------------------------------------------------ effects
 
-    def perform(self, effects: list[ev.Effect]) -> None:
+    def perform(self, effects: list[ev.LockEffect]) -> None:
         law = self.world.law
         for effect in effects:
             if isinstance(effect, ev.Happened):

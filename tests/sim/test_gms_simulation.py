@@ -77,7 +77,7 @@ class World:
             orphans=orphans.values(),
         )
         self.device = self.machine.device
-        self.driver: deque[fx.Effect] = deque()
+        self.driver: deque[fx.DeviceEffect] = deque()
         self.slabs: dict[str, int] = {}  # what this server's vault holds, by epoch
         self.sealed: set[str] = set()
         self.watched = set(orphans)
@@ -95,7 +95,7 @@ class World:
             self.perform(effect)
         self.check()
 
-    def perform(self, effect: fx.Effect) -> None:
+    def perform(self, effect: fx.DeviceEffect) -> None:
         if isinstance(effect, fx.Respond):
             process = self.processes.get(effect.session)
             if process is not None and process.is_connected:

@@ -49,14 +49,14 @@ class Bench:
         self.now_ms = 0.0
         self.auto = auto  # complete driver calls at once
         self.mapped: set[str] = set()  # epochs whose file somebody holds
-        self.pending: list[fx.Effect] = []
+        self.pending: list[fx.DeviceEffect] = []
         self.sent: list[fx.Respond] = []
         self.released: list[str] = []
         self.marked: set[str] = set()  # epochs whose files say that they are history
         self.journal: ev.JournalRecord | None = None
         self.records: list[fx.RecordEvent] = []
 
-    def tell(self, event: ev.DeviceEvent) -> list[fx.Effect]:
+    def tell(self, event: ev.DeviceEvent) -> list[fx.DeviceEffect]:
         effects = self.machine.handle(event, self.now_ms)
         for effect in effects:
             if isinstance(effect, fx.Respond):
@@ -73,7 +73,7 @@ class Bench:
         while self.pending:
             self.complete(self.pending.pop(0))
 
-    def complete(self, effect: fx.Effect) -> None:
+    def complete(self, effect: fx.DeviceEffect) -> None:
         match effect:
             case fx.OpenEpoch():
                 self.tell(ev.EpochOpened(effect.session))

@@ -40,7 +40,7 @@ class Shell:
             self._do(output)
         self.probe()
 
-    def _do(self, output: ev.Effect) -> None:
+    def _do(self, output: ev.LockEffect) -> None:
         if isinstance(output, me.Feed):
             self.fed.append(output.event)
             self.feed(output.event)

@@ -23,10 +23,10 @@ class Shell:
         self.machine = LockMachine(record or ev.LockRecord(), 0.0, **options)
         self.disk = record or ev.LockRecord()
         self.disk_error: str | None = None
-        self.effects: list[ev.Effect] = []
+        self.effects: list[ev.LockEffect] = []
 
-    def feed(self, event: ev.Input) -> list[ev.Effect]:
-        done: list[ev.Effect] = []
+    def feed(self, event: ev.Input) -> list[ev.LockEffect]:
+        done: list[ev.LockEffect] = []
         effects = self.machine.handle(event, self.now_ms)
         done += effects
         for effect in effects:
@@ -40,8 +40,8 @@ class Shell:
         self.effects += done
         return done
 
-    def pass_ms(self, ms: float) -> list[ev.Effect]:
-        done: list[ev.Effect] = []
+    def pass_ms(self, ms: float) -> list[ev.LockEffect]:
+        done: list[ev.LockEffect] = []
         for _ in range(round(ms / 100)):
             self.now_ms += 100
             done += self.feed(ev.TimePassed())

@@ -34,7 +34,7 @@ def pod(*waiting: str, **options: float) -> Shell:
     return shell
 
 
-def ask(shell: Shell, **changes) -> list[ev.Effect]:
+def ask(shell: Shell, **changes) -> list[ev.LockEffect]:
     return shell.feed(replace(ASKED, **changes))
 
 
@@ -51,7 +51,7 @@ def answers(effects) -> list[tuple[int, str]]:
     ]
 
 
-def give_up(shell: Shell, conn: int = 1, engine: str = "engine-0") -> list[ev.Effect]:
+def give_up(shell: Shell, conn: int = 1, engine: str = "engine-0") -> list[ev.LockEffect]:
     """The holder has drained and reaped: it names no incarnation, and its witness is free."""
     incarnation = shell.active.holder.incarnation
     effects = shell.feed(want(conn, None, engine=engine))
@@ -241,7 +241,7 @@ def test_timeout_ends_the_wait_and_nothing_else():
     grant ends it."""
     shell = pod(B, C)
     ask(shell, to="engine-2")
-    effects: list[ev.Effect] = []
+    effects: list[ev.LockEffect] = []
     for beat in range(1, 30):
         effects += shell.pass_ms(500)
         for conn in (1, 2, 3):
