@@ -84,6 +84,10 @@ def _lock_document(
         document["waiting_for"] = processes
         who = f" by {named(processes)}" if state == str(WitnessState.HELD) else ""
         evidence = f"witness {holder.witness.name} is {state}{who}"
+        if state == str(WitnessState.UNPROVEN):
+            evidence = (
+                f"witness {holder.witness.name} is missing or was replaced: it proves nothing"
+            )
         if holder.lease is not None:
             count, length = len(holder.lease.members), duration(holder.lease.lease_ms)
             evidence = f"{count} members over TCP cannot renew their leases of {length}"
