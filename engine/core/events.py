@@ -31,47 +31,47 @@ class WakingStep(StrEnum):
 # ---------------------------------------------------------------- events
 
 
-class Event(msgspec.Struct, frozen=True):
+class EngineEvent(msgspec.Struct, frozen=True):
     """Something that happened to the engine; the classes below are all of them."""
 
 
-class Launch(Event, frozen=True):
+class Launch(EngineEvent, frozen=True):
     """Start a backend as `incarnation`, a name never used before."""
 
     incarnation: str
 
 
-class Prepared(Event, frozen=True):
+class Prepared(EngineEvent, frozen=True):
     """The weights are mapped, and every process of the tree holds the witness."""
 
 
-class Granted(Event, frozen=True):
+class Granted(EngineEvent, frozen=True):
     """The lock server granted `active` to `incarnation` under `token`."""
 
     incarnation: str
     token: int
 
 
-class OtherGranted(Event, frozen=True):
+class OtherGranted(EngineEvent, frozen=True):
     """`active` was granted to another engine."""
 
     engine: str
     token: int
 
 
-class Woken(Event, frozen=True):
+class Woken(EngineEvent, frozen=True):
     """The KV cache is mapped."""
 
 
-class CanaryPassed(Event, frozen=True):
+class CanaryPassed(EngineEvent, frozen=True):
     """One real inference had the expected result."""
 
 
-class Serving(Event, frozen=True):
+class Serving(EngineEvent, frozen=True):
     """The backend accepts connections."""
 
 
-class Failed(Event, frozen=True):
+class Failed(EngineEvent, frozen=True):
     """This incarnation has failed; `cause` is one word for metrics.
 
     `exit_code` is set where a relaunch cannot help.
@@ -87,34 +87,34 @@ class Failed(Event, frozen=True):
 FROM_OUTSIDE = frozenset({"lease_lost", "member_lost"})
 
 
-class BudgetSpent(Event, frozen=True):
+class BudgetSpent(EngineEvent, frozen=True):
     """The state has lasted longer than its budget."""
 
     budget_ms: int
 
 
-class Terminate(Event, frozen=True):
+class Terminate(EngineEvent, frozen=True):
     """SIGTERM, or `engine drain`: finish the requests in flight and exit."""
 
     cause: str = "sigterm"
 
 
-class TerminateNow(Event, frozen=True):
+class TerminateNow(EngineEvent, frozen=True):
     """The second signal: exit at once."""
 
 
-class HandOver(Event, frozen=True):
+class HandOver(EngineEvent, frozen=True):
     """A switchover: finish, hand the lock over to engine `to`, and relaunch as a standby."""
 
     incarnation: str
     to: str
 
 
-class Drained(Event, frozen=True):
+class Drained(EngineEvent, frozen=True):
     """No request is in flight any more."""
 
 
-class Reaped(Event, frozen=True):
+class Reaped(EngineEvent, frozen=True):
     """Every process of the tree is gone; `verdict` is why there will be no relaunch, if so."""
 
     verdict: str | None = None
@@ -123,48 +123,48 @@ class Reaped(Event, frozen=True):
 # ---------------------------------------------------------------- effects
 
 
-class Effect(msgspec.Struct, frozen=True):
+class EngineEffect(msgspec.Struct, frozen=True):
     """Something that the shell must do; the classes below are all of them."""
 
 
-class StartTree(Effect, frozen=True):
+class StartTree(EngineEffect, frozen=True):
     incarnation: str
     number: int
 
 
-class TellLockServer(Effect, frozen=True):
+class TellLockServer(EngineEffect, frozen=True):
     """Send `want` again, with `active` in it or not."""
 
     names_incarnation: bool
     wants_active: bool
 
 
-class Ask(Effect, frozen=True):
+class Ask(EngineEffect, frozen=True):
     """Send the backend `step`'s request."""
 
     step: WakingStep
 
 
-class DrainBackend(Effect, frozen=True):
+class DrainBackend(EngineEffect, frozen=True):
     """Let the backend refuse new requests and finish those in flight."""
 
 
-class KillTree(Effect, frozen=True):
+class KillTree(EngineEffect, frozen=True):
     """Kill every process of the tree at once, wait until all are gone, then post `Reaped`."""
 
 
-class ScheduleRelaunch(Effect, frozen=True):
+class ScheduleRelaunch(EngineEffect, frozen=True):
     """Launch again when the rules of `relaunch` allow it."""
 
 
-class Exit(Effect, frozen=True):
+class Exit(EngineEffect, frozen=True):
     """End the supervisor. `reason` is None for a departure that was requested."""
 
     code: int
     reason: str | None
 
 
-class RecordTransition(Effect, frozen=True):
+class RecordTransition(EngineEffect, frozen=True):
     """A transition, for the one record from which logs, metrics and status derive."""
 
     source: State
@@ -173,7 +173,7 @@ class RecordTransition(Effect, frozen=True):
     message: str
 
 
-def explain(event: Event) -> tuple[str, str]:
+def explain(event: EngineEvent) -> tuple[str, str]:
     """Why `event` moves an engine: one word for metrics, and a clause for logs and status."""
     match event:
         case Launch():

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from engine.core import events as ev
-from engine.core.events import Effect, Event, State, WakingStep
+from engine.core.events import EngineEffect, EngineEvent, State, WakingStep
 
 HOLDING = frozenset({State.WAKING, State.ACTIVE, State.DRAINING})
 
@@ -54,7 +54,7 @@ class Situation:
 class IllegalEvent(Exception):
     """An event that cannot happen in this situation. Nothing has changed."""
 
-    def __init__(self, now: Situation, event: Event) -> None:
+    def __init__(self, now: Situation, event: EngineEvent) -> None:
         where = f"{now.state} (awaiting {now.step})" if now.step else now.state
         super().__init__(f"{type(event).__name__} cannot happen in {where}")
 
@@ -71,12 +71,12 @@ def _awaits(step: WakingStep) -> Callable[[Situation], bool]:
     return lambda now: now.step is step
 
 
-def _start(now: Situation) -> list[Effect]:
+def _start(now: Situation) -> list[EngineEffect]:
     assert now.incarnation is not None
     return [ev.StartTree(now.incarnation, now.number), NAMED]
 
 
-def _exit_or_relaunch(now: Situation) -> list[Effect]:
+def _exit_or_relaunch(now: Situation) -> list[EngineEffect]:
     if not now.is_reaped:
         return []  # `Reaped` comes
     if now.is_leaving:
@@ -99,8 +99,8 @@ class Row:
     """
 
     target: State
-    effects: tuple[Effect, ...] = ()
-    then: Callable[[Situation], list[Effect]] | None = None
+    effects: tuple[EngineEffect, ...] = ()
+    then: Callable[[Situation], list[EngineEffect]] | None = None
     guard: Callable[[Situation], bool] | None = None
 
 
@@ -108,7 +108,7 @@ KILLED = Row(State.DEAD, (ev.KillTree(),))
 WITHDRAWN = Row(State.DEAD, (NAMED, ev.KillTree()))
 DRAINED = Row(State.DRAINING, (ev.DrainBackend(),))
 
-TRANSITIONS: Mapping[tuple[State, type[Event]], Row] = {
+TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.DEAD, ev.Launch): Row(State.INIT, then=_start, guard=_may_launch),
     (State.INIT, ev.Prepared): Row(State.STANDBY, (QUEUED,)),
     (State.STANDBY, ev.Granted): Row(State.WAKING, (ev.Ask(WakingStep.WAKE),)),
@@ -153,7 +153,7 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], Row] = {
     (State.DEAD, ev.Reaped): Row(State.DEAD, (UNNAMED,), then=_exit_or_relaunch, guard=_is_reaping),
 }
 
-IGNORED: Mapping[State, frozenset[type[Event]]] = {
+IGNORED: Mapping[State, frozenset[type[EngineEvent]]] = {
     State.INIT: frozenset({ev.OtherGranted, ev.HandOver}),
     State.STANDBY: frozenset({ev.OtherGranted, ev.HandOver}),
     # A reconnect repeats the grant.
@@ -182,7 +182,7 @@ class Lifecycle:
     def state(self) -> State:
         return self.now.state
 
-    def handle(self, event: Event) -> list[Effect]:
+    def handle(self, event: EngineEvent) -> list[EngineEffect]:
         """What follows from `event`.
 
         Raises:
@@ -200,7 +200,7 @@ class Lifecycle:
             effects += self._fire(self.now.hand_over)  # it arrived while waking
         return effects
 
-    def _fire(self, event: Event) -> list[Effect]:
+    def _fire(self, event: EngineEvent) -> list[EngineEffect]:
         before = self.now
         if type(event) in IGNORED[before.state]:
             return []
@@ -208,7 +208,7 @@ class Lifecycle:
         if row is None or (row.guard is not None and not row.guard(before)):
             raise IllegalEvent(before, event)
         now = _learn(before, event)
-        effects: list[Effect] = []
+        effects: list[EngineEffect] = []
         if row.target is not before.state:
             step = now.step if row.target is State.WAKING else None
             cause, reason = ev.explain(event)
@@ -218,7 +218,7 @@ class Lifecycle:
         return [*effects, *row.effects, *(row.then(now) if row.then is not None else ())]
 
 
-def _learn(now: Situation, event: Event) -> Situation:
+def _learn(now: Situation, event: EngineEvent) -> Situation:
     """What `event` says, apart from the state that it leads to."""
     match event:
         case ev.Launch():

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.core import events as ev
-from engine.core.events import Event, Failed, State, WakingStep
+from engine.core.events import EngineEvent, Failed, State, WakingStep
 from engine.core.lifecycle import IllegalEvent, Lifecycle
 from engine.messages import FaultReportMsg, HealthyMsg
 from engine.supervisor import over_tcp, state_file
@@ -70,7 +70,7 @@ class Engine:
         )
         self._timers = Timers()
         self._watch: HealthWatch | None = None
-        self._inbox: deque[Event] = deque()
+        self._inbox: deque[EngineEvent] = deque()
         self._is_handling = False
         self.lock = LockSide(
             settings,
@@ -127,7 +127,7 @@ class Engine:
 
     # ------------------------------------------------------------------ inbox and effects
 
-    def post(self, event: Event) -> None:
+    def post(self, event: EngineEvent) -> None:
         """Handle `event` after those posted before it."""
         self._inbox.append(event)
         if self._is_handling:
@@ -139,7 +139,7 @@ class Engine:
         finally:
             self._is_handling = False
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: EngineEvent) -> None:
         try:
             effects = self.lifecycle.handle(event)
         except IllegalEvent as error:
@@ -149,7 +149,7 @@ class Engine:
         for effect in effects:
             self._perform(effect)
 
-    def _perform(self, effect: ev.Effect) -> None:
+    def _perform(self, effect: ev.EngineEffect) -> None:
         match effect:
             case ev.RecordTransition():
                 self._record(effect)

@@ -17,7 +17,7 @@ from typing import Any
 from engine import messages
 from engine.backends import process
 from engine.core import events as ev
-from engine.core.events import Event, Failed, WakingStep
+from engine.core.events import EngineEvent, Failed, WakingStep
 from engine.core.loading import Loading, LoadPermit
 from engine.supervisor.channel import BackendChannel
 from engine.supervisor.kv_layout import NAME as KV_LAYOUT
@@ -64,7 +64,7 @@ class Incarnation:
         settings: EngineSettings,
         incarnation_id: str,
         *,
-        post: Callable[[Event], None],
+        post: Callable[[EngineEvent], None],
         log: EventLog,
         leftovers: Leftovers,
         layout: KvLayout,
@@ -219,7 +219,7 @@ class Incarnation:
         else:
             self._post(event)
 
-    def _judge_prepared(self) -> Event | None:
+    def _judge_prepared(self) -> EngineEvent | None:
         """Whether it may stand by: every rank has its weights, every process holds the witness, and
         the KV cache has the size on which the pod's engines agree. None: ask again in a moment."""
         missing = self.loading.missing

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.events import Event, Failed, Granted, HandOver, OtherGranted
+from engine.core.events import EngineEvent, Failed, Granted, HandOver, OtherGranted
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.over_tcp import OwnListener
 from engine.supervisor.settings import EngineSettings
@@ -51,7 +51,7 @@ class LockSide:
         settings: EngineSettings,
         events: EventLog,
         *,
-        post: Callable[[Event], None],
+        post: Callable[[EngineEvent], None],
         on_loader: Callable[[str, int], None],
         on_listener: Callable[[], None],
     ) -> None:

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from engine.core import events as ev
-from engine.core.events import Event, State, WakingStep
+from engine.core.events import EngineEvent, State, WakingStep
 from engine.core.lifecycle import HOLDING, IGNORED, TRANSITIONS, IllegalEvent, Lifecycle
 
 INC = "e-0123456789abcdef"
-SAMPLES: dict[type[Event], Event] = {
+SAMPLES: dict[type[EngineEvent], EngineEvent] = {
     ev.Launch: ev.Launch(INC),
     ev.Prepared: ev.Prepared(),
     ev.Granted: ev.Granted(INC, 7),
@@ -53,7 +53,7 @@ def engine_in(state: State) -> Lifecycle:
     return engine
 
 
-def kinds(effects: list[ev.Effect]) -> list[str]:
+def kinds(effects: list[ev.EngineEffect]) -> list[str]:
     return [
         type(effect).__name__ for effect in effects if not isinstance(effect, ev.RecordTransition)
     ]
@@ -61,7 +61,7 @@ def kinds(effects: list[ev.Effect]) -> list[str]:
 
 def test_every_event_has_a_sample():
     """The table tests below cover every event there is: compare with the classes themselves."""
-    assert set(SAMPLES) == set(Event.__subclasses__())
+    assert set(SAMPLES) == set(EngineEvent.__subclasses__())
 
 
 @pytest.mark.parametrize("state", list(State))
