@@ -105,6 +105,7 @@ def test_drill_with_hanging_processes_detects_each_of_them(
     assert (report["refused"], report["wrong_tokens"], report["double_active"]) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(home: PodHome):
     """Goal: kills leak no descriptors, and the pod is complete again. Method: `--attach`, each
     target once; compare the descriptors of both before and after."""

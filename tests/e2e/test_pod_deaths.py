@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, kill
 from tests.helpers import auntil
@@ -19,6 +21,7 @@ async def only_answers_under(load: Load, token: int) -> None:
     assert load.tokens() == {token}
 
 
+@pytest.mark.slow
 def test_lock_server_killed_under_load_is_no_failover_and_the_next_one_refuses_nothing(
     home: PodHome,
 ):

@@ -45,6 +45,7 @@ def drill(temporary: Path, *flags: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_drill_kills_every_rank_in_turn(tmp_path_factory: pytest.TempPathFactory):
     """Goal: a dead rank is a dead engine, and the next engine gives the same answers. Method: the
     command, each process of the active engine once."""
@@ -117,6 +118,7 @@ def with_role(pod: LocalPod, role: str) -> LocalPod:
     return replace(pod, env={**pod.env, "ENGINE_ROLE": role})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("roles", [("primary", "shadow"), ("auto", "auto")])
 def test_engine_killed_between_two_commits_leaves_the_first_one(
     tmp_path_factory: pytest.TempPathFactory, model: Path, roles: tuple[str, str]

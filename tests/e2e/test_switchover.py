@@ -18,6 +18,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.backends.drain import QUIET_MS
 from tests.e2e.pods import AS_USERS_RUN_IT, CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, continue_all, kill
@@ -335,6 +337,7 @@ def test_target_killed_in_the_middle_leaves_the_lock_to_the_first_waiter(home: P
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_lock_server_killed_in_the_middle_forgets_it_and_the_holder_hands_over(home: PodHome):
     """Goal: a restart forgets the switchover, and loses nothing. Method: SIGKILL the lock server
     while the holder drains: the command reports that the outcome is unknown, and the standby is

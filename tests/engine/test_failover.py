@@ -49,6 +49,7 @@ def test_any_death_hands_over_and_comes_back(pair, target):
     assert back["deaths"][0]["cause"] == "child_exit"
 
 
+@pytest.mark.slow
 def test_sigterm_drains_reaps_releases_exits(pair):
     """SIGTERM to the active engine: exit 0, the other one serves, nothing is relaunched."""
     pod, first, _ = pair
@@ -59,6 +60,7 @@ def test_sigterm_drains_reaps_releases_exits(pair):
     assert pod.ask()[0] == "engine-1"
 
 
+@pytest.mark.slow
 def test_sigterm_on_standby_leaves_the_active_one_alone(pair):
     """SIGTERM to the standby: it leaves and exits 0; the active one keeps its token."""
     pod, _, second = pair
@@ -68,6 +70,7 @@ def test_sigterm_on_standby_leaves_the_active_one_alone(pair):
     assert pod.ask() == ("engine-0", token)
 
 
+@pytest.mark.slow
 def test_lock_server_death_and_restart_is_no_failover(pair):
     """SIGKILL the lock server: the active one serves on under its token, before and after."""
     pod, first, second = pair
@@ -83,6 +86,7 @@ def test_lock_server_death_and_restart_is_no_failover(pair):
     assert pod.ask()[0] == "engine-1"
 
 
+@pytest.mark.slow
 def test_stopped_supervisor_is_not_taken_over(pair):
     """SIGSTOP the active supervisor: its tree lives, so no other engine is granted."""
     pod, first, second = pair
@@ -96,6 +100,7 @@ def test_stopped_supervisor_is_not_taken_over(pair):
         os.kill(first.process.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_memory_and_metrics_of_a_takeover(pair):
     """After a takeover: the figures on /metrics and in the state."""
     _, first, second = pair
@@ -120,6 +125,7 @@ def test_memory_and_metrics_of_a_takeover(pair):
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     subprocess.run([*NAMESPACE, "true"], check=False, capture_output=True).returncode != 0,
     reason="this machine does not let us make a PID namespace",

@@ -120,6 +120,7 @@ def test_without_answers_it_stops_before_its_lease_has_run_out(pod, server, loop
     assert 'understudy_engine_lock_lost_total{reason="lease_lost"} 1.0' in page
 
 
+@pytest.mark.slow
 def test_leases_lost_again_and_again_are_no_crash_loop(pod, server, loop):
     """Goal: the network's faults do not end a container. Method: as many losses as deaths would be
     a crash loop, and one more."""
@@ -152,6 +153,7 @@ def test_a_stopped_supervisor_is_ended_by_the_kernel_with_its_backend(pod, serve
     assert not accepts(pod)
 
 
+@pytest.mark.slow
 def test_a_stopped_standby_is_left_alone(pod, server):
     """Goal: the kernel's timer runs for holders only. Method: a standby is stopped for longer than
     a lease, and goes on."""

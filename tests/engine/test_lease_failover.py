@@ -167,6 +167,7 @@ def pair(host: Host, tmp_path: Path) -> tuple[Host, Engine, Engine]:
     return host, first, second
 
 
+@pytest.mark.slow
 def test_a_dead_supervisor_is_replaced_when_its_lease_has_run_out(pair):
     """Goal: only time proves that a holder on another host is dead; then the next one serves
     the same answers. Method: SIGKILL; the lease's end comes before the grant in the server's own
@@ -200,6 +201,7 @@ def test_a_dead_backend_is_replaced_at_once(pair):
     first.until("standby", number=2)
 
 
+@pytest.mark.slow
 @long_leases
 def test_leaving_and_handing_over_wait_for_no_lease(pair):
     """Goal: a holder that releases in order costs no waiting time. Method: switch over, then
@@ -220,6 +222,7 @@ def test_leaving_and_handing_over_wait_for_no_lease(pair):
     assert host.events("lock.lease_expired") == []
 
 
+@pytest.mark.slow
 @long_leases
 def test_the_death_of_the_server_costs_no_request(pair):
     """Goal: a restart of the lock server within a lease is no failover. Method: SIGKILL and start;
@@ -246,6 +249,7 @@ def proxy(host: Host) -> Iterator[Proxy]:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_partitioned_holder_has_stopped_before_another_is_granted(host, proxy):
     """Goal: one owner, whichever links are cut. Method: the holder's packets are lost; by the one
     clock of this machine its last process is gone before the next grant, its death is a lost lease;
@@ -271,6 +275,7 @@ def test_a_partitioned_holder_has_stopped_before_another_is_granted(host, proxy)
     first.until("active")
 
 
+@pytest.mark.slow
 def test_a_stopped_holder_is_dead_before_another_is_granted(host):
     """Goal: the same of a supervisor that cannot do anything by itself. Method: SIGSTOP; at the
     first sight of the next grant neither it nor its backend is there."""
@@ -295,6 +300,7 @@ def other_node() -> Iterator[Pod]:
         made.close()
 
 
+@pytest.mark.slow
 def test_a_lost_member_takes_its_engine_with_it_and_another_engine_serves(host, other_node):
     """Goal: an engine of two members is one engine: with one supervisor gone, the other stops, and
     only when both are over is the next engine granted; then it is whole again as a standby.
@@ -322,6 +328,7 @@ def test_a_lost_member_takes_its_engine_with_it_and_another_engine_serves(host, 
     assert host.pod.ask()[0] == "engine-0"
 
 
+@pytest.mark.slow
 def test_members_with_the_reference_backend_come_back_and_say_the_same(host, other_node, tmp_path):
     """Goal: the same with a real backend, each member with its own on memory of its own node; the
     one that serves nothing is awake, too. Method: kill a process of member 1's backend; both come

@@ -117,6 +117,7 @@ def test_no_death_loses_or_alters_a_committed_epoch(pod: Pod):
         pod.check()
 
 
+@pytest.mark.slow
 def test_descriptors_do_not_leak_through_deaths(pod: Pod):
     """Goal: no descriptor leaks. Method: after a garbage sender and dead writers the server has as
     many descriptors as before."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import time
 
+import pytest
+
 from tests.e2e.pods import Pod, PodHome
 from tests.e2e.processes import Processes, kill
 from tests.fault.conftest import SILENT_MS
@@ -14,6 +16,7 @@ from understudy.status.gather import lockserver_part, status_of
 STATUS_ASKED = 20  # after the window: how many times the check must see no grant
 
 
+@pytest.mark.slow
 def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(home: PodHome):
     """Goal: no split brain. Method: SIGSTOP the whole tree of the active engine under load, SIGKILL
     the lock server; wait past its window; SIGCONT: the holder continues under its token."""
@@ -69,6 +72,7 @@ async def check_no_grant(pod: Pod, granted: int, tree: list[int]) -> None:
         assert [each["engine"] for each in document["locks"]["active"]["waiters"]]
 
 
+@pytest.mark.slow
 def test_stopped_lock_server_costs_nothing(home: PodHome):
     """Goal: engines continue to serve while the lock server hangs, and no engine is replaced for
     its silence when the server resumes. Method: SIGSTOP it under load for longer than its silence

@@ -68,6 +68,7 @@ async def refuse_all(refusals: Sequence[Refusal]) -> None:
     await asyncio.gather(*map(one, refusals))
 
 
+@pytest.mark.slow
 def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
     """Goal: two servers of one kind cannot both run. Method: each command again on the pod's
     directory; the error names the pid that holds it, and the pod continues to serve."""

@@ -100,6 +100,7 @@ def gms() -> Iterator[GmsProcess]:
     shutil.rmtree(directory)
 
 
+@pytest.mark.slow
 def test_no_conversation_ends_a_server(gms: GmsProcess):
     """Goal: no order of good messages on connections that come and go ends the server, leaks a
     descriptor or an epoch's file, or keeps the next client from its weights."""

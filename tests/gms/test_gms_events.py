@@ -161,6 +161,7 @@ def test_a_relayed_event_is_counted_once_and_a_gap_is_recorded():
         assert f'understudy_gms_{name}_total{{device_uuid="HOST-0"}} 1.0' in page
 
 
+@pytest.mark.slow
 def test_every_death_is_followed_by_one_recovery_in_the_supervisors_events(
     serve: Serve, client: Start
 ):

@@ -180,6 +180,7 @@ def test_sigterm_ends_it_with_exit_code_zero(serve: Serve):
     assert b"Traceback" not in serve.stderr.read()
 
 
+@pytest.mark.slow
 @host_only  # the supervisor counts deaths; what its servers hold is all the same to it
 def test_several_deaths_in_a_row_end_the_container_with_the_childs_code(serve: Serve):
     """Kill a server as often as it comes: the supervisor gives up with 128 + SIGKILL."""

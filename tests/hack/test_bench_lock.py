@@ -34,6 +34,7 @@ def bench(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_contenders_are_measured_side_by_side_and_the_table_is_made_of_it(tmp_path):
     """Goal: one document with each contender's spread and ratio. Method: three kills of each that
     needs no lease, then `--table` of the file."""

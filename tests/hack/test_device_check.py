@@ -74,6 +74,7 @@ def test_rehearsal_answers_every_part(tmp_path: Path):
     assert written() == before
 
 
+@pytest.mark.slow
 def test_driver_error_fails_one_part_and_sets_the_exit_code(tmp_path: Path):
     """The first import of every process fails: that part fails with its reason, another claims
     what does not hold, others go on; exit 1, and the figures so far are kept."""
@@ -119,6 +120,7 @@ def test_without_a_gpu_nothing_is_written(flags: tuple[str, ...], code: int):
     assert written() == before
 
 
+@pytest.mark.slow
 def test_rehearsal_is_never_written_to_bench_device(tmp_path: Path):
     """`--out` into bench/device is refused; a stand-in that came by the environment is noticed."""
     before = written()

@@ -242,6 +242,7 @@ async def test_server_restart_within_the_lease_costs_nothing(server):
         assert member.heard("lease_lost") == []
 
 
+@pytest.mark.slow
 @with_server
 async def test_silent_connection_is_replaced(server):
     """Goal: half-open connections are detected even if the lease is long. Method: a server that

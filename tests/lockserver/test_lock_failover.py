@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.helpers import auntil, open_fds
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess, free_port, settled_fds
@@ -141,6 +143,7 @@ def test_server_and_holder_killed_together_standby_is_granted_at_once(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_stopped_holder_and_restarted_server_no_engine_is_granted_after_the_window(
     pod_dir, start_server, start_engine
 ):
@@ -215,6 +218,7 @@ def test_second_server_on_one_directory_is_refused_by_name(pod_dir, start_server
     assert "Traceback" not in second.stderr
 
 
+@pytest.mark.slow
 def test_lock_server_descriptors_after_many_failovers(pod_dir, start_server):
     """Goal: no descriptor leaks. Method: 20 takeovers by relaunching."""
     server = start_server("--service", f"active=127.0.0.1:{free_port()}")
@@ -262,6 +266,7 @@ def test_missing_directory_or_port_in_use_is_one_clear_error(pod_dir, start_serv
         assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_status_offline_shows_the_state_file(pod_dir, start_server, start_engine):
     """Goal: `status` works while the server is down. Method: kill it and run the command."""
     server: ServerProcess = start_server()

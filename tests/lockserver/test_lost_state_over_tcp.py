@@ -62,6 +62,7 @@ async def event(server: ServerProcess, kind: str) -> dict[str, Any]:
     return next(r for r in records if r["type"] == kind and r["data"]["lock"] == "active")
 
 
+@pytest.mark.slow
 def test_state_lost_and_the_holder_silent_no_grant_before_its_lease_can_have_expired(
     server,
 ):
@@ -83,6 +84,7 @@ def test_state_lost_and_the_holder_silent_no_grant_before_its_lease_can_have_exp
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_state_lost_and_the_holder_reconnects_it_keeps_its_grant(server):
     """Goal: a living holder that knows its token is believed. Method: as above, but the holder
     reconnects; the other engine is not granted the lock, even after the lease."""

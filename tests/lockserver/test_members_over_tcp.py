@@ -122,6 +122,7 @@ def test_stopped_member_is_detected_by_its_silence_and_its_lease_is_waited_out(
     assert holder.hear("member_lost")["incarnation"] == holder.incarnation
 
 
+@pytest.mark.slow
 def test_restarted_server_gives_living_members_the_same_grant(server, start_member):
     """Goal: a restart of the server is no failover. Method: SIGKILL it and start it again; both
     members reconnect by themselves and keep token 1."""
@@ -242,6 +243,7 @@ def test_engines_on_this_host_and_members_on_others_share_one_lock(server, pod_d
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))
 
 
+@pytest.mark.slow
 def test_metrics_show_the_holders_lease_and_missing_members(server, address, psk):
     """Goal: the metrics are enough for an alert. Method: scrape while one of two members is
     disconnected."""

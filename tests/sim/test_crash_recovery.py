@@ -49,6 +49,7 @@ def run(world: World, fault_rate: float = 0.05) -> World:
     return world
 
 
+@pytest.mark.slow
 def test_crash_simulation_loses_nothing_committed_and_every_engine_recovers():
     """Goal: a committed epoch is never lost or altered, never doubled, and every engine that can
     be whole becomes whole. Method: crashes of servers (also between journal and answer), deaths,

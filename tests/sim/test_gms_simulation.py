@@ -298,6 +298,7 @@ class World:
         assert (self.journal.epoch if self.journal else None) in (*committed, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("may_replace", [False, True])
 def test_random_schedules_keep_the_invariants(may_replace: bool):
     """Random launches, deaths, crashes and late completions; invariants after every event."""

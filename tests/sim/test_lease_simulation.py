@@ -13,6 +13,7 @@ STEPS = 800
 FAULT_RATE = 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("members", [1, 2, 3])
 def test_lease_simulation_random_faults_never_two_grants_served_and_service_returns(members):
     """Goal: over TCP, too, one owner, and no schedule that ends for ever. Method: clocks, network,
@@ -90,6 +91,7 @@ def run(world: type[LeaseWorld]) -> None:
             broken.step(FAULT_RATE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", BROKEN)
 def test_lease_simulation_planted_bugs_are_caught(world):
     """Goal: the simulation can see two owners over TCP. Method: plant one bug in each world."""

@@ -8,6 +8,7 @@ from tests.sim.lock_explorer import Explorer
 from tests.sim.lock_planted import PLANTED, Rule
 
 
+@pytest.mark.slow
 def test_exploration_with_one_restart_is_complete_and_finds_nothing():
     """Goal: every order of two engines and one death of the server, also between write and send.
     Method: all states, each engine launched once; from each somebody can be made to serve."""
@@ -19,6 +20,7 @@ def test_exploration_with_one_restart_is_complete_and_finds_nothing():
     assert result["states"] > 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", PLANTED[1:], ids=lambda rule: rule.name)
 def test_exploration_finds_a_planted_bug(rule: Rule, monkeypatch: pytest.MonkeyPatch):
     """Goal: it can fail, and tells how it came to that. Method: break the machine."""

@@ -103,12 +103,14 @@ class Pod(RuleBasedStateMachine):
             assert self.world.settle(random.Random(0)), "nobody serves"
 
 
+@pytest.mark.slow
 def test_lock_stateful_no_sequence_breaks_a_promise():
     """Goal: the promises of docs/lock.md. Method: Hypothesis chooses what happens, the law looks
     after every step, and each sequence ends with all faults repaired and an engine serving."""
     run_state_machine_as_test(Pod, settings=settings(QUIET, max_examples=200))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", PLANTED, ids=lambda rule: rule.name)
 def test_lock_stateful_finds_a_planted_bug_and_shrinks_it(
     rule: Rule, monkeypatch: pytest.MonkeyPatch

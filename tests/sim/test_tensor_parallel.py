@@ -24,6 +24,7 @@ ROLES = [(a, b) for a in Role for b in Role]
 DEVICES_MAX = 8
 
 
+@pytest.mark.slow
 def test_tensor_parallel_simulation_settles_without_a_deadlock_or_a_second_copy():
     """Goal: no deadlock, no doubling, nothing committed lost. Method: random schedules with deaths
     of ranks, trees and containers, stops, cut connections and failing drivers, for every mix of

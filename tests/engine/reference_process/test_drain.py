@@ -63,6 +63,7 @@ def accept_now(sock: socket.socket) -> socket.socket:
     return connection
 
 
+@pytest.mark.slow
 def test_drain_serves_what_it_has_accepted_and_nothing_else(tmp_path: Path, model: Path):
     """Goal: a drain loses and refuses no request. Method: during a stream that a stopped model
     holds up, a kept connection and a fresh one send requests: both are answered, with `close`; a
@@ -113,6 +114,7 @@ def test_drain_serves_what_it_has_accepted_and_nothing_else(tmp_path: Path, mode
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_drain_waits_for_a_connection_that_has_just_spoken(tmp_path: Path, model: Path):
     """Goal: who answers an answer is not cut. Method: on one connection, ask as soon as the drain
     has begun, with nothing else in flight; it is answered, and the drain ends after that."""
@@ -134,6 +136,7 @@ def test_drain_waits_for_a_connection_that_has_just_spoken(tmp_path: Path, model
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_drain_waits_for_a_client_that_reads_slowly(tmp_path: Path, model: Path):
     """Goal: written is not delivered. Method: a long stream into a connection that does not read
     until the drain has begun; all of it comes, and the drain ends after that."""

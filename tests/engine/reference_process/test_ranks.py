@@ -47,6 +47,7 @@ async def complete(url: str) -> Any:
         return (await response.json())["choices"]
 
 
+@pytest.mark.slow
 def test_two_ranks_share_their_devices_with_a_second_engine(tmp_path: Path, model: Path):
     """Goal: each rank maps its own device, weights are loaded once, and every engine answers as one
     process would. Method: load in one engine, map in another that may only read, kill the
@@ -87,6 +88,7 @@ def test_two_ranks_share_their_devices_with_a_second_engine(tmp_path: Path, mode
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["http", "model", "model-1"])
 def test_death_of_any_rank_ends_all(tmp_path: Path, model: Path, victim: str):
     """Goal: no part of a model lingers. Method: SIGKILL one process, wait for all three."""
