@@ -134,7 +134,8 @@ def _text(document: dict[str, Any]) -> str:
     lines = [
         f"engine {engine['id']}   {engine['state']} since {engine['since']}{view}",
         f"reason   {engine['reason']}",
-        f"lock     {'connected' if lock['connected'] else 'not connected'}"
+        f"lock     {'' if document['online'] else 'was '}"
+        + ("connected" if lock["connected"] else "not connected")
         + (f", token {lock['token']}" if lock["token"] else ""),
         f"backend  {backend['name']}, launch {engine['number']}; processes: {pids}",
         f"load     {document['inflight']} requests in flight",

@@ -40,7 +40,7 @@ async def model_of(base: Path, given: str | None) -> Path:
 
 
 def make_pod(
-    base: Path, model: Path, ranks: int, flags: Sequence[str], device_bytes: str | None = None
+    base: Path, model: Path, ranks: int, flags: Sequence[str], device_bytes: str | int | None = None
 ) -> LocalPod:
     """The pod; creates its directory and its empty TMPDIR."""
     directory = base / "pod"

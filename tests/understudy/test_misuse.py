@@ -44,7 +44,7 @@ def test_engine_whose_state_file_cannot_be_read_is_out_of_reach(tmp_path: Path):
     (tmp_path / "engine_engine-0.json").mkdir()
     result = CliRunner().invoke(engine.main, ["status", "--dir", str(tmp_path)])
     assert result.exit_code == 3
-    assert "is the server running" in result.output
+    assert "is its process running" in result.output
 
 
 def test_pod_of_a_manifest_is_pointed_to(tmp_path: Path):

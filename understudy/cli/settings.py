@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from engine.backends.registry import REGISTRY
 from engine.messages import RANKS_MAX
-from plumbing.service.config import Option, Resolved
+from plumbing.service.config import Option, Resolved, size_bytes
 from understudy.drill.records import check_target
 from understudy.manifest.values import read_choice
 from understudy.up.ports import ENGINE_PORT, GMS_PORT, LOCKSERVER_PORT, SERVICE_PORT, Ports
@@ -24,10 +25,16 @@ POD_OPTIONS = (
         None,
         "The directory of a Hugging Face checkpoint; a small random model unless given.",
     ),
-    Option("backend", str, "reference", "The inference backend of the engines."),
+    Option(
+        "backend",
+        str,
+        "reference",
+        "The inference backend of the engines.",
+        choices=tuple(REGISTRY),
+    ),
     Option(
         "device_bytes",
-        str,
+        size_bytes,
         None,
         "Memory to use per device; 4GiB of host memory, or all of a GPU, unless given.",
     ),

@@ -44,7 +44,7 @@ class LocalPod:
     backend_args: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     memory: str = "host"
-    device_bytes: str | None = None  # the memory service's default unless given
+    device_bytes: str | int | None = None  # the memory service's default unless given
     tensor_parallel: int = 1  # number of devices, and of model processes in each engine
     env: Mapping[str, str] = field(default_factory=dict)
     http_host: str = "127.0.0.1"  # where probes and metrics listen
@@ -72,7 +72,7 @@ class LocalPod:
                 "service": f"active={self.host}:{packaged_manifest().ports()['http']}",
                 "backend": self.backend,
                 "memory": self.memory,
-                "device-bytes": self.device_bytes or "",
+                "device-bytes": str(self.device_bytes or ""),
                 # GPUs are found; host memory has as many devices as are asked for.
                 **({} if self.memory == "host" else {"devices": ""}),
             },
