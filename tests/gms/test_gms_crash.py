@@ -176,5 +176,5 @@ def test_journal_of_another_server_is_not_shared(directory: str):
 
 def test_no_server_is_one_sentence(directory: str):
     """Attach without a server: unreachable, with a hint."""
-    with pytest.raises(UnreachableError, match="is the server running"):
+    with pytest.raises(UnreachableError, match="is its process running"):
         GmsProcess(directory).reader()
