@@ -171,6 +171,7 @@ def test_no_file_breaks_the_rule(rule):
     assert [str(found) for found in all_imports() if rule(found)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "forbidden", "excepted"),
     [("hack", "tests", ()), ("tests", "hack", ("tests/hack/",))],

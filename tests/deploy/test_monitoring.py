@@ -84,6 +84,7 @@ def test_every_pod_is_scraped(pod: str):
     assert all(selector.items() <= each.items() for each in labels(workload(pod)))
 
 
+@pytest.mark.slow
 def test_names_of_metrics_are_those_of_a_pod(home: PodHome):
     """Whatever the rules and the dashboard ask for is on a page of a running pod."""
     asked = NAME.findall("".join(alert["expr"] for alert in alerts()))

@@ -64,6 +64,7 @@ def killed_engines(output: str) -> list[str]:
     return re.findall(r"^kill \d+/\d+ +\S+ of (\S+) ", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_drill_passes_and_leaves_nothing_behind(
     tmp_path_factory: pytest.TempPathFactory,
 ):
@@ -155,6 +156,7 @@ def running_pod(directory: Path, output: Path, flags: list[str]) -> Iterator[sub
     assert "Traceback" not in output.read_text()
 
 
+@pytest.mark.slow
 def test_up_killed_leaves_no_process_and_the_next_one_stops_in_reverse_order(
     tmp_path_factory: pytest.TempPathFactory,
 ):

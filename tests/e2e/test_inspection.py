@@ -53,6 +53,7 @@ async def checked(pod: Pod, *flags: str) -> tuple[int, dict[str, dict[str, Any]]
     return code, {each["id"]: each for each in json.loads(out)["checks"]}
 
 
+@pytest.mark.slow
 def test_doctor_finds_no_problem_in_a_healthy_pod(home: PodHome):
     """Goal: no false alarm. Method: every check that applies to a pod on host memory passes, also
     with --strict if the machine allows; the pod's own ports and memory are not reported."""
@@ -100,6 +101,7 @@ def test_status_doctor_and_bundle_work_while_the_lock_server_hangs(home: PodHome
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_recorded_events_show_the_start_of_the_pod_in_order(home: PodHome):
     """Goal: past events can be read afterwards. Method: the records of all parts; both engines'
     transitions up to their present state, and times that never decrease."""
@@ -126,6 +128,7 @@ def test_recorded_events_show_the_start_of_the_pod_in_order(home: PodHome):
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_status_watch_shows_a_failover_as_it_happens(home: PodHome):
     """Goal: watch a failover live. Method: read documents while the active engine is killed; the
     other one is active in a later one."""
@@ -158,6 +161,7 @@ def test_status_watch_shows_a_failover_as_it_happens(home: PodHome):
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_top_shows_the_pod_its_events_and_its_last_failover(home: PodHome):
     """Goal: one screen for a running pod. Method: a failover, then the command in a terminal."""
 
@@ -189,6 +193,7 @@ def watch_top(pod: Pod, engine: str, token: int) -> None:
         os.close(terminal.slave)
 
 
+@pytest.mark.slow
 def test_support_bundle_of_a_running_pod_is_complete_and_has_no_secret(
     home: PodHome, tmp_path: Path
 ):

@@ -57,6 +57,7 @@ def test_lock_server_killed_under_load_is_no_failover_and_the_next_one_refuses_n
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_lock_server_and_active_engine_killed_together_refuse_nothing(home: PodHome):
     """Goal: the listening socket survives both. Method: SIGKILL the lock server and every process
     of the active engine, in quick succession, under load."""
@@ -80,6 +81,7 @@ def test_lock_server_and_active_engine_killed_together_refuse_nothing(home: PodH
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_both_engines_killed_at_once_clients_wait_and_none_is_refused(home: PodHome):
     """Goal: while no engine runs, clients wait. Method: SIGKILL both trees under load; the lock
     server keeps the address, and the first engine that is back serves."""
@@ -100,6 +102,7 @@ def test_both_engines_killed_at_once_clients_wait_and_none_is_refused(home: PodH
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_every_process_killed_at_once_returns_under_newer_tokens(home: PodHome):
     """Goal: restarts need no particular order, and no token is reused. Method: SIGKILL every
     process of the pod at once; the runner restarts what it finds dead."""
@@ -174,6 +177,7 @@ def test_device_server_killed_under_load_costs_nothing(home: PodHome):
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_memory_service_killed_under_load_costs_nothing(home: PodHome):
     """Goal: the same when the whole container dies. Method: SIGKILL gms's supervisor."""
 

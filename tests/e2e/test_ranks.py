@@ -55,6 +55,7 @@ def test_drill_kills_every_rank_in_turn(tmp_path_factory: pytest.TempPathFactory
     assert "gms" not in report
 
 
+@pytest.mark.slow
 def test_drill_of_the_memory_service_costs_nothing(
     tmp_path_factory: pytest.TempPathFactory,
 ):

@@ -219,6 +219,7 @@ def nothing_lost(load: Load) -> None:
     assert not load.refused()
 
 
+@pytest.mark.slow
 def test_switchovers_under_load_lose_and_refuse_no_request(home: PodHome):
     """Goal: a planned switchover costs no request. Method: several in a row, under streams and
     under clients that keep their connections; each grant is newer, no process of the old tree is
@@ -253,6 +254,7 @@ def test_switchovers_under_load_lose_and_refuse_no_request(home: PodHome):
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_switchover_without_a_ready_standby_is_refused_and_changes_nothing(home: PodHome):
     """Goal: no handover without a ready standby. Method: a standby whose backend is dead, one that
     is silent, one that is still loading, and an engine that does not exist; each is refused and
@@ -289,6 +291,7 @@ def test_switchover_without_a_ready_standby_is_refused_and_changes_nothing(home:
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_holder_killed_in_the_middle_is_an_ordinary_failover(home: PodHome):
     """Goal: a death during a switchover is an ordinary failover. Method: SIGKILL the supervisor of
     the draining engine: the standby is granted the lock once the tree is dead, and the requester is
@@ -315,6 +318,7 @@ def test_holder_killed_in_the_middle_is_an_ordinary_failover(home: PodHome):
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_target_killed_in_the_middle_leaves_the_lock_to_the_first_waiter(home: PodHome):
     """Goal: the lock does not wait for a dead target. Method: SIGKILL the standby's tree while the
     holder drains, then let it drain: the first engine on standby is granted the lock, and nothing
@@ -361,6 +365,7 @@ def test_lock_server_killed_in_the_middle_forgets_it_and_the_holder_hands_over(h
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_timeout_ends_only_the_wait_and_a_second_request_is_refused(
     home: PodHome,
 ):
@@ -392,6 +397,7 @@ def test_timeout_ends_only_the_wait_and_a_second_request_is_refused(
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_holder_exits_on_sigterm_in_the_middle_once_it_has_drained(home: PodHome):
     """Goal: a terminated holder exits and loses nothing on the way. Method: SIGTERM to a supervisor
     that drains for a switchover; its container exits and is restarted."""

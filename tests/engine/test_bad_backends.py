@@ -59,6 +59,7 @@ def test_bad_backend_dies_and_is_launched_again(pod, lock, switches, flags, caus
     until(lambda: engine.status()["engine"]["number"] >= 2, "the relaunch")
 
 
+@pytest.mark.slow
 def test_hung_generation_is_killed_by_the_supervisor(pod, lock, directory):
     """Requests in flight and no progress: the tree is killed within hang_ms and a look."""
     switch = directory / "hang"
@@ -183,6 +184,7 @@ def test_loader_lock_is_held_from_may_load_to_attached(pod, directory):
         until(lambda: stub.want.locks == ("active",), "the lock to be wanted")
 
 
+@pytest.mark.slow
 def test_no_descriptor_leaks_over_launches(pod, lock):
     """Eight rehearsed deaths: the supervisor comes back to the descriptors that it had before."""
     engine = pod.engine("e-0", flags=QUICK)

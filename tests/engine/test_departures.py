@@ -64,6 +64,7 @@ def test_missing_backend_program_is_a_sentence(pod, lock):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_crash_loop_ends_with_a_verdict(pod, lock, directory):
     """Five deaths in a row: exit code 1 and the verdict on stderr and in the log."""
     log = directory / "termination"
@@ -122,6 +123,7 @@ def test_drain_command_ends_the_engine(pod, lock):
     assert engine.wait() == 0
 
 
+@pytest.mark.slow
 def test_status_command_also_offline(pod, lock):
     """`engine status` asks the engine, then its state file, then reports that neither exists."""
     engine = pod.engine("e-0")
@@ -143,6 +145,7 @@ def test_status_command_also_offline(pod, lock):
     assert ask("nobody").returncode == 3
 
 
+@pytest.mark.slow
 def test_probes_of_a_first_and_of_a_later_life(pod, directory):
     """Before the first standby startup is 503; after a restart of the supervisor it is 200 again
     although the engine is still in init, because the state file remembers."""

@@ -7,6 +7,8 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from engine.backends.drain import QUIET_MS, is_quiet, silent_ms, until_done
 from tests.helpers import auntil
 
@@ -58,6 +60,7 @@ def test_fresh_connection_gets_its_time_and_then_is_quiet():
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_unread_request_and_unsent_answer_are_no_silence():
     """Goal: data in flight counts, however long ago it moved. Method: a byte that is not read;
     an answer larger than the client takes."""

@@ -46,6 +46,7 @@ def states(engine: Engine) -> list[str]:
                 return found
 
 
+@pytest.mark.slow
 def test_hand_overs_are_no_crash_loop(pod, lock):
     """Goal: a hand-over is no failure. Method: more hand-overs than deaths make a loop; each
     time the incarnation is named until it is reaped, and the next one is not backed off."""
@@ -93,6 +94,7 @@ def test_hand_over_has_the_drains_budget(pod, lock):
     assert document["deaths"][-1]["cause"] == "budget_exceeded"
 
 
+@pytest.mark.slow
 def test_sigterm_in_a_hand_over_ends_the_engine(pod, lock):
     """Goal: SIGTERM wins. Method: a drain that hangs, then SIGTERM, and the budget."""
     stub, loop = lock

@@ -203,6 +203,7 @@ def test_engines_that_come_at_once_never_hold_to_two_sizes(tmp_path: Path):
 # ---------------------------------------------------------------------- whole engines
 
 
+@pytest.mark.slow
 def test_engine_of_another_size_ends_with_a_sentence(pod: Pod):
     """Two engines serve and stand by; a third of another size ends with 2 and both sizes; with
     --kv-change it stands by, and its status says what differs."""
@@ -222,6 +223,7 @@ def test_engine_of_another_size_ends_with_a_sentence(pod: Pod):
     assert first.state == "active"
 
 
+@pytest.mark.slow
 def test_relaunched_backend_keeps_its_size_against_newcomers(pod: Pod):
     """The only engine's backend dies: while it is launched anew its size still counts, and it comes
     back with it."""

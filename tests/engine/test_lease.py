@@ -99,6 +99,7 @@ def test_serves_on_its_own_address_only_while_it_is_active(pod, server, loop):
     assert witnesses == [witness.name_of(again["engine"]["incarnation"])], "its own, and no other"
 
 
+@pytest.mark.slow
 def test_without_answers_it_stops_before_its_lease_has_run_out(pod, server, loop, engine):
     """Goal: an engine that cannot hear the server does not serve on. Method: a server that answers
     nothing; the death's cause, the tree and the address afterwards; then it comes back."""
@@ -135,6 +136,7 @@ def test_leases_lost_again_and_again_are_no_crash_loop(pod, server, loop):
     assert [death["cause"] for death in engine.status()["deaths"]] == ["lease_lost"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [(), pytest.param(NAMESPACE, marks=may_unshare)])
 def test_a_stopped_supervisor_is_ended_by_the_kernel_with_its_backend(pod, server, wrapper):
     """Goal: a supervisor that does nothing any more cannot outlive its lease, nor can its tree,
@@ -207,6 +209,7 @@ def test_an_address_in_use_is_waited_for_and_said(pod, server):
     assert pod.ask() == ("engine-0", 1)
 
 
+@pytest.mark.slow
 def test_two_members_wake_stop_and_come_back_together(pod, server, loop, tmp_path):
     """Goal: an engine of two members: both wake, the first serves; when one is lost, the other ends
     its tree and both come back with new incarnations. Method: two supervisors in two directories,

@@ -187,6 +187,7 @@ def test_a_dead_supervisor_is_replaced_when_its_lease_has_run_out(pair):
     assert say(host) == ("engine-1", before[1])
 
 
+@pytest.mark.slow
 @long_leases
 def test_a_dead_backend_is_replaced_at_once(pair):
     """Goal: a supervisor that has reaped says so, and no lease is waited out. Method: kill the

@@ -63,6 +63,7 @@ def on_file(pod: Pod) -> list[str]:
     return [name for name, _, _ in json.loads(path.read_text())["names"]] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_all_that_a_killed_tree_left_is_removed(pod, lock, prefix):
     """Kill the backend and let none come back: its mapping, its semaphore, its socket and the
     file that it told of are gone, one event names them, and what was there before is not touched.
@@ -75,6 +76,7 @@ def test_all_that_a_killed_tree_left_is_removed(pod, lock, prefix):
     assert "removed 4 files left by dead processes" in engine.errors.read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_supervisors_successor_removes_it(pod, lock, prefix):
     """Kill the supervisor, so that no process is left that saw the files: the next one of the same
     engine finds the list."""
@@ -87,6 +89,7 @@ def test_a_killed_supervisors_successor_removes_it(pod, lock, prefix):
     until(lambda: on_file(pod) == [], "the list to be empty")
 
 
+@pytest.mark.slow
 def test_what_another_process_still_has_mapped_stays(pod, lock, prefix):
     """A stranger maps one of the files: it stays, and stays on the list, until he has gone."""
     engine = started(pod, prefix)

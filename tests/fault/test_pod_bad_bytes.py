@@ -79,6 +79,7 @@ def sockets_of(pod: Pod) -> Iterator[tuple[str, Catalogue]]:
         yield str(pod.directory / f"engine_{engine}.sock"), engine_messages.CONTROL
 
 
+@pytest.mark.slow
 def test_bad_bytes_affect_only_their_sender(home: PodHome):
     """Goal: the sender gets an error code, no other client is affected, no descriptor leaks.
     Method: every kind at every socket at once, while clients stream; count the descriptors of all

@@ -102,6 +102,7 @@ def test_stopped_lock_server_costs_nothing(home: PodHome):
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_relaunched_engine_waits_for_a_stopped_memory_service(home: PodHome):
     """Goal: a relaunched engine waits instead of dying repeatedly, and the others continue to
     serve. Method: SIGSTOP gms's supervisor, SIGKILL its server and the standby's backend; SIGCONT

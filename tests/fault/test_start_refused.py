@@ -108,6 +108,7 @@ def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_engine_with_another_kv_size_is_refused_and_both_sizes_named(home: PodHome):
     """Goal: engines of one pod have equal KV sizes, so that each can take over from the other.
     Method: a third engine with other --kv-bytes, of the reference backend, on a pod of two running
@@ -193,6 +194,7 @@ BROKEN: dict[Breaking, tuple[int, Sequence[str]]] = {
 }
 
 
+@pytest.mark.slow
 def test_broken_checkpoint_ends_a_third_engine_with_one_clear_error(home: PodHome, tmp_path: Path):
     """Goal: cause and fix, no relaunch, no effect on others. Method: engines beside those of a
     serving pod, each with a checkpoint that is broken in its own way."""
@@ -231,6 +233,7 @@ def taken_port():
         yield server.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_up_that_cannot_work_is_one_clear_error(
     home: PodHome, tmp_path_factory: pytest.TempPathFactory, taken_port: int
 ):
@@ -290,6 +293,7 @@ def test_up_that_cannot_work_is_one_clear_error(
     home.run(scenario)
 
 
+@pytest.mark.slow
 def test_single_server_whose_port_is_in_use_is_one_clear_error(
     home: PodHome, tmp_path: Path, taken_port: int
 ):

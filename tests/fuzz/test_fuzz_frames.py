@@ -184,6 +184,7 @@ def test_server_survives_the_corpus(path: Path, target: Target):
     target.check()
 
 
+@pytest.mark.slow
 def test_server_survives_any_script(target: Target):
     """Goal: bad input costs its sender only. Method: mutated frames over the socket; after each
     the server answers others, its epoch as before; at the end it has lost no descriptor."""

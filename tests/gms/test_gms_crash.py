@@ -123,6 +123,7 @@ def test_broken_journal_does_not_hide_a_survivor(gms: GmsProcess, client: Start)
     until(lambda: gms.status()["state"] == "empty", "the epoch to be free")
 
 
+@pytest.mark.slow
 def test_commit_waits_for_a_journal_that_cannot_be_written(gms: GmsProcess, client: Start):
     """The journal's place is blocked: status says so, and the commit goes through once it is not.
 

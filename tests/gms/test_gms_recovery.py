@@ -74,6 +74,7 @@ def replaces(gms: GmsProcess) -> str | None:
     return record.previous.epoch if record is not None and record.previous is not None else None
 
 
+@pytest.mark.slow
 def test_every_survivor_is_registered_again_and_only_one_hands_back(gms: GmsProcess, client: Start):
     """Two client processes survive: both are sessions again, the epoch was recovered once."""
     gms.load().close()

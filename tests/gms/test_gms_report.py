@@ -86,6 +86,7 @@ def test_inspect_does_not_count_tensors_that_it_cannot_know(gms: GmsProcess):
         assert "superseded: slabs 1, 4.0 KiB, tensors unknown" in words(gms, in_full=True)
 
 
+@pytest.mark.slow
 @host_only
 def test_devices_that_hang_are_waited_for_together(
     gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +139,7 @@ def test_drop_reports_a_missing_device_before_it_asks_for_confirmation(
     assert (known.returncode, "--yes" in known.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_status_shows_how_often_a_server_was_restarted(directory: str):
     """`gms serve`, its device's server killed twice: none, then `restarts 2` and since when."""
     with subprocess.Popen(

@@ -67,6 +67,7 @@ def test_writer_that_hangs_is_dropped_and_named_until_it_is_gone(
     waiter.expect("writer")
 
 
+@pytest.mark.slow
 def test_progress_keeps_a_writer_and_repeating_it_does_not(hasty: GmsProcess):
     """Report one more byte again and again for several deadlines: the writer stays. Report the
     same again and again: it is dropped."""

@@ -121,6 +121,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_startup_is_ok_when_every_socket_answers(serve: Serve):
     """/startup goes 503 → 200; then every device's socket takes a session."""
     serve.started()
@@ -133,6 +134,7 @@ def test_startup_is_ok_when_every_socket_answers(serve: Serve):
         session.close()
 
 
+@pytest.mark.slow
 def test_metrics_are_there_from_the_first_scrape_and_follow(shared: Serve):
     """Zeros for both devices before anything happened; a commit shows."""
     page = shared.get("/metrics")[1]
@@ -145,6 +147,7 @@ def test_metrics_are_there_from_the_first_scrape_and_follow(shared: Serve):
         assert f'sessions{{{first},mode="ro"}} 1.0' in shared.get("/metrics")[1]
 
 
+@pytest.mark.slow
 def test_dead_server_is_restarted_in_place(serve: Serve):
     """SIGKILL one device's server: a new one serves it, the other device's never noticed."""
     first, second = serve.started().devices()

@@ -97,6 +97,7 @@ def test_parts_without_time_are_skipped_with_the_reason(tmp_path: Path):
     assert report["claims"] == {}
 
 
+@pytest.mark.slow
 def test_part_that_hangs_is_ended_with_its_peers(monkeypatch: pytest.MonkeyPatch):
     """A part that outlives its limit: killed, reported as failed, what it had found is kept."""
     monkeypatch.setattr(device_check, "GRACE_S", -7.0)
@@ -138,12 +139,12 @@ def test_rehearsal_is_never_written_to_bench_device(tmp_path: Path):
 def test_missing_library_is_one_sentence():
     """A missing dependency is reported with the command that installs it."""
     program = (
-        "import sys; sys.modules['msgpack'] = None; sys.argv[1:] = []\n"
+        "import sys; sys.modules['msgspec'] = None; sys.argv[1:] = []\n"
         "from hack.device_check import main; sys.exit(main())"
     )
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "msgpack cannot be imported; pip install" in done.stdout
+    assert "msgspec cannot be imported; pip install" in done.stdout
 
 
 def test_whole_run_on_a_real_device_is_written_under_its_name(

@@ -33,6 +33,7 @@ def why_no_time_namespace() -> str | None:
     return None if tried.returncode == 0 else "this container may not make time namespaces"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_no_time_namespace() is not None, reason=str(why_no_time_namespace()))
 @pytest.mark.parametrize("is_later_first", [True, False], ids=["set_back", "set_forward"])
 def test_monotonic_clock_shifted_by_an_hour_between_two_servers_changes_nothing(

@@ -71,6 +71,7 @@ def test_server_killed_at_any_step_of_a_grant_reuses_no_token(pod_dir, start_eng
         asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_server_killed_repeatedly_holder_keeps_its_token_and_waiters_get_their_turn(
     pod_dir, start_server
 ):
@@ -120,6 +121,7 @@ async def _all_in_turn(holder: Engine, waiters: list[Engine]) -> None:
         assert served(waiters) == []
 
 
+@pytest.mark.slow
 def test_server_and_both_engines_killed_at_once_first_to_return_gets_a_larger_token(
     pod_dir, start_server, start_engine
 ):
@@ -140,6 +142,7 @@ def test_server_and_both_engines_killed_at_once_first_to_return_gets_a_larger_to
     assert server.lock()["holder"]["engine"] == "engine-1"
 
 
+@pytest.mark.slow
 def test_grant_lost_with_its_connection_is_repeated_to_the_same_engine(pod_dir, start_server):
     """Goal: a grant that was not received does not lose the lock. Method: request it and disconnect
     at once, so that the grant reaches no client; a second engine waits; the first asks again."""
@@ -168,6 +171,7 @@ def test_grant_lost_with_its_connection_is_repeated_to_the_same_engine(pod_dir, 
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_server_stopped_for_longer_than_any_timeout_declares_no_engine_dead(
     pod_dir, start_server, start_engine
 ):
@@ -204,6 +208,7 @@ cli.main(sys.argv[2:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["link", "posix_fallocate", "pwrite", "fsync", "rename"])
 def test_server_killed_while_it_replaces_a_damaged_state_loses_no_token_and_no_holder(
     pod_dir, start_server, start_engine, step

@@ -46,6 +46,7 @@ def code_of(hand: Hand, **claims) -> str:
     return refused.value.code
 
 
+@pytest.mark.slow
 def test_thousand_waiters_cost_the_holder_nothing(pod_dir, start_server, start_engine):
     """Goal: a crowd is slower to serve, and nothing worse. Method: a holder and a thousand waiters;
     the holder dies and the first waiter is granted the lock; the crowd dies, and an engine is
@@ -69,6 +70,7 @@ def test_thousand_waiters_cost_the_holder_nothing(pod_dir, start_server, start_e
     assert (in_line(server), document["supervisors_total"]) == (0, 1)
 
 
+@pytest.mark.slow
 def test_only_waiters_beyond_the_limit_are_refused(pod_dir, start_server, start_engine):
     """Goal: reaching a limit is one clear error, and the limit only affects the process that
     reached it. Method: exceed the limit from one process, which is refused; an engine in another
@@ -88,6 +90,7 @@ def test_only_waiters_beyond_the_limit_are_refused(pod_dir, start_server, start_
         until(lambda: in_line(server) == 1, "the newcomer to wait")
 
 
+@pytest.mark.slow
 def test_client_that_connects_and_sends_nothing_is_refused_without_side_effects(
     pod_dir, start_server, start_engine
 ):
@@ -112,6 +115,7 @@ def test_client_that_connects_and_sends_nothing_is_refused_without_side_effects(
         assert hand.granted(client) == 2
 
 
+@pytest.mark.slow
 def test_want_with_an_old_token_or_one_never_granted_is_refused(pod_dir, start_server):
     """Goal: a token alone grants nothing. Method: claims by an incarnation that lost the lock and
     by one that never had it, before and after a restart, with small and huge tokens; and one by the
@@ -182,6 +186,7 @@ def test_reconnect_that_overtakes_the_old_connections_end_keeps_lock_and_place(
         assert first.granted(new[first]) == 2
 
 
+@pytest.mark.slow
 def test_duplicate_engine_id_is_refused_until_the_first_process_ends(pod_dir, start_server):
     """Goal: two containers with one ENGINE_ID. Method: two supervisors in their own processes; the
     second is refused while the first lives, connected or not, and is accepted automatically

@@ -113,6 +113,7 @@ def test_timer_in_the_past_fires_at_once(start):
         assert program.ended() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_children_have_no_timer_by_fork_or_exec(start):
     """Goal: a supervisor's timer does not kill its children (they die in another way, or are not
     its own). Method: one child by fork, one by exec; both are alive when the parent is dead."""
@@ -143,6 +144,7 @@ def test_the_timer_outlives_the_thread_that_made_it(start):
     assert program.ended() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @may_unshare
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_pid_1_of_a_container_is_killed_too(start, is_stopped):

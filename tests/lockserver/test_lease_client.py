@@ -213,6 +213,7 @@ async def test_grants_to_others_are_reported_without_a_lease(server):
         await auntil(lambda: member.heard("active") == [(other, 1)], "the news")
 
 
+@pytest.mark.slow
 @with_server
 async def test_cut_connection_is_not_a_loss_within_the_lease(server):
     """Goal: the lease survives cut connections. Method: cut repeatedly for longer than a lease
@@ -276,6 +277,7 @@ async def test_lost_member_is_reported_for_this_incarnation_only(server):
         ]
 
 
+@pytest.mark.slow
 @with_server
 async def test_heartbeats_are_as_frequent_as_the_lease_requires(server):
     """Goal: a short lease is renewed often enough. Method: a default heartbeat longer than the

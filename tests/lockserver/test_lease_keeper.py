@@ -150,6 +150,7 @@ def violation(
     return made.serving_at_once
 
 
+@pytest.mark.slow
 def test_two_members_never_serve_at_once():
     """Goal: whatever is late, lost, stopped or restarted, a member has stopped before the server
     grants the lock to another. Method: seeded schedules in virtual time, with a check that the

@@ -111,6 +111,7 @@ def test_ctrl_c_ends_follow_and_watch_like_every_command(server, pod_dir):
         assert watching.wait(WAIT_S) == INTERRUPTED
 
 
+@pytest.mark.slow
 def test_status_watch_continues_without_its_server(engine, server, pod_dir):
     """Goal: watching shows the server go down and come back. Method: read documents while it runs,
     after its SIGKILL (the offline view), and after its restart."""
@@ -125,6 +126,7 @@ def test_status_watch_continues_without_its_server(engine, server, pod_dir):
         assert back["token"] == offline["token"]
 
 
+@pytest.mark.slow
 def test_commands_on_a_directory_without_a_server_exit_with_3(tmp_path):
     """Goal: a missing server is not shown as an empty list. Method: run each command on an empty
     directory; watching reports it and continues."""

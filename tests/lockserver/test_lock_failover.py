@@ -66,6 +66,7 @@ def test_failover_with_a_removed_witness_grants_nothing_and_status_shows_the_fix
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_failover_supervisor_killed_grant_waits_for_its_orphans(
     pod_dir, start_server, start_engine
 ):
@@ -246,6 +247,7 @@ def test_lock_server_descriptors_after_many_failovers(pod_dir, start_server):
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_missing_directory_or_port_in_use_is_one_clear_error(pod_dir, start_server):
     """Goal: a failed start reports its cause. Method: run `serve` and read stderr and the exit
     code."""

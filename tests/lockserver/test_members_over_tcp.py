@@ -76,6 +76,7 @@ def members_of(server, engine: str = "engine-0") -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_member_killed_other_is_notified_and_lock_is_free_when_the_last_is_gone(
     server, start_member
 ):
@@ -98,6 +99,7 @@ def test_member_killed_other_is_notified_and_lock_is_free_when_the_last_is_gone(
     until(lambda: len(events_of(server, "lock.member_lost")) == 1, "one event of the loss")
 
 
+@pytest.mark.slow
 def test_stopped_member_is_detected_by_its_silence_and_its_lease_is_waited_out(
     server, start_member
 ):
@@ -135,6 +137,7 @@ def test_restarted_server_gives_living_members_the_same_grant(server, start_memb
     assert not events_of(server, "lock.member_lost")
 
 
+@pytest.mark.slow
 def test_restarted_server_waits_out_the_lease_of_a_member_that_does_not_return(
     server, start_member
 ):
@@ -163,6 +166,7 @@ async def with_members(address, psk, scenario, *members: tuple[str, int, int]) -
         await scenario(*found)
 
 
+@pytest.mark.slow
 def test_lease_is_answered_before_the_grant_that_follows_from_it(server, address, psk):
     """Goal: a member never has to act on a grant without a lease. Method: check the order of the
     messages that a member receives, and the lease they give it."""
@@ -177,6 +181,7 @@ def test_lease_is_answered_before_the_grant_that_follows_from_it(server, address
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))
 
 
+@pytest.mark.slow
 def test_incomplete_engine_waits_and_status_names_the_missing_members(server, address, psk):
     """Goal: no wait is silent. Method: member 0 of 2 alone."""
 
@@ -194,6 +199,7 @@ def test_incomplete_engine_waits_and_status_names_the_missing_members(server, ad
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 2)))
 
 
+@pytest.mark.slow
 def test_another_supervisor_of_a_living_member_is_refused_with_the_time_left(server, address, psk):
     """Goal: two supervisors cannot both be the same member. Method: connect the same engine and
     member twice."""
@@ -221,6 +227,7 @@ def test_over_tcp_only_members_are_answered(server, address, psk):
     asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))
 
 
+@pytest.mark.slow
 def test_engines_on_this_host_and_members_on_others_share_one_lock(server, pod_dir, address, psk):
     """Goal: one machine for both. Method: an engine with a witness holds the lock; a member waits,
     is sent the holder, and is granted the lock when the witness is free; then the other way

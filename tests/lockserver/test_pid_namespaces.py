@@ -107,6 +107,7 @@ def test_grant_follows_the_end_of_a_holder_in_another_pid_namespace_or_on_an_old
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, indirect=True)
 def test_holder_in_another_pid_namespace_or_on_an_older_kernel_outlives_the_server(pod_dir, world):
     """Goal: recovery needs no visible pid either. Method: restart the server and read the messages;
@@ -131,6 +132,7 @@ def test_holder_in_another_pid_namespace_or_on_an_older_kernel_outlives_the_serv
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @ON_AN_OLD_KERNEL
 @pytest.mark.parametrize("lacks", old_kernel.LACKS)
 def test_orphans_of_a_supervisor_on_an_older_kernel_still_hold_the_lock(pod_dir, lacks):

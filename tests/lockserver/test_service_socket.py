@@ -214,6 +214,7 @@ def test_service_address_in_use_at_the_first_start_is_one_clear_error(pod_dir):
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_service_address_taken_while_down_is_waited_for_and_reported(
     pod_dir, start_server, start_engine
 ):

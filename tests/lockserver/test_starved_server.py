@@ -29,6 +29,7 @@ def may_open(server: ServerProcess, count: int) -> None:
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (min(count, hard), hard))
 
 
+@pytest.mark.slow
 def test_server_out_of_descriptors_frees_nothing_reports_it_and_recovers(
     pod_dir, start_server, start_engine
 ):
@@ -67,6 +68,7 @@ def test_server_out_of_descriptors_frees_nothing_reports_it_and_recovers(
     assert "Traceback" not in server.log()
 
 
+@pytest.mark.slow
 def test_lost_state_with_thousands_of_leftover_witnesses_does_not_starve_the_loop(
     pod_dir, start_server
 ):
@@ -93,6 +95,7 @@ def test_lost_state_with_thousands_of_leftover_witnesses_does_not_starve_the_loo
         asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_server_with_a_blocked_log_continues_and_reports_dropped_lines(pod_dir):
     """Goal: a blocked log reader prevents no failover. Method: a server with a pipe for stderr,
     more events than the pipe holds, then a takeover. Then read: whole lines, and the number of
@@ -128,6 +131,7 @@ def test_server_with_a_blocked_log_continues_and_reports_dropped_lines(pod_dir):
     assert len(read) + lost >= 2 * EVENTS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_second_server_on_the_same_directory_under_another_path_is_refused(pod_dir, start_server):
     """Goal: one server per directory, not per path. Method: a bind mount, and a server there."""

@@ -22,6 +22,7 @@ DAMAGES = ("truncate", "empty", "garbage", "newest_slot", "newer_version", "dele
 NO_ROOT = "needs root"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_broken_state_file_with_living_holder_keeps_its_token_and_the_next_is_larger(
     pod_dir, start_server, damage
@@ -65,6 +66,7 @@ def _damage(path: str, damage: str) -> None:
             file.write(b"\xff" * (8 if damage == "newest_slot" else 8192))
 
 
+@pytest.mark.slow
 def test_broken_state_file_with_stopped_holder_no_engine_is_granted(
     pod_dir, start_server, start_engine
 ):
@@ -102,6 +104,7 @@ def from_the_future(path: str) -> None:
             file.write(FORMAT.encode(sequence, json.dumps(body).encode()))
 
 
+@pytest.mark.slow
 def test_state_file_of_a_newer_version_still_counts_its_tokens(pod_dir, start_server):
     """Goal: a downgrade reuses no token. Method: ten grants, a file of a future version, no living
     holder to claim the lock; the next grant is above all earlier ones."""
@@ -122,6 +125,7 @@ def test_state_file_of_a_newer_version_still_counts_its_tokens(pod_dir, start_se
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_unwritable_state_grants_nothing_reports_it_and_recovers(pod_dir, start_server):
     """Goal: nothing is granted that is not on disk, and a witness that cannot be sealed frees
     nothing; both are reported, and both clear by themselves. Method: make a running server's files
@@ -181,6 +185,7 @@ def _made(directory: str, how: str):
         subprocess.run(undo, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason=NO_ROOT)
 @pytest.mark.parametrize("how", ["immutable", "read_only", "directory", "symlink"])
 def test_start_with_an_unwritable_state_file_is_one_clear_error(pod_dir, start_server, how):

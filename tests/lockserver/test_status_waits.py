@@ -143,6 +143,7 @@ def check_text(text: str, document: Any, told: Told) -> None:
     assert f"to do {wait['fix']}" in plain
 
 
+@pytest.mark.slow
 def test_status_in_an_80_column_terminal_and_its_exit_codes(pod_dir, start_server, start_engine):
     """Goal: the text is wrapped, and scripts can rely on the exit code. Method: run the command as
     a process with COLUMNS set, with a server, with only its file, and with neither."""

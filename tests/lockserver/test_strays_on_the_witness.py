@@ -57,6 +57,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_witness_held_by_a_stray_process_blocks_the_grant_and_names_it(
     pod_dir, start_server, start_engine
 ):

@@ -124,6 +124,7 @@ def test_a_followed_part_reports_each_record_once():
     assert connects(None, 2, as_of=1) == [2]
 
 
+@pytest.mark.slow
 def test_following_ends_when_nobody_reads_it(directory: Path):
     """Goal: `understudy events -f | head -1` ends at the next event, without a stack trace for each
     one. Method: a reader that leaves after the first line; then a memory server comes."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from engine.backends.reference.model.checkpoint import DTYPE, Checkpoint, open_checkpoint
 from engine.backends.reference.model.weights import check_bound

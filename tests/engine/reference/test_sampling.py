@@ -40,6 +40,7 @@ def test_choose_top_p_keeps_the_smallest_set_that_reaches_it(logits, top_p, seed
     assert probabilities[logits > logits[token]].sum() < top_p + 1e-9
 
 
+@pytest.mark.slow
 def test_choose_frequencies_follow_the_softmax():
     """Drawn tokens have the right odds: 20,000 indices of one seed against the softmax."""
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))

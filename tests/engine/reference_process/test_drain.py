@@ -179,6 +179,7 @@ def test_drain_of_an_idle_engine_ends_at_once(tmp_path: Path, model: Path):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_drain_beyond_its_budget_cuts(tmp_path: Path, model: Path):
     """Goal: the budget is kept. Method: a budget of nothing, a stream that a stopped model holds
     up for ever."""

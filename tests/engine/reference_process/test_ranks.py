@@ -115,6 +115,7 @@ def is_attached(server: Any) -> bool:
     return status["state"] == "committed" and len(status["sessions"]) == 1
 
 
+@pytest.mark.slow
 def test_engine_serves_on_while_its_memory_services_die_and_come_back(tmp_path: Path, model: Path):
     """Goal: with gms dead nothing is lost and no request waits. Method: close both services under a
     serving engine of two ranks, ask it; start others, which get the same epochs back; ask again."""
@@ -153,6 +154,7 @@ def spoil(model: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_weights_that_fail_two_canaries_are_taken_out_of_service(tmp_path: Path, model: Path):
     """Goal: no relaunch maps the same bad pages for ever. Method: weights that give no numbers;
     after the first incarnation's canary they are still there, after the second's on no device."""

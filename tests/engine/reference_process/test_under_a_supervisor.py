@@ -55,6 +55,7 @@ def anonymous_bytes(pid: int, size_bytes: int) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_whole_life_from_prepared_to_drained(tmp_path: Path, model: Path):
     """Goal: every step of the channel, in order, as a supervisor asks for them. Method: real
     processes and memory service; a client that connects early is answered by the same socket."""
@@ -126,6 +127,7 @@ def test_kv_memory_is_taken_on_wake_and_not_before(tmp_path: Path, model: Path):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_second_engine_maps_what_the_first_has_loaded(tmp_path: Path, model: Path):
     """Goal: one copy of the weights, and the same tokens from either engine. Method: load in one,
     map in another that may only read, kill the first, compare answers."""
@@ -236,6 +238,7 @@ def test_memory_service_that_dies_under_a_writer_is_reported(tmp_path: Path, mod
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "names", "exit_code"),
     [

@@ -353,6 +353,7 @@ def test_driver_that_hangs_or_crashes_is_named_and_costs_no_more(
     assert (finding.status, words in finding.found) == (FAIL, True), finding
 
 
+@pytest.mark.slow
 def test_fix_removes_stale_sockets_and_closes_our_directory(directory: str, start):
     """Goal: the safe fixes and no others. Method: a stale socket beside a living one, a mode that
     is too open; then a stranger's file, which leaves the mode to people."""

@@ -89,6 +89,7 @@ def test_start_waits_for_each_probe_before_the_next_container(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_start_past_its_deadline_names_container_and_reason(tmp_path):
     """Goal: a visible reason. Method: a probe that stays 503 and says why."""
 

@@ -82,6 +82,7 @@ def test_process_that_hangs_is_found_by_its_liveness_probe_and_replaced(tmp_path
     assert "died of signal 9; restarting now" in log
 
 
+@pytest.mark.slow
 def test_startup_that_fails_in_a_later_life_ends_the_process(tmp_path: Path):
     """Goal: the threshold counts after a restart. Method: 503 from the second life on."""
     status = tmp_path / "status"
