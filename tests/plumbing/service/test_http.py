@@ -230,7 +230,8 @@ def test_random_bytes_cost_their_sender_and_nobody_else(caplog):
             await auntil(lambda: open_fds().keys() == before.keys(), "closed connections", 10)
 
     asyncio.run(main())
-    assert caplog.records == []
+    # On a busy machine asyncio's debug mode warns of a step that took long: no fault of the server.
+    assert [each for each in caplog.records if not each.msg.startswith("Executing ")] == []
 
 
 def test_half_a_request_then_silence_delays_nobody():
