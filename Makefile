@@ -47,7 +47,8 @@ style: setup ## ruff
 types: setup ## mypy --strict
 	$(VENV)/bin/mypy
 
-PYTEST = PYTHONDEVMODE=1 $(PY) -m pytest --ignore=tests/vllm -n $(WORKERS) --dist loadfile
+# Files in their order: sorted by number of tests, the few long ones would come last, on one core.
+PYTEST = PYTHONDEVMODE=1 $(PY) -m pytest --ignore=tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup ## the tests: five minutes on two cores, without GPU, vLLM or Debian packages
 	$(PYTEST) -m "not system and not slow" $(ARGS)
