@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from engine import cli as engine
+from tests.helpers import until
 from tests.understudy.test_top import WAIT_S, terminal
 from understudy.bundle.bundle import collect
 from understudy.cli.main import main
@@ -64,10 +67,45 @@ def test_pod_of_a_manifest_is_pointed_to(tmp_path: Path):
     assert all(f"--dir {shared}" in each for each in after)
 
 
+@pytest.mark.parametrize("flags", [[], ["--yes"], ["--json"]])
+def test_drill_without_a_pod_asks_nobody_for_confirmation(tmp_path: Path, flags: list[str]):
+    """Goal: the first obstacle is named first. Method: no pod and no terminal, with and without
+    the flag that confirms."""
+    result = CliRunner().invoke(main, ["drill", "--attach", f"--dir={tmp_path}", *flags])
+    assert result.exit_code == 3
+    assert "no part of a pod answers" in result.output
+    assert "--yes" not in result.output
+
+
+@contextlib.contextmanager
+def lock_server(directory: Path) -> Iterator[None]:
+    command = [sys.executable, "-m", "lockserver.cli", "serve", f"--dir={directory}"]
+    with subprocess.Popen([*command, "--http-port=0"]) as server:
+        try:
+            path = directory / "lockserver.sock"
+            until(path.exists, "the lock server's socket")
+            yield
+        finally:
+            server.kill()
+
+
+def test_drill_of_a_running_pod_must_be_confirmed(tmp_path: Path):
+    """Goal: no script kills engines by accident. Method: a pod that answers, and no terminal."""
+    tmp_path.chmod(0o700)
+    with lock_server(tmp_path):
+        result = CliRunner().invoke(main, ["drill", "--attach", f"--dir={tmp_path}"])
+    assert result.exit_code == 2
+    assert "add --yes" in result.output
+
+
 def test_second_thoughts_at_the_question_are_no_failed_drill(tmp_path: Path):
     """Goal: a script tells Ctrl-C from a drill that did not pass, which exits with 1. Method:
     SIGINT while a terminal is asked, by somebody who presses it again when nothing happens."""
-    with terminal("drill", "--attach", f"--dir={tmp_path}") as drill:
+    tmp_path.chmod(0o700)
+    with (
+        lock_server(tmp_path),  # all that the question needs of a pod
+        terminal("drill", "--attach", f"--dir={tmp_path}") as drill,
+    ):
         drill.sees("[y/N]: ")
         end = time.monotonic() + WAIT_S
         while drill.process.poll() is None and time.monotonic() < end:

@@ -7,6 +7,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -55,15 +56,28 @@ def test_status_of_a_pod_that_is_down_shows_its_offline_view_and_exits_with_3(tm
     assert json.loads(done.stdout)["error"]["code"] == "pod.unreachable"
 
 
+def test_status_without_a_pod_says_so_once(tmp_path: Path):
+    """Goal: one fact, one sentence. Method: the command where nothing is, to be read by people and
+    by a script."""
+    where = f"--dir={tmp_path}"
+    done = subprocess.run([*STATUS, where], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (UNREACHABLE, "")
+    assert done.stderr.startswith("error: no part of a pod answers")
+    done = subprocess.run([*STATUS, where, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == UNREACHABLE
+    assert json.loads(done.stdout)["error"]["code"] == "pod.unreachable"
+
+
 def test_status_watch_waits_for_a_pod_that_is_down(tmp_path: Path):
     """Goal: start it before the pod. Method: two views of nothing; the command goes on."""
     with subprocess.Popen(
         [*STATUS, "--watch", f"--dir={tmp_path}"], stdout=subprocess.PIPE
     ) as done:
         assert done.stdout is not None
-        seen = b""
+        seen, end = b"", time.monotonic() + WAIT_S
         try:
-            while seen.count(b"no part answers") < 2:
+            while seen.count(b"no part of a pod answers") < 2:
+                assert time.monotonic() < end, seen
                 ready, _, _ = select.select([done.stdout], [], [], WAIT_S)
                 assert ready, seen
                 seen += os.read(done.stdout.fileno(), 65536)

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import click
 
-from plumbing.errors import DegradedError, UnreachableError, UsageError
+from plumbing.errors import DegradedError, UsageError
 from plumbing.part.cli import Look, json_flag, show_event, show_status, watch_flag
 from plumbing.part.paths import lockserver_socket
 from plumbing.service.cli import fail, options, run_async
 from plumbing.service.config import Option, Resolved
 from understudy.cli.settings import DIR, STATUS_OPTIONS, UP_OPTIONS, ports_of
 from understudy.status.events import Record, follow_events, past_events
-from understudy.status.gather import gather, start_hint, states_on_file
+from understudy.status.gather import gather, states_on_file, unreachable
 from understudy.status.view import is_reachable, lines, offline_lines
 
 STATUS_TIMEOUT_S = 2.0  # a part answers in milliseconds; one that hangs should be seen soon
@@ -53,7 +53,7 @@ def attach(group: click.Group) -> None:
 def status(config: Resolved, as_json: bool, check: bool, watch: bool) -> None:
     """Show who is active and whether failover is ready."""
     directory = _directory(config)
-    seen = show_status(lambda: run_async(lambda: _look(directory)), as_json=as_json, watch=watch)
+    seen = show_status(lambda: _look(directory), as_json=as_json, watch=watch)
     state, problems = seen.document["state"], seen.document["problems"]
     if check and state != "healthy":
         reason = "; ".join(problems) or "no engine holds the lock"
@@ -61,19 +61,20 @@ def status(config: Resolved, as_json: bool, check: bool, watch: bool) -> None:
         fail(DegradedError("pod.degraded", f"the pod is {state}: {reason}"))
 
 
-async def _look(directory: Path) -> Look:
-    """The pod's view, or what its engines last wrote."""
-    view, now = await gather(directory, STATUS_TIMEOUT_S), datetime.now(UTC)
+def _look(directory: Path) -> Look:
+    """The pod's view, or what its engines last wrote.
+
+    Raises:
+        UnreachableError: there is neither.
+    """
+    view, now = run_async(lambda: gather(directory, STATUS_TIMEOUT_S)), datetime.now(UTC)
     if is_reachable(view):
         return Look(view, "\n".join(lines(view, now)))
     has_socket = os.path.exists(lockserver_socket(str(directory)))
-    reason = f" ({view['lockserver']['error']})" if has_socket else ""
-    error = UnreachableError(
-        "pod.unreachable",
-        f"no part of a pod answers in {directory}{reason}; {start_hint(directory)}",
-        dir=str(directory),
-    )
+    error = unreachable(directory, view["lockserver"]["error"] if has_socket else "")
     on_file = offline_lines(states_on_file(directory), now)
+    if not on_file:
+        raise error
     text = "\n".join([f"pod    {directory}   no part answers", *on_file])
     return Look({"error": error.to_dict()}, text, error)
 

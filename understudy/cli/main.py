@@ -37,6 +37,7 @@ from understudy.drill.run import DrillPlan
 from understudy.host import machine
 from understudy.kubelet.containers import QUICK
 from understudy.manifest.values import Choices
+from understudy.status.gather import require_pod
 from understudy.up import manifest_pod, sessions
 from understudy.up.local_pod import LocalPod
 from understudy.up.manifest_pod import PodRequest
@@ -116,6 +117,7 @@ def drill(
             "--attach: the pod in --dir is already running; remove them, or remove --attach",
         )
         directory = Path(os.path.abspath(config["dir"]))
+        run_async(lambda: require_pod(directory), as_json=as_json)  # before anybody is asked
         _ask_first(directory, plan, yes=yes)
         result = run_async(
             lambda: sessions.drill_running_pod(directory, plan, say), as_json=as_json

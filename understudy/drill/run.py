@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.part.format import duration
 from plumbing.part.paths import engine_sockets
 from plumbing.service.clock import SystemClock
@@ -37,8 +37,7 @@ from understudy.drill.records import (
 from understudy.drill.upgrade import SETTING, VALUE, Upgrader
 from understudy.kubelet.http_get import get
 from understudy.kubelet.runner import PodRunner
-from understudy.status.gather import engine_parts, gather, pids_of, start_hint, status_of
-from understudy.status.view import is_reachable
+from understudy.status.gather import engine_parts, gather, pids_of, require_pod, status_of
 
 FIRST_WHOLE_DEADLINE_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
 ANSWERS_DEADLINE_S = 90.0  # longer than a client waits for a silent server
@@ -98,11 +97,7 @@ class Drill:
         Raises:
             UnderstudyError: the pod does not become ready, or its model gives no usable answers.
         """
-        if not is_reachable(await gather(self._directory)):
-            raise UnreachableError(
-                "pod.unreachable",
-                f"no part of a pod answers in {self._directory}; {start_hint(self._directory)}",
-            )
+        await require_pod(self._directory)
         whole = await wait_whole(self._directory, self._say, FIRST_WHOLE_DEADLINE_S)
         engines = {part.name: part for part in engine_parts(self._directory)}
         backend = (await status_of(engines[whole.engine])).get("backend") or {}

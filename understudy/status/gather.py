@@ -16,7 +16,7 @@ from typing import Any
 from engine import messages as engine_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.observe import StatusMsg, StatusReplyMsg
 from plumbing.part.paths import (
     LOCKSERVER_SOCKET,
@@ -28,7 +28,7 @@ from plumbing.part.paths import (
 from plumbing.part.peers import ASK_TIMEOUT_S, ask
 from plumbing.service.files import read_json
 from plumbing.wire.messages import Catalogue
-from understudy.status.view import pod_view
+from understudy.status.view import is_reachable, pod_view
 
 
 def start_hint(directory: Path) -> str:
@@ -41,6 +41,16 @@ def start_hint(directory: Path) -> str:
     if not found:
         return "start one with `understudy up`"
     return f"`understudy up -f` keeps its pod in a volume: use --dir {found[0]}"
+
+
+def unreachable(directory: Path, reason: str = "") -> UnreachableError:
+    """The error where no part of a pod answers in `directory`."""
+    why = f" ({reason})" if reason else ""
+    return UnreachableError(
+        "pod.unreachable",
+        f"no part of a pod answers in {directory}{why}; {start_hint(directory)}",
+        dir=str(directory),
+    )
 
 
 def states_on_file(directory: Path) -> list[dict[str, Any]]:
@@ -139,3 +149,13 @@ async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str,
     parts = (lockserver_part(directory), *gms, *engines)
     lock, *others = await asyncio.gather(*(status_of(part, timeout_s) for part in parts))
     return pod_view(str(directory), lock, others[: len(gms)], others[len(gms) :])
+
+
+async def require_pod(directory: Path) -> None:
+    """Raise unless a part of a pod answers in `directory`.
+
+    Raises:
+        UnreachableError: `pod.unreachable`.
+    """
+    if not is_reachable(await gather(directory)):
+        raise unreachable(directory)

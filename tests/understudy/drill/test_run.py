@@ -201,7 +201,6 @@ def test_status_of_no_pod_is_unreachable(directory):
         (["drill", "--target", "backend-model-0"], "must be one of backend-http"),
         (["up", "--tensor-parallel", "0"], "the minimum is 1"),
         (["drill", "--model", "/no/such/model"], "is not a directory"),
-        (["drill", "--attach"], "add --yes"),
         (["drill", "--attach", "--yes", "--tensor-parallel", "2"], "--tensor-parallel cannot be"),
         (["drill", "--attach", "--model", "/tmp", "--backend", "reference"], "--model, --backend "),
         (["up", "--service-port", "x"], "whole number"),
