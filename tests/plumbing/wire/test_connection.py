@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import cast
 
 import pytest
 
@@ -269,7 +270,7 @@ class _Transport:
 
 def _over(transport: _Transport, handler: EchoHandler) -> TcpConnection:
     peer = Peer(NO_UID, 0, None, "none", "10.0.0.1:1", "10.0.0.1")
-    return TcpConnection(transport, peer, CATALOGUE, handler)  # type: ignore[arg-type]
+    return TcpConnection(cast("asyncio.Transport", transport), peer, CATALOGUE, handler)
 
 
 @pytest.mark.parametrize(

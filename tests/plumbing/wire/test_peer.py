@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,8 @@ class _Socket:
 
 def test_peer_whose_process_is_hidden_has_a_uid_only():
     """Goal: pid 0, as across PID namespaces, is never opened. Method: what such a kernel says."""
-    found = peer.identify(_Socket(0, errno.ENOPROTOOPT))  # type: ignore[arg-type]
+    sock: Any = _Socket(0, errno.ENOPROTOOPT)
+    found = peer.identify(sock)
     assert (found.uid, found.pid, found.pidfd, found.pidfd_source) == (7, 0, None, "none")
     assert str(found) == "pid 0"
 
@@ -97,6 +99,6 @@ def test_peer_at_the_limit_of_descriptors_is_an_error(
         raise OSError(errno.EMFILE, "full")
 
     monkeypatch.setattr(os, "pidfd_open", full)
-    sock = _Socket(os.getpid(), errno.ENOPROTOOPT if is_old else errno.EMFILE)
+    sock: Any = _Socket(os.getpid(), errno.ENOPROTOOPT if is_old else errno.EMFILE)
     with pytest.raises(OSError, match="full" if is_old else "Too many"):
-        peer.identify(sock)  # type: ignore[arg-type]
+        peer.identify(sock)

@@ -8,18 +8,20 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from plumbing.errors import ProtocolError, UnderstudyError, UnreachableError, UsageError
 from plumbing.wire import connection
+from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.limits import UNACKNOWLEDGED_MS_MAX
 from plumbing.wire.messages import FaultMsg, HelloMsg, WelcomeMsg
 from plumbing.wire.tcp import server as tcp
 from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.connection import connect_tcp
+from plumbing.wire.tcp.connection import TcpConnection, connect_tcp
 from plumbing.wire.tcp.security import Security
 from plumbing.wire.tcp.server import TcpServer
 from tests.helpers import auntil, open_fds
@@ -41,6 +43,11 @@ ROOT = str(Path(__file__).resolve().parents[3])
 
 loops = pytest.mark.parametrize("loop", LOOPS)
 securities = pytest.mark.parametrize("kind", KINDS)
+
+
+def socket_of(end: Connection) -> Any:
+    assert isinstance(end, TcpConnection)
+    return end._transport.get_extra_info("socket")
 
 
 @loops
@@ -157,8 +164,7 @@ def test_tcp_final_error_reaches_a_peer_that_is_still_sending(
             reader, writer = await stranger(address, tls_of(theirs))
             (ended,) = await auntil(lambda: server.connections, "the connection")
             writer.transport.pause_reading()
-            sock = ended._transport.get_extra_info("socket")  # type: ignore[attr-defined]
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            socket_of(ended).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             large = encode_frame(CATALOGUE.encode(Echo("x" * 90_000), 2), 0)
             writer.write(large * 5 + encode_frame(CATALOGUE.encode(Refuse(), 1), 0) + large * 20)
             await auntil(lambda: len(handler.received_messages) == 6, "the refusal")
@@ -184,7 +190,7 @@ def test_tcp_sockets_send_at_once_and_detect_a_host_that_is_gone(loop: str):
         async with serving(None) as (server, address):
             conn = await connect_tcp(address, CATALOGUE, Client(), None)
             for end in (conn, *server.connections):
-                sock = end._transport.get_extra_info("socket")  # type: ignore[attr-defined]
+                sock = socket_of(end)
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
                 timeout_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
                 assert timeout_ms == UNACKNOWLEDGED_MS_MAX
