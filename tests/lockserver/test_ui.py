@@ -244,7 +244,7 @@ def test_page_shows_which_part_does_not_answer(start_server, tmp_path: Path):
             await page.wait("document.getElementById('parts').textContent.includes('● lockserver')")
             text = await page.text()
             assert "gms: no answer from port 1" in text
-            assert "nobody serves; the lock is free" in text
+            assert "no engine is active; the lock is free" in text
             server.kill()
             await page.wait("document.getElementById('parts').textContent.includes('○ lockserver')")
             await page.wait("document.body.innerText.includes('the lock server does not answer')")

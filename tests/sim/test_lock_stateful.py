@@ -100,7 +100,7 @@ class Pod(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if self.is_settled and hasattr(self, "world"):
-            assert self.world.settle(random.Random(0)), "nobody serves"
+            assert self.world.settle(random.Random(0)), "no engine serves"
 
 
 @pytest.mark.slow
