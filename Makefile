@@ -16,7 +16,7 @@ WORKERS ?= auto
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm fuzz sim drill drill-vllm bench bench-lock soak-lock device-check docs manifests image clean
+.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm fuzz sim drill drill-vllm bench bench-lock soak-lock sweep device-check docs manifests image clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -92,6 +92,9 @@ bench-lock: setup ## the lock server beside flock, Redis and etcd; ARGS=--quick,
 
 soak-lock: setup ## kill holders 1,000 times and check the order of the fence after each
 	@$(PY) -m hack.soak_lock $(ARGS)
+
+sweep: setup ## let each system call that makes a descriptor, process, thread or file fail once; ARGS="--phase grant"
+	@$(PY) -m hack.sweep_faults $(ARGS)
 
 device-check: setup ## check on a GPU what the design relies on (ARGS=--stand-in: without a GPU)
 	@$(PY) -m hack.device_check $(ARGS)

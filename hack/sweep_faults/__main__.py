@@ -1,0 +1,167 @@
+"""Let every system call of the pod that makes a descriptor, process, thread or file fail once.
+
+    python -m hack.sweep_faults [--phase grant] [--process lockserver] [--kind descriptor]
+        [--site TEXT] [--sample N] [--seed N] [--json]
+
+Starts a pod with the reference backend, records which calls its processes make at rest and while
+something happens, and lets each of them fail once: EMFILE, EAGAIN or ENOSPC. After each, the pod
+must be whole by itself within 30 s, or its status must name a problem; and the next death of the
+active engine must lead to a takeover. Exit code 1 if any case fails.
+
+The command that repeats a single case is printed with its result. `--last-ms` lets all calls of a
+kind fail for a while instead: `--last-ms 3000 --phase grant --process lockserver`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hack.processes import ProcessError
+from hack.report import commit, machine
+from hack.sweep_faults.phases import PHASES
+from hack.sweep_faults.pod import ROLES
+from hack.sweep_faults.shim import KINDS, build
+from hack.sweep_faults.sweep import Case, Outcome, Sweep, Verdict, chosen
+from understudy.up.random_model import make_random_model
+
+DEADLINE_S = 30.0
+SITE_SHOWN = 150
+ERRORS_SHOWN = 8
+UNEXPECTED = "Exception in callback"  # what asyncio says of an error that reached the loop
+
+
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m hack.sweep_faults", description="each system call of the pod fails once"
+    )
+    parser.add_argument("--phase", action="append", choices=PHASES, help="repeatable; default: all")
+    parser.add_argument("--process", default="", choices=ROLES, help="default: all")
+    parser.add_argument("--kind", default="", choices=KINDS, help="what there is no more of")
+    parser.add_argument("--site", default="", help="only sites with this text")
+    parser.add_argument("--skip", type=int, default=0, help="calls at the site that succeed first")
+    parser.add_argument("--last-ms", type=int, default=0, help="all calls of a kind, for so long")
+    parser.add_argument("--sample", type=int, default=0, help="that many cases, chosen at random")
+    parser.add_argument("--seed", type=int, default=1, help="of the sample")
+    parser.add_argument("--deadline-s", type=float, default=DEADLINE_S, help="to be whole again")
+    parser.add_argument("--every", action="store_true", help="each site in each phase")
+    parser.add_argument("--list", action="store_true", help="print the cases, run none")
+    parser.add_argument("--json", action="store_true", help="the report on stdout, as JSON")
+    return parser.parse_args()
+
+
+async def cases_of(sweep: Sweep, flags: argparse.Namespace) -> list[Case]:
+    """The cases that the flags choose, in the order of the phases."""
+    found: list[Case] = []
+    swept: set[tuple[str, str, str]] = set()
+    for phase in flags.phase or PHASES:
+        recorded = await sweep.sites(phase)
+        if flags.last_ms:  # wherever they are
+            both = {(each.role, each.kind) for each in recorded}
+            recorded = [Case(phase, *each, site="", last_ms=flags.last_ms) for each in sorted(both)]
+        elif not flags.every:
+            recorded = [each for each in recorded if each.place not in swept]
+            swept.update(each.place for each in recorded)
+        found += chosen(recorded, flags.process, flags.kind, flags.site)
+    if flags.sample and flags.sample < len(found):
+        kept = random.Random(flags.seed).sample(range(len(found)), flags.sample)
+        found = [found[number] for number in sorted(kept)]
+    return found
+
+
+def _is_one(flags: argparse.Namespace) -> bool:
+    """Whether the flags name one case, so that there is nothing to record."""
+    names_site = bool(flags.site or flags.last_ms)
+    return bool(names_site and flags.process and flags.kind and len(flags.phase or ()) == 1)
+
+
+async def _run(directory: Path, flags: argparse.Namespace) -> list[Outcome]:
+    model = await make_random_model(directory / "model")
+    sweep = Sweep(directory, model, build(directory), flags.deadline_s, _say)
+    outcomes: list[Outcome] = []
+    try:
+        if _is_one(flags):
+            one = (flags.phase[0], flags.process, flags.kind, flags.site, flags.skip, flags.last_ms)
+            cases = [Case(*one)]
+        else:
+            cases = await cases_of(sweep, flags)
+        for number, case in enumerate(cases, 1):
+            if flags.list:
+                print(case.flags())
+                continue
+            outcome = await sweep.run(case)
+            outcomes.append(outcome)
+            _say(f"{number}/{len(cases)}  {line_of(outcome)}")
+            _say_more(outcome)
+    except ProcessError as error:
+        _say(f"error: {error}")
+    finally:
+        await sweep.close()
+    return outcomes
+
+
+def line_of(outcome: Outcome) -> str:
+    """One line for one case."""
+    case = outcome.case
+    where = case.site[:SITE_SHOWN] or f"all for {case.last_ms} ms"
+    took = f"{outcome.whole_ms:.0f} ms" if outcome.whole_ms is not None else "-"
+    cost = f"  [{'; '.join(outcome.cost)}]" if outcome.cost else ""
+    return (
+        f"{outcome.verdict.value:<11} {took:>8}  {case.phase} {case.role} {case.kind} {where}{cost}"
+    )
+
+
+def _say_more(outcome: Outcome) -> None:
+    """What failed and how to repeat it; of a whole pod, only exceptions that nobody expected."""
+    if outcome.verdict in (Verdict.WHOLE, Verdict.NOT_REACHED):
+        for line in outcome.errors:
+            if UNEXPECTED in line:
+                _say(f"      {line}")
+        return
+    for line in (outcome.detail, *outcome.named, *outcome.errors[:ERRORS_SHOWN]):
+        _say(f"      {line}")
+    _say(f"      {outcome.case.flags()}")
+
+
+def report(outcomes: list[Outcome], took_s: float) -> dict[str, Any]:
+    """The document of `--json`."""
+    return {
+        "machine": machine(),
+        "commit": commit(),
+        "took_s": round(took_s),
+        "cases": len(outcomes),
+        "verdicts": dict(Counter(each.verdict.value for each in outcomes)),
+        "outcomes": [{**asdict(each), "repeat": each.case.flags()} for each in outcomes],
+    }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    flags = _flags()
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="sweep-") as directory:
+        outcomes = asyncio.run(_run(Path(directory), flags))
+    if flags.list:
+        return
+    found = report(outcomes, time.monotonic() - began_s)
+    _say(f"{found['cases']} cases in {found['took_s']} s: {found['verdicts']}")
+    if flags.json:
+        print(json.dumps(found, indent=1))
+    if not outcomes or not all(each.verdict.passes for each in outcomes):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

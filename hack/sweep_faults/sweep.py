@@ -1,0 +1,277 @@
+"""One pass over the sites of each phase: record them, then fail each once and look.
+
+A case is one call of one process that fails in one phase. Afterwards the pod must be whole by
+itself, or its status must name a problem. Then the active engine is killed: a state that only looks
+whole does not survive that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from hack.processes import ProcessError
+from hack.sweep_faults.phases import PHASES, unexpected
+from hack.sweep_faults.pod import WHOLE_S, Look, Standing, SweptPod
+from hack.sweep_faults.shim import KINDS, Control
+from plumbing.errors import UnderstudyError
+
+REACH_S = 3.0  # for a site to be reached again at rest: ticks come every second or faster
+SETTLE_S = 0.3  # for a death that a fault causes to be seen
+LATE_S = 30.0  # beyond the deadline: late, or never
+DISTURBED_MAX = 3  # unplanned deaths of one pod: a fifth within ten minutes is a crash loop
+CASES_MAX = 12  # of one pod
+
+# An import at start fails the start, whichever line it is on: one of them is enough.
+IMPORT_AT_START = re.compile(r"@import(<(<frozen \w+>:\w+|[^<]*:<module>):\d+)*$")
+
+# An error of a command, and the last line of a traceback that Python printed.
+NOT_JSON = re.compile(r"error: |[A-Za-z.]*(Error|Exception)\b")
+LINE_SHOWN = 300
+
+
+class Verdict(StrEnum):
+    """How a case ended. The first three pass."""
+
+    WHOLE = "whole"
+    NAMED = "named"  # not whole in time, and status says why
+    NOT_REACHED = "not_reached"
+    LATE = "late"  # whole, but after the deadline, and status did not say why
+    SILENT = "silent"  # not whole, and status does not say why
+    WRONG = "wrong"  # a request got a wrong answer
+    TAKEOVER = "takeover"  # it looked whole, and the next death of the active engine was an outage
+
+    @property
+    def passes(self) -> bool:
+        return self in (Verdict.WHOLE, Verdict.NAMED, Verdict.NOT_REACHED)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Case:
+    """The call at `site` of the process `role` fails as if there were no more of `kind`.
+
+    `skip` calls at that site succeed first. `last_ms` above 0: every call of the kind fails for so
+    long, wherever it is.
+    """
+
+    phase: str
+    role: str
+    kind: str
+    site: str
+    skip: int = 0
+    last_ms: int = 0
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What a sweep fails once, in the first phase that gets there. A backend's processes start
+        alike in both engines; supervisors differ by what they do for the active one."""
+        program = self.role.partition("-")[2]
+        return program if program in ("http", "model") else self.role, self.kind, self.site
+
+    def flags(self) -> str:
+        """The command that repeats it."""
+        found = f"--phase {self.phase} --process {self.role} --kind {self.kind}"
+        found += f" --site '{self.site}'" if self.site else ""
+        found += f" --skip {self.skip}" if self.skip else ""
+        found += f" --last-ms {self.last_ms}" if self.last_ms else ""
+        return f"python -m hack.sweep_faults {found}"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What followed. `whole_ms`: from the fault's phase to a whole pod; `cost`: what was started
+    again though the phase does not do that; `errors`: from the logs."""
+
+    case: Case
+    verdict: Verdict
+    failed_calls: int = 0
+    whole_ms: float | None = None
+    detail: str = ""
+    named: list[str] = field(default_factory=list)
+    cost: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+class Sweep:
+    """Runs cases on one pod after the other; `say` gets a line per step."""
+
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        library: Path,
+        deadline_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._directory = directory
+        self._model = model
+        self._control = Control(directory, library)
+        self._deadline_s = deadline_s
+        self._say = say
+        self._pod: SweptPod | None = None
+        self._standing: Standing | None = None
+        self._pods = self._cases = self._disturbed = 0
+
+    async def close(self) -> None:
+        """End the pod."""
+        self._control.rest()
+        pod, self._pod = self._pod, None
+        if pod is not None:
+            await pod.stop()
+
+    # ------------------------------------------------------------------ recording
+
+    async def sites(self, phase: str) -> list[Case]:
+        """The cases of `phase`: each site that it passes in any process."""
+        pod, standing = await self._ready()
+        self._control.record()
+        await PHASES[phase].happens(pod, standing)
+        if phase == "rest":
+            await asyncio.sleep(REACH_S)
+        look = await pod.until_whole(WHOLE_S, lambda new: PHASES[phase].is_over(standing, new))
+        calls = self._control.calls()
+        self._control.rest()
+        if look.standing is None:
+            raise ProcessError(
+                f"{phase} did not end in a whole pod without any fault: {look.missing}"
+            )
+        self._standing = look.standing
+        found: dict[Case, None] = {}
+        for call in calls:
+            role = standing.role(call.process)
+            site = IMPORT_AT_START.sub("@import", call.site)
+            for kind, about in KINDS.items():
+                if role is not None and call.kinds & about.bit:
+                    found[Case(phase, role, kind, site)] = None
+        self._say(f"{phase}: {len(found)} cases")
+        return list(found)
+
+    # ------------------------------------------------------------------ one case
+
+    async def run(self, case: Case) -> Outcome:
+        """Fail the call, and judge what follows."""
+        pod, standing = await self._ready()
+        log = Log(pod.directory / "log")
+        phase = PHASES[case.phase]
+        self._control.arm(
+            standing.program(case.role), KINDS[case.kind], case.site, case.skip, case.last_ms
+        )
+        began_s = time.monotonic()
+        await self._drive(case, pod, standing)
+        look = await pod.until_whole(self._deadline_s, lambda new: phase.is_over(standing, new))
+        whole_ms = (time.monotonic() - began_s) * 1000
+        outcome = Outcome(case, Verdict.WHOLE, self._control.fired, round(whole_ms))
+        self._control.rest()
+        self._cases += 1
+        if look.standing is None:
+            await self._explain(outcome, pod, look)
+        else:
+            outcome.cost = unexpected(standing, look.standing, phase)
+            await self._take_over(outcome, pod, look.standing)
+        if outcome.verdict is Verdict.WHOLE and not outcome.failed_calls:
+            outcome.verdict = Verdict.NOT_REACHED
+        if pod.wrong:
+            outcome.verdict, outcome.detail = Verdict.WRONG, "; ".join(pod.wrong)
+            await self.close()
+        self._disturbed += bool(outcome.cost) or case.phase in ("commit", "restart")
+        outcome.errors = log.errors()
+        return outcome
+
+    async def _drive(self, case: Case, pod: SweptPod, standing: Standing) -> None:
+        """Let the phase happen; at rest, until the call has failed."""
+        end_s = time.monotonic() + REACH_S
+        while True:
+            try:
+                await PHASES[case.phase].happens(pod, standing)
+            except (UnderstudyError, OSError) as error:
+                self._say(f"  {error}")  # the fault may have hit what we asked
+            if case.phase != "rest" or self._control.fired or time.monotonic() > end_s:
+                break
+        await asyncio.sleep(max(SETTLE_S, case.last_ms / 1000))
+
+    async def _explain(self, outcome: Outcome, pod: SweptPod, look: Look) -> None:
+        """It is not whole in time: is it named, and does it heal later?"""
+        outcome.detail, outcome.named = look.missing, look.named
+        outcome.whole_ms = None
+        if look.named:
+            outcome.verdict = Verdict.NAMED
+        else:
+            later = await pod.until_whole(LATE_S)
+            outcome.verdict = Verdict.LATE if later.standing else Verdict.SILENT
+            outcome.named = later.named
+        await self.close()
+
+    async def _take_over(self, outcome: Outcome, pod: SweptPod, old: Standing) -> None:
+        """Kill the active engine: the standby must take over, or the pod was not whole."""
+        try:
+            await pod.kill_backend(old.active, "backend-model")
+            look = await pod.until_whole(self._deadline_s, lambda new: new.token > old.token)
+        except (UnderstudyError, OSError) as error:
+            look = Look({}, missing=str(error))
+        self._standing = look.standing
+        if look.standing is None or look.standing.active != old.standby:
+            outcome.verdict = Verdict.TAKEOVER
+            outcome.detail, outcome.named = (
+                look.missing or "the standby did not take over",
+                look.named,
+            )
+            await self.close()
+
+    # ------------------------------------------------------------------ the pod
+
+    async def _ready(self) -> tuple[SweptPod, Standing]:
+        """A whole pod; a new one if the last one has seen too much."""
+        if self._cases >= CASES_MAX or self._disturbed >= DISTURBED_MAX:
+            await self.close()
+        if self._pod is None:
+            self._pods += 1
+            self._cases = self._disturbed = 0
+            self._pod = SweptPod(self._directory / f"pod{self._pods}", self._model, self._control)
+            self._standing = await self._pod.start()
+        if self._standing is None:
+            self._standing = await self._pod.whole(WHOLE_S)
+        return self._pod, self._standing
+
+
+class Log:
+    """What the containers have logged since this object was made."""
+
+    def __init__(self, directory: Path) -> None:
+        self._began = {path: path.stat().st_size for path in directory.glob("*.log")}
+        self._directory = directory
+
+    def errors(self) -> list[str]:
+        """The errors, each with the last line of its traceback."""
+        paths = sorted(self._directory.glob("*.log"))
+        return [f"{path.stem}: {line[:LINE_SHOWN]}" for path in paths for line in self._bad(path)]
+
+    def _bad(self, path: Path) -> Iterator[str]:
+        with path.open("rb") as file:
+            file.seek(self._began.get(path, 0))
+            lines = file.read().decode(errors="replace").splitlines()
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                if NOT_JSON.match(line):
+                    yield line
+                continue
+            if isinstance(record, dict) and record.get("level") == "error":
+                message = str(record.get("msg")).partition("\n")[0]
+                last = str(record.get("traceback") or "").rstrip().rpartition("\n")[2]
+                yield f"{message} | {last}" if last else message
+
+
+def chosen(cases: Sequence[Case], process: str, kind: str, site: str) -> list[Case]:
+    """Those that the flags choose; an empty flag chooses all."""
+    return [
+        each
+        for each in cases
+        if process in ("", each.role) and kind in ("", each.kind) and site in each.site
+    ]

@@ -1,0 +1,270 @@
+"""The sweep of faults: its shim fails the call that is meant and no other, and a pod survives the
+calls that once did harm.
+
+Method: a real interpreter under the shim, one call after the other; a real pod for a fixed sample
+of the sweep, each case named by the function that makes the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hack.sweep_faults.phases import PHASES, unexpected
+from hack.sweep_faults.pod import ROLES, Standing, supervisor_of
+from hack.sweep_faults.shim import CAN_SHOW_STACKS, CONTROL_ENV, KINDS, Control, build
+from hack.sweep_faults.sweep import IMPORT_AT_START, Case, Outcome, Sweep, Verdict, chosen
+from understudy.up.random_model import make_random_model
+
+pytestmark = pytest.mark.skipif(not CAN_SHOW_STACKS, reason="this Python hides _Py_DumpTraceback")
+
+WHOLE_S = 60.0  # a busy machine; the sweep itself asks for 30 s
+EMFILE, EAGAIN, ENOSPC = errno.EMFILE, errno.EAGAIN, errno.ENOSPC
+
+# What each call is called from; every line is run in a function of its own.
+PROGRAM = """
+import os, socket, subprocess, sys, tempfile, threading
+
+here = tempfile.mkdtemp()
+listener = socket.create_server(("127.0.0.1", 0))
+waiting = [socket.create_connection(listener.getsockname()) for _ in range(2)]
+ours, theirs = socket.socketpair()
+for _ in range(2):
+    socket.send_fds(theirs, [b"x"], [0])
+file = os.open(f"{here}/file", os.O_RDWR | os.O_CREAT)
+
+def received():
+    data, fds, flags, _ = socket.recv_fds(ours, 1, 4)
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(24, "truncated")
+
+def started():
+    try:
+        thread = threading.Thread(target=int)
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(11, str(error)) from error
+    thread.join()
+
+def bound():
+    name = f"{here}/{len(os.listdir(here))}.sock"
+    socket.socket(socket.AF_UNIX).bind(name)
+
+def renamed():
+    os.rename(f"{here}/file", f"{here}/file")
+
+CALLS = {
+    "socket": socket.socket,
+    "socketpair": socket.socketpair,
+    "accept": listener.accept,
+    "dup": lambda: os.dup(0),
+    "socket.dup": listener.dup,
+    "pipe": os.pipe,
+    "open": lambda: os.open("/dev/null", os.O_RDONLY),
+    "opendir": lambda: os.scandir("/proc").close(),
+    "memfd_create": lambda: os.memfd_create("x"),
+    "pidfd_open": lambda: os.pidfd_open(os.getpid()),
+    "recvmsg": received,
+    "vfork": lambda: subprocess.run(["true"]),
+    "pthread_create": started,
+    "new file": lambda: os.open(f"{here}/new", os.O_WRONLY | os.O_CREAT),
+    "write": lambda: os.write(file, b"x"),
+    "pwrite": lambda: os.pwrite(file, b"x", 0),
+    "ftruncate": lambda: os.ftruncate(file, 1),
+    "fallocate": lambda: os.posix_fallocate(file, 0, 1),
+    "rename": renamed,
+    "bind": bound,
+}
+
+def wanted_call(call):
+    try:
+        call()
+    except OSError as error:
+        return error.errno
+    return 0
+
+print([wanted_call(CALLS[sys.argv[1]]) for _ in range(2)])
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("shim"))
+
+
+@pytest.fixture
+def control(tmp_path: Path, library: Path) -> Control:
+    (tmp_path / "calls.py").write_text(PROGRAM)
+    return Control(tmp_path, library)
+
+
+def run(control: Control, call: str) -> str:
+    """The output of PROGRAM for `call` in a process under the shim."""
+    path = Path(control.environment[CONTROL_ENV]).parent / "calls.py"
+    command = [sys.executable, str(path), call]
+    env = {**os.environ, **control.environment, "PYTHONDEVMODE": ""}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "error"),
+    [
+        *((call, "descriptor", EMFILE) for call in ("socket", "socketpair", "accept", "dup")),
+        *((call, "descriptor", EMFILE) for call in ("socket.dup", "pipe", "open", "opendir")),
+        *((call, "descriptor", EMFILE) for call in ("memfd_create", "pidfd_open", "recvmsg")),
+        ("vfork", "process", EAGAIN),
+        ("pthread_create", "thread", EAGAIN),
+        *((call, "file", ENOSPC) for call in ("new file", "write", "pwrite", "ftruncate")),
+        *((call, "file", ENOSPC) for call in ("fallocate", "rename", "bind")),
+    ],
+)
+def test_a_call_fails_once_and_then_succeeds(
+    control: Control, call: str, kind: str, error: int
+) -> None:
+    control.arm([sys.executable], KINDS[kind], ":wanted_call:", skip=0, last_ms=0)
+    assert run(control, call).split("\n")[-2] == f"[{error}, 0]"
+    assert control.fired == 1
+
+
+def test_calls_that_are_to_succeed_first_do(control: Control) -> None:
+    control.arm([sys.executable], KINDS["descriptor"], "pipe@", skip=1, last_ms=0)
+    assert run(control, "pipe") == f"[0, {EMFILE}]\n"
+
+
+def test_every_call_of_a_kind_fails_while_that_lasts(control: Control) -> None:
+    control.arm([sys.executable], KINDS["descriptor"], ":wanted_call:", 0, last_ms=60_000)
+    assert run(control, "pipe") == f"[{EMFILE}, {EMFILE}]\n"
+    assert control.fired == 2
+
+
+@pytest.mark.parametrize(
+    ("process", "kind", "site"),
+    [
+        (["another program"], "descriptor", "pipe@"),
+        ([sys.executable, "!calls.py pipe"], "descriptor", "pipe@"),
+        ([sys.executable], "file", ":wanted_call:"),
+        ([sys.executable], "descriptor", "pidfd_open@"),
+    ],
+)
+def test_no_other_process_kind_or_site_is_hit(
+    control: Control, process: Sequence[str], kind: str, site: str
+) -> None:
+    control.arm(process, KINDS[kind], site, skip=0, last_ms=0)
+    assert run(control, "pipe") == "[0, 0]\n"
+    assert control.fired == 0
+
+
+def test_recording_names_each_site_once_with_the_functions_that_lead_to_it(
+    control: Control,
+) -> None:
+    control.record()
+    assert run(control, "pipe") == "[0, 0]\n"
+    found = [call for call in control.calls() if ":wanted_call:" in call.site]
+    assert len(found) == 1
+    assert found[0].site.startswith("pipe@calls.py:wanted_call:")
+    assert (found[0].kinds, found[0].has_failed) == (KINDS["descriptor"].bit, False)
+    assert sys.executable in found[0].process
+
+
+def test_nothing_fails_or_is_recorded_at_rest(control: Control) -> None:
+    control.arm([sys.executable], KINDS["descriptor"], "", 0, 0)
+    control.rest()
+    assert run(control, "pipe") == "[0, 0]\n"
+    assert (control.fired, control.calls()) == (0, [])
+
+
+# ---------------------------------------------------------------------- pure parts
+
+STANDING = Standing(
+    "engine-0", "engine-1", 7, {"engine-0": "a", "engine-1": "b", "gms": "1", "lockserver": "2"}
+)
+
+
+def test_a_process_is_known_by_its_engine_and_its_command_line() -> None:
+    lines = {
+        "- /venv/bin/python /venv/bin/lockserver serve --service=active=h:1": "lockserver",
+        "- /venv/bin/python -m gms.cli serve-device --device HOST-0": "gms-server",
+        "engine-0 /venv/bin/python /venv/bin/engine run --backend=x": "active-supervisor",
+        "engine-1 /p -m engine.backends.reference.model.main": "standby-model",
+        "engine-2 /p -m engine.backends.reference.model.main": None,
+    }
+    assert {line: STANDING.role(line) for line in lines} == lines
+    assert all(STANDING.program(role) for role in ROLES)
+
+
+def test_what_was_started_again_is_a_cost_unless_the_phase_does_that() -> None:
+    after = replace(STANDING, lives={**STANDING.lives, "engine-0": "c", "gms": "9"})
+    assert unexpected(STANDING, after, PHASES["rest"]) == [
+        "engine-0 was started again",
+        "gms was started again",
+    ]
+    assert unexpected(STANDING, after, PHASES["grant"]) == ["gms was started again"]
+    assert supervisor_of("engine-0") not in STANDING.lives
+
+
+@pytest.mark.parametrize(
+    ("site", "expected"),
+    [
+        ("open@import", "open@import"),
+        ("open@import<<frozen runpy>:_run_module:189<gms/cli.py:<module>:5", "open@import"),
+        ("open@import<gms/cli.py:serve:79<x.py:<module>:1", None),
+        ("open@gms/cli.py:<module>:5", None),
+    ],
+)
+def test_imports_at_start_are_one_site(site: str, expected: str | None) -> None:
+    """Goal: a failed import ends a start, whichever it is; one inside a function does not."""
+    assert IMPORT_AT_START.sub("@import", site) == (expected or site)
+
+
+def test_a_case_says_how_to_repeat_it_and_flags_choose_cases() -> None:
+    one = Case("grant", "lockserver", "descriptor", "dup@x.py:f:1", skip=2)
+    other = Case("grant", "active-http", "file", "write@x.py:f:1")
+    assert one.flags() == (
+        "python -m hack.sweep_faults --phase grant --process lockserver --kind descriptor"
+        " --site 'dup@x.py:f:1' --skip 2"
+    )
+    assert chosen([one, other], "", "", "") == [one, other]
+    assert chosen([one, other], "lockserver", "", "") == [one]
+    assert chosen([one, other], "", "file", "x.py") == [other]
+
+
+# ---------------------------------------------------------------------- a pod
+
+SAMPLE = (
+    # The lock server cannot write a grant, nor look at the witness of who died.
+    Case("grant", "lockserver", "file", "lockserver/state_file.py:write:"),
+    Case("grant", "lockserver", "descriptor", "lockserver/server/prober.py:_is_free:"),
+    # A process of a backend cannot be started, and one cannot map its weights.
+    Case("relaunch", "standby-http", "process", ""),
+    Case("relaunch", "standby-model", "descriptor", "recvmsg@"),
+)
+
+
+@pytest.mark.slow
+def test_a_pod_is_whole_after_each_call_of_a_sample_has_failed(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: it heals by itself, nothing else is started again, and the next death of the active
+    engine leads to a takeover."""
+    monkeypatch.delenv("PYTHONDEVMODE", raising=False)  # the pod runs as users run it
+
+    async def sweep_sample() -> list[Outcome]:
+        model = await make_random_model(tmp_path / "model")
+        sweep = Sweep(tmp_path, model, library, WHOLE_S, print)
+        try:
+            return [await sweep.run(case) for case in SAMPLE]
+        finally:
+            await sweep.close()
+
+    outcomes = asyncio.run(sweep_sample())
+    assert [(each.case, each.verdict, each.cost) for each in outcomes] == [
+        (case, Verdict.WHOLE, []) for case in SAMPLE
+    ]
