@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import sys
-from collections import Counter
 from typing import Any
 
 import click
@@ -15,6 +14,7 @@ import click
 from gms.operate import report
 from gms.server.devices import VISIBLE, devices_to_serve
 from gms.server.server import STALL_MS, DeviceServer
+from gms.shortage import check_room, reported_at_start
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnreachableError, UsageError
@@ -86,18 +86,15 @@ def serve(config: Resolved) -> None:
     if gpus and not is_cuda:
         raise UsageError("config.needless_device", "--device requires --memory cuda")
 
-    starts: Counter[str] = Counter()
-
-    def command(device: str) -> list[str]:
+    def command(device: str, restarts: int) -> list[str]:
         """How the next server of `device` is started."""
         flags = {
             "--dir": directory,
             "--memory": config["memory"],
             "--device": device,
             "--stall-s": config["stall_s"],
-            "--restarts": starts[device],
+            "--restarts": restarts,
         }
-        starts[device] += 1
         if config["device_bytes"] is not None:
             flags["--device-bytes"] = config["device_bytes"]
         words = [str(word) for flag in flags.items() for word in flag]
@@ -121,9 +118,11 @@ def serve_device(config: Resolved) -> None:
     """One device's server; started by `serve`."""
     configure("gms", device_uuid=config["device"])
     arm_from_environment()
-    # Before any loop runs: a driver may take seconds to initialise.
-    memory, capacity_bytes = _memory(config)
-    run_async(functools.partial(_serve_device, config, memory, capacity_bytes))
+    with reported_at_start():
+        check_room()
+        # Before any loop runs: a driver may take seconds to initialise.
+        memory, capacity_bytes = _memory(config)
+        run_async(functools.partial(_serve_device, config, memory, capacity_bytes))
 
 
 def _memory(config: Resolved) -> tuple[DeviceMemory, int]:
@@ -147,7 +146,8 @@ async def _serve_device(config: Resolved, memory: DeviceMemory, capacity_bytes: 
         stall_ms=config["stall_s"] * 1000,
         restarts_total=config["restarts"],
     )
-    await server.start()
+    with reported_at_start():  # again: `run_async` ends the process on such an error
+        await server.start()
     try:
         await wait_signals()
     finally:

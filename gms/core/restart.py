@@ -4,12 +4,16 @@ Pure. A server is restarted in place, because the other devices' servers still s
 at once, since newcomers wait for it. After several short runs in a row the container exits with the
 server's exit code, so that its operator sees why.
 
-A server that had answered and was then killed by SIGKILL was killed from outside, by a drill or for
-lack of memory. It lost nothing, so it is restarted at once however often that happens, and only the
-counter shows it.
+Two kinds of ends never count towards giving up. A server that had answered and was then killed by
+SIGKILL was killed from outside, by a drill or for lack of memory: it lost nothing, so it is
+restarted at once however often that happens, and only the counter shows it. And a shortage of
+descriptors, processes or memory is not the server's fault: a new container would find the same
+machine, so the start is retried for ever, and status names what is short.
 """
 
 from __future__ import annotations
+
+import errno
 
 from msgspec import Struct
 
@@ -20,6 +24,14 @@ SIGKILL = 9  # signal(7); a core does not import the module
 # A bad flag or path does not fix itself. But flags that have worked once are not bad: then what
 # they name is gone, for example a GPU.
 USAGE_EXIT_CODE = 2
+# What the kernel answers while descriptors, processes, threads or memory run out (fork(2), open(2),
+# socket(2)).
+SHORTAGES = frozenset(
+    {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
+)
+SHORTAGE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the server met a shortage while it started
+SHORTAGE_BACKOFF_MS_MAX = 5_000.0  # an attempt costs milliseconds, and newcomers wait
+CANNOT_RUN_EXIT_CODE = 126  # what shells report for a program that cannot be run
 
 
 class StartAgain(Struct, frozen=True):
@@ -35,10 +47,11 @@ class GiveUp(Struct, frozen=True):
 
 
 class Restarts:
-    """The deaths in a row of one device's server."""
+    """The deaths, and the failed starts, in a row of one device's server."""
 
     def __init__(self) -> None:
         self.deaths = 0
+        self.shortages = 0
         self.deaths_total = 0
         self._has_ever_answered = False
 
@@ -46,12 +59,32 @@ class Restarts:
         """What to do about a server that lived `lived_ms`; a signal is a negative returncode."""
         self.deaths_total += 1
         self._has_ever_answered |= had_answered
+        if returncode == SHORTAGE_EXIT_CODE:
+            return self._wait_out_shortage()
+        self.shortages = 0
         was_killed = had_answered and returncode == -SIGKILL
         self.deaths = 1 if lived_ms >= LONG_LIFE_MS or was_killed else self.deaths + 1
         is_misused = returncode == USAGE_EXIT_CODE and not self._has_ever_answered
-        if self.deaths >= DEATHS_MAX or is_misused:
-            # Shells report a death by signal n as 128 + n; a server that exited with 0 failed too.
-            return GiveUp(128 - returncode if returncode < 0 else returncode or 1)
+        # Shells report a death by signal n as 128 + n; a server that exited with 0 failed too.
+        exit_code = 128 - returncode if returncode < 0 else returncode or 1
+        return GiveUp(exit_code) if is_misused else self._next(exit_code)
+
+    def not_started(self, error_number: int | None) -> StartAgain | GiveUp:
+        """What to do about a server whose process could not be created, with the kernel's errno."""
+        if error_number in SHORTAGES:
+            return self._wait_out_shortage()
+        self.deaths += 1
+        return self._next(CANNOT_RUN_EXIT_CODE)
+
+    def _next(self, exit_code: int) -> StartAgain | GiveUp:
+        if self.deaths >= DEATHS_MAX:
+            return GiveUp(exit_code)
         if self.deaths == 1:
             return StartAgain(0.0)
         return StartAgain(min(BACKOFF_MS * 2 ** (self.deaths - 2), BACKOFF_MS_MAX))
+
+    def _wait_out_shortage(self) -> StartAgain:
+        self.shortages += 1
+        # At most 2 ** 9: it may last for days.
+        delay_ms = BACKOFF_MS * 2 ** min(self.shortages - 1, 9)
+        return StartAgain(min(delay_ms, SHORTAGE_BACKOFF_MS_MAX))

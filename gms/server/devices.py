@@ -22,6 +22,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from gms.shortage import explain
 from plumbing.errors import UnderstudyError, UsageError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -93,6 +94,10 @@ def visible_to(environ: Mapping[str, str]) -> list[str]:
         raise UsageError(
             "gms.no_cuda",
             f"CUDA's driver did not initialise in {PROBE_S:g} s: check nvidia-smi and dmesg",
+        ) from error
+    except OSError as error:
+        raise UnderstudyError(
+            "gms.driver_failed", f"cannot start a process to ask CUDA: {explain(error.errno)}"
         ) from error
     try:
         answer: dict[str, Any] = json.loads(done.stdout)

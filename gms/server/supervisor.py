@@ -1,170 +1,51 @@
 """`gms serve`: one server process per device, started, watched, and restarted in place.
 
 It relays the servers' events, so that one address serves all devices. It holds no memory and
-decides nothing about it. The servers die with it (PDEATHSIG), so none is ever left unwatched. A
-server that does not answer is killed: its memory lives on in its readers, and a restarted server is
-better than one that never answers newcomers.
+decides nothing about it. The servers die with it (PDEATHSIG), so none is ever left unwatched. What
+happens to one device's server, even that it cannot be started, disturbs no other's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gms import messages as msg
 from gms import names
-from gms.core.restart import GiveUp, Restarts
+from gms.core.restart import GiveUp, StartAgain
+from gms.server.child import Child
 from gms.server.metrics import GmsMetrics
-from plumbing.errors import UnreachableError
+from gms.server.server_process import ServerProcess
+from gms.shortage import explain
 from plumbing.part.format import duration
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.process import parent_environment
 from plumbing.service.signals import SignalInbox
-from plumbing.wire.connection import Connection
-from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import HelloMsg, Message, WelcomeMsg
 from plumbing.wire.server import PathGuard
-from plumbing.wire.unix_connection import connect
 
-PING_S = 1.0
-SILENT_MS = 5000.0  # several pings: a server that is silent for longer is not ready
-# While a server starts: newcomers wait for the first answer, and its events are lost if it dies
-# before we watch it.
-FIRST_PING_S = 0.005
-FINAL_READ_S = 1.0  # to read what a dead server has sent: it has all arrived already
-# A loaded machine stalls a loop for seconds, never for half a minute.
-HANG_MS = 30_000.0
 STOP_S = 5.0  # for a server to exit by itself; it has nothing to save
-
-logger = logging.getLogger(__name__)
-
-
-class Child:
-    """One device's server process and its last status. The handler of its pings."""
-
-    def __init__(
-        self, device: str, path: str, clock: Clock, metrics: GmsMetrics, log: EventLog
-    ) -> None:
-        self.device, self.path = device, path
-        self.restarts = Restarts()
-        self.process: asyncio.subprocess.Process | None = None
-        self.answered_ms: float | None = None  # None: this process has not answered yet
-        self.started_ms = 0.0
-        self._document: dict[str, Any] | None = None
-        self._clock, self._metrics, self._log = clock, metrics, log
-        self._conn: Connection | None = None
-        self._relayed_id = 0  # of this process's events: those up to here are in our log
-        self._closed = asyncio.Event()
-
-    @property
-    def is_answering(self) -> bool:
-        return self.answered_ms is not None
-
-    @property
-    def is_responsive(self) -> bool:
-        """Whether it has answered lately: a hanging server does not serve newcomers."""
-        return self.answered_ms is not None and self._clock.now_ms() - self.answered_ms < SILENT_MS
-
-    def status(self) -> dict[str, Any]:
-        """The server's own document, or state `down`."""
-        base = {"online": self.is_responsive, "restarts_total": self.restarts.deaths_total}
-        if self._document is None or not self.is_answering:
-            return {"device_uuid": self.device, "tag": names.WEIGHTS, "state": "down", **base}
-        return {**self._document, **base}
-
-    def begin(self, process: asyncio.subprocess.Process) -> None:
-        """`process` serves the device from now on."""
-        self.process, self.started_ms = process, self._clock.now_ms()
-        self.answered_ms, self._relayed_id = None, 0
-
-    async def ping(self) -> None:
-        """Ping the server while it runs; kill it when it hangs."""
-        while True:
-            try:
-                if self._conn is None or self._conn.is_closed:
-                    self._conn = await connect(self.path, msg.CATALOGUE, self, deadline_s=PING_S)
-                    self._conn.send(HelloMsg(), 1)  # first: it names the pid
-                    self._conn.send(msg.WatchMsg(since=self._relayed_id), 2)
-                elif self.is_answering:
-                    self._conn.send(HelloMsg(), 1)
-                    self._conn.send(msg.StatusMsg(), 2)
-            except UnreachableError as error:
-                logger.debug("%s does not answer yet: %s", self.device, error)
-            await asyncio.sleep(PING_S if self.is_answering else FIRST_PING_S)
-            silent_ms = self._clock.now_ms() - (self.answered_ms or self.started_ms)
-            if silent_ms > HANG_MS and self.process is not None:
-                logger.error("the server of %s is silent for %d s", self.device, silent_ms // 1000)
-                self.process.kill()
-                return
-
-    async def read_out(self) -> None:
-        """The process is gone; read what it had sent."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FINAL_READ_S):
-                while self._conn is not None and not self._conn.is_closed:
-                    self._closed.clear()
-                    await self._closed.wait()
-
-    def end(self) -> None:
-        """The process is gone: its status is void."""
-        self.answered_ms = None
-        if self._conn is not None:
-            self._conn.close("the server is gone")
-
-    def opened(self, conn: Connection) -> None: ...
-
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
-        if isinstance(message, WelcomeMsg):
-            if self.process is None or message.pid != self.process.pid:
-                conn.close("the previous server answered, which is exiting")
-            else:
-                self.answered_ms = self._clock.now_ms()
-        elif isinstance(message, msg.StatusReplyMsg):
-            self._document = message.document
-            self._metrics.update(message.document)
-        elif isinstance(message, msg.EventMsg):
-            self._relay(message.record)
-
-    def closed(self, conn: Connection, reason: str) -> None:
-        self._closed.set()
-
-    def _relay(self, record: Mapping[str, Any]) -> None:
-        missed = record["id"] - self._relayed_id - 1
-        self._relayed_id = record["id"]
-        about = {"device_uuid": self.device}
-        if missed:  # our connection was gone for longer than the server keeps events
-            message = f"{missed} events of the server of {self.device} were missed"
-            self._log.record("gms.events_missed", message, "warning", {**about, "missed": missed})
-        self._log.relay(record, about)
 
 
 class GmsSupervisor:
-    """Runs the servers of `devices`.
-
-    `command(device)` starts one; `environment(device)` is added to our own environment for it.
-    """
+    """The devices' servers in one directory; see the head of this file."""
 
     def __init__(
         self,
         directory: str,
         devices: Sequence[str],
-        command: Callable[[str], Sequence[str]],
+        command: Callable[[str, int], Sequence[str]],
         *,
         http_host: str,
         http_port: int,
         environment: Callable[[str], Mapping[str, str]] = lambda device: {},
         clock: Clock | None = None,
     ) -> None:
+        """`command`: how to start a device's server, given how many it had before."""
         self.directory = directory
         self.clock = clock or SystemClock()
         self.log = EventLog("gms", self.clock)
@@ -221,35 +102,71 @@ class GmsSupervisor:
     async def _keep(self, child: Child) -> None:
         """Start a server, wait for its end, restart it, until it keeps dying."""
         while True:
-            child.begin(
-                await asyncio.create_subprocess_exec(
-                    *self._command(child.device),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    env={**os.environ, **self._environment(child.device), **parent_environment()},
-                )
-            )
-            assert child.process is not None
-            async with asyncio.TaskGroup() as tasks:
-                pinging = tasks.create_task(child.ping())
-                returncode = await child.process.wait()
-                pinging.cancel()
-            await child.read_out()
-            had_answered = child.is_answering
-            child.end()
-            lived_ms = self.clock.now_ms() - child.started_ms
-            verdict = child.restarts.died(lived_ms, returncode, had_answered=had_answered)
-            how = signal.Signals(-returncode).name if returncode < 0 else f"code {returncode}"
-            ended = f"the server of {child.device} ended ({how}) after {duration(lived_ms)}"
-            data = {"device_uuid": child.device, "returncode": returncode}
+            verdict = self._start(child) or await self._watch(child)
             if isinstance(verdict, GiveUp):
-                ended += f"; giving up after {child.restarts.deaths} short runs in a row"
-                self.log.record("gms.child_exit", ended, "error", data)
                 self._end(verdict.exit_code)
                 return
-            ended += f"; restarting it in {duration(verdict.delay_ms)}"
-            self.log.record("gms.child_exit", ended, "warning", data)
-            self.metrics.restarted(child.device)
             await asyncio.sleep(verdict.delay_ms / 1000)
+
+    def _start(self, child: Child) -> StartAgain | GiveUp | None:
+        """None: it runs. Else what to do, since no process could be created."""
+        more = {**self._environment(child.device), **parent_environment()}
+        words = self._command(child.device, child.restarts.deaths_total)
+        try:
+            child.begin(ServerProcess(words, {**os.environ, **more}))
+        except OSError as error:
+            verdict = child.restarts.not_started(error.errno)
+            what = f"the server of {child.device} cannot be started: {explain(error.errno)}"
+            self._note(child, "gms.cannot_start", what, verdict, {"errno": error.errno})
+            return verdict
+        return None
+
+    async def _watch(self, child: Child) -> StartAgain | GiveUp:
+        """Wait for the end of the running server; what to do then."""
+        assert child.process is not None
+        async with asyncio.TaskGroup() as tasks:
+            pinging = tasks.create_task(child.ping())
+            returncode = await child.process.wait()
+            pinging.cancel()
+        await child.read_out()
+        had_answered = child.is_answering
+        child.end()
+        lived_ms = self.clock.now_ms() - child.started_ms
+        verdict = child.restarts.died(lived_ms, returncode, had_answered=had_answered)
+        ended = f"the server of {child.device} ended {_how(returncode)} after {duration(lived_ms)}"
+        if child.is_killed_for_silence:
+            ended += ", killed because it had stopped answering"
+        if child.restarts.shortages:
+            ended = (
+                f"the server of {child.device} ended {_how(returncode)}: too few descriptors, "
+                "threads or memory to start; its log says which"
+            )
+        self._note(child, "gms.child_exit", ended, verdict, {"returncode": returncode})
+        if isinstance(verdict, StartAgain):
+            self.metrics.restarted(child.device)
+        return verdict
+
+    def _note(
+        self,
+        child: Child,
+        event_type: str,
+        what: str,
+        verdict: StartAgain | GiveUp,
+        data: Mapping[str, Any],
+    ) -> None:
+        """Show why the device has no server, and record it: a shortage once while it lasts."""
+        if isinstance(verdict, GiveUp):
+            severity, then = "error", f"giving up after {child.restarts.deaths} attempts in a row"
+        elif verdict.delay_ms:
+            severity, then = "warning", f"restarting it in {duration(verdict.delay_ms)}"
+        else:
+            severity, then = "warning", "restarting it"
+        is_known = child.restarts.shortages > 1 and child.problem == what
+        child.problem = what
+        if not is_known:
+            self.log.record(
+                event_type, f"{what}; {then}", severity, {"device_uuid": child.device, **data}
+            )
 
     async def _await_signal(self, inbox: SignalInbox) -> None:
         signum = await inbox.get()
@@ -275,10 +192,16 @@ class GmsSupervisor:
             child.end()
 
     def _startup(self) -> Probe:
-        silent = [child.device for child in self.children if not child.is_responsive]
-        if silent:
-            return Probe(False, f"no answer from {', '.join(silent)}", {"silent": silent})
-        return Probe(True, "every device's server answers", {})
+        silent = {child.device: child.trouble for child in self.children if not child.is_responsive}
+        if not silent:
+            return Probe(True, "every device's server answers", {})
+        why = (f"{device} ({trouble})" if trouble else device for device, trouble in silent.items())
+        details = {"silent": list(silent), "problems": {d: t for d, t in silent.items() if t}}
+        return Probe(False, f"no answer from {', '.join(why)}", details)
 
     def _live(self) -> Probe:
         return Probe(True, "this loop runs", {})
+
+
+def _how(returncode: int) -> str:
+    return f"({signal.Signals(-returncode).name})" if returncode < 0 else f"(code {returncode})"

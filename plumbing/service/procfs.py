@@ -63,6 +63,15 @@ def rss_bytes(pid: int) -> int | None:
     return int(fields[1]) * PAGE_BYTES if len(fields) > 1 else None
 
 
+def cpu_times(pid: int) -> tuple[bool, float, float] | None:
+    """Of the main thread of `pid`: whether it runs or waits for a CPU, and how many milliseconds
+    it has run and has waited for one so far; None if that cannot be read."""
+    fields, counts = _stat(pid), _read(f"/proc/{pid}/schedstat").split()
+    if fields is None or len(counts) < 2:
+        return None
+    return fields[0] == "R", int(counts[0]) / 1e6, int(counts[1]) / 1e6
+
+
 def children(pid: int) -> list[int]:
     """The processes whose parent is `pid`, zombies included; no living one is missed.
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import resource
 import signal
 import socket
 import threading
@@ -23,25 +22,11 @@ from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
 from tests.gms.bench import IDENTITY, GmsProcess
 from tests.gms.kinds import cuda_only, host_only, stand_in_only
+from tests.gms.limits import descriptors_left
 from tests.gms.test_gms_recovery import crash_in_commit, is_committed_with, kept
 from tests.helpers import open_fds, until
 
 NOBODY = "no server is listening"  # what a keeper says of a server that was killed
-
-
-@contextlib.contextmanager
-def descriptors_left(count: int) -> Iterator[None]:
-    """This process may open `count` more, and not one beyond."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = open_fds()
-    free = (number for number in itertools.count() if number not in used)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (next(itertools.islice(free, count, None)), limits[1])
-    )
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_keeper_outlives_the_limit_of_open_files(gms: GmsProcess):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 from typing import Any
@@ -11,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gms.core.identity import DEPTH_MAX, check_identity, first_mismatch
-from gms.core.restart import DEATHS_MAX, GiveUp, Restarts, StartAgain
+from gms.core.restart import (
+    CANNOT_RUN_EXIT_CODE,
+    DEATHS_MAX,
+    SHORTAGE_EXIT_CODE,
+    SHORTAGES,
+    GiveUp,
+    Restarts,
+    StartAgain,
+)
+from gms.core.silence import LOOK_MS_MAX, CpuTimes, Silence
 from gms.core.suballocator import ALIGNMENT_BYTES, SLAB_BYTES_MIN, NeedSlab, Suballocator
 from gms.manifest import TensorRecord, WeightsManifest, check_manifest, encode, layout_hash
 from plumbing.errors import ProtocolError
@@ -260,3 +270,58 @@ def test_server_that_is_killed_again_and_again_is_started_at_once_for_ever():
     for _ in range(DEATHS_MAX - 2):
         assert isinstance(restarts.died(300, 70, had_answered=True), StartAgain)
     assert restarts.died(300, 70, had_answered=True) == GiveUp(70)
+
+
+def test_shortage_is_waited_out_for_ever_with_a_short_backoff():
+    """A hundred starts that the kernel refuses, or servers that meet the shortage themselves: the
+    delay stays short, deaths are not counted, and the shortage after the next life starts anew."""
+    restarts = Restarts()
+    delays = [restarts.not_started(number).delay_ms for number in SHORTAGES for _ in range(20)]
+    assert delays[:4] == [500, 1000, 2000, 4000]
+    assert set(delays[4:]) == {5000}
+    assert restarts.died(300, SHORTAGE_EXIT_CODE, had_answered=False) == StartAgain(5000)
+    assert restarts.deaths == 0
+    assert restarts.died(300, 1, had_answered=True) == StartAgain(0)
+    assert restarts.not_started(errno.EMFILE) == StartAgain(500)
+
+
+def test_program_that_cannot_run_ends_the_container_after_several_attempts():
+    """ENOENT, EACCES: no back-off helps for ever; what a shell would report is the exit code."""
+    restarts = Restarts()
+    verdicts = [restarts.not_started(errno.ENOENT) for _ in range(DEATHS_MAX)]
+    assert verdicts[:-1] == [StartAgain(0), StartAgain(500), StartAgain(1000), StartAgain(2000)]
+    assert verdicts[-1] == GiveUp(CANNOT_RUN_EXIT_CODE)
+    assert restarts.deaths_total == 0, "nothing was started, so nothing was restarted"
+
+
+def looks(*each: tuple[float, CpuTimes | None]) -> float:
+    silence = Silence()
+    for elapsed_ms, cpu in each:
+        silence.look(elapsed_ms, cpu)
+    return silence.ms
+
+
+SLEEPING = CpuTimes(is_runnable=False, ran_ms=5, waited_ms=7)
+
+
+def test_silence_counts_only_the_time_in_which_the_server_could_run():
+    """Asleep or stopped, or running without an answer: silent. Waiting for a CPU, whether that was
+    counted already or still lasts: not."""
+    assert looks((1000, SLEEPING), (1000, SLEEPING)) == 2000
+    spinning = [CpuTimes(is_runnable=True, ran_ms=990.0 * n, waited_ms=0) for n in range(3)]
+    assert looks(*((1000, cpu) for cpu in spinning)) == 3000
+    late = CpuTimes(is_runnable=False, ran_ms=6, waited_ms=907)
+    assert looks((1000, SLEEPING), (1000, late)) == 1100
+    starved = CpuTimes(is_runnable=True, ran_ms=5, waited_ms=7)
+    assert looks((1000, SLEEPING), (1000, starved), (1000, starved)) == 1000
+    assert looks((1000, SLEEPING), (1000, None), (1000, SLEEPING)) == 3000, "unknown is no excuse"
+
+
+def test_silence_ignores_the_time_in_which_nobody_could_listen():
+    """Ten minutes between two looks, as when the supervisor itself was stopped; then an answer."""
+    silence = Silence()
+    silence.look(1000, SLEEPING)
+    silence.look(600_000, SLEEPING)
+    assert silence.ms == 1000 + LOOK_MS_MAX
+    silence.answered()
+    assert silence.ms == 0

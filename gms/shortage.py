@@ -1,0 +1,89 @@
+"""What to say when the kernel has no more descriptors, processes, threads or memory.
+
+Such a shortage is the environment's fault and may end at any moment, so whoever meets one reports
+it and tries again; it never counts as an answer to a question.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+from collections.abc import Iterator
+
+from gms.core.restart import SHORTAGE_EXIT_CODE, SHORTAGES
+from plumbing.errors import UnderstudyError
+
+# What a server opens until it serves (14), and a first writer. With less, libuv aborts the process
+# and uvloop raises what nobody can read, so the room is checked before.
+FDS_TO_START = 24
+NO_THREAD = "can't start new thread"  # Python's RuntimeError, which has no errno
+
+
+class StartShortageError(UnderstudyError):
+    """A server could not start for lack of something; its supervisor tries again."""
+
+    exit_code = SHORTAGE_EXIT_CODE
+
+
+def shortage_in(error: BaseException | None) -> int | None:
+    """The errno of the shortage that caused `error`; None if it has another cause."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in SHORTAGES:
+            return error.errno
+        if isinstance(error, MemoryError):
+            return errno.ENOMEM
+        if isinstance(error, RuntimeError) and str(error) == NO_THREAD:
+            return errno.EAGAIN
+        error = error.__cause__
+    return None
+
+
+def explain(number: int | None) -> str:
+    """What the kernel's `number` means here, and for a shortage how to fix it."""
+    match number:
+        case errno.EMFILE:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return (
+                f"this process is at its limit of {limit} open files; raise it (ulimit -Hn, or the"
+                " container's nofile limit)"
+            )
+        case errno.ENFILE:
+            return "this machine is at its limit of open files; raise it (sysctl fs.file-max)"
+        case errno.EAGAIN:
+            return (
+                "no more processes or threads are allowed here; raise the limit (ulimit -u, or"
+                " pids.max of the control group) or stop some"
+            )
+        case errno.ENOMEM:
+            return "no memory is left; raise the container's memory limit or stop something"
+        case None:
+            return "unknown error"
+        case _:
+            return os.strerror(number)
+
+
+def check_room(fds: int = FDS_TO_START) -> None:
+    """Check that this process may open that many more descriptors.
+
+    Raises:
+        OSError: it may not.
+    """
+    with contextlib.ExitStack() as stack:
+        for _ in range(fds):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+
+@contextlib.contextmanager
+def reported_at_start() -> Iterator[None]:
+    """Within this block, any error that a shortage caused becomes a `StartShortageError`."""
+    try:
+        yield
+    except (OSError, MemoryError, RuntimeError, UnderstudyError) as error:
+        number = shortage_in(error)
+        if number is None:
+            raise
+        raise StartShortageError(
+            "gms.server_exhausted", f"this server cannot start: {explain(number)}"
+        ) from error

@@ -1,0 +1,287 @@
+"""A device's server that cannot be started, and one that cannot be asked: what its supervisor does.
+
+Method: a real `gms serve` whose RLIMIT_NOFILE is lowered while it runs and raised again; where a
+limit cannot be had (root has no limit of processes), the kernel's answer is injected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gms.core import restart
+from gms.core.restart import CANNOT_RUN_EXIT_CODE, DEATHS_MAX, SHORTAGE_EXIT_CODE
+from gms.server import child as child_module
+from gms.server.child import HANG_MS, Child
+from gms.server.metrics import GmsMetrics
+from gms.server.server_process import ServerProcess
+from gms.server.supervisor import GmsSupervisor
+from plumbing.service import procfs
+from plumbing.service.events import EventLog
+from tests.fake_clock import FakeClock
+from tests.gms.kinds import host_only
+from tests.gms.limits import at_limit, descriptors_left
+from tests.gms.test_gms_supervisor import Serve, serve
+from tests.helpers import auntil, open_fds, until
+
+__all__ = ["serve"]  # a fixture
+
+
+def ask(connection: http.client.HTTPConnection, path: str) -> tuple[int, dict[str, Any]]:
+    """Over a connection that exists: a process without descriptors accepts no other."""
+    connection.request("GET", path)
+    reply = connection.getresponse()
+    return reply.status, json.loads(reply.read())
+
+
+@pytest.mark.slow
+@host_only  # the supervisor's descriptors; what its servers hold is all the same to it
+def test_server_that_cannot_be_started_is_retried_and_disturbs_no_other(serve: Serve):
+    """The supervisor has no descriptor left when a server dies: status and the probe name the
+    device and the fix, the other device's server serves on; with room it is whole by itself."""
+    first, second = serve.started().devices()
+    connection = http.client.HTTPConnection("127.0.0.1", serve.port, timeout=20)
+    ask(connection, "/live")
+    with at_limit(serve.process.pid):
+        os.kill(first["pid"], signal.SIGKILL)
+        down = until(
+            lambda: (found := ask(connection, "/status")[1]["devices"][0])["problem"] and found,
+            "the problem to show",
+        )
+        assert down["state"] == "down"
+        assert "cannot be started: this process is at its limit of" in down["problem"]
+        assert "ulimit" in down["problem"]
+        code, probe = ask(connection, "/ready")
+        assert (code, probe["silent"]) == (503, [serve.first])
+        assert "ulimit" in probe["problems"][serve.first]
+        other = ask(connection, "/status")[1]["devices"][1]
+        assert (other["pid"], other["online"], other["problem"]) == (second["pid"], True, None)
+    until(lambda: ask(connection, "/startup")[0] == 200, "/startup to be 200 again")
+    connection.close()
+    fresh, other = serve.devices()
+    assert (fresh["restarts_total"], fresh["problem"]) == (1, None)
+    assert (other["pid"], other["restarts_total"]) == (second["pid"], 0)
+
+
+def one_device(directory: str, *words: str) -> GmsSupervisor:
+    """A supervisor of HOST-0 in this process, for servers started with `words`."""
+    flags = ["--dir", directory, "--device", "HOST-0", "--memory", "host"]
+    command = words or (sys.executable, "-m", "gms.cli", "serve-device", *flags)
+    return GmsSupervisor(
+        directory, ["HOST-0"], lambda device, restarts: command, http_host="127.0.0.1", http_port=0
+    )
+
+
+def test_program_that_cannot_run_ends_the_supervisor(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+):
+    """There is no such interpreter: tried as often as a server may die, then the exit code."""
+    monkeypatch.setattr(restart, "BACKOFF_MS", 1.0)
+    supervisor = one_device(directory, f"{directory}/python")
+    assert asyncio.run(supervisor.run()) == CANNOT_RUN_EXIT_CODE
+    told = [event for event in supervisor.log.kept_since(0) if event.type == "gms.cannot_start"]
+    assert len(told) == DEATHS_MAX
+    assert "No such file" in told[-1].message
+    assert "giving up" in told[-1].message
+
+
+def test_shortage_of_processes_is_waited_out_and_told_once(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+):
+    """fork fails with EAGAIN, more often than a server may die; then it does not: the device is
+    served, and of all the attempts there is one event."""
+    monkeypatch.setattr(restart, "BACKOFF_MS", 1.0)
+    popen, attempts = subprocess.Popen, 0
+
+    def fails(*args: Any, **more: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        if attempts <= 2 * DEATHS_MAX:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return popen(*args, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    supervisor = one_device(directory)
+
+    async def scenario() -> int:
+        running = asyncio.create_task(supervisor.run())
+        await auntil(lambda: supervisor.children[0].problem, "the problem to show")
+        assert "processes or threads" in str(supervisor.status()["devices"][0]["problem"])
+        await auntil(lambda: supervisor.children[0].is_answering, "a server to answer")
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await running
+
+    assert asyncio.run(scenario()) == 0
+    told = [event for event in supervisor.log.kept_since(0) if event.type == "gms.cannot_start"]
+    assert len(told) == 1
+    assert supervisor.children[0].problem is None
+
+
+def test_start_that_fails_leaves_neither_process_nor_descriptor(monkeypatch: pytest.MonkeyPatch):
+    """No descriptor for a process, or for watching it after it was created."""
+
+    async def start() -> None:
+        ServerProcess(["sleep", "60"], os.environ)
+
+    def no_pidfd(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before, children = open_fds(), procfs.children(os.getpid())
+    for count in range(3):
+        with pytest.raises(OSError, match="Too many open files"):
+            asyncio.run(limited(start, count))
+    monkeypatch.setattr(os, "pidfd_open", no_pidfd)
+    with pytest.raises(OSError, match="Too many open files"):
+        asyncio.run(start())
+    assert procfs.children(os.getpid()) == children
+    assert open_fds() == before
+
+
+async def limited(action: Callable[[], Any], count: int) -> None:
+    with descriptors_left(count):
+        await action()
+
+
+LOW_LIMIT = """
+import resource, sys
+import gms.cli, gms.server.server
+number = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
+gms.cli.main()
+"""
+
+
+@pytest.mark.parametrize("number", [4, 10, 16])
+def test_server_that_starts_without_room_says_so_by_its_exit_code(directory: str, number: int):
+    """Whatever it could still open: one sentence with the fix, and the code that is retried."""
+    flags = ["serve-device", "--dir", directory, "--device", "HOST-0", "--memory", "host"]
+    done = subprocess.run(
+        [sys.executable, "-c", LOW_LIMIT, str(number), *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == SHORTAGE_EXIT_CODE
+    assert f"at its limit of {number} open files; raise it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------------- a server that is not heard
+
+
+class Process:
+    """A server process that only notes that it was killed."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.is_killed = pid, False
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+class Watched:
+    """A `Child` of a process, on a clock that the test moves on at every look."""
+
+    def __init__(self, directory: str, pid: int, step_ms: float) -> None:
+        self.clock = FakeClock()
+        metrics = GmsMetrics(["HOST-0"], "weights")
+        path = f"{directory}/gms.sock"
+        self.child = Child("HOST-0", path, self.clock, metrics, EventLog("gms", self.clock))
+        self.process: Any = Process(pid)
+        self.child.begin(self.process)
+        self.step_ms, self.looks = step_ms, 0
+        self._look = self.child._look
+        self.child._look = self._move_and_look  # type: ignore[method-assign]
+
+    def _move_and_look(self) -> None:
+        self.clock.advance(self.step_ms)
+        self.looks += 1
+        self._look()
+
+    async def run(self, count: int) -> None:
+        """Until it has looked `count` more times, or has killed the process."""
+        end = self.looks + count
+        pinging = asyncio.create_task(self.child.ping())
+        await auntil(lambda: self.looks > end or pinging.done(), "the looks")
+        pinging.cancel()
+        await asyncio.gather(pinging, return_exceptions=True)
+        if pinging.done() and not pinging.cancelled():
+            pinging.result()
+
+
+ENOUGH = int(HANG_MS / 1000) + 2  # looks, a second apart, until a silent server is killed
+
+
+def test_server_that_never_answers_is_killed(directory: str):
+    """A process that sleeps: half a minute, and the reason is kept."""
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        watched = Watched(directory, sleeper.pid, step_ms=1000)
+        asyncio.run(watched.run(ENOUGH))
+        sleeper.kill()
+    assert watched.process.is_killed
+    assert watched.child.is_killed_for_silence
+
+
+def test_server_that_waits_for_a_cpu_is_not_killed(directory: str, monkeypatch: pytest.MonkeyPatch):
+    """The kernel counts nine tenths of its time as waiting: silent for minutes, and alive."""
+    watched = Watched(directory, os.getpid(), step_ms=1000)
+    monkeypatch.setattr(
+        child_module.procfs,
+        "cpu_times",
+        lambda pid: (True, watched.clock.now_ms() * 0.1, watched.clock.now_ms() * 0.9),
+    )
+    asyncio.run(watched.run(4 * ENOUGH))
+    assert not watched.process.is_killed
+    asyncio.run(watched.run(12 * ENOUGH))
+    assert watched.process.is_killed, "it had half a minute to itself, and never answered"
+
+
+def test_server_that_cannot_be_asked_is_not_killed(directory: str):
+    """This process has no descriptor for a connection: that is not the server's silence, and the
+    reason is shown. Before, the error ended the supervisor."""
+
+    async def scenario() -> None:
+        with descriptors_left(0):
+            await watched.run(3 * ENOUGH)
+        assert "limit of" in str(watched.child.status()["problem"])
+        await watched.run(4)
+        assert watched.child.status()["problem"] is None
+
+    watched = Watched(directory, os.getpid(), step_ms=1000)
+    asyncio.run(scenario())
+    assert not watched.process.is_killed
+
+
+def test_waiting_for_a_cpu_is_counted_by_the_kernel():
+    """Two endless loops on one CPU: each of them waits for it."""
+    cpu = {min(os.sched_getaffinity(0))}
+    loop = "while True: pass"
+    both = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(2)]
+    try:
+        for process in both:
+            os.sched_setaffinity(process.pid, cpu)
+        before = [procfs.cpu_times(process.pid) for process in both]
+
+        def have_waited() -> bool:
+            now = [procfs.cpu_times(process.pid) for process in both]
+            return all(
+                a is not None and b is not None and b[1] > a[1] and b[2] > a[2]
+                for a, b in zip(before, now, strict=True)
+            )
+
+        until(have_waited, "both to have run and waited")
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    assert procfs.cpu_times(both[0].pid) is None
