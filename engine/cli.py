@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from engine.backends.registry import asks_for_help, command_line
+from engine.core.patience import percent
 from engine.messages import CONTROL, LeaveMsg, OkMsg
 from engine.supervisor.settings import OPTIONS, EngineSettings, settle
 from plumbing.errors import UnreachableError, WaitTimeoutError
@@ -140,6 +141,9 @@ def _text(document: dict[str, Any]) -> str:
         f"backend  {backend['name']}, launch {engine['number']}; processes: {pids}",
         f"load     {document['inflight']} requests in flight",
     ]
+    health = document.get("health") or {}
+    if health.get("hang_budget"):
+        lines.append(f"health   {_health(health)}")
     if lock.get("lease"):
         lines.insert(3, f"lease    {_lease(lock['lease'])}")
     if engine.get("members", 1) > 1:
@@ -151,6 +155,16 @@ def _text(document: dict[str, Any]) -> str:
         lines.append(f"death    {last['at']}  {last['message']}")
     lines += [f"problem  {problem}" for problem in document["problems"]]
     return "\n".join(lines)
+
+
+def _health(health: dict[str, Any]) -> str:
+    """`CPU pressure 52 %; hung after …`."""
+    pressure = health["cpu_pressure"]
+    text = "CPU pressure unknown" if pressure is None else f"CPU pressure {percent(pressure)}"
+    text += f"; hang {health['hang_budget']}"
+    if health["answer_late_ms"]:
+        text += f"; the backend's answer is {duration(health['answer_late_ms'])} late"
+    return text
 
 
 def _lease(lease: dict[str, Any]) -> str:

@@ -66,6 +66,16 @@ class GrantedMsg(Message, frozen=True, tag="granted"):
     token: Token
 
 
+class StandbyMsg(Message, frozen=True, tag="standby"):
+    """Server → holder of a fenced lock, after the grant and at every change: whether another engine
+    waits for `lock` that could be granted it at once. To a holder that was never sent this, or has
+    lost the server, there is none."""
+
+    lock: LockName
+    incarnation: IncarnationId  # the holder's, so that a late message is recognised
+    is_ready: bool
+
+
 class BeatMsg(Message, frozen=True, tag="beat"):
     """Supervisor → server, every heartbeat: a counter that grows while the supervisor works."""
 

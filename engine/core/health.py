@@ -1,11 +1,16 @@
 """Health of generation: does the active engine still make tokens?
 
-Owns the rule of DESIGN §7: the backend answers within 1 s; requests in flight make progress within
-`hang_ms`; idle, a canary every 30 s. The surprising things: only progress, or a canary that passed,
-proves anything, so when the last request leaves without progress a canary runs at once, and clients
-that give up and retry do not hide a hang. A hang is measured from when this side *saw* work in
-flight. And a supervisor that did not run itself (stopped, thawed, starved) cannot blame the
-backend: after a late look, every deadline starts again.
+Owns the rule of DESIGN §7: progress is life. Requests in flight make progress within a budget
+(`patience.py`: `hang_ms`, longer on a busy machine and without a standby); idle, a canary every
+30 s. The backend is asked all the time, but an engine whose tokens advance is not hung, however
+late it answers: a missing answer is a verdict only when the budget has passed without an answer and
+without progress.
+
+The surprising things: only progress, or a canary that passed, proves anything, so when the last
+request leaves without progress a canary runs at once, and clients that give up and retry do not
+hide a hang. A hang is measured from when this side *saw* work in flight. And a supervisor that did
+not run itself (stopped, thawed, starved) cannot blame the backend: time in which nobody looked does
+not count, and after a long gap every deadline starts again.
 """
 
 from __future__ import annotations
@@ -14,14 +19,17 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from engine.core.patience import DEFAULT, NOTHING_SEEN, Patience, Signs, seconds, stretch
+
 ANSWER_MS = 1_000
-HANG_MS = 3_000
 IDLE_CANARY_MS = 30_000
 # Of the five seconds that a hang may cost, hang_ms takes three: it is seen at most two intervals
 # later, since an answer may be as old as the look before it. Asking costs nothing.
 INTERVAL_MS = 250
 # A loop that is this late was not running; a busy one is late by a few milliseconds.
 LATE_MS = 250
+# A supervisor that was away for this long was stopped or frozen, and its backend probably too.
+STOPPED_MS = 1_000
 
 
 class Action(StrEnum):
@@ -43,32 +51,40 @@ class GenerationHealth:
         self,
         now_ms: float,
         *,
+        patience: Patience = DEFAULT,
         answer_ms: int = ANSWER_MS,
-        hang_ms: int = HANG_MS,
         idle_canary_ms: int = IDLE_CANARY_MS,
         interval_ms: int = INTERVAL_MS,
     ) -> None:
+        self._patience = patience
         self._answer_ms = answer_ms
-        self._hang_ms = hang_ms
         self._idle_canary_ms = idle_canary_ms
         self._interval_ms = interval_ms
         self._asked_ms: float | None = None
-        self._next_ask_ms = now_ms
+        self._next_ask_ms = self._next_look_ms = now_ms
+        self._called_ms = now_ms
         self._looked_ms = now_ms
         self._proven_ms = now_ms  # the canary that gated `active` has just passed
+        self._sign_ms = now_ms  # of the last answer or progress
+        self._signs = Signs(has_standby=False)
         self._progress = -1
         # How long requests have waited since the last progress, over all looks; None: none have.
         self._silent_ms: float | None = None
         self._saw_work = False
-        # From when the running canary has `hang_ms`: its start, or the last progress since.
+        # From when the running canary has its budget: its start, or the last progress since.
         self._canary_ms: float | None = None
         self.in_flight = 0
 
-    def tick(self, now_ms: float) -> list[Action] | Unhealthy:
+    def tick(self, now_ms: float, signs: Signs = NOTHING_SEEN) -> list[Action] | Unhealthy:
         """What to do now; call it at `next_ms` at the latest, and after every answer."""
         self._forgive_a_gap(now_ms)
-        if self._asked_ms is not None and now_ms - self._asked_ms >= self._answer_ms:
-            return Unhealthy(f"the backend did not answer within {self._answer_ms} ms")
+        if signs.progress != self._signs.progress:
+            self._prove(now_ms)
+        self._signs = signs
+        self._next_look_ms = now_ms + self._interval_ms
+        if self._is_mute(now_ms):
+            silent = seconds(now_ms - self._sign_ms)
+            return self._verdict(f"the backend did not answer and made no token in {silent}")
         actions = []
         if self._asked_ms is None and now_ms >= self._next_ask_ms:
             self._asked_ms = now_ms
@@ -81,13 +97,13 @@ class GenerationHealth:
 
     def next_ms(self) -> float:
         """When `tick` is due again."""
-        look_ms = self._next_ask_ms if self._asked_ms is None else self._asked_ms + self._answer_ms
-        return min(look_ms, self._canary_due_ms())
+        ask_ms = self._next_ask_ms if self._asked_ms is None else math.inf
+        return min(ask_ms, self._next_look_ms, self._canary_due_ms())
 
     def answered(self, now_ms: float, in_flight: int, progress: int) -> Unhealthy | None:
-        """The backend's answer; a hang is judged by answers, never by silence."""
+        """The backend's answer. While there are answers, a hang is judged by them."""
         self._forgive_a_gap(now_ms)
-        self._asked_ms = None
+        self._asked_ms, self._sign_ms = None, now_ms
         if progress != self._progress:
             self._prove(now_ms)
         # Some backends count the canary among the requests; it has a deadline of its own.
@@ -97,16 +113,36 @@ class GenerationHealth:
             self._silent_ms = 0.0 if self._silent_ms is None else self._silent_ms + waited_ms
         self._progress, self.in_flight, self._saw_work = progress, in_flight, has_work
         self._looked_ms = now_ms
-        if has_work and self._silent_ms is not None and self._silent_ms >= self._hang_ms:
-            return Unhealthy(f"{in_flight} requests in flight and no token in {self._hang_ms} ms")
-        if self._canary_ms is not None and now_ms - self._canary_ms >= self._hang_ms:
-            return Unhealthy(f"the idle canary made no token within {self._hang_ms} ms")
+        budget_ms = self._patience.budget_ms(self._signs)
+        if has_work and self._silent_ms is not None and self._silent_ms >= budget_ms:
+            requests = "1 request" if in_flight == 1 else f"{in_flight} requests"
+            silent = seconds(self._silent_ms)
+            return self._verdict(f"{requests} in flight and no token in {silent}")
+        if self._canary_ms is not None and now_ms - self._canary_ms >= budget_ms:
+            silent = seconds(now_ms - self._canary_ms)
+            return self._verdict(f"the idle canary made no token in {silent}")
         return None
 
     def canary_done(self, now_ms: float, *, ok: bool, detail: str) -> Unhealthy | None:
         self._canary_ms = None
         self._prove(now_ms)
         return None if ok else Unhealthy(f"the idle canary failed: {detail or 'wrong tokens'}")
+
+    def late_ms(self, now_ms: float) -> float:
+        """How late the backend's answer is; 0 while it is on time."""
+        return 0.0 if self._asked_ms is None else max(0.0, now_ms - self._asked_ms - self._limit_ms)
+
+    @property
+    def _limit_ms(self) -> float:
+        return self._answer_ms * stretch(self._signs.pressure)
+
+    def _is_mute(self, now_ms: float) -> bool:
+        """Neither an answer nor progress: the answer is late, and the budget is spent."""
+        is_late = self._asked_ms is not None and now_ms - self._asked_ms >= self._limit_ms
+        return is_late and now_ms - self._sign_ms >= self._patience.budget_ms(self._signs)
+
+    def _verdict(self, what: str) -> Unhealthy:
+        return Unhealthy(f"{what} ({self._patience.explain(self._signs)})")
 
     def _canary_due_ms(self) -> float:
         """At once when requests have left without progress since they were seen."""
@@ -118,18 +154,25 @@ class GenerationHealth:
 
     def _prove(self, now_ms: float) -> None:
         """There is progress: a canary queued behind requests gets its full time again."""
-        self._proven_ms = now_ms
+        self._proven_ms = self._sign_ms = now_ms
         self._silent_ms = None
         if self._canary_ms is not None:
             self._canary_ms = now_ms
 
     def _forgive_a_gap(self, now_ms: float) -> None:
-        if now_ms - self.next_ms() <= LATE_MS:
+        gap_ms = now_ms - max(self._called_ms, self.next_ms())
+        self._called_ms = now_ms
+        if gap_ms <= LATE_MS:
             return
-        self._looked_ms = now_ms
-        if self._silent_ms is not None:
+        is_new_start = gap_ms >= STOPPED_MS
+        if is_new_start and self._silent_ms is not None:
             self._silent_ms = 0.0
+
+        def later(moment_ms: float) -> float:
+            return now_ms if is_new_start else moment_ms + gap_ms
+
+        self._looked_ms, self._sign_ms = later(self._looked_ms), later(self._sign_ms)
         if self._asked_ms is not None:
-            self._asked_ms = now_ms
+            self._asked_ms = later(self._asked_ms)
         if self._canary_ms is not None:
-            self._canary_ms = now_ms
+            self._canary_ms = later(self._canary_ms)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
 from engine.core.lifecycle import IllegalEvent, Lifecycle
+from engine.core.patience import Signs
 from engine.messages import FaultReportMsg, HealthyMsg
 from engine.supervisor import over_tcp, state_file
 from engine.supervisor.health_watch import HealthWatch
@@ -35,6 +36,7 @@ from plumbing.errors import InvariantError
 from plumbing.part.paths import engine_state
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
+from plumbing.service.pressure import CpuPressure
 
 # How often new processes are looked for, and orphans reaped.
 TICK_MS = 1_000.0
@@ -68,8 +70,9 @@ class Engine:
         self.layout = KvLayout(
             settings.directory, settings.engine, may_change=settings.config["kv_change"]
         )
+        self.pressure = CpuPressure()
+        self.watch: HealthWatch | None = None  # while active
         self._timers = Timers()
-        self._watch: HealthWatch | None = None
         self._inbox: deque[EngineEvent] = deque()
         self._is_handling = False
         self.lock = LockSide(
@@ -119,10 +122,12 @@ class Engine:
         self._timers.close()
         self.lock.close()
         self.layout.close()
+        self.pressure.close()
 
     def _tick(self) -> None:
         if self.incarnation is not None:
             self.incarnation.tick()
+        self.pressure.sample(self.clock.now_ms())
         self._timers.after("tick", TICK_MS, self._tick)
 
     # ------------------------------------------------------------------ inbox and effects
@@ -188,15 +193,16 @@ class Engine:
         self._timers.cancel("budget")
         if budget_ms is not None:
             self._timers.after("budget", budget_ms, self._budget_spent)
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
         if record.target is State.ACTIVE:
-            self._watch = HealthWatch(
+            self.watch = HealthWatch(
                 self.settings,
                 self._running,
                 self._timers,
                 self.clock,
+                look=self.signs,
                 on_answer=self._answered,
                 on_unhealthy=lambda reason: self.post(Failed("unhealthy", reason)),
             )
@@ -265,6 +271,12 @@ class Engine:
     def _loader_granted(self, incarnation: str, token: int) -> None:
         if self.incarnation is not None and self.incarnation.id == incarnation:
             self.incarnation.loader_granted(token)
+
+    def signs(self) -> Signs:
+        """What can be seen of the running incarnation without asking it."""
+        progress = self.incarnation.progress.count if self.incarnation is not None else 0
+        pressure = self.pressure.sample(self.clock.now_ms())
+        return Signs(progress, pressure, self.lock.has_standby)
 
     def _answered(self, healthy: HealthyMsg) -> None:
         self.history.in_flight = healthy.in_flight

@@ -1,10 +1,15 @@
-"""Checks the health of the active backend. The rule is `core/health`, this asks and waits."""
+"""Checks the health of the active backend. The rule is `core/health`, this asks and waits.
+
+A look is the backend's answer, and beside it what needs no answer: the counter of the shared page,
+the CPU pressure, and whether another engine stands by.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from engine.core.health import Action, GenerationHealth, Unhealthy
+from engine.core.patience import Patience, Signs
 from engine.messages import HealthyMsg
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.settings import EngineSettings
@@ -12,6 +17,10 @@ from engine.supervisor.timers import Timers
 from plumbing.service.clock import Clock
 
 TIMER = "health"
+
+
+def patience_of(settings: EngineSettings) -> Patience:
+    return Patience(settings.config["hang_ms"], settings.config["hang_alone_ms"])
 
 
 class HealthWatch:
@@ -24,16 +33,18 @@ class HealthWatch:
         timers: Timers,
         clock: Clock,
         *,
+        look: Callable[[], Signs],
         on_answer: Callable[[HealthyMsg], None],
         on_unhealthy: Callable[[str], None],
     ) -> None:
         config = settings.config
         self._health = GenerationHealth(
             clock.now_ms(),
+            patience=patience_of(settings),
             answer_ms=config["answer_ms"],
-            hang_ms=config["hang_ms"],
             idle_canary_ms=config["idle_canary_ms"],
         )
+        self._look = look
         self._incarnation = incarnation
         self._timers = timers
         self._clock = clock
@@ -47,8 +58,13 @@ class HealthWatch:
         self._is_over = True
         self._timers.cancel(TIMER)
 
+    @property
+    def late_ms(self) -> float:
+        """How late the backend's answer is; 0 while it is on time."""
+        return self._health.late_ms(self._clock.now_ms())
+
     def _tick(self) -> None:
-        actions = self._health.tick(self._clock.now_ms())
+        actions = self._health.tick(self._clock.now_ms(), self._look())
         if isinstance(actions, Unhealthy):
             self._fail(actions)
             return

@@ -9,6 +9,7 @@ after its death has been seen.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from engine.backends import process
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, WakingStep
 from engine.core.loading import Loading, LoadPermit
+from engine.progress_page import PROGRESS_ENV, ProgressPage
 from engine.supervisor.channel import BackendChannel
 from engine.supervisor.kv_layout import NAME as KV_LAYOUT
 from engine.supervisor.kv_layout import KvLayout
@@ -94,6 +96,7 @@ class Incarnation:
         self._loads: dict[int, LoadReply] = {}
         self._backend_end: socket.socket | None
         ours, self._backend_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.progress = ProgressPage()
         self.tree = Tree(self._dying, self._died, self._settle)
         self.channel = BackendChannel(
             ours,
@@ -109,29 +112,32 @@ class Incarnation:
         backend_end, self._backend_end = self._backend_end, None
         assert backend_end is not None
         self._leftovers.starting()
-        with backend_end:
+        self.progress, progress_end = ProgressPage.create()
+        with backend_end, progress_end or contextlib.nullcontext():
             try:
                 directory = self._settings.directory
                 self.witness_path, held = witness.create(directory, self.id)
                 with OwnedFd(held):
                     found = os.fstat(held)
                     self._witness_id = (found.st_dev, found.st_ino)
-                    channel_fd = backend_end.fileno()
-                    environ = self._environment(channel_fd)
-                    self.tree.start(self._settings.command, environ, held, [channel_fd])
+                    lent = {process.CHANNEL_ENV: backend_end.fileno()}
+                    if progress_end is not None:
+                        lent[PROGRESS_ENV] = progress_end.fileno()
+                    environ = self._environment(lent)
+                    self.tree.start(self._settings.command, environ, held, [*lent.values()])
             except UnderstudyError as error:
                 self._post(Failed("cannot_start", error.message, error.exit_code))
             except OSError as error:
                 text = f"cannot launch: {error.strerror} ({self._settings.directory})"
                 self._post(Failed("cannot_start", text))
 
-    def _environment(self, channel_fd: int) -> dict[str, str]:
+    def _environment(self, lent: Mapping[str, int]) -> dict[str, str]:
         settings = self._settings
         return {
             **os.environ,
             **parent_environment(),
             **huge_pages(os.environ),
-            process.CHANNEL_ENV: str(channel_fd),
+            **{variable: str(fd) for variable, fd in lent.items()},
             process.WITNESS_ENV: self.witness_path or "",
             process.INCARNATION_ENV: self.id,
             process.ENGINE_ID_ENV: settings.engine,
@@ -176,6 +182,7 @@ class Incarnation:
             if self._settings.is_remote and self.witness_path is not None:
                 witness.discard(self.witness_path, *self._witness_id)  # no server here will
             self._on_gone()
+            self.progress.close()
 
     # ------------------------------------------------------------------ what the backend reports
 

@@ -56,6 +56,7 @@ class LockSide:
         on_listener: Callable[[], None],
     ) -> None:
         self.other: Other | None = None
+        self.has_standby = False  # as far as is known: another engine could be granted `active`
         self.own = OwnListener(settings.service_address) if settings.is_remote else None
         self.address = self.own.name if self.own is not None else None
         self._refusal: str | None = None
@@ -73,6 +74,7 @@ class LockSide:
             settings.lockserver_socket,
             LockCallbacks(
                 on_granted=self._granted,
+                on_standby=self._standby,
                 on_service=self._lent,
                 on_connected=self._connected,
                 on_lost=self._lost,
@@ -96,6 +98,7 @@ class LockSide:
     def tell(self, incarnation: Incarnation | None, *, wants_active: bool) -> None:
         """`incarnation` is what runs now, None once it is reaped."""
         self._incarnation, self._wants_active, self._token = incarnation, wants_active, 0
+        self.has_standby = False
         if incarnation is None and self.own is not None:
             self.own.close()
         self.repeat()
@@ -160,6 +163,10 @@ class LockSide:
             self.other = Other(engine, token)
             self._post(OtherGranted(engine, token))
 
+    def _standby(self, lock: str, is_ready: bool) -> None:
+        if lock == ACTIVE:
+            self.has_standby = is_ready
+
     def _hand_over(self, lock: str, incarnation: str, to: str) -> None:
         if lock == ACTIVE:
             self._post(HandOver(incarnation, to))
@@ -177,6 +184,7 @@ class LockSide:
         self._events.record("engine.lock", "connected to the lock server", data={"connected": True})
 
     def _lost(self, reason: str) -> None:
+        self.has_standby = False  # no engine is granted a lock by a server that is away
         lease = self.client.lease
         how_long = "continuing"
         if lease is not None and lease["is_held"]:

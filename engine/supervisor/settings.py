@@ -10,7 +10,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.core import health, relaunch
+from engine.core import health, patience, relaunch
 from engine.core.events import State
 from engine.core.loading import Role
 from lockserver.client import messages as lock
@@ -133,10 +133,19 @@ OPTIONS = (
     duration(
         "answer_ms",
         health.ANSWER_MS,
-        "Time limit for the backend's answer to a health check while active.",
+        "How soon the backend must answer a health check while active; without an answer it counts"
+        " as hung once --hang-ms has passed without a token, too.",
     ),
     duration(
-        "hang_ms", health.HANG_MS, "Longest time without a new token while requests are in flight."
+        "hang_ms",
+        patience.HANG_MS,
+        "Longest time without a new token while requests are in flight; CPU pressure stretches it,"
+        f" up to {patience.STRETCH_MAX:g} times.",
+    ),
+    duration(
+        "hang_alone_ms",
+        patience.HANG_ALONE_MS,
+        "The same while no standby is ready, unless --hang-ms is longer.",
     ),
     duration(
         "idle_canary_ms",

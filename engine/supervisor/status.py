@@ -13,8 +13,11 @@ from typing import Any
 
 from engine.core import probes
 from engine.core.events import State
+from engine.core.patience import stretch
 from engine.supervisor.engine import Engine
+from engine.supervisor.health_watch import patience_of
 from engine.supervisor.state_file import EngineStateFile
+from plumbing.part.format import duration
 from plumbing.service.http import Probe
 
 SCHEMA = 1
@@ -58,6 +61,7 @@ class EngineStatus:
                 "spent_ms": round(history.spent_ms, 3),
                 "is_spent": history.is_budget_spent,
             },
+            "health": self._health(),
             "deaths": list(history.deaths),
             "relaunch": engine.relauncher.plan,
             "last_failover": asdict(last) if last else None,
@@ -93,6 +97,20 @@ class EngineStatus:
             "last_canary": incarnation.last_canary if incarnation else None,
         }
 
+    def _health(self) -> dict[str, Any]:
+        engine, pressure = self._engine, self._engine.pressure
+        signs, patience = engine.signs(), patience_of(engine.settings)
+        watch = engine.watch
+        return {
+            "cpu_pressure": round(signs.pressure, 3) if signs.pressure is not None else None,
+            "cpu_pressure_file": pressure.path,
+            "stretch": round(stretch(signs.pressure), 2),
+            "has_standby": signs.has_standby if watch is not None else None,
+            "hang_budget_ms": round(patience.budget_ms(signs)) if watch is not None else None,
+            "hang_budget": patience.explain(signs) if watch is not None else None,
+            "answer_late_ms": round(watch.late_ms) if watch is not None else None,
+        }
+
     def _problems(self) -> list[str]:
         engine = self._engine
         problems = [
@@ -118,6 +136,9 @@ class EngineStatus:
             other = self._engine.lock.other
             holder = f", {other.engine} holds it" if other else ""
             return f"waiting for the lock{holder}{self._disconnected() or self._without_lease()}"
+        watch = self._engine.watch
+        if watch is not None and watch.late_ms > 0:
+            return f"{now.reason}; the backend's answer is {duration(watch.late_ms)} late"
         return now.reason
 
     def _disconnected(self) -> str:

@@ -28,6 +28,7 @@ from lockserver.messages import (
     MemberLostMsg,
     RenewedMsg,
     ServiceMsg,
+    StandbyMsg,
     WantMsg,
 )
 from plumbing.errors import RemoteError, UnderstudyError
@@ -60,6 +61,8 @@ class LockCallbacks:
     - `on_granted(lock, incarnation, token)`: `incarnation` (of any engine) holds `lock`. The same
       grant may arrive again. A grant to another of a lock that this engine believes to hold means
       that it is lost.
+    - `on_standby(lock, is_ready)`: whether another engine could be granted `lock`, which this one
+      holds; what was said before counts until the connection is lost.
     - `on_service(lock, address, fd)`: the listening socket of `lock`; takes `fd`. Arrives on every
       connection that did not hand it back. Never `shutdown()` it: that ends it for every copy.
     - `on_refused(error)`: the server refuses this want (`lock.stale_claim`: the lock is lost, kill
@@ -78,6 +81,7 @@ class LockCallbacks:
     """
 
     on_granted: Callable[[str, str, int], object] = _ignore
+    on_standby: Callable[[str, bool], object] = _ignore
     on_service: Callable[[str, str, OwnedFd], object] | None = None
     on_connected: Callable[[], object] = _ignore
     on_lost: Callable[[str], object] = _ignore
@@ -251,6 +255,9 @@ class LockClient:
             self._lease.heard()
         if isinstance(message, GrantedMsg):
             self._granted(message)
+        elif isinstance(message, StandbyMsg):
+            if message.incarnation == self._want.incarnation:
+                self._callbacks.on_standby(message.lock, message.is_ready)
         elif isinstance(message, RenewedMsg) and self._lease is not None:
             self._lease.renewed(message)
         elif isinstance(message, MemberLostMsg):

@@ -154,6 +154,15 @@ class SendGrant(LockEffect, frozen=True):
     holder: Holder
 
 
+class TellStandby(LockEffect, frozen=True):
+    """Tell the holder on this connection whether another engine could be granted `lock`."""
+
+    conn: int
+    lock: str
+    holder: Holder
+    is_ready: bool
+
+
 class Announce(LockEffect, frozen=True):
     """Send the grant to every connected supervisor but the holder's, and every observer."""
 

@@ -78,6 +78,7 @@ class Lock:
     is_reported: bool = False  # what this state waits for has been reported
     previous: Holder | None = None
     preferred: str | None = None  # the engine that a switchover wants the next grant to go to
+    told: tuple[int, int, bool] | None = None  # connection, token, and what it was told of standbys
 
     @property
     def is_unknown(self) -> bool:
@@ -127,7 +128,7 @@ class Lock:
         self, target: LockState, signal: Signal, now_ms: float, holder: Holder | None
     ) -> None:
         if target is LockState.HELD:
-            self.holder = holder or self.holder
+            self.holder, self.told = holder or self.holder, None
             self.cause, self.is_reported = None, False
             self.lost_ms = self.fenced_ms = None
         elif target is LockState.RELEASING:

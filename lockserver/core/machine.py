@@ -23,6 +23,7 @@ from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.queue import Waiter
+from lockserver.core.standbys import tell_standbys
 from lockserver.core.supervisors import (
     SupervisorRecord,
     check_identity,
@@ -74,6 +75,7 @@ class LockMachine:
             raise InvariantError(f"{type(event).__name__} while a grant is being written")
         effects = list(self._on(event, now_ms))
         effects += self.switchovers.observe(self.locks, now_ms)
+        effects += tell_standbys(self.locks, self.supervisors)
         return effects + self.ledger.next_write(self.locks, self.supervisors, now_ms)
 
     def begin(self, leftovers: Iterable[WitnessFile] = ()) -> list[LockEffect]:

@@ -18,7 +18,7 @@ from lockserver.core.names import WitnessState
 from lockserver.core.terms import LeaseTerms, MemberId, unlockable_witness
 from lockserver.members.events import MemberWanted, SendMsg
 from lockserver.members.leases import Lease
-from lockserver.messages import GrantedMsg, WantMsg
+from lockserver.messages import GrantedMsg, StandbyMsg, WantMsg
 
 LEASE = "lease"  # `Wanted.process` of a virtual supervisor
 
@@ -100,6 +100,12 @@ def fan_out(effect: LockEffect, members: Sequence[NodeMember]) -> list[LockEffec
     """An effect on a virtual connection, for the connected members behind it."""
     if isinstance(effect, SendGrant):
         return [_grant(effect, member) for member in members if _concerns(effect, member)]
+    if isinstance(effect, ev.TellStandby):
+        return [
+            SendMsg(member.conn, StandbyMsg(effect.lock, member.incarnation, effect.is_ready))
+            for member in members
+            if member.conn is not None and member.incarnation is not None
+        ]
     if isinstance(effect, ev.SendHandOver):  # member 0 drains: it has the requests
         return [replace(effect, conn=member.conn) for member in members[:1] if member.conn]
     if isinstance(effect, ev.RefuseConnection | ev.Close):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from lockserver import witness
 from lockserver.core import events as ev
 from lockserver.members.members import is_virtual
-from lockserver.messages import GrantedMsg, HandOverMsg
+from lockserver.messages import GrantedMsg, HandOverMsg, StandbyMsg
 from lockserver.server.parts import Parts
 from lockserver.server.remote import end_connection
 from plumbing.part.observers import Observers
@@ -40,6 +40,8 @@ class LockPerformer:
         match effect:
             case ev.SendGrant(conn, lock, holder):
                 self._send(conn, granted(lock, holder))
+            case ev.TellStandby(conn, lock, holder, is_ready):
+                self._send(conn, StandbyMsg(lock, holder.incarnation, is_ready))
             case ev.SendHandOver(conn, lock, incarnation, to):
                 self._send(conn, HandOverMsg(lock, incarnation, to))
             case ev.RefuseConnection() | ev.Close():

@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 from engine import messages as m
 from engine.backends import process
+from engine.progress_page import ProgressPage
 from plumbing.errors import UnreachableError
 from plumbing.wire.blocking import BlockingClient, Reply
 
@@ -39,6 +40,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fail-canary", action="store_true")
     parser.add_argument("--fail-canary-if", default="", help="while this file exists")
     parser.add_argument("--hang-generation-if", default="", help="while this file exists")
+    parser.add_argument("--answer-late-if", default="", help="only once this file is gone")
+    parser.add_argument("--advance", action="store_true", help="the counter of the shared page")
     parser.add_argument("--serve-early", action="store_true", help="answer run_canary wrongly")
     parser.add_argument("--load", action="store_true", help="ask for leave to load")
     parser.add_argument("--load-until", default="", help="hold the loader lock until this exists")
@@ -83,6 +86,8 @@ class Backend:
             os._exit(13)
         if kind == self.switches.hang_at:
             hang()
+        if isinstance(asked.message, m.HealthMsg):
+            until(lambda: not os.path.exists(self.switches.answer_late_if))
         self.channel._send(  # the blocking client of the wire only asks; this end answers
             self.reply_to(asked), asked.request_id, (), time.monotonic() + 5
         )
@@ -127,6 +132,14 @@ def end_main_thread() -> None:
 
 def hang_in_thread() -> None:
     threading.Event().wait()
+
+
+def advance(page: ProgressPage, hang_if: str) -> None:
+    """A token every 20 ms, whatever the main thread is doing, until generation hangs."""
+    while True:
+        if not os.path.exists(hang_if):
+            page.count += 1
+        time.sleep(0.02)
 
 
 def hang() -> None:
@@ -188,6 +201,11 @@ def main() -> None:
         os._exit(13)
     member = process.enter("http")
     channel = BlockingClient.from_socket(process.take_channel(), m.CHANNEL)
+    if switches.advance:
+        page = ProgressPage.take()
+        threading.Thread(
+            target=advance, args=(page, switches.hang_generation_if), daemon=True
+        ).start()
     dirty = bytearray(os.urandom(4096)) * (256 * switches.dirty_mib)
     if switches.fault:
         channel.notify(

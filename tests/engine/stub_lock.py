@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, field
 
-from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, ServiceMsg, WantMsg
+from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, ServiceMsg, StandbyMsg, WantMsg
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
@@ -54,6 +54,13 @@ class StubLock:
         for conn in self.server.connections:
             conn.send(GrantedMsg(lock, engine, incarnation, token))
         return token
+
+    def tell_standby(self, is_ready: bool) -> None:
+        """Tell the engine whether another one could be granted `active`."""
+        assert self.want is not None
+        assert self.want.incarnation is not None
+        for conn in self.server.connections:
+            conn.send(StandbyMsg("active", self.want.incarnation, is_ready))
 
     def opened(self, conn: Connection) -> None:
         conn.state = False

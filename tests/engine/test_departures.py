@@ -18,6 +18,8 @@ from plumbing.service import procfs
 from tests.engine.pod import Engine, environment, program, stub_lock
 from tests.helpers import until
 
+# Hung after 0.3 s, although no standby is ready.
+HASTY = ("--answer-ms", "200", "--hang-ms", "300", "--hang-alone-ms", "300")
 QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
 
 
@@ -249,7 +251,7 @@ def test_control_socket_refuses_strangers(pod, lock):
 
 def test_rehearsed_hang_is_detected_and_never_counts(pod, lock):
     """`stop` in place of `kill`: no process is dead, so the health checks must detect it."""
-    engine = pod.engine("e-0", flags=(*QUICK, "--answer-ms", "200"))
+    engine = pod.engine("e-0", flags=(*QUICK, *HASTY))
     pid = engine.until("active")["backend"]["pids"]["http"]
     with engine.client() as client:
         reply = client.request(m.KillMsg("backend-http", is_stop=True)).message

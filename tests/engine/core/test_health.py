@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.core.health import Action, GenerationHealth, Unhealthy
+from engine.core.patience import Patience, Signs
 
 
 def make() -> GenerationHealth:
-    return GenerationHealth(0, answer_ms=1000, hang_ms=3000, idle_canary_ms=30_000, interval_ms=500)
+    return GenerationHealth(
+        0,
+        patience=Patience(hang_ms=3000, hang_alone_ms=30_000),
+        answer_ms=1000,
+        idle_canary_ms=30_000,
+        interval_ms=500,
+    )
 
 
 def run(health: GenerationHealth, until_ms: float, answer) -> tuple[float, str] | None:
@@ -50,11 +59,11 @@ def run_with(health: GenerationHealth, until_ms: float, state, *, canary_passes:
     return None
 
 
-def test_silence_is_unhealthy_after_one_second():
-    """A backend that never answers: the verdict comes when the first answer is due."""
+def test_silence_is_unhealthy_after_hang_ms():
+    """A backend that never answers and shows no progress: the verdict of the last look."""
     assert run(make(), 60_000, lambda health, now: None) == (
-        1000,
-        "the backend did not answer within 1000 ms",
+        3000,
+        "the backend did not answer and made no token in 3 s (budget 3 s)",
     )
 
 
@@ -68,7 +77,7 @@ def test_hang_is_seen_after_hang_ms():
     verdict = run(make(), 60_000, lambda health, now: health.answered(now, 2, 7))
     assert verdict is not None
     assert 3000 <= verdict[0] <= 3500
-    assert verdict[1] == "2 requests in flight and no token in 3000 ms"
+    assert verdict[1] == "2 requests in flight and no token in 3 s (budget 3 s)"
 
 
 def test_idle_time_does_not_count_against_the_next_request():
@@ -104,7 +113,7 @@ def test_idle_canary_that_fails_or_hangs():
     verdict = run_with(make(), 40_000, lambda now: (0, 7), canary_passes=False)
     assert verdict is not None
     assert 33_000 <= verdict[0] <= 33_500
-    assert verdict[1] == "the idle canary made no token within 3000 ms"
+    assert verdict[1] == "the idle canary made no token in 3 s (budget 3 s)"
 
 
 def test_supervisor_that_did_not_run_blames_no_backend():
@@ -114,10 +123,12 @@ def test_supervisor_that_did_not_run_blames_no_backend():
     assert health.tick(0) == [Action.ASK]
     assert health.answered(1, 2, 7) is None
     assert health.tick(500) == [Action.ASK]
-    assert health.tick(60_000) == []  # the open question is given its second again
+    assert health.tick(60_000) == []  # the open question is given its time again
     assert health.answered(60_001, 2, 7) is None  # no token, but none could be seen
     assert health.tick(60_001) == [Action.ASK]
-    assert isinstance(health.tick(61_001), Unhealthy)
+    for now in range(60_500, 63_001, 500):
+        assert health.tick(now) == []
+    assert isinstance(health.tick(63_001), Unhealthy)
 
 
 def test_answer_unread_while_the_supervisor_was_stopped_is_no_hang():
@@ -157,7 +168,7 @@ def test_silence_adds_up_over_requests_that_gave_up():
         make(), 80_000, lambda now: (2 * (now % 2500 < 2000), 7), canary_passes=False
     )
     assert verdict is not None
-    assert verdict[1] == "2 requests in flight and no token in 3000 ms"
+    assert verdict[1] == "2 requests in flight and no token in 3 s (budget 3 s)"
     assert verdict[0] <= 4500
 
 
@@ -207,3 +218,140 @@ def test_canary_has_hang_ms_of_its_own():
         assert health.answered(now, 1, 7) is None
     assert health.tick(5500) == [Action.ASK]
     assert isinstance(health.answered(5500, 1, 7), Unhealthy)
+
+
+# ---------------------------------------------------------------------- progress is life
+
+
+def look(health: GenerationHealth, now_ms: float, signs: Signs) -> str | None:
+    """One look; the reason of a verdict."""
+    found = health.tick(now_ms, signs)
+    return found.reason if isinstance(found, Unhealthy) else None
+
+
+def silent_until(
+    health: GenerationHealth, until_ms: float, signs, *, interval_ms: int = 250
+) -> tuple[float, str] | None:
+    """Nothing is ever answered; `signs(now)` is what each look shows. Time and words of a
+    verdict."""
+    for now in range(0, int(until_ms) + 1, interval_ms):
+        reason = look(health, now, signs(now))
+        if reason is not None:
+            return now, reason
+    return None
+
+
+def test_tokens_keep_an_engine_alive_that_never_answers():
+    """A counter that moves every 2.5 s, and not one answer in a minute: no verdict, and one within
+    hang_ms and a look once the counter stands still."""
+    assert silent_until(make(), 60_000, lambda now: Signs(progress=now // 2500)) is None
+    verdict = silent_until(make(), 60_000, lambda now: Signs(progress=min(now, 20_000) // 2500))
+    assert verdict == (23_000, "the backend did not answer and made no token in 3 s (budget 3 s)")
+
+
+def test_tokens_in_an_answer_count_without_the_shared_page():
+    """Answers that take 2.9 s each, and each shows progress: no verdict."""
+    health = make()
+    for now in range(0, 60_000, 100):
+        assert look(health, now, Signs()) is None
+        if now % 2900 == 0:
+            assert health.answered(now, 2, now) is None
+
+
+def test_tokens_that_only_the_page_shows_are_progress_of_the_requests():
+    """Answers on time, whose own counter stands still, and a page that moves: no verdict."""
+    health = make()
+    for now in range(0, 60_000, 500):
+        assert look(health, now, Signs(progress=now // 2000)) is None
+        assert health.answered(now, 2, 7) is None
+
+
+@pytest.mark.parametrize(
+    ("pressure", "found_ms", "budget"),
+    [
+        (None, 3_000, "3 s"),
+        (0.0, 3_000, "3 s"),
+        (0.5, 6_000, "6 s: 3 s, stretched 2.0 times by a CPU pressure of 50 %"),
+        (0.6, 7_500, "7.5 s: 3 s, stretched 2.5 times by a CPU pressure of 60 %"),
+        (1.0, 7_500, "7.5 s: 3 s, stretched 2.5 times by a CPU pressure of 100 %"),
+    ],
+)
+def test_cpu_pressure_stretches_the_budget_and_no_further_than_the_limit(
+    pressure, found_ms, budget
+):
+    """The table says when silence is a verdict, and what the reason says about the budget."""
+    verdict = silent_until(make(), 60_000, lambda now: Signs(pressure=pressure))
+    assert verdict is not None
+    assert verdict[0] == found_ms
+    assert verdict[1].endswith(f"(budget {budget})")
+
+
+def test_alone_only_the_long_budget_counts():
+    """No standby: silence, and requests without tokens, are verdicts after hang_alone_ms."""
+    verdict = silent_until(make(), 60_000, lambda now: Signs(has_standby=False))
+    assert verdict is not None
+    assert verdict[0] == 30_000
+    assert verdict[1].endswith("(budget 30 s: no standby is ready)")
+    health = make()
+    for now in range(0, 30_000, 500):
+        assert look(health, now, Signs(has_standby=False)) is None
+        assert health.answered(now, 1, 7) is None
+    assert look(health, 30_000, Signs(has_standby=False)) is None
+    found = health.answered(30_000, 1, 7)
+    assert found is not None
+    assert found.reason.startswith("1 request in flight and no token in 30 s")
+
+
+def test_standby_that_becomes_ready_ends_the_patience():
+    """Silent for 12 s, alone: judged at the look that sees the standby."""
+    verdict = silent_until(make(), 60_000, lambda now: Signs(has_standby=now >= 12_000))
+    assert verdict is not None
+    assert verdict[0] == 12_000
+
+
+def test_wrong_tokens_are_a_verdict_at_once_even_alone():
+    """Patience is for slow engines."""
+    health = make()
+    assert look(health, 0, Signs(has_standby=False, pressure=1.0)) is None
+    assert isinstance(health.canary_done(5, ok=False, detail=""), Unhealthy)
+
+
+def test_supervisor_that_is_often_late_still_finds_a_hang():
+    """On a busy machine each look is 400 ms late: time without looks does not count, the rest
+    adds up."""
+    verdict = silent_until(make(), 60_000, lambda now: Signs(), interval_ms=900)
+    assert verdict is not None
+    assert verdict[0] <= 3_000 * 900 / 500 + 900
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 700),  # since the last look
+            st.booleans(),  # the counter moved
+            st.booleans(),  # the answer came
+            st.integers(0, 3),  # in flight
+            st.one_of(st.none(), st.floats(0, 1)),  # pressure
+            st.booleans(),  # a standby is ready
+        ),
+        max_size=200,
+    )
+)
+def test_verdict_never_comes_within_the_budget(steps):
+    """Whatever a look shows: a verdict only if nothing moved for the budget of that moment, which
+    is never less than hang_ms, nor without a standby less than hang_alone_ms."""
+    health, now, progress, moved_ms = make(), 0.0, 0, 0.0
+    for passed_ms, has_moved, has_answered, in_flight, pressure, has_standby in steps:
+        now += passed_ms
+        if has_moved:
+            progress, moved_ms = progress + 1, now
+        signs = Signs(progress, pressure, has_standby)
+        found = health.tick(now, signs)
+        if not isinstance(found, Unhealthy) and has_answered:
+            found = health.answered(now, in_flight, 0)
+        if isinstance(found, Unhealthy):
+            patience = Patience(hang_ms=3000, hang_alone_ms=30_000)
+            assert now - moved_ms >= patience.budget_ms(signs) >= 3000
+            assert has_standby or now - moved_ms >= 30_000
+            return

@@ -36,7 +36,7 @@ def test_group_forms_when_all_members_are_connected_and_each_is_granted_as_itsel
     assert shell.granted(10) == [(A0, 1)]
     assert shell.granted(11) == [(A1, 1)]
     kinds = [type(message).__name__ for to, message in shell.told if to == 11]
-    assert kinds == ["RenewedMsg", "GrantedMsg"]
+    assert kinds == ["RenewedMsg", "GrantedMsg", "StandbyMsg"]
     holder = shell.disk.holders["active"]
     assert holder.lease == LeaseTerms(LEASE_MS, (MemberId(S0, A0), MemberId(S1, A1)))
     assert holder.witness == WitnessFile(name_of(A0), 0, 0)

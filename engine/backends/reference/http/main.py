@@ -36,6 +36,7 @@ from engine.backends.reference.link import (
 )
 from engine.backends.registry import HELP
 from engine.messages import CHANNEL, RANKS_MAX
+from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.config import size_bytes
 from plumbing.service.log import configure
@@ -113,6 +114,7 @@ def main() -> int:
         if HELP.intersection(sys.argv):
             parse(sys.argv[1:])
         sock = process.take_channel()
+        page = ProgressPage.take()
     except UnderstudyError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -131,7 +133,7 @@ def main() -> int:
 
     from engine.backends.reference.http.serve import serve
 
-    uvloop.run(serve(settings, model_name, sock, models))
+    uvloop.run(serve(settings, model_name, sock, models, page))
     raise AssertionError("the backend stopped serving by itself")
 
 

@@ -34,6 +34,7 @@ from engine.backends.reference.link import (
     TokenMsg,
     pack,
 )
+from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
@@ -50,13 +51,14 @@ def join_ranks(
     models: Sequence[tuple[socket.socket, subprocess.Popen[bytes]]],
     slots: int,
     on_failed: Callable[[FailedMsg], None],
+    page: ProgressPage,
 ) -> ModelLink:
     """The link to the whole model: rank 0's. `models`: link and process of every rank, in order."""
     # Rank 0's is read first: where it has failed, the others only report that it is lost.
     links = [
         ModelLink(sock, slots, on_failed, child, rank) for rank, (sock, child) in enumerate(models)
     ]
-    links[0].followers = links[1:]
+    links[0].followers, links[0].page = links[1:], page
     return links[0]
 
 
@@ -85,13 +87,18 @@ class ModelLink(Handler):
         self._ready = self._loop.create_future()
         self._taken = self._loop.create_future()
         self._checked: asyncio.Future[CheckedMsg] | None = None
-        self.progress = 0
+        self.page = ProgressPage()
         self._conn = UnixConnection(sock, LINK, self)
 
     @property
     def in_flight(self) -> int:
         """Requests that the model has not finished."""
         return len(self._unfinished)
+
+    @property
+    def progress(self) -> int:
+        """Tokens made, and steps of prefill."""
+        return self.page.count
 
     async def ready(self) -> ReadyMsg:
         """Wait until every rank is ready; the sizes are the sums over all of them."""
@@ -168,10 +175,10 @@ class ModelLink(Handler):
         close_all(fds)
         match message:
             case TokenMsg():
-                self.progress = message.progress
+                self.page.count = message.progress
                 self._deliver(message)
             case ProgressedMsg():
-                self.progress = message.progress
+                self.page.count = message.progress
             case ReadyMsg():
                 _settle(self._ready, message)
             case TakenMsg():

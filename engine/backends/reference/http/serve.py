@@ -22,6 +22,7 @@ from engine.backends.reference.http.routes import ServedModel, make_app
 from engine.backends.reference.http.text import Tokenizer
 from engine.backends.reference.link import ConfigureMsg, FailedMsg, ReadyMsg
 from engine.messages import CanaryMsg, FaultReportMsg, HealthyMsg, PreparedMsg
+from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
@@ -36,10 +37,11 @@ async def serve(
     model_name: str,
     sock: socket.socket,
     models: Sequence[tuple[socket.socket, subprocess.Popen[bytes]]],
+    page: ProgressPage,
 ) -> None:
     """Serve for the supervisor at the other end of `sock`, which decides when this process ends."""
     channel = Channel(sock)
-    link = join_ranks(models, settings.slots, lambda failed: channel.end(_report_of(failed)))
+    link = join_ranks(models, settings.slots, lambda failed: channel.end(_report_of(failed)), page)
     try:
         tokenizer = Tokenizer.load(settings.directory)
         backend = ReferenceBackend(ServedModel(model_name, tokenizer, link))

@@ -26,6 +26,7 @@ from msgspec import structs
 from engine.backends import process
 from engine.backends.registry import asks_for_help
 from engine.messages import FaultReportMsg
+from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.log import configure
 from plumbing.service.process import raise_fd_limit
@@ -57,6 +58,7 @@ def main() -> int:
     configure("backend-api")
     try:
         sock = process.take_channel()
+        page = ProgressPage.take()
     except UnderstudyError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -68,7 +70,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
         os.environ.update(ENVIRONMENT)
         raise_fd_limit()
-        _serve(channel)
+        _serve(channel, page)
     except UnderstudyError as error:
         channel.end(process.fault_report(error))
     except Exception as error:
@@ -77,7 +79,7 @@ def main() -> int:
         channel.end(FaultReportMsg("vllm.failed", text[:4096], permanent=False))
 
 
-def _serve(channel: ChannelThread) -> NoReturn:
+def _serve(channel: ChannelThread, page: ProgressPage) -> NoReturn:
     import uvloop
 
     from engine.backends.vllm.api import arguments
@@ -85,15 +87,17 @@ def _serve(channel: ChannelThread) -> NoReturn:
     parsed = arguments.parse(sys.argv[1:])
     _fit_cpu(parsed.vllm.tensor_parallel_size)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(parsed.vllm, parsed.body_bytes_max, channel))
+        runner.run(_run(parsed.vllm, parsed.body_bytes_max, channel, page))
     raise AssertionError("the backend returned while the process lives")
 
 
-async def _run(args: argparse.Namespace, body_max: int | None, channel: ChannelThread) -> None:
+async def _run(
+    args: argparse.Namespace, body_max: int | None, channel: ChannelThread, page: ProgressPage
+) -> None:
     from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.http import Front, bind
 
-    steps = StepCounter()
+    steps = StepCounter(page)
     sock = bind(args, _private_path())
     engine, warnings = _make_engine(args, steps)
     front = await Front.start(engine, args, sock, body_max)

@@ -1,0 +1,108 @@
+"""What a holder is told of the engines behind it: in the pure machine, and each node over TCP."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockserver.core import events as ev
+from lockserver.core.lock import LockState
+from lockserver.messages import StandbyMsg
+from tests.lockserver.core.member_shell import held
+from tests.lockserver.core.shell import A, B, Shell, want
+
+C = "engine-2-000000000000000c"
+ENGINES = (A, B, C)
+
+
+def told(effects) -> list[tuple[int, str, bool]]:
+    found = [effect for effect in effects if isinstance(effect, ev.TellStandby)]
+    return [(effect.conn, effect.lock, effect.is_ready) for effect in found]
+
+
+def test_holder_is_told_at_its_grant_and_at_every_change():
+    """Goal: a holder always knows. Method: two waiters come and go; one message for each change
+    from none to some and back, none for the loader lock, none for a heartbeat."""
+    shell = Shell()
+    assert told(shell.feed(want(1, A, "active", "loader"))) == [(1, "active", False)]
+    assert told(shell.feed(want(2, B, "active"))) == [(1, "active", True)]
+    assert told(shell.feed(want(3, C, "active"))) == []
+    assert told(shell.feed(ev.Beaten(1, 1))) == []
+    assert told(shell.feed(want(2, B))) == []
+    assert told(shell.feed(ev.ConnectionClosed(3))) == [(1, "active", False)]
+
+
+def test_waiter_that_falls_silent_is_no_standby():
+    """Goal: an engine that would not be granted the lock does not count. Method: only the holder's
+    heart beats for four seconds; then the waiter's again."""
+    shell = Shell(silent_ms=3000.0)
+    shell.feed(want(1, A, "active"))
+    shell.feed(want(2, B, "active"))
+    effects = []
+    for beat in range(1, 9):
+        effects += shell.feed(ev.Beaten(1, beat)) + shell.pass_ms(500)
+    assert told(effects) == [(1, "active", False)]
+    assert told(shell.feed(ev.Beaten(2, 1))) == [(1, "active", True)]
+
+
+def test_holder_that_reconnects_is_told_again():
+    """Goal: what an old connection was told does not count. Method: the same want on a new
+    connection, and once more on the same one."""
+    shell = Shell()
+    shell.feed(want(1, A, "active"))
+    shell.feed(want(2, B, "active"))
+    assert told(shell.feed(ev.ConnectionClosed(1))) == []
+    confirmed = want(3, A, "active", tokens={"active": 1})
+    assert told(shell.feed(confirmed)) == [(3, "active", True)]
+    assert told(shell.feed(confirmed)) == [(3, "active", True)]
+
+
+events = st.one_of(
+    st.tuples(st.just("want"), st.integers(0, 2), st.booleans()),
+    st.tuples(st.just("close"), st.integers(0, 2), st.just(False)),
+    st.tuples(st.just("beat"), st.integers(0, 2), st.just(False)),
+    st.tuples(st.just("pass"), st.integers(1, 40), st.just(False)),
+)
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(st.lists(events, max_size=40))
+def test_last_message_to_a_connected_holder_is_true(steps):
+    """Goal: no order of events leaves a holder with stale news. Method: three engines want, close,
+    beat or fall silent in any order; after each step the holder's news is compared with the
+    queue."""
+    shell, conns, beats = Shell(silent_ms=1000.0), [0, 0, 0], 0
+    opened, known = 0, {}
+    for kind, number, wants in steps:
+        effects = []
+        if kind == "want":
+            if not conns[number]:
+                opened += 1
+                conns[number] = opened
+            effects = shell.feed(want(conns[number], ENGINES[number], *["active"][: int(wants)]))
+        elif kind == "close" and conns[number]:
+            effects = shell.feed(ev.ConnectionClosed(conns[number]))
+            conns[number] = 0
+        elif kind == "beat" and conns[number]:
+            beats += 1
+            effects = shell.feed(ev.Beaten(conns[number], beats))
+        elif kind == "pass":
+            effects = shell.pass_ms(100 * number)
+        known.update({conn: is_ready for conn, _, is_ready in told(effects)})
+        lock, supervisors = shell.active, shell.machine.supervisors
+        if lock.state is LockState.HELD:
+            conn = supervisors[lock.holder.supervisor].conn
+            heard = [w for w in lock.waiters if not supervisors[w.supervisor].is_silent]
+            assert known[conn] == bool(heard)
+
+
+def test_every_node_of_a_group_is_told_by_its_own_name():
+    """Goal: each node of an engine over TCP judges its own backend. Method: the machine's effect,
+    fanned out."""
+    shell = held()
+    holder = shell.active.holder
+    group = shell.members.groups[holder.engine]
+    messages = shell.members.fan_out(ev.TellStandby(group.conn, "active", holder, True))
+    assert [sent.message for sent in messages] == [
+        StandbyMsg("active", who.incarnation, True) for who in group.terms.members
+    ]
