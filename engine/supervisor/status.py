@@ -130,8 +130,7 @@ class EngineStatus:
             if incarnation.loading.is_waiting:
                 why = self._disconnected() or ": another engine is loading"
                 return f"waiting for the loader lock{why}"
-            if incarnation.waiting is not None:
-                return incarnation.waiting
+            return incarnation.waiting or "loading the model"
         if now.state is State.STANDBY:
             other = self._engine.lock.other
             holder = f", {other.engine} holds it" if other else ""

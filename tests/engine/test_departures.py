@@ -156,7 +156,8 @@ def test_probes_of_a_first_and_of_a_later_life(pod, directory):
         engine = pod.engine("e-0", *slow)
         engine.until("init")
         assert [engine.get(path)[0] for path in ("/startup", "/live", "/ready")] == [503] * 3
-        assert engine.get("/startup")[1]["reason"] == "never_standby_yet"
+        body = engine.get("/startup")[1]
+        assert (body["reason"], body["message"]) == ("never_standby_yet", "loading the model")
         engine.terminate()
         assert engine.wait() == 0
 

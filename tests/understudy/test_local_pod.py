@@ -10,15 +10,31 @@ import pytest
 
 from plumbing.errors import UnderstudyError, UsageError
 from tests.deploy.manifests import RENDERED
+from understudy.kubelet.containers import starts, stops
 from understudy.up.local_pod import POD_MANIFEST, LocalPod, packaged_manifest, program
 from understudy.up.ports import Ports, check_port, check_ports, free_pod_ports, free_ports
 
 
 def test_standard_pod_starts_what_engines_need_before_them():
-    """Goal: the order of DESIGN §2, which is also, backwards, that of stopping."""
-    pod = LocalPod(Path("/run/understudy"), Path("/models/m"))
-    containers = pod.containers()
-    assert [c.name for c in containers] == ["lockserver", "gms", "engine-0", "engine-1"]
+    """Goal: the order of DESIGN §2."""
+    containers = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
+    assert [[c.name for c in group] for group in starts(containers)] == [
+        ["lockserver"],
+        ["gms"],
+        ["engine-0"],
+        ["engine-1"],
+    ]
+
+
+def test_standard_pod_stops_its_engines_together_and_then_what_they_need():
+    """Goal: no takeover while a pod stops: a standby that outlived the active engine was granted
+    the lock. Method: the groups that are asked to stop at the same time."""
+    containers = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
+    assert [[c.name for c in group] for group in stops(containers)] == [
+        ["engine-0", "engine-1"],
+        ["gms"],
+        ["lockserver"],
+    ]
 
 
 def test_standard_pod_uses_the_ports_and_directory_of_the_design():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+from tests.understudy.test_top import WAIT_S, terminal
 from understudy.up.terminal import Terminal
 
 SAID = 100_000
@@ -55,3 +59,18 @@ def test_reader_who_leaves_is_left_alone():
         for number in range(1000):
             terminal.say(f"line {number}")
     os.close(writing)
+
+
+def test_logs_of_a_pod_are_text_on_a_terminal(tmp_path: Path):
+    """Goal: people read what `up` prints. Method: a pod whose one container tells its log format,
+    started at a terminal."""
+    manifest = tmp_path / "pod.yaml"
+    command = ["sh", "-c", "trap 'exit 0' TERM; echo as $LOG_FORMAT; while :; do sleep 0.1; done"]
+    spec = {"containers": [{"name": "main", "image": "x", "command": command}]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": spec}
+    manifest.write_text(json.dumps(pod))
+    with terminal("up", f"-f{manifest}", f"--dir={tmp_path / 'pod'}") as up:
+        up.sees("main | as text")
+        up.process.send_signal(signal.SIGINT)
+        up.sees("SIGINT: stopping the pod")
+        assert up.process.wait(WAIT_S) == 0

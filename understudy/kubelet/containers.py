@@ -7,7 +7,7 @@ reverse when they stop, because an engine that drains still needs its lock serve
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
@@ -70,7 +70,7 @@ class Kind(StrEnum):
 
     INIT = "init"  # they start once it has succeeded
     SIDECAR = "sidecar"  # they start once it is up; it stops after they have exited
-    MAIN = "main"  # starts and stops together with adjacent containers of this kind
+    MAIN = "main"  # stops together with adjacent containers of this kind, and starts with them
 
 
 class Restart(StrEnum):
@@ -110,6 +110,7 @@ class Container:
 
     `is_private`: it does not inherit Understudy's settings from the runner.
     `has_pid_namespace`: it sees only its own processes, the first of which is pid 1.
+    `starts_in_order`: even a main container starts only once the one before it is up.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Container:
     pace: Pace = QUICK
     is_private: bool = False
     has_pid_namespace: bool = False
+    starts_in_order: bool = False
 
     @property
     def probes(self) -> dict[Question, HttpProbe]:
@@ -136,10 +138,22 @@ class Container:
         return {question: probe for question, probe in named.items() if probe is not None}
 
 
-def stages(containers: Sequence[Container]) -> list[list[Container]]:
+def starts(containers: Sequence[Container]) -> list[list[Container]]:
     """The groups that start together, in order: adjacent main containers, all others alone."""
+    return _groups(containers, lambda each: each.kind is Kind.MAIN and not each.starts_in_order)
+
+
+def stops(containers: Sequence[Container]) -> list[list[Container]]:
+    """The groups that stop together, in order. All engines are asked at once: a standby that is
+    stopped after the active engine would take over for a moment."""
+    return _groups(containers, lambda each: each.kind is Kind.MAIN)[::-1]
+
+
+def _groups(
+    containers: Sequence[Container], is_with_others: Callable[[Container], bool]
+) -> list[list[Container]]:
     numbered = enumerate(containers)
-    grouped = groupby(numbered, lambda pair: -1 if pair[1].kind is Kind.MAIN else pair[0])
+    grouped = groupby(numbered, lambda pair: -1 if is_with_others(pair[1]) else pair[0])
     return [[container for _, container in group] for _, group in grouped]
 
 

@@ -32,11 +32,19 @@ class HttpReply:
         return document if isinstance(document, dict) else {}
 
     def summary(self) -> str:
-        """A phrase for users: the reported reason, or why there is no reply."""
+        """The status and why, for logs and errors; or why there is no reply."""
+        said = self._said()
+        return f"{self.status}: {said}" if said and self.status else said or f"HTTP {self.status}"
+
+    def sentence(self) -> str:
+        """What the server says about itself, for users; or why there is no reply."""
+        return self._said() or f"it answers with HTTP {self.status}"
+
+    def _said(self) -> str:
         if self.status == 0:
             return self.reason
-        reason = self.json().get("reason")
-        return f"{self.status}: {reason}" if reason else f"HTTP {self.status}"
+        body = self.json()
+        return str(body.get("message") or body.get("reason") or "")
 
 
 async def get(url: str, timeout_s: float = 2.0) -> HttpReply:

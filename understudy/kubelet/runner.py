@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
-from understudy.kubelet.containers import Container, stages
+from understudy.kubelet.containers import Container, starts, stops
 from understudy.kubelet.log import LOG_MAX_BYTES, ContainerLog
 from understudy.kubelet.namespaces import reap_zombies
 from understudy.kubelet.running_container import RunningContainer
@@ -46,7 +46,8 @@ class PodRunner:
         for name, container in zip(names, containers, strict=True):
             log = ContainerLog(name, log_dir / f"{name}.log", say, log_max_bytes)
             self._kept[name] = RunningContainer(container, log, self._reap_orphans)
-        self._stages = [[container.name for container in stage] for stage in stages(containers)]
+        self._starts = [[container.name for container in group] for group in starts(containers)]
+        self._stops = [[container.name for container in group] for group in stops(containers)]
 
     def pids(self) -> Mapping[str, int]:
         """The processes that are running, by container."""
@@ -69,16 +70,16 @@ class PodRunner:
             UnderstudyError: `pod.start_failed`, one exited before its probe passed.
             WaitTimeoutError: `pod.start_deadline`, one did not pass its probe in time.
         """
-        for stage in self._stages:
-            for name in stage:
+        for group in self._starts:
+            for name in group:
                 self._kept[name].start()
-            starts = [asyncio.create_task(self._wait_up(self._kept[name])) for name in stage]
+            waits = [asyncio.create_task(self._wait_up(self._kept[name])) for name in group]
             try:
-                await asyncio.gather(*starts)
+                await asyncio.gather(*waits)
             finally:
-                for each in starts:
+                for each in waits:
                     each.cancel()
-                await asyncio.gather(*starts, return_exceptions=True)
+                await asyncio.gather(*waits, return_exceptions=True)
 
     def container(self, name: str) -> Container:
         """The container of that name."""
@@ -102,9 +103,9 @@ class PodRunner:
         """Stop all in reverse order and wait until every process is reaped. May be called twice."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        for stage in reversed(self._stages):
+        for group in self._stops:
             spent_s = loop.time() - began_s
-            await asyncio.gather(*(self._kept[name].stop(spent_s) for name in stage))
+            await asyncio.gather(*(self._kept[name].stop(spent_s) for name in group))
         for kept in self._kept.values():
             kept.log.close()
 
@@ -126,16 +127,17 @@ class PodRunner:
         loop = asyncio.get_running_loop()
         began, shown = loop.time(), ""
         while not kept.settled.is_set():
-            waited_s, why = loop.time() - began, kept.last_reply.summary()
+            waited_s, reply = loop.time() - began, kept.last_reply
             if startup is not None and waited_s > startup.patience_s:
                 raise WaitTimeoutError(
                     "pod.start_deadline",
                     f"{container.name} did not start within {startup.patience_s:g} s: "
-                    f"{why}; see its log, {kept.log.path}",
+                    f"{reply.summary()}; see its log, {kept.log.path}",
                     container=container.name,
                 )
-            if startup is not None and waited_s > WAIT_SHOWN_AFTER_S and why != shown:
-                shown = why
+            is_long = startup is not None and waited_s > WAIT_SHOWN_AFTER_S
+            if is_long and reply.sentence() != shown:
+                shown = reply.sentence()
                 self._say(f"waiting for {container.name}: {shown}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(kept.settled.wait(), LOOK_S)

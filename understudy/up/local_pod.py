@@ -18,7 +18,7 @@ from msgspec import structs
 
 from plumbing.errors import UsageError
 from plumbing.part.paths import lockserver_socket
-from understudy.kubelet.containers import QUICK, Container, Kind, Pace, quick_startup
+from understudy.kubelet.containers import QUICK, Container, Pace, quick_startup
 from understudy.manifest.files import read_manifest_file
 from understudy.manifest.placement import Placement, place_containers
 from understudy.manifest.spec import ContainerSpec, PodManifest, ProbeSpec
@@ -108,7 +108,7 @@ class LocalPod:
             container,
             command=command,
             startup=startup and quick_startup(startup.url, startup.patience_s),
-            kind=Kind.SIDECAR,
+            starts_in_order=True,
             is_private=False,
         )
 

@@ -14,7 +14,8 @@ from understudy.kubelet.containers import (
     Pace,
     Restart,
     grace_left_s,
-    stages,
+    starts,
+    stops,
 )
 
 
@@ -79,16 +80,19 @@ def test_restart_policy_decides_by_exit_code(policy, code, again):
         ("s s s", ["s", "s", "s"]),
     ],
 )
-def test_stages_are_sidecars_one_by_one_and_the_others_together(kinds: str, together: list[str]):
-    """Goal: the kubelet's order. Method: kinds in, what starts together out."""
+def test_sidecars_start_and_stop_one_by_one_and_the_others_together(
+    kinds: str, together: list[str]
+):
+    """Goal: the kubelet's order. Method: kinds in, what starts together and stops together out."""
     letters = {"i": Kind.INIT, "s": Kind.SIDECAR, "m": Kind.MAIN}
     containers = [
         Container(f"{letter}{number}", ("x",), kind=letters[letter])
         for number, letter in enumerate(kinds.split())
     ]
-    found = stages(containers)
-    assert ["".join(each.name[0] for each in stage) for stage in found] == together
-    assert [each for stage in found for each in stage] == containers
+    found = starts(containers)
+    assert ["".join(each.name[0] for each in group) for group in found] == together
+    assert [each for group in found for each in group] == containers
+    assert stops(containers) == found[::-1]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from tests.helpers import auntil, open_fds, until
+from understudy.kubelet import runner as runner_module
 from understudy.kubelet.containers import Container, Restart, quick_startup
 from understudy.kubelet.log import LINE_MAX_BYTES, ContainerLog
 from understudy.kubelet.runner import PodRunner, run_pod
@@ -103,6 +104,31 @@ def test_start_past_its_deadline_names_container_and_reason(tmp_path):
             await runner.stop()
 
     run(main())
+
+
+def test_start_that_takes_long_says_in_a_sentence_what_it_waits_for(tmp_path, monkeypatch):
+    """Goal: progress for people. Method: a probe that has both a word for machines and a sentence;
+    what is said while it does not pass."""
+    monkeypatch.setattr(runner_module, "WAIT_SHOWN_AFTER_S", 0.0)
+    sentence = '{"reason": "never_standby_yet", "message": "loading the model"}'
+    code = WEB.replace('{"reason": "loading weights"}', sentence)
+    port = free_port()
+    startup = quick_startup(f"http://127.0.0.1:{port}/startup", 60)
+    words = ("slow", str(port), "100000", str(tmp_path / "journal"))
+    lines: list[str] = []
+
+    async def main():
+        runner = PodRunner(
+            [python("slow", code, *words, startup=startup)], tmp_path / "log", lines.append
+        )
+        starting = asyncio.create_task(runner.start())
+        await auntil(lambda: "waiting for slow: loading the model" in lines, "the sentence")
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await runner.stop()
+
+    run(main())
+    assert not any("never_standby_yet" in line or "503" in line for line in lines)
 
 
 def test_start_of_a_container_that_exits_fails_with_its_own_sentence(tmp_path):
