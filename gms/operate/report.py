@@ -190,7 +190,7 @@ def _headline(device: dict[str, Any]) -> str:
     name = f"gms  {device['device_uuid']}"
     if not device["online"]:
         was = f"epoch {device['epoch'][:8]} was committed" if device["epoch"] else "was empty"
-        return f"{name}  offline view: {was}; {device['reason']}"
+        return f"{name}  offline view: {was}"
     committed, sessions = size(device["committed_bytes"]), len(device["sessions"])
     return (
         f"{name}  {device['state']}, {_memory(device)}, committed {committed}, "

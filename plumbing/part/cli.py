@@ -47,13 +47,20 @@ def show_status(look: Callable[[], Look], *, as_json: bool, watch: bool = False)
                 seen = Look({"error": error.to_dict()}, error.message, error)
             if not as_json and sys.stdout.isatty():
                 click.clear()
-            click.echo(json.dumps(seen.document, default=str) if as_json else f"{seen.text}\n")
+            click.echo(json.dumps(seen.document, default=str) if as_json else f"{_watched(seen)}\n")
             time.sleep(WATCH_S)
     seen = look()
     click.echo(json.dumps(seen.document, default=str, indent=2) if as_json else seen.text)
     if seen.offline is not None:
         fail(seen.offline)  # on stderr alone: stdout has its one document
     return seen
+
+
+def _watched(seen: Look) -> str:
+    """The text, and the reason for an offline view: a watch prints on stdout alone."""
+    if seen.offline is None or seen.offline.message in seen.text:
+        return seen.text
+    return f"{seen.text}\n{seen.offline.message}"
 
 
 def show_event(record: dict[str, Any], *, as_json: bool) -> None:

@@ -229,7 +229,8 @@ def test_status_and_inspect_read_from_the_sockets(shared: Serve):
 
 
 def test_status_without_a_server_is_an_offline_view(gms: GmsProcess):
-    """The server was killed: the journal says what was committed; exit code 3."""
+    """The server was killed: the journal says what was committed; exit code 3. The reason is said
+    once, on stderr; a watch, which only has stdout, says it there."""
     session = gms.load(4096)
     assert isinstance(session, Reader)
     gms.kill()
@@ -237,6 +238,14 @@ def test_status_without_a_server_is_an_offline_view(gms: GmsProcess):
     assert found.returncode == 3
     assert "offline view" in found.stdout
     assert session.epoch[:8] in found.stdout
+    reason = "no server is listening on the socket"
+    assert (found.stdout.count(reason), found.stderr.count(reason)) == (0, 1)
+    words = [sys.executable, "-m", "gms.cli", "status", "--dir", gms.directory, "--watch"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert "offline view" in watching.stdout.readline()
+        assert reason in watching.stdout.readline()
+        watching.send_signal(signal.SIGINT)
     session.close()
 
 
