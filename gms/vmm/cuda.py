@@ -5,8 +5,10 @@
     a mapping         cuMemMap, then cuMemSetAccess                    cuMemUnmap
 
 Physical memory is freed when the last handle, descriptor and mapping anywhere is gone, and nothing
-forces that. A descriptor carries neither its size nor any right: a wrong size fails the map, and
-any process with the descriptor may map it writable, so read-only is each client's own rule.
+forces that. A descriptor carries neither its size nor any right. All that is documented of sizes is
+a bound: a map must not reach beyond the end of the allocation. Whether one of less than all is
+refused is not documented, and nothing here relies on it. Any process with the descriptor may map it
+writable, so read-only is each client's own rule.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class CudaAllocation:
 
     def check(self, name: str) -> None:
         """Its size only: the driver knows no names and cannot identify a handle."""
-        reservation = self._memory.reserve(self.size_bytes)
+        reservation = self._memory.reserve(self.size_bytes + self._memory.granularity_bytes)
         try:
             reservation.probe(self)
         finally:
@@ -106,14 +108,26 @@ class CudaReservation(FilledRange):
         self.mapped_bytes, self.is_writable = offset_bytes + size_bytes, writable
 
     def probe(self, allocation: CudaAllocation) -> None:
-        """Check the size of `allocation` by mapping and unmapping it, without access, which a
-        server without a context may not be able to set.
+        """Check the size of `allocation` by the documented bound of a map: its size can be mapped,
+        one granule more cannot. Without access, which a server without a context may not be able
+        to set. Takes one granule more of addresses than the allocation has.
 
         Raises:
-            UnderstudyError: `gms.bad_slab`.
+            UnderstudyError: `gms.bad_slab`; `gms.driver_failed`, it could not be found out.
         """
         self._map(self.address, allocation)
         self._call("MemUnmap", self.address, allocation.size_bytes)
+        beyond_bytes = allocation.size_bytes + self._memory.granularity_bytes
+        try:
+            self._call("MemMap", self.address, beyond_bytes, 0, allocation.handle, 0)
+        except UnderstudyError as error:
+            if error.details.get("driver_error") in NOT_A_SLAB:
+                return
+            raise
+        self._call("MemUnmap", self.address, beyond_bytes)
+        raise UnderstudyError(
+            "gms.bad_slab", f"a slab was refused: it has more than {allocation.size_bytes} bytes"
+        )
 
     def make_read_only(self) -> None:
         self._set_access(self.address, self.mapped_bytes, writable=False)
@@ -166,7 +180,9 @@ class CudaReservation(FilledRange):
         try:
             self._call("MemMap", address, allocation.size_bytes, 0, allocation.handle, 0)
         except UnderstudyError as error:
-            raise _bad_slab(error, f"it is not {allocation.size_bytes} bytes large") from error
+            raise _bad_slab(
+                error, f"{allocation.size_bytes} bytes of it cannot be mapped"
+            ) from error
 
     def _set_access(self, address: int, size_bytes: int, *, writable: bool) -> None:
         if size_bytes:

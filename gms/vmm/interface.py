@@ -5,7 +5,7 @@
 
 Each undo is harmless to repeat. An epoch is one reservation in which its allocations lie side by
 side, so that a tensor has one offset and may span allocations; an allocation must outlive its
-mapping. Sizes travel with descriptors, which do not carry them, and a wrong size fails the import.
+mapping. Sizes travel with descriptors, which do not carry them; `check` compares.
 The server only creates, exports, seals, checks and releases; only clients reserve and map.
 """
 
@@ -156,7 +156,8 @@ class DeviceMemory(Protocol):
         """Memory of another process; takes `fd`.
 
         Raises:
-            UnderstudyError: `gms.bad_slab`, it is not memory of that size.
+            UnderstudyError: `gms.bad_slab`, it is not memory of this kind. Whether it has that size
+                is found out here on the host, on a device by `check`.
         """
 
     def reserve(self, size_bytes: int) -> Reservation:

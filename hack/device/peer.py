@@ -106,6 +106,9 @@ class Requests:
         for _ in range(count):
             self.slabs.append(self.memory.create(size_bytes, "check"))
 
+    def do_granularity(self) -> int:
+        return self.memory.granularity_bytes
+
     def do_lend(self) -> None:
         """Copies of the memory's descriptors, as the service lends them."""
         self.outgoing = [slab.export(writable=False) for slab in self.slabs]
@@ -122,6 +125,15 @@ class Requests:
     def do_check(self) -> None:
         for slab in self.slabs:
             slab.check("check")
+
+    def do_try_map(self, size_bytes: int) -> None:
+        """Map that much of the first memory, and unmap it."""
+        reservation = self.memory.reserve(max(size_bytes, self.slabs[0].size_bytes))
+        try:
+            self.driver.call("MemMap", reservation.address, size_bytes, 0, self.slabs[0].handle, 0)
+            self.driver.call("MemUnmap", reservation.address, size_bytes)
+        finally:
+            reservation.free()
 
     def do_release(self) -> None:
         while self.slabs:

@@ -170,7 +170,7 @@ def test_map_is_all_or_nothing(memory: CudaMemory, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_no_slab_of_this_device_is_refused(memory: CudaMemory):
-    """A pipe, host memory, another size, less than all: `gms.bad_slab`, and nothing stays open."""
+    """A pipe, host memory: `gms.bad_slab`, and nothing stays open."""
     reading, writing = os.pipe()
     os.close(writing)
     host = HostMemory().create(STEP, "h")
@@ -178,20 +178,48 @@ def test_what_is_no_slab_of_this_device_is_refused(memory: CudaMemory):
         with pytest.raises(UnderstudyError, match=r"gms\.bad_slab"):
             memory.adopt(fd, STEP)
     host.release()
+
+
+@pytest.mark.parametrize("maps_less", [None, "0", "1"])  # as the driver is, or as told
+def test_slab_of_another_size_is_refused_whether_or_not_less_can_be_mapped(
+    memory: CudaMemory, monkeypatch: pytest.MonkeyPatch, maps_less: str | None
+):
+    """It is larger or smaller than was said, by as little as a granule: refused when it is checked,
+    by a driver that maps less than an allocation and by one that does not."""
+    if maps_less is not None:
+        if build.REAL_GPU is not None:
+            pytest.skip("only the stand-in can be told")
+        monkeypatch.setenv("STANDIN_PARTIAL_MAPS", maps_less)
     slab = memory.create(2 * STEP, "t")
     slab.check("t")
-    for wrong in (STEP, 4 * STEP):
+    for wrong in (STEP, 3 * STEP, 4 * STEP):
         adopted = memory.adopt(slab.export(writable=False), wrong)
         with pytest.raises(UnderstudyError, match=r"gms\.bad_slab"):
             adopted.check("t")
-        reservation = memory.reserve(wrong)
-        with pytest.raises(UnderstudyError, match=r"gms\.bad_slab"):
-            reservation.map(0, [adopted], writable=False)
-        reservation.free()
         adopted.release()
+    too_large = memory.adopt(slab.export(writable=False), 3 * STEP)
+    reservation = memory.reserve(3 * STEP)
+    with pytest.raises(UnderstudyError, match=r"gms\.bad_slab"):
+        reservation.map(0, [too_large], writable=False)
+    reservation.free()
+    too_large.release()
     good = memory.adopt(slab.export(writable=False), 2 * STEP)
     good.check("t")
     good.release()
+    slab.release()
+
+
+@stand_in_only
+def test_size_that_could_not_be_found_out_is_no_fault_of_the_slab(
+    memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
+):
+    """The driver fails at the second trial map for a reason of its own: an error to retry, not
+    proof of the size, and not a bad slab."""
+    slab = memory.create(STEP, "t")
+    monkeypatch.setenv("STANDIN_FAIL", "cuMemMap:2:999")
+    with pytest.raises(UnderstudyError, match=r"gms\.driver_failed"):
+        slab.check("t")
+    slab.check("t")
     slab.release()
 
 

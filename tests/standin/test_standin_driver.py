@@ -149,6 +149,19 @@ def test_partial_and_oversized_maps_are_refused():
     call("MemRelease", handle)
 
 
+def test_less_than_all_can_be_mapped_where_told(monkeypatch: pytest.MonkeyPatch):
+    """STANDIN_PARTIAL_MAPS: from the start, whole granules; more than all stays refused."""
+    monkeypatch.setenv("STANDIN_PARTIAL_MAPS", "1")
+    handle, at = create(2 * STEP), reserve(4 * STEP)
+    for offset, size in ((STEP, STEP), (0, 3 * STEP), (0, STEP // 2), (0, 0)):
+        assert code("MemMap", at, size, offset, handle, 0) == INVALID
+    assert code("MemMap", at, STEP, 0, handle, 0) == OK
+    call("MemSetAccess", at, STEP, access(WRITE), 1)
+    call("MemUnmap", at, STEP)
+    call("MemAddressFree", at, 4 * STEP)
+    call("MemRelease", handle)
+
+
 def test_maps_outside_a_reservation_are_refused():
     """Beyond its end, across its end, and where nothing was reserved."""
     handle, at = create(2 * STEP), reserve(2 * STEP)
