@@ -20,6 +20,7 @@ from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnreachableError, UsageError
 from plumbing.part import paths
 from plumbing.part.cli import Look, json_flag, show_status, watch_flag
+from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.cli import options, run_async
 from plumbing.service.config import Option, Resolved, size_bytes
 from plumbing.service.log import configure
@@ -55,6 +56,7 @@ SERVE = (
     STALL,
     Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
     Option("http_port", int, 9401, "Port of probes, status and metrics.", minimum=0, maximum=65535),
+    ALLOWED_HOST,
 )
 ONE_DEVICE = Option("device", str, None, "Only this device.")
 SERVE_DEVICE = (
@@ -108,6 +110,7 @@ def serve(config: Resolved) -> None:
         environment=lambda device: {VISIBLE: device} if is_cuda else {},
         http_host=config["http_host"],
         http_port=config["http_port"],
+        allowed_hosts=config["http_allowed_host"],
     )
     sys.exit(run_async(supervisor.run))
 

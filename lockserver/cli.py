@@ -22,6 +22,7 @@ from plumbing.part.cli import (
 )
 from plumbing.part.format import duration
 from plumbing.part.paths import DIRECTORY, lockserver_socket, runtime_dir
+from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.cli import INTERRUPTED, options, run_async
 from plumbing.service.config import Option, Resolved
 
@@ -61,6 +62,7 @@ SERVE = (
     ),
     Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
     Option("http_port", int, 9400, "Port of probes, status and metrics.", minimum=0, maximum=65535),
+    ALLOWED_HOST,
     Option(
         "window_ms",
         float,
@@ -139,7 +141,8 @@ def serve(config: Resolved) -> None:
         hold_ms=config["hold_ms"],
         silent_ms=config["silent_ms"],
     )
-    run_async(lambda: run(settings, config["http_host"], config["http_port"]))
+    http = (config["http_host"], config["http_port"], config["http_allowed_host"])
+    run_async(lambda: run(settings, *http))
 
 
 def _security(config: Resolved) -> Security | None:

@@ -16,6 +16,7 @@ from engine.core.loading import Role
 from lockserver.client import messages as lock
 from plumbing.errors import UsageError
 from plumbing.part.paths import DIRECTORY, engine_socket, lockserver_socket
+from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved
 from plumbing.wire.tcp.address import SCHEME, TcpAddress
 from plumbing.wire.tcp.security import Security
@@ -114,6 +115,7 @@ OPTIONS = (
         minimum=0,
         maximum=65535,
     ),
+    ALLOWED_HOST,
     Option(
         "termination_log",
         str,

@@ -8,6 +8,7 @@ changes none.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -29,6 +30,7 @@ class EngineStatus:
     def __init__(self, engine: Engine, state_file: EngineStateFile) -> None:
         self._engine = engine
         self._state_file = state_file
+        self.http_problem: Callable[[], str | None] = lambda: None
         engine.on_change = lambda: state_file.write(self.document())
 
     def document(self) -> dict[str, Any]:
@@ -118,6 +120,7 @@ class EngineStatus:
             engine.predecessor,
             engine.lock.problem,
             engine.layout.note,
+            self.http_problem(),
         ]
         if engine.incarnation is not None and engine.incarnation.prepared is not None:
             problems += engine.incarnation.prepared.warnings

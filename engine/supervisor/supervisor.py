@@ -49,7 +49,9 @@ class EngineSupervisor:
             status=status.document,
             metrics=engine.metrics.page,
             events=engine.log,
+            allowed_hosts=settings.config["http_allowed_host"],
         )
+        status.http_problem = lambda: self._http.problem
 
     async def run(self) -> None:
         """Run until asked to exit, or until no relaunch can help.

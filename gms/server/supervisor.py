@@ -42,6 +42,7 @@ class GmsSupervisor:
         *,
         http_host: str,
         http_port: int,
+        allowed_hosts: Sequence[str] = (),
         environment: Callable[[str], Mapping[str, str]] = lambda device: {},
         clock: Clock | None = None,
     ) -> None:
@@ -63,6 +64,7 @@ class GmsSupervisor:
             status=self.status,
             metrics=self.metrics.metrics,
             events=self.log,
+            allowed_hosts=allowed_hosts,
         )
         self._exit_code: asyncio.Future[int] | None = None
 
@@ -91,11 +93,12 @@ class GmsSupervisor:
             return code
 
     def status(self) -> dict[str, Any]:
-        """`{schema, as_of_event_id, devices: […]}`, as of the last ping."""
+        """`{schema, as_of_event_id, pid, problem, devices: […]}`, as of the last ping."""
         return {
             "schema": 1,
             "as_of_event_id": self.log.last_id,
             "pid": os.getpid(),
+            "problem": self.http.problem,
             "devices": [child.status() for child in self.children],
         }
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lockserver.core.lock import LockState
 from lockserver.server.server import LockServer
 from lockserver.server.settings import LockSettings
-from plumbing.service.http import HttpServer, Page, Probe
+from plumbing.service.browsers import Page
+from plumbing.service.http import HttpServer, Probe
 from plumbing.service.signals import wait_signals
 
 UI = Path(__file__).parent.parent / "ui" / "ui.html"
 
 
-async def run(settings: LockSettings, http_host: str, http_port: int) -> None:
+async def run(
+    settings: LockSettings, http_host: str, http_port: int, allowed_hosts: Sequence[str] = ()
+) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
@@ -31,7 +35,9 @@ async def run(settings: LockSettings, http_host: str, http_port: int) -> None:
         metrics=server.metrics.metrics,
         events=server.events,
         pages={"ui": Page.load(UI)},
+        allowed_hosts=allowed_hosts,
     )
+    server.http_problem = lambda: http.problem
     await server.start()
     try:
         await http.start()

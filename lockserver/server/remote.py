@@ -20,8 +20,10 @@ from lockserver.server.event_outbox import EventOutbox
 from lockserver.server.settings import LockSettings
 from plumbing.errors import ProtocolError
 from plumbing.service.clock import Clock
+from plumbing.service.process import strangers_max
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.limits import HANDSHAKES_MAX
 from plumbing.wire.messages import Message
 from plumbing.wire.tcp.server import TcpServer
 
@@ -51,7 +53,12 @@ class Remote:
         self.server: TcpServer | None = None
         if listen is not None:
             self.server = TcpServer(
-                listen, CATALOGUE, self, service="lockserver", security=settings.security
+                listen,
+                CATALOGUE,
+                self,
+                service="lockserver",
+                security=settings.security,
+                handshakes_max=strangers_max(HANDSHAKES_MAX),
             )
 
     async def start(self) -> None:

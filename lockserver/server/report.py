@@ -25,7 +25,7 @@ class LockReport:
         self._last_grants: deque[dict[str, Any]] = deque(maxlen=LAST_GRANTS)
         parts.events.subscribe(self._keep_grant)
 
-    def document(self) -> dict[str, Any]:
+    def document(self, http_problem: str | None = None) -> dict[str, Any]:
         """The status document, the same for the CLI, `/status` and observers."""
         parts = self._parts
         parts.outbox.flush()
@@ -49,7 +49,10 @@ class LockReport:
                 "online": True,
             },
             "token": machine.ledger.token,
-            "problem": machine.ledger.problem or directory.problem or parts.remote.problem,
+            "problem": machine.ledger.problem
+            or directory.problem
+            or parts.remote.problem
+            or http_problem,
             "locks": document.lock_documents(here),
             "tcp": parts.remote.document(),
             "members": document.member_documents(members, clock.now_ms()),

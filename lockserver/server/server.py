@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from typing import Any
 
 from lockserver import witness
@@ -58,6 +59,7 @@ class LockServer:
         self.clock = clock or SystemClock()
         self.events = EventLog("lockserver", self.clock)
         self.metrics = LockMetrics(tuple(KINDS))
+        self.http_problem: Callable[[], str | None] = lambda: None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._observers = Observers(self.events, self.document)
         self._wire = Server(
@@ -115,7 +117,7 @@ class LockServer:
 
     def document(self) -> dict[str, Any]:
         """The status document, the same for the CLI, `/status` and observers."""
-        return self._report.document()
+        return self._report.document(self.http_problem())
 
     # ------------------------------------------------------------------ as the wire's handler
 

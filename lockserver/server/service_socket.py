@@ -20,11 +20,12 @@ from collections.abc import Callable
 
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError
 from plumbing.service import procfs
+from plumbing.service.process import strangers_max
 from plumbing.wire.fds import OwnedFd
 
 BACKLOG = 4096  # net.core.somaxconn's default: connections made during a failover wait here
-HELD_MAX = 256  # connections answered at once; more wait in the backlog
-REQUEST_BYTES_MAX = 64 * 1024  # of a request's head; a longer one is answered all the same
+HELD_MAX = 256  # connections answered at once, or our share; more wait in the backlog
+REQUEST_BYTES_MAX = 16 * 1024  # of a request's head; a longer one is answered all the same
 REQUEST_DEADLINE_S = 5.0  # to send a request's head
 LINGER_S = 1.0  # to read the rest of the request, else the answer would be lost in a reset
 RETRY_AFTER_S = 1  # a takeover takes milliseconds, a relaunch seconds
@@ -51,6 +52,7 @@ class ServiceSocket:
         self._rebind_ms = 0.0
         self._is_holding = False
         self._callers: set[_Caller] = set()
+        self._callers_max = strangers_max(HELD_MAX)
 
     @property
     def state(self) -> str:
@@ -171,7 +173,8 @@ class ServiceSocket:
         self._sock, self.problem = sock, None
 
     def _hold(self) -> None:
-        if not self._is_holding and self._sock is not None and len(self._callers) < HELD_MAX:
+        has_room = len(self._callers) < self._callers_max
+        if not self._is_holding and self._sock is not None and has_room:
             self._is_holding = True
             asyncio.get_running_loop().add_reader(self._sock.fileno(), self._accept)
 
@@ -184,11 +187,14 @@ class ServiceSocket:
         assert self._sock is not None
         try:
             sock, _ = self._sock.accept()
-        except OSError:
-            return  # closed already, or no descriptor left: it stays in the backlog
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:  # no descriptor left: it stays in the backlog
+            self._stop_holding()
+            return
         self._callers.add(_Caller(sock, self._answer, self._callers.discard))
-        if len(self._callers) >= HELD_MAX:
-            self._stop_holding()  # `watch` begins again when there is room
+        if len(self._callers) >= self._callers_max:
+            self._stop_holding()  # `watch` begins again when there is room, at the next tick
 
     def _answer(self) -> bytes:
         error = {

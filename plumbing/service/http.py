@@ -1,31 +1,27 @@
 """The read-only HTTP server of a process: probes, status, metrics, events and pages.
 
 Probe and status functions are called on the event loop at every request, so an answer proves that
-the loop is alive; they must not block. A page runs only the script and style that it contains
-(their hashes are in its policy) and connects only to the host that it came from, on any port,
-because the parts of a pod are ports of one host. In turn, a part answers scripts of pages from its
-own host only, so that a page from elsewhere cannot read the status of a pod.
+the loop is alive; they must not block.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import errno
-import hashlib
+import functools
 import json
 import logging
 import os
-import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service import procfs, sse
+from plumbing.service.browsers import KnownHosts, Page, allow_own_pages
 from plumbing.service.events import EventLog
+from plumbing.service.http_listener import HttpListener, bind
 from plumbing.service.metrics import CONTENT_TYPE, Metrics
 
 if TYPE_CHECKING:
@@ -35,46 +31,6 @@ logger = logging.getLogger(__name__)
 
 PORT_MAX = 65535
 STOP_GRACE_S = 0.5  # for answers in progress, which take milliseconds
-
-_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
-_AUTHORITY = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One HTML file. `load` it once: the file may change while the process runs."""
-
-    body: bytes
-    hashes: Mapping[str, str]  # of its content: "'sha256-…' …" for script and for style
-
-    @classmethod
-    def load(cls, path: Path) -> Page:
-        """Read the page at `path`, a file of the program."""
-        body = path.read_bytes()
-        found: dict[str, list[str]] = {"script": [], "style": []}
-        for kind, content in _INLINE.findall(body.decode()):
-            digest = hashlib.sha256(content.encode()).digest()
-            found[kind].append(f"'sha256-{base64.b64encode(digest).decode()}'")
-        return cls(body, {kind: " ".join(each) or "'none'" for kind, each in found.items()})
-
-    def headers(self, authority: str) -> dict[str, str]:
-        """Its headers for a browser that requested it from `authority` (Host)."""
-        host = host_of(authority)
-        ports = f" http://{host}:*" if host else ""
-        policy = (
-            "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-            f"script-src {self.hashes['script']}",
-            f"style-src {self.hashes['style']}",
-            f"connect-src 'self'{ports}",
-            "img-src data:",  # an empty icon, or the browser requests one
-        )
-        return {
-            "Content-Type": "text/html; charset=utf-8",
-            "Content-Security-Policy": "; ".join(policy),
-            "Cache-Control": "no-cache",  # after an upgrade the new page is shown
-            "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +58,26 @@ class HttpServer:
         metrics: Metrics,
         events: EventLog | None = None,
         pages: Mapping[str, Page] | None = None,
+        allowed_hosts: Iterable[str] = (),
     ) -> None:
         self.host = host
         self.port = port
         self._probes = dict(probes)
         self._status = status
         self._metrics = metrics
-        metrics.limit_hits.labels(limit="event_readers")  # a zero from the first scrape
+        for limit in ("event_readers", "http_connections"):
+            metrics.limit_hits.labels(limit=limit)  # a zero from the first scrape
         self._events = events
         self._pages = dict(pages or {})
+        self._hosts = KnownHosts(allowed_hosts)
         self._streams: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
+        self._listener: HttpListener | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why connections are closed or not accepted, while that lasts."""
+        return None if self._listener is None else self._listener.problem
 
     async def start(self) -> None:
         """Bind and serve. Loads aiohttp, which holds the loop for 0.1 s: start this early.
@@ -125,7 +90,7 @@ class HttpServer:
 
         if not self.host or not 0 <= self.port <= PORT_MAX:  # "" would bind every interface
             raise self._cannot_bind("this is not an address and port")
-        app = web.Application()
+        app = web.Application(middlewares=[web.middleware(functools.partial(self._admit))])
         for name in self._probes:
             app.router.add_get(f"/{name}", self._answer_probe)
         app.router.add_get("/status", self._answer_status)
@@ -135,7 +100,7 @@ class HttpServer:
         for name in self._pages:
             app.router.add_get(f"/{name}", self._answer_page)
         app.router.add_get("/", self._answer_index)
-        app.on_response_prepare.append(allow_own_pages)
+        app.on_response_prepare.extend((allow_own_pages, _close_afterwards))
         app.on_shutdown.append(self._cut_streams)
         runner = web.AppRunner(
             app,
@@ -145,21 +110,42 @@ class HttpServer:
             handler_cancellation=True,  # a closed connection is noticed at once, not at a heartbeat
             shutdown_timeout=STOP_GRACE_S,
         )
-        await runner.setup()
         try:
-            site = web.TCPSite(runner, self.host, self.port)
-            await site.start()
+            socks = bind(self.host, self.port)
         except OSError as error:
-            await runner.cleanup()
             raise self._refused(error) from error
-        self._runner = runner
-        self.port = runner.addresses[0][1]
+        await runner.setup()
+        assert runner.server is not None
+        limit_hit = self._metrics.limit_hits.labels(limit="http_connections").inc
+        self._runner, self._listener = runner, HttpListener(socks, runner.server, limit_hit)
+        self.port = self._listener.port
 
     async def stop(self) -> None:
         """Stop listening and close all connections; idempotent."""
         runner, self._runner = self._runner, None
-        if runner is not None:
+        if runner is not None and self._listener is not None:
+            await self._listener.stop()
             await runner.cleanup()
+            self._listener.abort()
+
+    async def _admit(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Answer, unless the client uses a name that may be an attacker's."""
+        assert self._listener is not None
+        self._listener.requested(request.transport)
+        # Probes are answered in any case: they say little, and a refusal would restart a container.
+        host = request.headers.get("Host")
+        if request.path.strip("/") not in self._probes and not self._hosts.has(host):
+            message = (
+                f"{host!r} is not known to be a name of this server; use its address, or start it"
+                " with --http-allowed-host NAME"
+            )
+            unknown = UnderstudyError("service.unknown_host", message)
+            return _json({"error": unknown.to_dict()}, status=421)
+        return await handler(request)
 
     async def _answer_probe(self, request: web.Request) -> web.Response:
         name = request.path.strip("/")
@@ -190,14 +176,18 @@ class HttpServer:
 
     async def _answer_events(self, request: web.Request) -> web.StreamResponse:
         assert self._events is not None  # the route exists only then
-        if len(self._streams) >= sse.READERS_MAX:
+        assert self._listener is not None
+        # Half of the connections at most: these stay open, and others must get their turn.
+        readers_max = min(sse.READERS_MAX, self._listener.connections_max // 2)
+        if len(self._streams) >= readers_max:
             self._metrics.limit_hits.labels(limit="event_readers").inc()
-            message = f"{sse.READERS_MAX} readers already follow the events, which is the maximum"
+            message = f"{readers_max} readers already follow the events, which is the maximum"
             busy = UnderstudyError("service.too_many_readers", message)
             return _json({"error": busy.to_dict()}, status=503)
         task = asyncio.current_task()
         assert task is not None  # aiohttp runs every handler in a task
         self._streams.add(task)
+        self._listener.keep(request.transport)
         try:
             return await sse.stream(request, self._events, self._status)
         except UsageError as error:
@@ -236,19 +226,10 @@ class HttpServer:
         )
 
 
-def host_of(authority: str) -> str | None:
-    """`127.0.0.1` of `127.0.0.1:9400`; None if it is not a host and port."""
-    found = _AUTHORITY.fullmatch(authority)
-    return found[1].lower() if found else None
-
-
-async def allow_own_pages(request: web.Request, response: web.StreamResponse) -> None:
-    """Allow pages from this host, whatever their port, to read this answer."""
-    origin = request.headers.get("Origin", "")
-    host = host_of(origin.removeprefix("http://"))
-    if host is not None and host == host_of(request.headers.get("Host", "")):
-        response.headers["Access-Control-Allow-Origin"] = origin
-        response.headers["Vary"] = "Origin"
+async def _close_afterwards(request: web.Request, response: web.StreamResponse) -> None:
+    """One request per connection, whose bytes and time are therefore bounded together."""
+    response.force_close()
+    response.headers["Connection"] = "close"  # aiohttp decided on it before
 
 
 class _NoPeerFaults(logging.Filter):

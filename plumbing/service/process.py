@@ -18,6 +18,10 @@ PARENT_PID_ENV = "UNDERSTUDY_PARENT_PID"
 # 16 sessions attaching 250 slabs each at once, which is the most that this version plans for.
 FDS_ADVISED = 4096
 
+# Doors that anybody may knock at: probes, the service address, and over TCP the lock's. Together
+# they leave more than half of the descriptors for engines: to accept them, watch and lend to them.
+STRANGERS_SHARE = 8
+
 logger = logging.getLogger(__name__)
 
 
@@ -74,6 +78,13 @@ def make_fd_room(count: int) -> None:
     wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
     if soft not in (resource.RLIM_INFINITY, wanted):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def strangers_max(at_most: int) -> int:
+    """How many connections one door may hold that anybody may knock at, `at_most` or fewer."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    share = at_most if soft == resource.RLIM_INFINITY else soft // STRANGERS_SHARE
+    return max(2, min(at_most, share))  # never 0: a probe, and whoever came before it
 
 
 def raise_fd_limit() -> int:

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from lockserver.server import service_socket
 from lockserver.server.service_socket import ServiceSocket, parse_service
 from plumbing.errors import ProtocolError
 from plumbing.wire.fds import OwnedFd
@@ -241,3 +242,29 @@ def test_service_address_taken_while_down_is_waited_for_and_reported(
         )
 
     asyncio.run(freed())
+
+
+def test_service_holds_only_its_share_of_descriptors(monkeypatch):
+    """Goal: callers without a request leave the server its descriptors. Method: a limit of two,
+    more callers than that, who then leave."""
+    monkeypatch.setattr(service_socket, "HELD_MAX", 2)
+
+    async def scenario() -> None:
+        with service_on(free_port()) as service:
+            port = service._sockaddr[1]
+            mutes = [caller(port, b"GET") for _ in range(5)]
+            service.watch(may_serve=False, now_ms=0)
+            await auntil(lambda: len(service._callers) == 2, "the callers")
+            assert service.state == "lent"  # the others wait in the backlog
+            for mute in mutes:
+                mute.close()
+            answer = asyncio.ensure_future(read_all(caller(port)))
+
+            def is_answered() -> bool:
+                service.watch(may_serve=False, now_ms=0)  # as at each tick
+                return answer.done()
+
+            await auntil(is_answered, "an answer")
+            assert b"503" in answer.result()
+
+    asyncio.run(scenario())

@@ -49,6 +49,7 @@ class TcpServer(BaseServer):
         security: Security | None,
         connections_max: int = CONNECTIONS_MAX,
         per_address_max: int = CONNECTIONS_PER_ADDRESS_MAX,
+        handshakes_max: int = HANDSHAKES_MAX,
     ) -> None:
         super().__init__(catalogue, handler, service, connections_max)
         self.address = address
@@ -57,6 +58,7 @@ class TcpServer(BaseServer):
         self.last_refusal: str | None = None
         self._security = security
         self._per_address_max = per_address_max
+        self._handshakes_max = handshakes_max
         self._handshakes: dict[asyncio.Task[None], str] = {}
 
     async def start(self) -> None:
@@ -103,7 +105,8 @@ class TcpServer(BaseServer):
 
     def _has_too_many_handshakes(self, host: str) -> bool:
         of_host = sum(other == host for other in self._handshakes.values())
-        return len(self._handshakes) >= HANDSHAKES_MAX or of_host >= HANDSHAKES_PER_ADDRESS_MAX
+        at_most = min(HANDSHAKES_MAX, self._handshakes_max)
+        return len(self._handshakes) >= at_most or of_host >= HANDSHAKES_PER_ADDRESS_MAX
 
     async def _handshake(self, sock: socket.socket, host: str, who: str) -> None:
         options: dict[str, Any] = {}

@@ -8,7 +8,7 @@ import hashlib
 
 import pytest
 
-from plumbing.service.http import Page, host_of
+from plumbing.service.browsers import Page, host_of
 from tests.plumbing.service.test_http import serving
 
 SCRIPT, STYLE = "\n'use strict';\n", "b { color: red }"
