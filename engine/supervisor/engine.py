@@ -20,6 +20,7 @@ from engine.core.lifecycle import IllegalEvent, Lifecycle
 from engine.core.patience import Signs
 from engine.messages import FaultReportMsg, HealthyMsg
 from engine.supervisor import over_tcp, state_file
+from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.health_watch import HealthWatch
 from engine.supervisor.history import History
 from engine.supervisor.incarnation import Incarnation
@@ -29,6 +30,7 @@ from engine.supervisor.leftovers import path_of as leftovers_path
 from engine.supervisor.lock_side import LockSide
 from engine.supervisor.metrics import EngineMetrics
 from engine.supervisor.relauncher import Relauncher
+from engine.supervisor.serving import serving_engine
 from engine.supervisor.settings import EngineSettings
 from engine.supervisor.timers import Timers
 from lockserver.client import witness
@@ -127,8 +129,18 @@ class Engine:
     def _tick(self) -> None:
         if self.incarnation is not None:
             self.incarnation.tick()
+            self._share_cpus(self.incarnation.cpus)
         self.pressure.sample(self.clock.now_ms())
         self._timers.after("tick", TICK_MS, self._tick)
+
+    def _share_cpus(self, cpus: CpuShare) -> None:
+        is_loading = self.lifecycle.state is State.INIT
+        if is_loading and cpus.limit is not None and self._serving() is None:
+            cpus.lift("no other engine holds the lock")
+        cpus.tick(is_loading=is_loading)
+
+    def _serving(self) -> str | None:
+        return serving_engine(self.settings.directory, self.settings.engine, self.lock)
 
     # ------------------------------------------------------------------ inbox and effects
 
@@ -206,6 +218,8 @@ class Engine:
                 on_answer=self._answered,
                 on_unhealthy=lambda reason: self.post(Failed("unhealthy", reason)),
             )
+        if record.target is State.STANDBY:
+            self._running.cpus.lift("prepared")
         self.on_change()
 
     def _budget_spent(self) -> None:
@@ -226,6 +240,7 @@ class Engine:
             log=self.log,
             leftovers=self.leftovers,
             layout=self.layout,
+            cpus=CpuShare(self.log, self._serving()),
             on_gone=self._gone,
             on_loader=self.lock.repeat,
         )

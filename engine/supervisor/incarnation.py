@@ -22,6 +22,7 @@ from engine.core.events import EngineEvent, Failed, WakingStep
 from engine.core.loading import Loading, LoadPermit
 from engine.progress_page import PROGRESS_ENV, ProgressPage
 from engine.supervisor.channel import BackendChannel
+from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.kv_layout import NAME as KV_LAYOUT
 from engine.supervisor.kv_layout import KvLayout
 from engine.supervisor.leftovers import Leftovers
@@ -70,6 +71,7 @@ class Incarnation:
         log: EventLog,
         leftovers: Leftovers,
         layout: KvLayout,
+        cpus: CpuShare,
         on_gone: Callable[[], None],
         on_loader: Callable[[], None],
     ) -> None:
@@ -83,6 +85,7 @@ class Incarnation:
         self.last_canary: dict[str, Any] | None = None
         self.exit: str | None = None
         self.is_wake_asked = False
+        self.cpus = cpus
         self._settings = settings
         self._post = post
         self._log = log
@@ -124,7 +127,8 @@ class Incarnation:
                     if progress_end is not None:
                         lent[PROGRESS_ENV] = progress_end.fileno()
                     environ = self._environment(lent)
-                    self.tree.start(self._settings.command, environ, held, [*lent.values()])
+                    with self.cpus.inherited():
+                        self.tree.start(self._settings.command, environ, held, [*lent.values()])
             except UnderstudyError as error:
                 self._post(Failed("cannot_start", error.message, error.exit_code))
             except OSError as error:
@@ -137,6 +141,7 @@ class Incarnation:
             **os.environ,
             **parent_environment(),
             **huge_pages(os.environ),
+            **self.cpus.environment,
             **{variable: str(fd) for variable, fd in lent.items()},
             process.WITNESS_ENV: self.witness_path or "",
             process.INCARNATION_ENV: self.id,

@@ -15,6 +15,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core.lifecycle import HOLDING
 from plumbing.errors import UnderstudyError
 from plumbing.part.paths import engine_state
 from plumbing.service.events import EventLog
@@ -53,6 +54,16 @@ def is_active(directory: str, engine: str, token: int) -> bool:
     try:
         document = read_json(engine_state(directory, engine)) or {}
         return bool(document["engine"]["state"] == "active" and document["lock"]["token"] == token)
+    except (UnderstudyError, OSError, KeyError, TypeError):
+        return False
+
+
+def is_holding(directory: str, engine: str, token: int | None) -> bool:
+    """Whether the state file of `engine` says that it holds the lock, under `token` if given."""
+    try:
+        document = read_json(engine_state(directory, engine)) or {}
+        is_same = token is None or document["lock"]["token"] == token
+        return bool(document["engine"]["state"] in HOLDING and is_same)
     except (UnderstudyError, OSError, KeyError, TypeError):
         return False
 

@@ -15,6 +15,7 @@ from typing import Any
 from engine.core import probes
 from engine.core.events import State
 from engine.core.patience import stretch
+from engine.supervisor.cpu_share import cpu_list
 from engine.supervisor.engine import Engine
 from engine.supervisor.health_watch import patience_of
 from engine.supervisor.state_file import EngineStateFile
@@ -57,6 +58,7 @@ class EngineStatus:
             },
             "lock": self._lock(),
             "backend": self._backend(),
+            "cpus": self._cpus(),
             "inflight": history.in_flight,
             "budget": {
                 "ms": history.budget_ms,
@@ -113,6 +115,14 @@ class EngineStatus:
             "answer_late_ms": round(watch.late_ms) if watch is not None else None,
         }
 
+    def _cpus(self) -> dict[str, Any]:
+        incarnation = self._engine.incarnation
+        limit = incarnation.cpus.limit if incarnation else None
+        return {
+            "available": cpu_list(os.sched_getaffinity(0)),
+            "limit": cpu_list(limit) if limit is not None else None,
+        }
+
     def _problems(self) -> list[str]:
         engine = self._engine
         problems = [
@@ -133,7 +143,9 @@ class EngineStatus:
             if incarnation.loading.is_waiting:
                 why = self._disconnected() or ": another engine is loading"
                 return f"waiting for the loader lock{why}"
-            return incarnation.waiting or "loading the model"
+            cpus = incarnation.cpus
+            limited = f", {cpus.describe()} until prepared" if cpus.limit is not None else ""
+            return incarnation.waiting or f"loading the model{limited}"
         if now.state is State.STANDBY:
             other = self._engine.lock.other
             holder = f", {other.engine} holds it" if other else ""

@@ -51,6 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dirty-mib", type=int, default=0)
     parser.add_argument("--kv-bytes", type=int, default=1024)
     parser.add_argument("--warn", action="append", default=[], help="of this, once prepared")
+    parser.add_argument("--bind", type=int, help="start two threads, one of them bound to this CPU")
     parser.add_argument("--leave-behind", default="", help="files whose names begin like this")
     return parser.parse_args()
 
@@ -158,6 +159,17 @@ def spawn(kind: str) -> None:
         CHILDREN.append(bare)
 
 
+def start_threads(cpu: int) -> None:
+    """One that leaves its affinity alone, and one that binds itself to `cpu`."""
+
+    def bound() -> None:
+        os.sched_setaffinity(0, {cpu})
+        hang_in_thread()
+
+    for each in (hang_in_thread, bound):
+        threading.Thread(target=each, daemon=True).start()
+
+
 def load(member: process.BackendProcess, switches: argparse.Namespace) -> None:
     leave = member.may_load(timeout_s=60)
     if switches.load_until:
@@ -207,6 +219,8 @@ def main() -> None:
             target=advance, args=(page, switches.hang_generation_if), daemon=True
         ).start()
     dirty = bytearray(os.urandom(4096)) * (256 * switches.dirty_mib)
+    if switches.bind is not None:
+        start_threads(switches.bind)
     if switches.fault:
         channel.notify(
             m.FaultReportMsg("fake.fault", switches.fault, switches.permanent, exit_code=2)

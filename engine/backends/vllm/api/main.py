@@ -7,7 +7,7 @@ own thread, then vLLM, whose processes join through the plugin. It runs until th
 it or it reports a failure.
 
 Surprising: every process that multiprocessing spawns from here imports this module again, under
-another name. So its top level imports nothing slow and does nothing.
+another name. So its top level imports nothing slow, and does nothing but count the CPUs there.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from msgspec import structs
 
 from engine.backends import process
 from engine.backends.registry import asks_for_help
+from engine.backends.vllm.cpu_count import count_all
 from engine.messages import FaultReportMsg
 from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError, UsageError
@@ -70,6 +71,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
         os.environ.update(ENVIRONMENT)
         raise_fd_limit()
+        count_all()
         _serve(channel, page)
     except UnderstudyError as error:
         channel.end(process.fault_report(error))
@@ -163,3 +165,5 @@ def _fit_cpu(ranks: int) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+if __name__ == "__mp_main__":  # the engine core, or a worker
+    count_all()

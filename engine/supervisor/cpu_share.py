@@ -1,0 +1,158 @@
+"""The CPUs of an engine that loads while another one serves: half of them, until it is prepared.
+
+Owns the limit: every process of the tree inherits it, and it is lifted thread by thread, when the
+engine is prepared or once no other engine holds the lock. By affinity, because a lower priority
+cannot be raised again without privileges. Never fatal: a limit that fails costs speed.
+
+Surprising: libraries count the CPUs of their process when they are loaded, and keep as many threads
+for good. A backend whose speed depends on that is told of all CPUs (`CPUS_ENV`). And a thread that
+has another affinity than the limit has chosen it, so it keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from engine.backends.process import CPUS_ENV
+from plumbing.service import procfs
+from plumbing.service.events import EventLog
+
+# A thread may be started by one that is still limited while the threads are listed, so they are
+# listed until none is left; a program that starts threads faster is left for the next tick.
+PASSES_MAX = 20
+# Looks after the engine is prepared, one a second. A process that leaves the limit for a moment, to
+# load a library, may return to it just after it was lifted.
+LAST_LOOKS = 5
+
+SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+
+class CpuShare:
+    """The CPUs of one incarnation. `limit`: what it may use now, None for all."""
+
+    def __init__(self, log: EventLog, serving: str | None) -> None:
+        """`serving`: the engine that needs the other half, if any."""
+        self.available = frozenset(os.sched_getaffinity(0))
+        self.serving = serving
+        self.limit = half_of(self.available) if serving is not None else None
+        self._log = log
+        self._lifted: frozenset[int] | None = None  # the limit that was lifted
+        self._looks = LAST_LOOKS
+        self._has_failed = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What to add to the backend's."""
+        if self.limit is None:
+            return {}
+        return {CPUS_ENV: ",".join(map(str, sorted(self.available)))}
+
+    @contextmanager
+    def inherited(self) -> Iterator[None]:
+        """A process that this thread starts in this block is limited."""
+        if self.limit is not None:
+            try:
+                os.sched_setaffinity(0, self.limit)
+            except OSError as error:
+                self.limit = None
+                self._failed(error)
+        if self.limit is None:
+            yield
+            return
+        text = f"limited to {self.describe()} until prepared, because {self.serving} holds the lock"
+        self._log.record("engine.cpus", text, data={"cpus": cpu_list(self.limit)})
+        try:
+            yield
+        finally:
+            try:
+                os.sched_setaffinity(0, self.available)
+            except OSError as error:
+                self._failed(error)
+
+    def describe(self) -> str:
+        """`CPUs 8-15 of 0-15`."""
+        assert self.limit is not None
+        return f"CPUs {cpu_list(self.limit)} of {cpu_list(self.available)}"
+
+    def lift(self, why: str) -> None:
+        """Let the tree use all CPUs from now on."""
+        if self.limit is None:
+            return
+        self._lifted, self.limit = self.limit, None
+        count = self._widen()
+        text = f"on all CPUs again ({cpu_list(self.available)}): {why}"
+        data = {"cpus": cpu_list(self.available), "threads": count}
+        self._log.record("engine.cpus", text, data=data)
+
+    def tick(self, *, is_loading: bool) -> None:
+        """Lift the limit of whatever has acquired it again."""
+        if self._lifted is not None and self._looks:
+            self._looks -= not is_loading
+            self._widen()
+
+    def _widen(self) -> int:
+        """The number of threads that had the limit."""
+        count = 0
+        for _ in range(PASSES_MAX):
+            widened = sum(self._widen_thread(thread) for thread in _threads_below())
+            if not widened:
+                break
+            count += widened
+        return count
+
+    def _widen_thread(self, thread: int) -> bool:
+        try:
+            if frozenset(os.sched_getaffinity(thread)) != self._lifted:
+                return False
+            os.sched_setaffinity(thread, self.available)
+        except ProcessLookupError:
+            return False  # it has ended
+        except OSError as error:
+            self._failed(error)
+            return False
+        return True
+
+    def _failed(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            text = f"cannot change which CPUs the backend may use: {error.strerror}"
+            self._log.record("engine.cpus", text, "warning")
+
+
+def cpu_list(cpus: Iterable[int]) -> str:
+    """`0-3,8`, as the kernel writes it."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1][1:] = [cpu]
+        else:
+            runs.append([cpu])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+def half_of(cpus: Iterable[int]) -> frozenset[int] | None:
+    """The upper half of `cpus`, in whole cores where they have several CPUs; None of one CPU."""
+    ordered = sorted(cpus, key=lambda cpu: (_core_of(cpu), cpu))
+    return frozenset(ordered[-(len(ordered) // 2) :]) if len(ordered) > 1 else None
+
+
+def _threads_below() -> Iterator[int]:
+    for pid in procfs.descendants(os.getpid()):
+        try:
+            names = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            continue  # it has ended, or the next tick has a descriptor
+        yield from map(int, names)
+
+
+def _core_of(cpu: int) -> int:
+    """The lowest CPU of the same core; `cpu` itself where the kernel does not say."""
+    try:
+        with open(SIBLINGS.format(cpu)) as stream:
+            found = re.match(r"\d+", stream.read())
+    except OSError:
+        found = None
+    return int(found.group()) if found else cpu
