@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import logging
 import os
 import re
+import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +27,8 @@ from plumbing.errors import UnderstudyError
 SLOT_BYTES = 4096  # one page
 FILE_BYTES = 2 * SLOT_BYTES
 ASIDE_MAX = 20  # unreadable files kept; a loop of failing starts must not fill the disk
+STALE_S = 60.0  # a temporary file this old has no writer: a write takes milliseconds
+PATHS_MAX = 256  # files one process writes; beyond this, some are looked after more than once
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +44,8 @@ def write_atomic(
 
     A dict is written as JSON. The new file is written beside the old one, so it needs room for
     both. Without `survives_power_cut` nothing waits for the disk, which is enough for files that
-    mean nothing after a reboot.
+    mean nothing after a reboot. The directory may be shared with other users, such as /tmp: the new
+    file's name is random, and a file or link that is already there is never written to.
 
     Raises:
         OSError: no room, no permission; the old content is untouched and no file is left behind.
@@ -48,9 +54,12 @@ def write_atomic(
         content = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
     payload = content.encode() if isinstance(content, str) else content
     directory, name = os.path.split(os.path.abspath(path))
-    temporary = os.path.join(directory, f".{name}.{os.getpid()}.tmp")
+    _remove_stale(directory, name)
+    temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(temporary, flags, mode)
     try:
-        with open(temporary, "wb", opener=lambda p, flags: os.open(p, flags, mode)) as stream:
+        with open(fd, "wb") as stream:
             stream.write(payload)
             if survives_power_cut:
                 stream.flush()
@@ -62,6 +71,18 @@ def write_atomic(
         raise
     if survives_power_cut:
         sync_directory(directory)
+
+
+@functools.lru_cache(PATHS_MAX)  # a process that lives leaves nothing: once is enough
+def _remove_stale(directory: str, name: str) -> None:
+    """Remove the temporary files of writers of `name` that were killed in the middle of a write."""
+    ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.tmp")
+    with contextlib.suppress(OSError):  # litter, which must stop no write
+        for each in filter(ours.fullmatch, os.listdir(directory)):
+            path = os.path.join(directory, each)
+            found = os.lstat(path)
+            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > STALE_S:
+                os.unlink(path)
 
 
 def read_json(path: str) -> dict[str, Any] | None:
@@ -137,7 +158,9 @@ class SlotFormat:
             OSError: no room, no permission; no file is left behind.
         """
         fresh = f"{path}.new"
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        with contextlib.suppress(FileNotFoundError):  # of a process that was killed here
+            os.unlink(fresh)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(fresh, flags, 0o600)
         try:
             os.posix_fallocate(fd, 0, FILE_BYTES)

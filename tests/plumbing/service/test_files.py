@@ -12,6 +12,7 @@ import textwrap
 import pytest
 
 from plumbing.errors import UnderstudyError
+from plumbing.service import files
 from plumbing.service.files import read_json, write_atomic
 
 
@@ -87,6 +88,82 @@ def test_full_filesystem_raises_enospc_and_keeps_the_old_content(tmp_path):
     if done.returncode != 0 and ("unshare" in done.stderr or "mount" in done.stderr):
         pytest.skip(f"this machine gives no mount namespace: {done.stderr.strip()}")
     assert done.stdout == "28 ['{', '\"kept\":', 'true', '}'] ['state.json']\n", done.stderr
+
+
+def test_planted_file_or_link_is_never_written_to(tmp_path, monkeypatch):
+    """Goal: in a directory that others can write to, no file of ours is overwritten through a name
+    that they planted; method: links at every name the old code could choose and, with the random
+    part fixed, at the very name that is about to be used."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o777)
+    page = shared / "page.html"
+    planted = [f".page.html.{os.getpid()}.tmp", ".page.html.tmp", "page.html.tmp"]
+    for name in planted:
+        os.symlink(victim, shared / name)
+    write_atomic(str(page), "ours")
+    assert victim.read_text() == "precious"
+    assert page.read_text() == "ours"
+    assert not page.is_symlink()
+
+    monkeypatch.setattr(files.secrets, "token_hex", lambda size: "0" * 2 * size)
+    for plant in (os.symlink, os.link):
+        guessed = shared / f".page.html.{'0' * 16}.tmp"
+        plant(victim, guessed)
+        with pytest.raises(FileExistsError):
+            write_atomic(str(page), "again")
+        assert victim.read_text() == "precious"
+        assert guessed.exists(), "a file that is not ours was removed"
+        guessed.unlink()
+    assert page.read_text() == "ours"
+
+
+def test_link_at_the_page_itself_is_replaced_and_not_followed(tmp_path):
+    """Goal: the last step does not follow a link either; method: one at the file's own name."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    os.symlink(victim, tmp_path / "state")
+    write_atomic(str(tmp_path / "state"), "ours")
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "state").is_symlink()
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path):
+    """Goal: random names do not pile up; method: a writer that is killed between writing and
+    renaming, then one that writes at once, and one that writes after a minute."""
+    path = str(tmp_path / "state")
+    program = textwrap.dedent(
+        """
+        import os, signal, sys
+        from plumbing.service.files import write_atomic
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        write_atomic(sys.argv[1], "never seen")
+        """
+    )
+    subprocess.run([sys.executable, "-c", program, path], check=False)
+    (left,) = os.listdir(tmp_path)
+    files._remove_stale.cache_clear()
+    write_atomic(path, "while it might still be written")
+    assert sorted(os.listdir(tmp_path)) == [left, "state"]
+    os.utime(tmp_path / left, (0, 0))
+    files._remove_stale.cache_clear()
+    write_atomic(path, "ours")
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def test_slot_file_is_created_through_no_planted_link(tmp_path):
+    """Goal: the same for a file of slots, whose fixed name is reused after a crash; method: a link,
+    and a hard link, at the name of the unfinished file."""
+    victim = tmp_path / "victim"
+    path = str(tmp_path / "record")
+    for plant in (os.symlink, os.link):
+        victim.write_text("precious")
+        plant(victim, f"{path}.new")
+        files.SlotFormat("test 1").create(path, b"{}")
+        assert victim.read_text() == "precious"
+        assert not os.path.islink(path)
+        assert sorted(os.listdir(tmp_path)) == ["record", "victim"]
 
 
 def test_missing_directory_is_an_oserror(tmp_path):
