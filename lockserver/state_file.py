@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from lockserver import witness
 from lockserver.core.events import Holder, LockRecord
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.service.files import FILE_BYTES, SLOT_BYTES, SlotFile, SlotFormat, put_aside
 
 __all__ = ["FILE_BYTES", "NAME", "SLOT_BYTES", "LoadedRecord", "LockStateFile", "read"]
@@ -55,8 +55,9 @@ class LockStateFile:
                 `lock.state_in_use`.
         """
         self.path = os.path.join(directory, NAME)
-        self._directory, self._identity = directory, directory_identity(directory)
+        self._directory = directory
         try:
+            self._identity = directory_identity(directory)
             self.loaded = _load(directory, tuple(locks), may_be_elsewhere=may_be_elsewhere)
             self._file = self._open()
         except BlockingIOError as error:
@@ -98,10 +99,12 @@ class LockStateFile:
 
 
 def directory_identity(directory: str) -> tuple[int, int] | None:
-    """Which directory is there, if any."""
+    """Which directory is there, if any; OSError: there is no memory to look."""
     try:
         found = os.stat(directory)
-    except OSError:
+    except OSError as error:
+        if is_shortage(error):
+            raise
         return None
     return found.st_dev, found.st_ino
 

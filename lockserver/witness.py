@@ -11,10 +11,13 @@ The surprising things:
 - The server always opens the file itself: a flock tried through a received descriptor would
   convert the holder's own lock.
 - Sealing sets the file's length instead of writing a byte, so that a full disk cannot prevent it.
+- A look needs a descriptor and the kernel a little memory. Without them the answer is `UNSEEN`,
+  which is neither free, nor held, nor gone.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -25,7 +28,7 @@ from lockserver.core.names import PREFIX as PREFIX
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.names import name_of as name_of
 from lockserver.core.names import new_incarnation as new_incarnation
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, is_shortage
 
 UNBORN_PREFIX = "unborn_"  # until it is held; never scanned
 STDIN = 0
@@ -116,18 +119,22 @@ def identify(path: str) -> tuple[WitnessFile | None, WitnessState]:
 
     A sealed witness is never HELD: a process that has it open is about to exit, and proves nothing.
     """
-    with _opened(path) as fd:
-        if fd is None:
-            return _named(path), WitnessState.UNPROVEN
-        found = os.fstat(fd)
-        file = WitnessFile(os.path.basename(path), found.st_dev, found.st_ino)
-        if found.st_size:
-            return file, WitnessState.UNPROVEN
-        return file, WitnessState.FREE if _try_lock(fd) else WitnessState.HELD
+    try:
+        with _opened(path) as fd:
+            if fd is None:
+                return _named(path), WitnessState.UNPROVEN
+            found = os.fstat(fd)
+            file = WitnessFile(os.path.basename(path), found.st_dev, found.st_ino)
+            if found.st_size:
+                return file, WitnessState.UNPROVEN
+            return file, WitnessState.FREE if _try_lock(fd) else WitnessState.HELD
+    except OSError as error:
+        _check_shortage(error)
+        return _named(path), WitnessState.UNSEEN
 
 
 def _named(path: str) -> WitnessFile | None:
-    """The file at `path` without opening it: when descriptors run out, it is not gone."""
+    """The file at `path` without opening it, for which no descriptor is needed."""
     try:
         found = os.stat(path, follow_symlinks=False)
     except (OSError, ValueError):
@@ -142,29 +149,32 @@ def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> WitnessState:
     Returns UNPROVEN if the file is missing or another one, and also if it cannot be sealed: a free
     witness that could be joined a moment later would prove nothing.
     """
-    with _opened(path) as fd:
-        if fd is None:
-            return WitnessState.UNPROVEN
-        found = os.fstat(fd)
-        if (found.st_dev, found.st_ino) != (dev, ino):
-            return WitnessState.UNPROVEN
-        if not _try_lock(fd):
-            return WitnessState.HELD
-        if seal and not found.st_size:
-            try:
-                os.ftruncate(fd, SEALED_BYTES)
-            except OSError:
+    try:
+        with _opened(path) as fd:
+            if fd is None:
                 return WitnessState.UNPROVEN
-        return WitnessState.FREE
+            found = os.fstat(fd)
+            if (found.st_dev, found.st_ino) != (dev, ino):
+                return WitnessState.UNPROVEN
+            if not _try_lock(fd):
+                return WitnessState.HELD
+            if seal and not found.st_size:
+                try:
+                    os.ftruncate(fd, SEALED_BYTES)
+                except OSError:
+                    return WitnessState.UNPROVEN
+            return WitnessState.FREE
+    except OSError as error:
+        _check_shortage(error)
+        return WitnessState.UNSEEN
 
 
 def discard(path: str, dev: int, ino: int) -> bool:
     """Remove an ended incarnation's witness if it is free; return whether it is gone."""
-    if probe(path, dev, ino) is not WitnessState.FREE:
-        return not os.path.exists(path)
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-    return True
+    if probe(path, dev, ino) is WitnessState.FREE:
+        with suppress(OSError):  # a directory that cannot be written to: it stays
+            os.unlink(path)
+    return _is_missing(path)
 
 
 def scan(directory: str, *, seal: bool = False, keep: frozenset[str] = frozenset()) -> set[str]:
@@ -172,22 +182,28 @@ def scan(directory: str, *, seal: bool = False, keep: frozenset[str] = frozenset
 
     Args:
         seal: seal the free ones, except those named in `keep`.
+
+    Raises:
+        OSError: the directory cannot be read.
     """
     held = set()
     for name in sorted(os.listdir(directory)):
         if not name.startswith(PREFIX):
             continue
         path = os.path.join(directory, name)
-        with _opened(path) as fd:
-            if fd is None:
-                if os.path.lexists(path):
-                    held.add(name)  # it exists but cannot be read: assume the worst
-                continue
-            found = os.fstat(fd)
-        result = probe(path, found.st_dev, found.st_ino, seal=seal and name not in keep)
-        if result is WitnessState.HELD or (
-            result is WitnessState.UNPROVEN and os.path.lexists(path)
-        ):
+        try:
+            with _opened(path) as fd:
+                found = None if fd is None else os.fstat(fd)
+        except OSError as error:
+            _check_shortage(error)
+            held.add(name)
+            continue
+        result = WitnessState.UNPROVEN
+        if found is not None:
+            result = probe(path, found.st_dev, found.st_ino, seal=seal and name not in keep)
+        is_free = result is WitnessState.FREE
+        # What exists but cannot be tried may be held: assume the worst.
+        if not is_free and not (result is WitnessState.UNPROVEN and _is_missing(path)):
             held.add(name)
     return held
 
@@ -206,11 +222,20 @@ def sealed(directory: str) -> list[WitnessFile]:
 
 @contextmanager
 def _opened(path: str) -> Iterator[int | None]:
-    """The server's own open file, or None where there is no regular file to open."""
+    """The server's own open file, or None where there is no regular file to open.
+
+    Raises:
+        OSError: there is no descriptor or memory to open it with.
+    """
     try:
         # O_NONBLOCK: a foreign fifo of that name must not block the server.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (OSError, ValueError):  # ValueError: a name from a peer with a NUL in it
+    except ValueError:  # a name from a peer with a NUL in it
+        yield None
+        return
+    except OSError as error:
+        if is_shortage(error):
+            raise
         yield None
         return
     try:
@@ -225,3 +250,20 @@ def _try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _check_shortage(error: OSError) -> None:
+    """Raise `error` unless it means that there was nothing to look with."""
+    if not (is_shortage(error) or error.errno == errno.ENOLCK):  # no memory for another lock
+        raise error
+
+
+def _is_missing(path: str) -> bool:
+    """Whether it is certain that no file has this name."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, ValueError):
+        return True
+    except OSError:
+        return False
+    return False

@@ -85,6 +85,7 @@ class Wanted(Input, frozen=True):
     pid: int = 0
     process: str = "none"  # where the pidfd came from; "lease": over TCP; "none": there is none
     lease: LeaseTerms | None = None  # over TCP: the evidence, in place of a witness file
+    is_repeat: bool = False  # asked for by `LookAgain`: the supervisor itself has sent nothing
 
 
 class Beaten(Input, frozen=True):
@@ -188,6 +189,13 @@ class Lend(LockEffect, frozen=True):
     """The first `want` of this connection was accepted: lend it the service sockets."""
 
     conn: int
+
+
+class LookAgain(LockEffect, frozen=True):
+    """The witness of `want` could not be looked at, and the answer depends on it: hand it in again
+    once it could be, unless its connection has sent another one or was closed."""
+
+    want: Wanted
 
 
 class PrepareService(LockEffect, frozen=True):

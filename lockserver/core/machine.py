@@ -29,6 +29,7 @@ from lockserver.core.supervisors import (
     check_identity,
     check_want,
     engine_id_taken,
+    must_look_again,
     rank,
     twins_of,
 )
@@ -134,7 +135,8 @@ class LockMachine:
         if known is not None and known.conn is not None and is_first:
             yield ev.Close(known.conn, "a newer connection replaces this one")
         supervisor = self._enrol(want, now_ms)
-        yield from self._mark_heard(supervisor, now_ms)
+        if not want.is_repeat:
+            yield from self._mark_heard(supervisor, now_ms)
         yield from self._end_unnamed(supervisor, now_ms)
         refused = False
         wanted = (self.locks[name] for name in want.msg.locks)
@@ -185,7 +187,7 @@ class LockMachine:
                 yield from self._lose(lock, Signal.NOT_WANTED, now_ms)
 
     def _ask(self, lock: Lock, want: Wanted, refused: bool, now_ms: float) -> Iterable[LockEffect]:
-        """One wanted lock: repeat its grant, accept a claim, queue it, or refuse."""
+        """One wanted lock: repeat its grant, accept a claim, queue it, refuse, or look again."""
         assert want.msg.incarnation is not None  # checked: no lock is wanted without one
         claimed = want.msg.tokens.get(lock.name)
         is_proven = want.witness_file is not None and want.witness_state is WitnessState.HELD
@@ -196,6 +198,8 @@ class LockMachine:
             return  # the connection is about to close: one reason is enough
         elif is_its_own:
             yield sentences.incarnation_ended(lock, want)
+        elif must_look_again(want, lock):
+            yield ev.LookAgain(want)
         elif claimed is not None and lock.is_unknown and is_proven:
             yield from self._claim(lock, want, claimed, now_ms)
         elif claimed is not None:
@@ -219,17 +223,11 @@ class LockMachine:
 
     def _claim(self, lock: Lock, want: Wanted, token: int, now_ms: float) -> Iterable[LockEffect]:
         """The state file is lost, and a living incarnation knows its token."""
-        assert want.msg.incarnation is not None
-        assert want.witness_file is not None
-        holder = Holder(
-            engine=want.msg.engine,
-            incarnation=want.msg.incarnation,
-            supervisor=want.msg.supervisor,
-            witness=want.witness_file,
-            token=token,
-            since_mono_ms=now_ms,
-            lease=want.lease,
-        )
+        msg, file = want.msg, want.witness_file
+        assert msg.incarnation is not None
+        assert file is not None
+        who = (msg.engine, msg.incarnation, msg.supervisor)
+        holder = Holder(*who, witness=file, token=token, since_mono_ms=now_ms, lease=want.lease)
         lock.fire(Signal.CLAIMED, now_ms, holder)
         self.ledger.claim(token)
         yield ev.SendGrant(want.conn, lock.name, holder)

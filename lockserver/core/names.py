@@ -24,6 +24,7 @@ class WitnessState(StrEnum):
     FREE = "free"  # no process holds it: every process that joined is dead
     HELD = "held"
     UNPROVEN = "unproven"  # missing, replaced or unreadable: proves nothing
+    UNSEEN = "unseen"  # it could not be looked at, for lack of descriptors or memory: look again
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lockserver.core.events import RefuseConnection, Wanted
 from lockserver.core.lock import Lock
-from lockserver.core.names import ENGINE_ID, INCARNATION, WitnessFile, name_of
+from lockserver.core.names import ENGINE_ID, INCARNATION, WitnessFile, WitnessState, name_of
 from lockserver.core.terms import LeaseTerms
 from lockserver.messages import WantMsg
 
@@ -44,15 +44,14 @@ class SupervisorRecord:
 
     def adopt(self, want: Wanted) -> None:
         """Replace what is known with what `want` says."""
+        is_unseen = want.witness_state is WitnessState.UNSEEN and want.witness_file is None
+        if not is_unseen or self.incarnation != want.msg.incarnation:
+            self.witness = want.witness_file  # else it is the one that was seen before
         self.conn, self.pid, self.process = want.conn, want.pid, want.process
         self.newest = want.conn
         self.incarnation, self.witness_name = want.msg.incarnation, want.msg.witness
         self.lease = want.lease
-        self.witness, self.locks, self.tokens = (
-            want.witness_file,
-            want.msg.locks,
-            dict(want.msg.tokens),
-        )
+        self.locks, self.tokens = want.msg.locks, dict(want.msg.tokens)
 
 
 Locks = Mapping[str, Lock]
@@ -133,6 +132,16 @@ def check_identity(
     if twins and rank(want.msg.supervisor, locks) <= max(rank(twin.id, locks) for twin in twins):
         return engine_id_taken(want.conn, want.msg.engine, twins[0].pid)
     return None
+
+
+def must_look_again(want: Wanted, lock: Lock) -> bool:
+    """Whether the answer to `want` depends on a witness that could not be looked at. A shortage of
+    the server's refuses no engine and lets none in."""
+    if want.witness_state is not WitnessState.UNSEEN:
+        return False
+    if lock.name in want.msg.tokens:
+        return lock.is_unknown  # else the claim is stale, whatever its witness shows
+    return lock.is_fenced or want.witness_file is None
 
 
 def engine_id_taken(conn: int, engine: str, pid: int) -> RefuseConnection:

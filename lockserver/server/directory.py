@@ -25,11 +25,19 @@ class LockDirectory:
 
     def __init__(self, directory: str, server: Server, events: EventLog) -> None:
         self.problem: str | None = None
-        self.problem_ms = 0.0  # since when
+        self._problem_ms = 0.0  # since when
         self._directory = directory
         self._server = server
         self._events = events
         self._identity = directory_identity(directory)
+
+    @property
+    def unreachable(self) -> tuple[str, float, bool] | None:
+        """Why no engine can connect, since when, and whether descriptors are all that is missing;
+        None if they can."""
+        if self.problem is None:
+            return None
+        return self.problem, self._problem_ms, self.problem == self._server.problem
 
     def look(self, now_ms: float) -> None:
         """Take back what was removed.
@@ -37,7 +45,11 @@ class LockDirectory:
         Raises:
             UnderstudyError: `lock.directory_replaced`, `wire.address_in_use`: the server must end.
         """
-        if directory_identity(self._directory) != self._identity:
+        try:
+            found = directory_identity(self._directory)
+        except OSError:
+            return  # no memory to look: the next look will tell
+        if found != self._identity:
             raise UnderstudyError(
                 "lock.directory_replaced",
                 f"{self._directory} was removed or replaced while this server was running; engines"
@@ -52,7 +64,7 @@ class LockDirectory:
         if problem is not None and problem != self.problem:
             self._events.record("lock.unreachable", problem, "error")
         if self.problem is None:
-            self.problem_ms = now_ms
+            self._problem_ms = now_ms
         self.problem = problem
 
     def _reclaim(self, reclaim: Callable[[], str | None], *, is_vital: bool) -> str | None:

@@ -18,12 +18,17 @@ from lockserver.server.prober import Prober, ProcessWatch
 from lockserver.server.remote import Remote
 from lockserver.server.service_desk import ServiceDesk
 from lockserver.server.settings import LockSettings
+from lockserver.server.shortage import Shortage
 from lockserver.server.switchover_desk import SwitchoverDesk, is_alive
+from lockserver.server.witness_desk import WitnessDesk
 from lockserver.state_file import LockStateFile
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection
+from plumbing.wire.fds import Reserve
 from plumbing.wire.server import Server
+
+SPARE_FDS = 4  # for a look at a witness, a copy to lend, a new state file: closed again at once
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,10 @@ class Parts:
     machine: LockMachine
     outbox: EventOutbox
     remote: Remote
+    reserve: Reserve
     services: ServiceDesk
+    witnesses: WitnessDesk
+    shortage: Shortage
     processes: ProcessWatch
     switchovers: SwitchoverDesk
     prober: Prober
@@ -71,8 +79,12 @@ class Parts:
         )
         outbox = EventOutbox(events, clock)
         remote = Remote(settings, machine, clock, feed, outbox)
-        services = ServiceDesk(settings.services, settings.hold_ms, partial(_why_idle, machine))
+        reserve = Reserve(SPARE_FDS)
+        witnesses = WitnessDesk(path, reserve)
+        why_idle = partial(_why_idle, machine)
+        services = ServiceDesk(settings.services, settings.hold_ms, why_idle, reserve)
         services.open(is_first_start=state.loaded.is_first)
+        reserve.refill()
         return cls(
             settings=settings,
             clock=clock,
@@ -85,10 +97,13 @@ class Parts:
             machine=machine,
             outbox=outbox,
             remote=remote,
+            reserve=reserve,
             services=services,
+            witnesses=witnesses,
+            shortage=Shortage(machine, services, witnesses, (reserve, wire.reserve), events),
             processes=ProcessWatch(lambda supervisor: feed(ev.ProcessGone(supervisor))),
-            switchovers=SwitchoverDesk(machine, partial(is_alive, path, remote.leases)),
-            prober=Prober(path, machine, remote.leases, feed),
+            switchovers=SwitchoverDesk(machine, partial(is_alive, witnesses, remote.leases)),
+            prober=Prober(witnesses, machine, remote.leases, feed),
         )
 
     def conn_of(self, supervisor: SupervisorRecord) -> Connection | None:
@@ -108,6 +123,7 @@ class Parts:
         self.processes.close()
         self.services.close()
         self.state.close()
+        self.reserve.close()
 
 
 def _why_idle(machine: LockMachine, lock: str) -> str:

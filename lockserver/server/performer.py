@@ -1,21 +1,23 @@
 """Carries out the machine's effects; decides nothing.
 
+No effect may fail and take those behind it with it. What a shortage can prevent is repeated by its
+desk (lending a socket, looking at a witness) or answered (a write); anything else is our own fault.
+
 A `Persist` is done in place (0.2–0.3 ms) on purpose, because nothing may happen between choosing a
 holder and having it on disk; its outcome goes back into the machine before it returns.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
-from lockserver import witness
 from lockserver.core import events as ev
 from lockserver.members.members import is_virtual
 from lockserver.messages import GrantedMsg, HandOverMsg, StandbyMsg
 from lockserver.server.parts import Parts
 from lockserver.server.remote import end_connection
+from plumbing.errors import InvariantError
 from plumbing.part.observers import Observers
 from plumbing.wire.messages import Message
 
@@ -30,10 +32,13 @@ class LockPerformer:
 
     def perform(self, effects: list[ev.LockEffect]) -> None:
         for effect in effects:
-            if is_virtual(getattr(effect, "conn", 0)):
-                self._parts.remote.perform(effect)
-            else:
-                self._do(effect)
+            try:
+                if is_virtual(getattr(effect, "conn", 0)):
+                    self._parts.remote.perform(effect)
+                else:
+                    self._do(effect)
+            except OSError as error:  # the loop would log it and go on without the others
+                raise InvariantError(f"{type(effect).__name__} failed: {error}") from error
 
     def _do(self, effect: ev.LockEffect) -> None:
         parts = self._parts
@@ -45,9 +50,12 @@ class LockPerformer:
             case ev.SendHandOver(conn, lock, incarnation, to):
                 self._send(conn, HandOverMsg(lock, incarnation, to))
             case ev.RefuseConnection() | ev.Close():
+                parts.witnesses.forget(effect.conn)
                 end_connection(parts.conns.get(effect.conn), effect)
             case ev.Lend():
                 parts.services.lend_missing(parts.conns[effect.conn])
+            case ev.LookAgain():
+                parts.witnesses.look_again(effect.want)
             case ev.Announce():
                 self._announce(effect)
             case ev.PrepareService():
@@ -55,9 +63,7 @@ class LockPerformer:
             case ev.Persist():
                 self._persist(effect.record)
             case ev.Discard():
-                for file in effect.witnesses:
-                    path = os.path.join(parts.settings.directory, file.name)
-                    witness.discard(path, file.dev, file.ino)
+                parts.witnesses.discard(effect.witnesses)
             case ev.Forget():
                 parts.processes.forget(effect.supervisor)
             case ev.ReportSwitchOver():
@@ -85,7 +91,7 @@ class LockPerformer:
     def _persist(self, record: ev.LockRecord) -> None:
         began = time.perf_counter()
         try:
-            self._parts.state.write(record)
+            self._parts.reserve.help(lambda: self._parts.state.write(record))
         except OSError as error:
             self._feed(ev.PersistFailed(f"{self._parts.state.path}: {error.strerror}"))
             return

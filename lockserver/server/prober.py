@@ -12,17 +12,15 @@ count whole milliseconds; between two steps the loop serves its connections.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
-from lockserver import witness
 from lockserver.core import evidence
 from lockserver.core.events import DirectoryScanned, Holder, Input, WitnessFree
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.members.leases import Leases
+from lockserver.server.witness_desk import WitnessDesk
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.peer import Peer, is_gone
 
@@ -37,9 +35,13 @@ class Prober:
     """Tries the witnesses that the machine names and hands the outcome to `feed`."""
 
     def __init__(
-        self, directory: str, machine: LockMachine, leases: Leases, feed: Callable[[Input], None]
+        self,
+        witnesses: WitnessDesk,
+        machine: LockMachine,
+        leases: Leases,
+        feed: Callable[[Input], None],
     ) -> None:
-        self._directory = directory
+        self._witnesses = witnesses
         self._machine = machine
         self._leases = leases
         self._feed = feed
@@ -71,8 +73,7 @@ class Prober:
         began_s = time.monotonic()
         self._try_holders()
         if evidence.scan_is_due(self._machine.locks):
-            with suppress(OSError):  # no descriptor left to read it with: retried
-                self._try_directory()
+            self._try_directory()
         subject = self._find_subject()
         now_s = self._loop.time()
         if subject != self._subject:
@@ -101,19 +102,20 @@ class Prober:
             if is_free:
                 self._leases.seal(holder.lease)
             return is_free
-        file = holder.witness
-        path = os.path.join(self._directory, file.name)
-        return witness.probe(path, file.dev, file.ino) is WitnessState.FREE
+        return self._witnesses.probe(holder.witness) is WitnessState.FREE
 
     def _try_directory(self) -> None:
-        """Look first and seal only if that settles it: new processes may be about to lock."""
+        """Look first and seal only if that settles it: new processes may be about to lock. A look
+        that is not possible settles nothing."""
         machine = self._machine
         if not self._leases.may_free_unknown(machine.locks):
             return
-        held = witness.scan(self._directory)
-        if evidence.scan_frees(machine.locks, machine.supervisors, held):
-            kept = evidence.kept_witnesses(machine.supervisors)
-            held = witness.scan(self._directory, seal=True, keep=kept)
+        held = self._witnesses.scan()
+        if held is None or not evidence.scan_frees(machine.locks, machine.supervisors, held):
+            return
+        kept = evidence.kept_witnesses(machine.supervisors)
+        held = self._witnesses.scan(seal=True, keep=kept)
+        if held is not None:
             self._feed(DirectoryScanned(frozenset(held)))
 
 

@@ -27,6 +27,10 @@ class LockReport:
 
     def document(self, http_problem: str | None = None) -> dict[str, Any]:
         """The status document, the same for the CLI, `/status` and observers."""
+        with self._parts.reserve:  # it looks at witnesses and at /proc
+            return self._document(http_problem)
+
+    def _document(self, http_problem: str | None) -> dict[str, Any]:
         parts = self._parts
         parts.outbox.flush()
         machine, members = parts.machine, parts.remote.members
@@ -37,8 +41,11 @@ class LockReport:
             clock,
             parts.settings.directory,
             away=parts.services.away(),
-            unreachable=(directory.problem, directory.problem_ms) if directory.problem else None,
+            unreachable=directory.unreachable,
+            undone=parts.shortage.undone(),
         )
+        sources = (machine.ledger, directory, parts.remote, parts.shortage)
+        problems = (*(each.problem for each in sources), http_problem)
         return {
             "schema": document.SCHEMA,
             **parts.events.newest(),
@@ -49,10 +56,7 @@ class LockReport:
                 "online": True,
             },
             "token": machine.ledger.token,
-            "problem": machine.ledger.problem
-            or directory.problem
-            or parts.remote.problem
-            or http_problem,
+            "problem": next(filter(None, problems), None),
             "locks": document.lock_documents(here),
             "tcp": parts.remote.document(),
             "members": document.member_documents(members, clock.now_ms()),

@@ -13,9 +13,7 @@ from typing import Any
 
 from lockserver import witness
 from lockserver.core import events as ev
-from lockserver.core.events import Wanted
 from lockserver.core.machine import KINDS
-from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SUPERVISORS_MAX
 from lockserver.messages import (
     CATALOGUE,
@@ -43,6 +41,7 @@ from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
 
 GUARD_NAME = "lockserver.lock"
+SPARE_FDS = 16  # eight engines are accepted at the limit of descriptors: a socket and a pidfd each
 TICK_S = 0.1  # silence is measured in seconds: a tenth of one is exact enough and costs nothing
 
 
@@ -70,6 +69,7 @@ class LockServer:
             guard_path=os.path.join(settings.directory, GUARD_NAME),
             connections_max=SUPERVISORS_MAX + CONNECTIONS_MAX,
             per_process_max=SUPERVISORS_MAX,  # the rest is for other processes
+            spare_fds=SPARE_FDS,
         )
         self._ticker: asyncio.TimerHandle | None = None
 
@@ -149,6 +149,7 @@ class LockServer:
         parts.conns.pop(conn.id, None)
         self._observers.leave(conn)
         parts.services.left(conn.id)
+        parts.witnesses.forget(conn.id)
         parts.switchovers.left(conn)
         if conn.state is not None:
             parts.processes.look(conn.state)
@@ -160,7 +161,7 @@ class LockServer:
             message = f"{want.engine} returned the service socket of the {name} lock"
             parts.outbox.add(ev.Happened("lock.service_back", message, data={"lock": name}))
             parts.lend_to_all(name, but=conn.id)
-        self.feed(wanted(self.settings.directory, conn, want))
+        self.feed(parts.witnesses.wanted(conn, want))
         known = parts.machine.supervisors.get(want.supervisor)
         if known is not None and known.conn == conn.id:
             conn.state = want.supervisor
@@ -176,13 +177,16 @@ class LockServer:
         except UnderstudyError as error:
             self._fail(error)
         parts.remote.tick()
+        for again in parts.witnesses.tick():
+            self.feed(again)
         self.feed(ev.TimePassed())
         now_ms = self.clock.now_ms()
+        parts.shortage.tick(now_ms)
         for name in parts.services.watch(parts.machine.locks, now_ms):
             parts.lend_to_all(name)
         for service in parts.services.sockets.values():
             self.metrics.service(service.lock, service.state)
-            if service.is_away and not parts.machine.may_have_engines(now_ms):
+            if service.is_taken and not parts.machine.may_have_engines(now_ms):
                 self._fail(service.in_use())
 
     def _fail(self, error: UnderstudyError) -> None:
@@ -192,18 +196,3 @@ class LockServer:
     def _refresh_metrics(self) -> None:
         self.parts.outbox.flush()
         self.metrics.update(self.parts.machine, self.parts.remote.members, self.clock.now_ms())
-
-
-def wanted(directory: str, conn: Connection, want: WantMsg) -> Wanted:
-    """A `want` as an event, with what its witness shows and the process of the peer."""
-    file, state = None, WitnessState.UNPROVEN
-    if want.witness is not None and want.incarnation is not None and "/" not in want.witness:
-        file, state = witness.identify(os.path.join(directory, want.witness))
-    return Wanted(
-        conn.id,
-        want,
-        witness_file=file,
-        witness_state=state,
-        pid=conn.peer.pid,
-        process=conn.peer.pidfd_source,
-    )

@@ -1,5 +1,8 @@
 """The service sockets of all locks: lending copies, taking them back, watching the addresses.
 
+A copy needs a descriptor. Where there is none, not even in the reserve, lending is repeated with
+every tick: an engine without the socket could be granted the lock and not serve.
+
 Owns the bookkeeping between connections and `ServiceSocket`s. Must not know why a lock is granted.
 """
 
@@ -12,22 +15,28 @@ from typing import Any
 from lockserver.core.lock import Lock
 from lockserver.messages import ServiceMsg
 from lockserver.server.service_socket import ServiceSocket
-from plumbing.errors import ProtocolError
+from plumbing.errors import ProtocolError, is_shortage
 from plumbing.wire.connection import Connection
-from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.fds import OwnedFd, Reserve, close_all
 
 
 class ServiceDesk:
     """All service sockets of one server, by lock."""
 
     def __init__(
-        self, addresses: Mapping[str, str], hold_ms: float, why_idle: Callable[[str], str]
+        self,
+        addresses: Mapping[str, str],
+        hold_ms: float,
+        why_idle: Callable[[str], str],
+        reserve: Reserve,
     ) -> None:
         self.sockets = {
             lock: ServiceSocket(lock, address, hold_ms, partial(why_idle, lock))
             for lock, address in addresses.items()
         }
+        self._reserve = reserve
         self._handed_back: dict[int, set[str]] = {}  # by connection: it keeps copies of these
+        self._unlent: dict[tuple[str, int], Connection] = {}  # by name and connection
 
     def open(self, *, is_first_start: bool) -> None:
         """Bind what can be bound; engines have the rest, unless there were never any.
@@ -61,8 +70,10 @@ class ServiceDesk:
             close_all(fds)
 
     def left(self, conn: int) -> None:
-        """Forget what this closed connection handed back."""
+        """Forget what this closed connection handed back, and what it was to get."""
         self._handed_back.pop(conn, None)
+        for name in self.sockets:
+            self._unlent.pop((name, conn), None)
 
     def lend_missing(self, conn: Connection) -> None:
         """Lend every socket that this connection did not just hand back."""
@@ -71,9 +82,21 @@ class ServiceDesk:
                 self.lend(name, conn)
 
     def lend(self, name: str, conn: Connection) -> None:
-        copy = self.sockets[name].copy()
+        """Send a copy to `conn` now, or as soon as there is a descriptor for it."""
+        self._unlent.pop((name, conn.id), None)
+        try:
+            copy = self._reserve.help(self.sockets[name].copy)
+        except OSError as error:
+            if not is_shortage(error):
+                raise
+            self._unlent[name, conn.id] = conn
+            return
         if copy is not None:
             conn.send(ServiceMsg(name, self.sockets[name].address), fds=[copy])
+
+    def unlent(self, name: str) -> list[int]:
+        """The connections that wait for a copy of this socket."""
+        return [conn for each, conn in self._unlent if each == name]
 
     def prepare(self, lock: str) -> None:
         """A grant of `lock` is about to be sent."""
@@ -82,6 +105,8 @@ class ServiceDesk:
 
     def watch(self, locks: Mapping[str, Lock], now_ms: float) -> list[str]:
         """Let time pass; the names of those whose address was bound meanwhile."""
+        for (name, _), conn in tuple(self._unlent.items()):
+            self.lend(name, conn)
         away = self.away()
         for service in self.sockets.values():
             service.watch(may_serve=locks[service.lock].may_serve, now_ms=now_ms)

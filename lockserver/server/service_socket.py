@@ -8,6 +8,7 @@ The surprising things:
   use waits for an engine to hand its copy back, and never uses SO_REUSEPORT, which would give half
   of the connections to a backlog that no process serves.
 - Connections that were accepted here are answered even if a grant arrives in between.
+- Without descriptors or memory nothing here fails for good: `watch` tries again with every tick.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import json
 import socket
 from collections.abc import Callable
 
-from plumbing.errors import ProtocolError, UnderstudyError, UsageError
+from plumbing.errors import ProtocolError, UnderstudyError, UsageError, is_shortage
 from plumbing.service import procfs
 from plumbing.service.process import strangers_max
 from plumbing.wire.fds import OwnedFd
+from plumbing.wire.sockets import no_descriptors
 
 BACKLOG = 4096  # net.core.somaxconn's default: connections made during a failover wait here
 HELD_MAX = 256  # connections answered at once, or our share; more wait in the backlog
@@ -44,6 +46,7 @@ class ServiceSocket:
         self.lock = lock
         self.address = address
         self.problem: str | None = None
+        self.is_taken = False  # another process has the address
         self._family, self._sockaddr = _resolve(address)
         self._hold_ms = hold_ms
         self._describe = describe
@@ -51,6 +54,7 @@ class ServiceSocket:
         self._idle_since_ms: float | None = None
         self._rebind_ms = 0.0
         self._is_holding = False
+        self._is_deaf = False  # `listen` has failed
         self._callers: set[_Caller] = set()
         self._callers_max = strangers_max(HELD_MAX)
 
@@ -62,7 +66,7 @@ class ServiceSocket:
 
     @property
     def is_away(self) -> bool:
-        """Whether the address is still in use, by an engine or by a stranger."""
+        """Whether it is not bound here: an engine has it, a stranger, or nobody."""
         return self._sock is None
 
     def bind(self) -> bool:
@@ -70,17 +74,17 @@ class ServiceSocket:
 
         Raises:
             UsageError: `service.cannot_bind`, not an address of this machine, or refused.
+            UnreachableError: `wire.no_descriptors`: it can be retried.
         """
-        sock = socket.socket(self._family, socket.SOCK_STREAM)
+        self.is_taken = False
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(self._sockaddr)
-            sock.listen(BACKLOG)
+            sock = self._listener()
         except OSError as error:
-            sock.close()
             if error.errno == errno.EADDRINUSE:
-                self.problem = self.in_use().message
+                self.is_taken, self.problem = True, self.in_use().message
                 return False
+            if is_shortage(error):
+                raise no_descriptors(f"listen on {self.address}", error) from error
             raise UsageError(
                 "service.cannot_bind",
                 f"cannot listen on {self.address}: {error.strerror}; choose another address with"
@@ -88,6 +92,17 @@ class ServiceSocket:
             ) from error
         self._adopt(sock)
         return True
+
+    def _listener(self) -> socket.socket:
+        sock = socket.socket(self._family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(self._sockaddr)
+            sock.listen(BACKLOG)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
     def in_use(self) -> UnderstudyError:
         """Which process has the address, as an error with the fix."""
@@ -134,21 +149,36 @@ class ServiceSocket:
         return True
 
     def copy(self) -> OwnedFd | None:
-        """A copy to lend, unless the socket is away."""
+        """A copy to lend, unless the socket is away; OSError: no descriptor for one."""
         return None if self._sock is None else OwnedFd(self._sock.dup().detach())
 
     def prepare(self) -> None:
         """A grant is about to be sent: stop accepting, and undo any `shutdown`."""
         self._stop_holding()
         self._idle_since_ms = None
-        if self._sock is not None:
+        self._relisten()
+
+    def _relisten(self) -> None:
+        self._is_deaf = False
+        if self._sock is None:
+            return
+        try:
             self._sock.listen(BACKLOG)
+            self.problem = None
+        except OSError as error:
+            self._is_deaf = True
+            self.problem = f"cannot listen on {self.address}: {error.strerror}; retrying"
 
     def watch(self, *, may_serve: bool, now_ms: float) -> None:
-        """Start or stop answering, by the time and the lock; retry an address that is in use."""
+        """Start or stop answering, by the time and the lock; retry what has failed."""
         if self._sock is None and now_ms >= self._rebind_ms:
             self._rebind_ms = now_ms + REBIND_MS
-            self.bind()
+            try:
+                self.bind()
+            except UnderstudyError as error:
+                self.problem = error.message
+        if self._is_deaf:
+            self._relisten()
         if may_serve:
             self._stop_holding()
             self._idle_since_ms = None
@@ -170,7 +200,7 @@ class ServiceSocket:
 
     def _adopt(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        self._sock, self.problem = sock, None
+        self._sock, self.problem, self.is_taken = sock, None, False
 
     def _hold(self) -> None:
         has_room = len(self._callers) < self._callers_max

@@ -7,16 +7,15 @@ the switchover continues; then no answer is sent, and the events report the outc
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 
-from lockserver import witness
 from lockserver.core.events import RefuseSwitchOver, ReportSwitchOver, SwitchOverAsked
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SupervisorRecord
 from lockserver.members.leases import Leases
 from lockserver.messages import SWITCHOVER_MS_MAX, SwitchedOverMsg, SwitchOverMsg
+from lockserver.server.witness_desk import WitnessDesk
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
 
@@ -32,7 +31,12 @@ class SwitchoverDesk:
         self._numbers = itertools.count(1)
 
     def asked(self, conn: Connection, message: SwitchOverMsg, request_id: int) -> SwitchOverAsked:
-        """The event to feed to the machine, at once."""
+        """The event to feed to the machine, at once.
+
+        Raises:
+            UnderstudyError: `lock.no_descriptors`: which engines are alive cannot be seen now.
+        """
+        whole = self._whole(message.lock)
         ask = next(self._numbers)
         self._asks[ask] = conn, request_id
         return SwitchOverAsked(
@@ -41,7 +45,7 @@ class SwitchoverDesk:
             lock=message.lock,
             to=message.to,
             timeout_ms=message.timeout_ms,
-            whole=self._whole(message.lock),
+            whole=whole,
         )
 
     def _whole(self, lock: str) -> frozenset[str]:
@@ -74,12 +78,22 @@ class SwitchoverDesk:
             conn.fault(error, request_id, close=False)
 
 
-def is_alive(directory: str, leases: Leases, supervisor: SupervisorRecord) -> bool:
+def is_alive(witnesses: WitnessDesk, leases: Leases, supervisor: SupervisorRecord) -> bool:
     """Whether processes of this supervisor's backend hold its witness; over TCP, whether the leases
-    of all members are valid."""
+    of all members are valid.
+
+    Raises:
+        UnderstudyError: `lock.no_descriptors`.
+    """
     if supervisor.lease is not None:
         return leases.is_whole(supervisor.lease)
     if supervisor.witness is None:
         return False
-    found, state = witness.identify(os.path.join(directory, supervisor.witness.name))
+    found, state = witnesses.identify(supervisor.witness.name)
+    if state is WitnessState.UNSEEN:
+        raise UnderstudyError(
+            "lock.no_descriptors",
+            f"it cannot be checked whether {supervisor.engine} is alive, because the lock server"
+            " is out of descriptors or memory; see `lockserver status`, then try again",
+        )
     return found == supervisor.witness and state is WitnessState.HELD

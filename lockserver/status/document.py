@@ -17,11 +17,18 @@ from lockserver import witness
 from lockserver.core.events import Holder
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import LockMachine
-from lockserver.core.names import WitnessFile
+from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.members.group import Group
 from lockserver.members.members import Members
 from lockserver.status.wait import NAMED_MAX, LockWait, Seen, since_ms
-from lockserver.status.waits import address_away_wait, see_members, unreachable_wait, waits_of
+from lockserver.status.waits import (
+    Undone,
+    address_away_wait,
+    see_members,
+    undone_waits,
+    unreachable_wait,
+    waits_of,
+)
 from plumbing.service import procfs
 from plumbing.service.clock import Clock, rfc3339
 
@@ -47,7 +54,8 @@ class Here:
     clock: Clock
     directory: str
     away: Mapping[str, tuple[str, str | None]]  # by lock: a service address in use, and why
-    unreachable: tuple[str, float] | None  # why no engine can connect, and since when
+    unreachable: tuple[str, float, bool] | None  # why no engine can connect, since when; no fds?
+    undone: Undone | None
 
 
 def lock_documents(here: Here) -> dict[str, Any]:
@@ -60,6 +68,8 @@ def _lock_document(lock: Lock, here: Here) -> dict[str, Any]:
     now_ms = clock.now_ms()
     seen = _look(lock, here, now_ms)
     found = waits_of(lock, machine, here.members, seen, now_ms, here.directory)
+    if here.undone is not None:
+        found += undone_waits(lock, here.undone)
     problem = next((each.sentence for each in found if each.is_fault), None)
     if lock.name in here.away:  # not the lock's problem: see `service`
         found.append(address_away_wait(*here.away[lock.name], machine))
@@ -169,7 +179,8 @@ def _look(lock: Lock, here: Here, now_ms: float) -> Seen:
     is_suspect = lock.state is not LockState.HELD or is_silent
     file, probe = witness.identify(os.path.join(here.directory, holder.witness.name))
     processes = processes_of(holder.witness) if is_suspect else []
-    return Seen(file == holder.witness, probe, processes)
+    is_same = file == holder.witness or probe is WitnessState.UNSEEN
+    return Seen(is_same, probe, processes)
 
 
 def _strangers(lock: Lock, machine: LockMachine, directory: str) -> dict[str, list[dict[str, Any]]]:

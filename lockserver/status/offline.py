@@ -110,4 +110,5 @@ def _lock_document(
 
 def _witness_state(directory: str, holder: Holder) -> str:
     file, probe = witness.identify(os.path.join(directory, holder.witness.name))
-    return str(probe if file == holder.witness else WitnessState.UNPROVEN)
+    is_same = file == holder.witness or probe is WitnessState.UNSEEN
+    return str(probe if is_same else WitnessState.UNPROVEN)

@@ -222,6 +222,8 @@ def _witness(holder: Holder, seen: Seen) -> str:
         return f"witness {name} was removed or replaced{alive}"
     if seen.probe is WitnessState.HELD:
         return f"witness {name} is held by {named(seen.processes)}"
+    if seen.probe is WitnessState.UNSEEN:
+        return f"witness {name} cannot be looked at: the lock server has no descriptor for it"
     what = "free" if seen.probe is WitnessState.FREE else "sealed, or cannot be opened"
     return f"witness {name} is {what}"
 

@@ -7,7 +7,8 @@ for are the two questions that operators ask about a healthy pod.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import LockMachine
@@ -30,6 +31,16 @@ from lockserver.status.wait import (
 from plumbing.part.format import duration
 
 SILENT_NAMED_MAX = 16  # silent waiters listed one by one; `waiters` has all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """What the server could not do for lack of descriptors or memory, and retries."""
+
+    why: str
+    since_ms: float
+    unlent: Mapping[str, Sequence[str]]  # by lock: the engines that need its service socket
+    unseen: Sequence[str]  # the engines whose witness could not be looked at
 
 
 def write_failed_wait(lock: Lock, machine: LockMachine, directory: str) -> LockWait:
@@ -124,14 +135,43 @@ def address_away_wait(address: str, problem: str | None, machine: LockMachine) -
     )
 
 
-def unreachable_wait(problem: str, since: float, directory: str) -> LockWait:
+def undone_waits(lock: Lock, undone: Undone) -> Iterator[LockWait]:
+    """What the lock server itself owes engines that asked for this lock."""
+
+    def wait(engines: Sequence[str], what: str) -> LockWait:
+        return LockWait(
+            "no_descriptors",
+            f"the lock server is out of descriptors or memory, so {what.format(_named(engines))}",
+            undone.since_ms,
+            (undone.why,),
+            "raise its limit of open files, or close what uses them up; the server retries on its"
+            " own",
+            engines[0],
+        )
+
+    unlent = undone.unlent.get(lock.name)
+    if unlent:
+        yield wait(unlent, "it cannot lend {} the service socket: without it, no engine can serve")
+    if lock.is_fenced and undone.unseen:
+        yield wait(undone.unseen, "it cannot look at the witness of {} and admit it to the queue")
+
+
+def _named(engines: Sequence[str]) -> str:
+    more = len(engines) - NAMED_MAX
+    return ", ".join(engines[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def unreachable_wait(problem: str, since: float, is_short: bool, directory: str) -> LockWait:
     """No engine can connect; those that are connected are served."""
+    fix = f"remove the file that replaced it (ls -la {directory})"
+    if is_short:
+        fix = "raise the lock server's limit of open files, or close what uses them up"
     return LockWait(
         "unreachable",
         "engines that are not connected cannot request the lock",
         since,
         (problem,),
-        f"remove the file that replaced it (ls -la {directory}); the server retries on its own",
+        f"{fix}; the server retries on its own",
     )
 
 

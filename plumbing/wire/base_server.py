@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import errno
 import os
 import socket
 from typing import Any
 
 from plumbing import __version__
-from plumbing.errors import ProtocolError
+from plumbing.errors import ProtocolError, is_shortage
 from plumbing.wire.connection import Connection, Handler
-from plumbing.wire.fds import OwnedFd
+from plumbing.wire.fds import OwnedFd, Reserve
 from plumbing.wire.limits import FIRST_FRAME_DEADLINE_S, RETRY_S
 from plumbing.wire.messages import Catalogue, HelloMsg, Message, WelcomeMsg
 from plumbing.wire.sockets import no_descriptors
@@ -24,9 +23,16 @@ class BaseServer(abc.ABC):
     """Accepts connections, answers `hello`, and passes every other message to `handler`."""
 
     def __init__(
-        self, catalogue: Catalogue, handler: Handler, service: str, connections_max: int
+        self,
+        catalogue: Catalogue,
+        handler: Handler,
+        service: str,
+        connections_max: int,
+        spare_fds: int = 0,
     ) -> None:
+        """`spare_fds`: descriptors kept in reserve, to accept connections at the limit."""
         self.connections: set[Connection] = set()
+        self.reserve = Reserve(spare_fds)
         self._catalogue = catalogue
         self._handler = handler
         self._service = service
@@ -37,8 +43,8 @@ class BaseServer(abc.ABC):
 
     @abc.abstractmethod
     def _accepted(self, sock: socket.socket, name: Any) -> None:
-        """Make a connection of `sock`; `name` is the address of its other end. After an `OSError`,
-        `sock` is closed and accepting pauses for a while."""
+        """Make a connection of `sock`; `name` is the address of its other end. After an `OSError`
+        it is called again with the reserve; then `sock` is closed and accepting pauses."""
 
     @abc.abstractmethod
     def _over_quota(self, conn: Connection) -> str | None:
@@ -47,6 +53,7 @@ class BaseServer(abc.ABC):
     def _listen(self, sock: socket.socket) -> None:
         """Own `sock`, a listening socket, and start accepting."""
         self._sock = sock
+        self.reserve.refill()
         asyncio.get_running_loop().add_reader(sock.fileno(), self._acceptable)
 
     def _stop_listening(self) -> None:
@@ -58,6 +65,7 @@ class BaseServer(abc.ABC):
     async def _close_connections(self) -> None:
         for conn in list(self.connections):
             conn.close(f"{self._service} is stopping")
+        self.reserve.close()
         await asyncio.sleep(0)  # the loop calls the handlers' `closed`
 
     def _accept_all(self) -> None:
@@ -69,14 +77,15 @@ class BaseServer(abc.ABC):
         """Accept one connection; False if there was none, or no room for it."""
         assert self._sock is not None
         try:
-            sock, name = self._sock.accept()
+            sock, name = self.reserve.help(self._sock.accept)
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            self.problem = None  # the kernel takes a descriptor before it looks: there is one
             return False
         except OSError as error:
             self._pause(error)
             return False
         try:
-            self._accepted(sock, name)
+            self.reserve.help(lambda: self._accepted(sock, name))
             self.problem = None
         except OSError as error:  # it needed another descriptor
             sock.close()
@@ -86,7 +95,7 @@ class BaseServer(abc.ABC):
 
     def _pause(self, error: OSError) -> None:
         """Out of descriptors: new connections wait in the backlog until others are closed."""
-        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+        if not is_shortage(error):
             raise error
         self.problem = no_descriptors("accept new connections", error).message
         loop = asyncio.get_running_loop()
@@ -96,6 +105,7 @@ class BaseServer(abc.ABC):
         def resume() -> None:
             if self._sock is not None:
                 loop.add_reader(self._sock.fileno(), self._acceptable)
+                self._acceptable()  # also if nobody waits any more: is there room again?
 
         loop.call_later(RETRY_S, resume)
 

@@ -158,8 +158,8 @@ class BlockingClient:
                     rest = rest[sockets.send(self._sock, rest, carried) :]
                     carried = ()
                 except BlockingIOError as error:
-                    if error.errno == errno.ETOOMANYREFS:
-                        time.sleep(RETRY_S)  # until other receivers have taken their descriptors
+                    if error.errno != errno.EAGAIN:
+                        time.sleep(RETRY_S)  # the socket has room, the kernel has not
                     self._poll(select.POLLOUT, end, f"room to send {message.TYPE}")
                 except OSError as error:
                     self._raise_final_fault()

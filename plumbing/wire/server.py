@@ -13,7 +13,7 @@ import os
 import socket
 import stat
 
-from plumbing.errors import ProtocolError, UnderstudyError, UsageError
+from plumbing.errors import ProtocolError, UnderstudyError, UsageError, is_shortage
 from plumbing.wire import sockets
 from plumbing.wire.base_server import BaseServer
 from plumbing.wire.connection import Connection, Handler
@@ -82,8 +82,9 @@ class Server(BaseServer):
         guard_path: str | None = None,
         connections_max: int = CONNECTIONS_MAX,
         per_process_max: int = CONNECTIONS_PER_PROCESS_MAX,
+        spare_fds: int = 0,
     ) -> None:
-        super().__init__(catalogue, handler, service, connections_max)
+        super().__init__(catalogue, handler, service, connections_max, spare_fds)
         self.path = path
         self._guard_path = guard_path or f"{path.removesuffix('.sock')}.lock"
         self._per_process_max = per_process_max
@@ -149,8 +150,9 @@ class Server(BaseServer):
         if self._sock is None or self._guard is None:
             return
         self._stop_listening()
-        if _identity(self.path) == self._bound:  # it may have been replaced
-            os.unlink(self.path)
+        with contextlib.suppress(OSError):  # then the next server removes it
+            if _identity(self.path) == self._bound:  # it may have been replaced
+                os.unlink(self.path)
         await self._close_connections()
         self._guard.close()
         self._guard = None
@@ -181,10 +183,12 @@ class Server(BaseServer):
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Device and inode of the file at `path`, if there is one."""
+    """Device and inode of the file at `path`, if there is one; OSError: no memory to look."""
     try:
         found = os.lstat(path)
-    except OSError:
+    except OSError as error:
+        if is_shortage(error):
+            raise
         return None
     return found.st_dev, found.st_ino
 

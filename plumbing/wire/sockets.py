@@ -23,6 +23,9 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_SCM_MAX_FD * array.array("i").itemsize)
 _RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _CTRUNC = int(socket.MSG_CTRUNC)
+# What a full socket does not raise: the kernel has too many descriptors in flight (man 7 unix), or
+# no memory for another message. Both are temporary.
+_KERNEL_BUSY = frozenset({errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM})
 _RAISE_LIMIT = "raise the limit (ulimit -n) or find the leak"
 
 
@@ -58,8 +61,8 @@ def send(sock: socket.socket, data: memoryview, fds: Sequence[OwnedFd]) -> int:
     """Send what fits; the number of bytes taken. `fds` (borrowed) go with the first byte.
 
     Raises:
-        BlockingIOError: the peer reads too slowly, or too many descriptors are in flight
-            (ETOOMANYREFS, man 7 unix). Both are temporary.
+        BlockingIOError: temporary. EAGAIN: the peer reads too slowly, poll for room; any other
+            errno: the kernel is busy, no poll shows the end of it.
     """
     ancillary = []
     if fds:
@@ -69,8 +72,8 @@ def send(sock: socket.socket, data: memoryview, fds: Sequence[OwnedFd]) -> int:
     try:
         return sock.sendmsg([data], ancillary, _SEND_FLAGS)
     except OSError as error:
-        if error.errno == errno.ETOOMANYREFS:
-            raise BlockingIOError(errno.ETOOMANYREFS, "too many descriptors in flight") from error
+        if error.errno in _KERNEL_BUSY:
+            raise BlockingIOError(error.errno, os.strerror(error.errno)) from error
         raise
 
 

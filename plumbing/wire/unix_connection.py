@@ -76,7 +76,7 @@ class UnixConnection(Connection):
                 if not head.data:
                     self._queue.popleft()
         except BlockingIOError as error:
-            self._wait_writable(is_kernel_busy=error.errno == errno.ETOOMANYREFS)
+            self._wait_writable(is_kernel_busy=error.errno != errno.EAGAIN)
             return
         except OSError as error:
             self._peer_stopped_reading(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from lockserver import witness
 from lockserver.core.events import WitnessFree
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.server import prober
@@ -47,13 +46,13 @@ def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
     fed."""
     loop, fed, results = Loop(), [], iter([WitnessState.HELD] * (free_after - 1))
     monkeypatch.setattr(prober, "time", SimpleNamespace(sleep=loop.slept, monotonic=loop.time))
-    monkeypatch.setattr(witness, "probe", lambda *_: next(results, WitnessState.FREE))
+    witnesses = SimpleNamespace(probe=lambda file: next(results, WitnessState.FREE))
     monkeypatch.setattr(
         prober.evidence, "probes_due", lambda *_: [] if fed else [("active", HOLDER)]
     )
     monkeypatch.setattr(prober.evidence, "scan_is_due", lambda *_: False)
     monkeypatch.setattr(prober, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
-    Prober("/nowhere", SimpleNamespace(locks={}, supervisors={}), None, fed.append).kick()
+    Prober(witnesses, SimpleNamespace(locks={}, supervisors={}), None, fed.append).kick()
     assert len(fed) == (free_after == 1)  # tried within the call itself
     while loop.next:
         loop.next.pop(0)()

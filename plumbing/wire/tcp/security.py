@@ -128,6 +128,10 @@ class Security:
                 f"{self.cert} and {self.key} are not a certificate and its private key, in PEM and"
                 f" without a passphrase: {error}",
             ) from error
+        except OSError as error:  # no descriptor or memory for the copy
+            raise UsageError(
+                "wire.file", f"cannot load the private key {self.key}: {error.strerror}"
+            ) from error
 
 
 def settle(
