@@ -75,16 +75,35 @@ def any_claim_is_believed(patch: Patch) -> None:
 
 
 def free_witness_is_let_in(patch: Patch) -> None:
-    """Every requester counts as alive."""
+    """Every requester that was looked at counts as alive."""
 
     def as_held(self: LockMachine, event: ev.Input) -> ev.Input:
-        return (
-            msgspec.structs.replace(event, witness_state=WitnessState.HELD)
-            if isinstance(event, ev.Wanted)
-            else event
-        )
+        if isinstance(event, ev.Wanted) and event.witness_state is not WitnessState.UNSEEN:
+            return msgspec.structs.replace(event, witness_state=WitnessState.HELD)
+        return event
 
     hear(patch, as_held)
+
+
+def unseen_counts(patch: Patch, state: WitnessState) -> None:
+    """What could not be looked at is taken for `state`."""
+
+    def take(self: LockMachine, event: ev.Input) -> ev.Input:
+        if isinstance(event, ev.Wanted) and event.witness_state is WitnessState.UNSEEN:
+            return msgspec.structs.replace(event, witness_state=state)
+        return event
+
+    hear(patch, take)
+
+
+def unseen_is_held(patch: Patch) -> None:
+    """A requester whose witness could not be looked at counts as alive."""
+    unseen_counts(patch, WitnessState.HELD)
+
+
+def unseen_is_unproven(patch: Patch) -> None:
+    """A requester whose witness could not be looked at is refused."""
+    unseen_counts(patch, WitnessState.UNPROVEN)
 
 
 def no_seal(patch: Patch) -> None:
@@ -236,6 +255,8 @@ MODEL = [
     Rule("unnamed-is-over", unnamed_lives_on, f"{STUCK}|no longer asks"),
     Rule("claims-only-when-unreadable", any_claim_is_believed, f"{LIVES}|second one|on disk"),
     Rule("held-witness-to-ask", free_witness_is_let_in, "asked with a free witness"),
+    Rule("unseen-lets-nobody-in", unseen_is_held, "does not wait, or is known dead"),
+    Rule("unseen-puts-nobody-out", unseen_is_unproven, "refused without a look"),
     Rule("seal", no_seal, LIVES),
     Rule("same-grant-again", grant_is_not_repeated, "was not given its grant"),
     Rule("silent-waiter-passed-over", silent_waiter_is_granted, "granted in its silence"),

@@ -47,11 +47,12 @@ KINDS = (
     "let_die_after_write",
     "lose_slot",
     "fail_disk",
+    "run_short",
     "stray",
     "lie",
     "twin",
 )
-REPAIRS = ("go_on", "end_stray", "repair_disk", "join")
+REPAIRS = ("go_on", "end_stray", "repair_disk", "end_shortage", "join")
 REPORT_EVERY_S = 10.0
 STATES_MAX = 6_000_000  # about 1 KB each while they wait, a tenth of it afterwards
 

@@ -47,6 +47,7 @@ class Faults:
                 found.append((self.let_die_after_write, None))
             found += [(self.lie, conn) for conn in world.conns if conn.server_open and conn.up]
         found.append((self.repair_disk if shell.disk_fails else self.fail_disk, None))
+        found.append((self.end_shortage if shell.is_short else self.run_short, None))
         if not self.twins:
             found += [(self.twin, sup) for sup in world.sups if sup.is_alive]
         return found
@@ -136,12 +137,21 @@ class Faults:
     def repair_disk(self, _: None) -> None:
         self.world.shell.disk_fails = False
 
+    def run_short(self, _: None) -> None:
+        """The server's process has no descriptor left: it can look at no witness."""
+        self.world.shell.is_short = True
+
+    def end_shortage(self, _: None) -> None:
+        self.world.shell.is_short = False
+
     # ------------------------------------------------------------------ repair
 
     def repair_all(self) -> None:
-        """Stopped and late processes continue, strays end, the disk works; twins are removed."""
+        """Stopped and late processes continue, strays end, the disk works, no shortage; twins are
+        removed."""
         world = self.world
         self.repair_disk(None)
+        self.end_shortage(None)
         world.shell.dies_after_write = False
         self.twins = 1
         for tree in [t for t in world.living if t.strays]:

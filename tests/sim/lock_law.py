@@ -13,7 +13,7 @@ from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.lock import LockState
 from lockserver.core.machine import SILENT_MS
-from lockserver.core.names import WitnessFile
+from lockserver.core.names import WitnessFile, WitnessState
 from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # These refusals mean that the sender is not who it claims to be: its message does not count.
 IDENTITY = {"lock.engine_id_taken", "lock.identity_changed", "lock.too_many_waiters"}
+UNPROVEN = "lock.witness_unproven"
 Owed = list[tuple[str, ev.Holder]]
 
 
@@ -61,17 +62,18 @@ class Law:
         said: Said,
         holders: Mapping[str, ev.Holder | None],
         codes: Sequence[str],
-        *,
-        is_held: bool,
+        event: ev.Wanted,
     ) -> Owed:
         """A want arrived; returns the grants that it must be answered with.
 
         Args:
             holders: of all locks, before it arrived.
             codes: why it is refused, if it is.
-            is_held: whether any process held its witness.
+            event: with what the server saw of its witness.
         """
         sup, tree = conn.sup, said.tree
+        is_unseen = event.witness_state is WitnessState.UNSEEN
+        assert not (is_unseen and UNPROVEN in codes), f"{sup.engine} is refused without a look"
         self.owed = []
         other = self.known.get(sup.engine)
         if not IDENTITY.isdisjoint(codes):
@@ -84,7 +86,9 @@ class Law:
         assert other in (None, sup) or holds, f"two supervisors of {sup.engine} are known"
         self.known[sup.engine] = sup
         sup.is_known_gone = False  # sent before it died: its pidfd will report the death again
-        sup.served, sup.newest, sup.heard_ms = conn, conn.id, self.world.now_ms
+        sup.served, sup.newest = conn, conn.id
+        if not event.is_repeat:
+            sup.heard_ms = self.world.now_ms
         for lock, holder in holders.items():
             key = (lock, sup)
             if holder is not None and holder.supervisor == sup.id:
@@ -96,9 +100,12 @@ class Law:
                 if not tree.is_disowned:
                     self.owed.append((lock, holder))
             elif key not in self.asked or self.asked[key][0] is not tree:
+                self.asked.pop(key, None)
+                if is_unseen and (lock == ACTIVE or event.witness_file is None):
+                    continue  # it asks when its witness has been looked at
                 self.questions += 1
                 self.asked[key] = (tree, self.questions)
-                tree.was_held = is_held
+                tree.was_held = event.witness_state is WitnessState.HELD
         return self.owed
 
     def holds(self, sup: Sup) -> bool:

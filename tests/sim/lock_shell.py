@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.machine import KINDS, LockMachine
@@ -32,6 +34,9 @@ class Shell:
             ev.LockRecord(),
         ]  # the newest is the last
         self.disk_fails = False
+        self.is_short = False  # of descriptors: no witness can be looked at
+        self.unseen: dict[Conn, tuple[Said, ev.Wanted]] = {}  # wants to be handed in again
+        self.hearing: Said | None = None  # what the effects being carried out answer
         self.dies_after_write = False
         self.watched: dict[str, Sup] = {}  # supervisors whose pidfd this server has
         self.closing: deque[Conn] = deque()  # closed by the server; the loop reports it later
@@ -57,6 +62,7 @@ class Shell:
         self.dies_after_write = False
         self.watched.clear()
         self.closing.clear()
+        self.unseen.clear()
         for conn in self.world.conns:
             conn.server_open = False
             conn.up.clear()
@@ -83,6 +89,11 @@ class Shell:
                 self.announce(effect)
             elif isinstance(effect, ev.RefuseConnection | ev.Close):
                 self.close(effect)
+            elif isinstance(effect, ev.LookAgain):
+                conn = self.conn_of(effect.want.conn)
+                assert conn is not None
+                assert self.hearing is not None
+                self.unseen[conn] = self.hearing, effect.want
             elif isinstance(effect, ev.Discard):
                 law.discarded(effect.witnesses)
                 names = {file.name for file in effect.witnesses}
@@ -127,6 +138,7 @@ class Shell:
             self.world.law.refused(conn)
         conn.server_open = False
         conn.up.clear()
+        self.unseen.pop(conn, None)
         self.closing.append(conn)
 
     # ------------------------------------------------------------------ possible moves
@@ -146,6 +158,9 @@ class Shell:
         if self.closing:
             found.append((self.finish_close, None))
         found += [(self.see_exit, s) for s in self.watched.values() if not s.is_alive]
+        if self.is_short:
+            return found
+        found += [(self.look_again, conn) for conn in self.unseen]
         trees = self.world.trees
         for lock in machine.locks.values():
             if lock.holder is None:
@@ -166,12 +181,26 @@ class Shell:
     def receive(self, conn: Conn) -> None:
         self.hear(conn, conn.up.popleft())
 
+    def look(self, tree: Tree | None) -> WitnessState:
+        if tree is not None and self.is_short:
+            return WitnessState.UNSEEN
+        if tree is not None and not tree.is_sealed and not tree.is_removed:
+            return WitnessState.HELD if tree.is_alive else WitnessState.FREE
+        return WitnessState.UNPROVEN
+
+    def look_again(self, conn: Conn) -> None:
+        """A want waited until its witness could be looked at."""
+        said, want = self.unseen.pop(conn)
+        assert said.tree is not None
+        state, file = self.look(said.tree), None if said.tree.is_removed else said.tree.witness
+        self.judge(
+            conn, said, replace(want, witness_state=state, witness_file=file, is_repeat=True)
+        )
+
     def hear(self, conn: Conn, said: Said) -> None:
         """A `want` arrives; the server looks at the witness that it names."""
         sup, tree = conn.sup, said.tree
-        state = WitnessState.UNPROVEN
-        if tree is not None and not tree.is_sealed and not tree.is_removed:
-            state = WitnessState.HELD if tree.is_alive else WitnessState.FREE
+        self.unseen.pop(conn, None)
         event = ev.Wanted(
             conn.id,
             WantMsg(
@@ -183,10 +212,14 @@ class Shell:
                 tokens=said.tokens,
             ),
             witness_file=tree.witness if tree and not tree.is_removed else None,
-            witness_state=state,
+            witness_state=self.look(tree),
             pid=sup.number,
             process=self.world.process,
         )
+        self.judge(conn, said, event)
+
+    def judge(self, conn: Conn, said: Said, event: ev.Wanted) -> None:
+        sup, self.hearing = conn.sup, said
         machine, law = self.machine, self.world.law
         assert machine is not None, NO_MACHINE
         holders = {name: lock.holder for name, lock in machine.locks.items()}
@@ -194,7 +227,7 @@ class Shell:
         codes = [
             e.code for e in effects if isinstance(e, ev.RefuseConnection) and e.conn == conn.id
         ]
-        owed = law.heard(conn, said, holders, codes, is_held=state is WitnessState.HELD)
+        owed = law.heard(conn, said, holders, codes, event)
         self.perform(effects)
         if self.machine is None:
             return  # it died between write and send
@@ -211,6 +244,7 @@ class Shell:
         self.finish(self.closing.popleft())
 
     def finish(self, conn: Conn) -> None:
+        self.unseen.pop(conn, None)
         self.world.law.closed(conn)
         self.feed(ev.ConnectionClosed(conn.id))
         self.world.forget_closed()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockserver.core import events as ev
-from tests.sim.lock_parts import Conn, Sup, Tree
+from tests.sim.lock_parts import Conn, Said, Sup, Tree
 from tests.sim.lock_world import STEP_MS, World
 
 WAIT_MS = 4 * STEP_MS
@@ -53,6 +53,7 @@ class Names:
         for conn in world.conns:
             sups.add(conn.sup)
             trees.update(said.tree for said in conn.up if said.tree is not None)
+        trees.update(said.tree for said, _ in world.shell.unseen.values() if said.tree is not None)
         trees.update(sup.tree for sup in sups if sup.tree is not None)
         incarnations = {
             holder.incarnation
@@ -87,7 +88,8 @@ class Names:
                 trees,
                 [self.conn(conn) for conn in world.conns],
                 [self.record(slot) for slot in shell.slots],
-                (shell.disk_fails, shell.dies_after_write, world.faults.twins),
+                (shell.disk_fails, shell.is_short, shell.dies_after_write, world.faults.twins),
+                [(self.conn_names[c.id], self.said(each)) for c, (each, _) in shell.unseen.items()],
                 sorted(by_name[each] for each in shell.watched),
                 [self.conn_names.get(conn.id) for conn in shell.closing],
                 self.machine(),
@@ -130,10 +132,7 @@ class Names:
         return (name, tree.holding, tree.coming, tree.strays, flags)
 
     def conn(self, conn: Conn) -> Any:
-        up = [
-            (self.tree_names[said.tree.incarnation] if said.tree else None, said.tokens)
-            for said in conn.up
-        ]
+        up = [self.said(each) for each in conn.up]
         down = [
             self.holder(m.holder) if isinstance(m, ev.SendGrant) else getattr(m, "code", "close")
             for m in conn.down
@@ -144,6 +143,9 @@ class Names:
         is_replaced = known is not None and conn.id < known.newest
         ends = (conn.client_open, conn.server_open, is_replaced, conn.id < conn.sup.newest)
         return (self.sup_names[conn.sup.id], up, down, ends)
+
+    def said(self, said: Said) -> Any:
+        return (self.tree_names[said.tree.incarnation] if said.tree else None, said.tokens)
 
     def record(self, record: ev.LockRecord | None) -> Any:
         if record is None:
