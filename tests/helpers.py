@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from lockserver import witness
+from plumbing.wire.fds import OwnedFd, close_all
 
 T = TypeVar("T")
 
@@ -56,3 +59,19 @@ def free_witness(directory: str, incarnation: str) -> str:
     path, fd = witness.create(directory, incarnation)
     os.close(fd)
     return path
+
+
+@contextmanager
+def room_for(count: int) -> Iterator[None]:
+    """Room for `count` more descriptors in this process, and no more."""
+    filler = [OwnedFd(os.memfd_create("filler")) for _ in range(30)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [filler.pop() for _ in range(count)]
+    limit = max(fd.fileno() for fd in [*filler, *free]) + 1
+    close_all(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        close_all(filler)

@@ -98,15 +98,19 @@ class ServiceDesk:
         """The connections that wait for a copy of this socket."""
         return [conn for each, conn in self._unlent if each == name]
 
+    def _lend_again(self) -> None:
+        for (name, _), conn in tuple(self._unlent.items()):
+            self.lend(name, conn)
+
     def prepare(self, lock: str) -> None:
         """A grant of `lock` is about to be sent."""
+        self._lend_again()
         if lock in self.sockets:
             self.sockets[lock].prepare()
 
     def watch(self, locks: Mapping[str, Lock], now_ms: float) -> list[str]:
         """Let time pass; the names of those whose address was bound meanwhile."""
-        for (name, _), conn in tuple(self._unlent.items()):
-            self.lend(name, conn)
+        self._lend_again()
         away = self.away()
         for service in self.sockets.values():
             service.watch(may_serve=locks[service.lock].may_serve, now_ms=now_ms)

@@ -5,42 +5,22 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import resource
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from plumbing.wire import base_server
 from plumbing.wire.connection import Connection
-from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.server import Server
 from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.server import TcpServer
 from plumbing.wire.unix_connection import connect
-from tests.helpers import auntil
+from tests.helpers import auntil, room_for
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
 from tests.plumbing.wire.tcp_rig import Client
 
 loops = pytest.mark.parametrize("loop", LOOPS)
-
-
-@contextmanager
-def room_for(count: int) -> Iterator[None]:
-    """Room for `count` more descriptors in this process, and no more."""
-    filler = [OwnedFd(os.memfd_create("filler")) for _ in range(30)]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = [filler.pop() for _ in range(count)]
-    limit = max(fd.fileno() for fd in [*filler, *free]) + 1
-    close_all(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        close_all(filler)
 
 
 @loops
@@ -82,6 +62,79 @@ def test_server_at_the_limit_of_descriptors_accepts_when_there_is_room(
         await server.close()
 
     run_on(loop, main())
+
+
+@loops
+def test_server_accepts_a_few_at_the_limit_with_its_reserve(loop: str, tmp_path: Path):
+    """Goal: strangers that use up all descriptors do not keep the next client out; a server that
+    has used its reserve says so, and fills it again when there is room. Method: a real limit, a
+    reserve for one connection, and two clients."""
+
+    async def main() -> None:
+        handler = EchoHandler()
+        path = str(tmp_path / "echo.sock")
+        server = Server(path, CATALOGUE, handler, service="echo", spare_fds=2)
+        await server.start()
+        newcomers = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+        with room_for(0):
+            newcomers[0].connect(path)
+            await auntil(lambda: handler.opened_count == 1, "the first")
+            assert server.problem is None
+            assert server.reserve.error is not None
+            assert server.reserve.error.errno == errno.EMFILE
+            newcomers[1].connect(path)
+            await auntil(lambda: server.problem, "the second one to wait")
+            assert handler.opened_count == 1
+        server.reserve.refill()
+        assert server.reserve.error is None
+        await auntil(lambda: handler.opened_count == 2, "the second")
+        for newcomer in newcomers:
+            newcomer.close()
+        await server.close()
+
+    run_on(loop, main())
+
+
+def test_shortage_of_a_server_that_nobody_waits_for_is_over_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: the reason is not shown for longer than it lasts. Method: a pause, and no client."""
+    monkeypatch.setattr(base_server, "RETRY_S", 0.01)
+
+    async def main() -> None:
+        server = Server(str(tmp_path / "echo.sock"), CATALOGUE, EchoHandler(), service="echo")
+        await server.start()
+        server._pause(OSError(errno.EMFILE, "full"))
+        assert server.problem is not None
+        await auntil(lambda: server.problem is None, "the end of the shortage")
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_paths_that_cannot_be_looked_at_are_not_taken_for_replaced_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: without memory to look, a server does not fight itself for its own guard; it stops all
+    the same. Method: `lstat` without memory."""
+
+    async def main() -> None:
+        path = str(tmp_path / "echo.sock")
+        server = Server(path, CATALOGUE, EchoHandler(), service="echo")
+        await server.start()
+        with monkeypatch.context() as patch:
+
+            def fail(path: str) -> None:
+                raise OSError(errno.ENOMEM, "no memory")
+
+            patch.setattr("plumbing.wire.server.os.lstat", fail)
+            for reclaim in (server.reclaim_guard, server.reclaim_socket):
+                with pytest.raises(OSError, match="no memory"):
+                    reclaim()
+            await server.close()
+        assert os.path.exists(path)  # the next server replaces it
+
+    asyncio.run(main())
 
 
 def test_server_can_be_closed_while_accepting_is_paused(

@@ -11,6 +11,7 @@ import resource
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ import pytest
 from plumbing.errors import ProtocolError, RemoteError, UnderstudyError
 from plumbing.wire import sockets, unix_connection
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.fds import OwnedFd, Reserve, close_all
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.unix_connection import UnixConnection, connect
-from tests.helpers import auntil, open_fds, until
+from tests.helpers import auntil, open_fds, room_for, until
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, ServerThread, run_on
 
 loops = pytest.mark.parametrize("loop", LOOPS)
@@ -334,6 +335,42 @@ def test_owned_fd_refuses_minus_one_and_shows_its_number():
     assert repr(fd) == "OwnedFd(closed)"
 
 
+def test_reserve_makes_room_at_the_limit_and_is_filled_again():
+    """Goal: what must not fail works without a free descriptor, once for each one in reserve.
+    Method: a real limit; open two files with a reserve of one, then make room."""
+    before = len(open_fds())
+    reserve = Reserve(1)
+    reserve.refill()
+    kept: list[OwnedFd] = []
+
+    def open_one() -> OwnedFd:
+        kept.append(OwnedFd(os.memfd_create("needed")))
+        return kept[-1]
+
+    with room_for(0):
+        with reserve:
+            open_one().close()
+        assert reserve.error is None  # closed again: the reserve is full
+        reserve.help(open_one)
+        assert reserve.error is not None
+        with pytest.raises(OSError, match="Too many open files"):
+            reserve.help(open_one)
+    with pytest.raises(FileNotFoundError):  # not a shortage: not repeated
+        reserve.help(lambda: os.stat("/none"))
+    reserve.refill()
+    assert reserve.error is None
+    reserve.close()
+    close_all(kept)
+    assert len(open_fds()) == before
+
+
+def test_reserve_without_its_file_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    """Goal: only a shortage is waited out. Method: no /dev/null."""
+    monkeypatch.setattr(os, "devnull", "/none")
+    with pytest.raises(FileNotFoundError):
+        Reserve(1).refill()
+
+
 def test_close_all_closes_all_whatever_one_of_them_raises():
     """Goal: a descriptor that was closed behind its owner's back does not leak the others."""
     fds = _fds(3)
@@ -344,19 +381,24 @@ def test_close_all_closes_all_whatever_one_of_them_raises():
     assert not set(numbers) & set(open_fds())
 
 
+@dataclass
 class _Busy:
-    """A socket while too many descriptors are in flight."""
+    """A socket while the kernel takes no message."""
+
+    number: int
 
     def sendmsg(self, *_: object) -> int:
-        raise OSError(errno.ETOOMANYREFS, "too many references")
+        raise OSError(self.number, os.strerror(self.number))
 
 
 @loops
-def test_send_is_retried_while_too_many_fds_are_in_flight(
-    loop: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM])
+def test_send_is_retried_while_the_kernel_is_busy(
+    loop: str, number: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Goal: a frame waits until the kernel accepts its descriptors; a connection that is closed
-    meanwhile does not send. Method: ETOOMANYREFS three times, then forever."""
+    """Goal: a frame waits while too many descriptors are in flight, or memory is short: the peer is
+    not taken for gone; a connection that is closed meanwhile does not send. Method: the error three
+    times, then forever."""
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
@@ -366,7 +408,7 @@ def test_send_is_retried_while_too_many_fds_are_in_flight(
         def busy(sock: Any, *rest: Any) -> int:
             if left[0]:
                 left[0] -= 1
-                sock = _Busy()
+                sock = _Busy(number)
             return send(sock, *rest)
 
         monkeypatch.setattr(sockets, "send", busy)

@@ -16,7 +16,7 @@ from plumbing.errors import UsageError
 from plumbing.wire.tcp import psk
 from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.security import FILE_BYTES_MAX, Security, _check_secret, read_file, settle
-from tests.helpers import open_fds
+from tests.helpers import open_fds, room_for
 from tests.plumbing.wire.certificates import Authority, write_secret
 
 ROOT = str(Path(__file__).resolve().parents[3])
@@ -243,6 +243,21 @@ def test_renewed_files_are_used_and_broken_ones_are_a_temporary_problem(tmp_path
     assert third is not second
     assert security.problem is None
     assert security.server_context() is third
+
+
+def test_renewed_files_without_a_descriptor_to_load_them_are_a_temporary_problem(tmp_path: Path):
+    """Goal: a shortage while certificates are renewed ends no handshake and no status request.
+    Method: renew the files, then look with room for no descriptor, for one, and for enough."""
+    authority = Authority(tmp_path)
+    security = authority.issue("lock", file="tls")
+    first = security.server_context()
+    authority.issue("lock", file="tls")
+    for count in (0, 1):
+        with room_for(count):
+            assert security.server_context() is first
+        assert "Too many open files" in str(security.problem)
+    assert security.server_context() is not first
+    assert security.problem is None
 
 
 def test_problem_is_cleared_when_the_old_file_returns(tmp_path: Path):

@@ -1,0 +1,355 @@
+"""A lock server at its limit of descriptors: nobody is refused for it, nothing is dropped, status
+names what is not done, and everything is done by itself once there is room."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import signal
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from lockserver import witness
+from lockserver.core import events as ev
+from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.messages import GrantedMsg, ServiceMsg, StatusMsg, SwitchOverMsg
+from lockserver.server.performer import LockPerformer
+from lockserver.server.service_socket import ServiceSocket
+from lockserver.server.witness_desk import WitnessDesk
+from plumbing.errors import InvariantError, RemoteError
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import Reserve, close_all
+from tests.helpers import auntil, free_witness, open_fds, room_for, until
+from tests.lockserver.by_hand import ANSWER_S, Hand
+from tests.lockserver.engines import Engine
+from tests.lockserver.processes import ServerProcess, free_port, settled_fds
+from understudy.status.view import pod_view
+
+NOTHING = 3  # below every descriptor of the reserve: not even that is of use
+
+
+def may_open(server: ServerProcess, below: int) -> None:
+    """No descriptor of `server` may be opened at this number or above; it keeps those it has."""
+    _, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (min(below, hard), hard))
+
+
+def fill(server: ServerProcess) -> None:
+    """Set the limit of `server` to what it has open: the reserve is all that is left."""
+    settled_fds(server.pid)
+    used = open_fds(server.pid)
+    may_open(server, next(n for n in range(len(used) + 1) if n not in used))
+
+
+def spares(server: ServerProcess) -> int:
+    names = open_fds(server.pid).items()
+    return sum(name == os.devnull for number, name in names if number > 2)
+
+
+def document(client: BlockingClient):
+    return client.request(StatusMsg()).message.document
+
+
+def heard(client: BlockingClient, kind: type):
+    """The next message of `kind`; others are skipped."""
+    while True:
+        reply = client.receive(ANSWER_S)
+        close_all(reply.fds)
+        if isinstance(reply.message, kind):
+            return reply.message
+
+
+def undone(client: BlockingClient) -> list[str]:
+    waits = document(client)["locks"]["active"]["waits"]
+    return [wait["message"] for wait in waits if wait["reason"] == "no_descriptors"]
+
+
+def with_service() -> tuple[str, str]:
+    return "--service", f"active=127.0.0.1:{free_port()}"
+
+
+@pytest.mark.parametrize("died_meanwhile", [False, True], ids=["holder lives", "holder dies"])
+def test_standby_that_asks_without_a_descriptor_left_is_queued_and_lent_to_later(
+    pod_dir, start_server, start_engine, died_meanwhile
+):
+    """Goal: a shortage costs a healthy standby nothing but time, and no kill during or after it is
+    more than a normal failover. Method: a connected standby asks when the server can open nothing:
+    it hears who is active, is neither refused nor queued, and status says why and that no failover
+    is possible; when there is room, it is lent the socket, queued and, if the holder is gone,
+    granted."""
+    server = start_server(*with_service())
+    whole = spares(server)
+    holder = start_engine("engine-0")
+    assert holder.granted() == 1
+    with Hand(pod_dir, "engine-1") as hand, hand.connect() as client, hand.connect() as watch:
+        document(client)
+        document(watch)
+        may_open(server, NOTHING)
+        client.notify(hand.want())
+        assert heard(client, GrantedMsg).token == 1  # the effect behind the one that failed
+        until(lambda: document(watch)["problem"], "the shortage to be reported")
+        shown = document(watch)
+        assert "limit of 3 open files" in shown["problem"]
+        assert shown["locks"]["active"]["waiters"] == []
+        lend, look = undone(watch)
+        assert "lend engine-1 the service socket" in lend
+        assert "look at the witness of engine-1" in look
+        assert "no_descriptors" not in {w["reason"] for w in shown["locks"]["loader"]["waits"]}
+        engines = [{"engine": {"id": "engine-0", "state": "active"}}]
+        engines.append({"engine": {"id": "engine-1", "state": "standby"}})
+        view = pod_view(pod_dir, shown, [], engines)
+        assert (view["failover_ready"], view["state"]) == (False, "degraded")
+        if died_meanwhile:
+            holder.signal(signal.SIGKILL, tree=True)
+            until(holder.is_gone, "the end of the holder")
+            releasing = until(lambda: _releasing(watch), "the loss to be noticed")
+            assert "witness_lost" not in {each["reason"] for each in releasing["waits"]}
+        may_open(server, 1024)
+        assert heard(client, ServiceMsg).lock == "active"
+        if not died_meanwhile:
+            until(lambda: document(watch)["locks"]["active"]["waiters"], "it to be queued")
+            holder.signal(signal.SIGKILL, tree=True)
+        assert hand.granted(client) == 2
+        until(lambda: document(watch)["problem"] is None, "the shortage to be over")
+        assert not undone(watch)
+    assert "Traceback" not in server.log()
+    until(lambda: spares(server) == whole, "the reserve to be whole")
+
+
+def _releasing(client: BlockingClient):
+    lock = document(client)["locks"]["active"]
+    return lock if lock["state"] == "releasing" else None
+
+
+def test_waiting_standby_that_repeats_its_want_in_a_shortage_keeps_its_place(pod_dir, start_server):
+    """Goal: a healthy standby is not evicted. Method: a second waiter behind it; it sends its want
+    again when the server can open nothing; then the holder releases the lock."""
+    start_server()
+    with (
+        Hand(pod_dir, "engine-0") as holder,
+        Hand(pod_dir, "engine-1") as first,
+        Hand(pod_dir, "engine-2") as second,
+        holder.connect() as one,
+        first.connect() as two,
+        second.connect() as three,
+    ):
+        one.notify(holder.want())
+        assert holder.granted(one) == 1
+        for hand, client in ((first, two), (second, three)):
+            client.notify(hand.want())
+            document(client)
+        server = _server_of(one)
+        resource.prlimit(server, resource.RLIMIT_NOFILE, (NOTHING, 1024))
+        two.notify(first.want())
+        names = [each["engine"] for each in document(two)["locks"]["active"]["waiters"]]
+        assert names == ["engine-1", "engine-2"]
+        holder.end()
+        one.notify(holder.want(incarnation=None, witness=None, locks=()))
+        resource.prlimit(server, resource.RLIMIT_NOFILE, (1024, 1024))
+        assert first.granted(two) == 2
+
+
+def _server_of(client: BlockingClient) -> int:
+    return int(document(client)["server"]["pid"])
+
+
+def test_takeover_and_newcomer_at_the_limit_work_with_the_reserve(
+    pod_dir, start_server, start_engine
+):
+    """Goal: strangers that take every free descriptor take no failover away. Method: lower the
+    limit to what is open; a standby that connects then is accepted and lent the socket, and is
+    granted when the holder is killed, all at the limit; with room again the reserve is whole."""
+    server = start_server(*with_service())
+    holder = start_engine("engine-0")
+    assert holder.granted() == 1
+    whole = spares(server)
+    fill(server)
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-1") as standby:
+            await standby.stand_by()
+            await auntil(lambda: standby.services, "the socket to be lent")
+            problem = await auntil(lambda: server.status()["problem"], "the reserve's use to show")
+            assert "open files" in problem
+            holder.signal(signal.SIGKILL, tree=True)
+            assert await standby.granted() == 2
+            assert not standby.refused
+            may_open(server, 1024)
+            await auntil(lambda: spares(server) == whole, "the reserve to be whole")
+            await auntil(lambda: server.status()["problem"] is None, "the shortage to be over")
+
+    asyncio.run(scenario())
+    assert "Traceback" not in server.log()
+
+
+def test_switchover_that_cannot_be_checked_is_refused_with_the_reason(pod_dir, start_server):
+    """Goal: a standby that could not be looked at is not called dead. Method: ask for a switchover
+    when the server can open nothing, and again when it can."""
+    server = start_server()
+    with (
+        Hand(pod_dir, "engine-0") as holder,
+        Hand(pod_dir, "engine-1") as standby,
+        holder.connect() as one,
+        standby.connect() as two,
+        standby.connect() as asking,
+    ):
+        one.notify(holder.want())
+        assert holder.granted(one) == 1
+        two.notify(standby.want())
+        document(two)
+        document(asking)
+        may_open(server, NOTHING)
+        question = SwitchOverMsg("active", "engine-1", 60_000)
+        with pytest.raises(RemoteError, match="engine-1 is alive") as caught:
+            asking.request(question)
+        assert caught.value.code == "lock.no_descriptors"
+        may_open(server, 1024)
+        with standby.connect() as again:
+            again.notify(question, request_id=1)
+            until(lambda: document(one)["locks"]["active"]["switchover"], "it to begin")
+
+
+# ------------------------------------------------------------------ the parts
+
+
+class _Conn:
+    id = 1
+    peer = SimpleNamespace(pid=7, pidfd_source="none")
+
+
+def test_witness_desk_removes_later_what_it_could_not_look_at(tmp_path):
+    """Goal: an ended incarnation's witness does not stay for ever. Method: discard it without a
+    descriptor, then let time pass with one."""
+    path = free_witness(str(tmp_path), "engine-0-00112233445566aa")
+    found = os.stat(path)
+    file = WitnessFile(os.path.basename(path), found.st_dev, found.st_ino)
+    desk = WitnessDesk(str(tmp_path), Reserve(0))
+    with room_for(0):
+        desk.discard([file])
+        assert desk.tick() == []
+        assert desk.is_behind
+    assert os.path.exists(path)
+    desk.tick()
+    assert not os.path.exists(path)
+    assert not desk.is_behind
+
+
+def test_effect_that_fails_unforeseen_ends_the_process_and_is_not_logged_away():
+    """Goal: what a shortage cannot explain is our own fault, and never half an answer. Method: an
+    effect whose system call fails, with another one behind it."""
+
+    def fail(conn: object) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    parts = SimpleNamespace(conns={1: object()}, services=SimpleNamespace(lend_missing=fail))
+    performer = LockPerformer(parts, None, lambda event: None)
+    with pytest.raises(InvariantError, match="Lend failed"):
+        performer.perform([ev.Lend(1), ev.Forget("0" * 16)])
+
+
+def test_service_address_that_cannot_be_bound_for_now_is_retried_and_taken_from_nobody():
+    """Goal: a shortage at a restart is waited out, and is not called a stranger on the port.
+    Method: bind with no descriptor left, in time and at the start, then with one."""
+
+    async def scenario() -> None:
+        service = ServiceSocket("active", f"127.0.0.1:{free_port()}", 1e9, lambda: "free")
+        with room_for(0):
+            service.watch(may_serve=False, now_ms=0)
+            assert "open files" in str(service.problem)
+        assert service.is_away
+        assert not service.is_taken
+        service.watch(may_serve=False, now_ms=1000)
+        assert not service.is_away
+        assert service.problem is None
+        service.close()
+
+    asyncio.run(scenario())
+
+
+def test_service_without_a_descriptor_for_a_caller_does_not_spin_and_answers_it_later():
+    """Goal: while nobody is active and descriptors are used up, callers wait in the backlog and
+    cost the server nothing. Method: a caller, and a full table; then room, and the next tick."""
+
+    async def scenario() -> None:
+        service = ServiceSocket("active", f"127.0.0.1:{free_port()}", 0, lambda: "free")
+        service.bind()
+        sock = socket.create_connection(service._sockaddr)
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        sock.setblocking(False)
+        with room_for(0):
+            service.watch(may_serve=False, now_ms=0)
+            assert service.state == "holding"
+            await auntil(lambda: service.state == "lent", "it to stop accepting")
+        service.watch(may_serve=False, now_ms=100)
+        answer = await asyncio.get_running_loop().sock_recv(sock, 4096)
+        assert b"503" in answer
+        sock.close()
+        service.close()
+
+    asyncio.run(scenario())
+
+
+def test_service_that_cannot_listen_before_a_grant_is_granted_and_retried():
+    """Goal: an effect that fails does not take the write of the grant with it. Method: `listen`
+    fails once."""
+
+    async def scenario() -> None:
+        service = ServiceSocket("active", f"127.0.0.1:{free_port()}", 1e9, lambda: "free")
+        service.bind()
+        real, service._sock = service._sock, _Deaf()
+        service.prepare()
+        assert "cannot listen" in str(service.problem)
+        service._sock = real
+        service.watch(may_serve=True, now_ms=0)
+        assert service.problem is None
+        service.close()
+
+    asyncio.run(scenario())
+
+
+class _Deaf:
+    def listen(self, backlog: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+# ------------------------------------------------------------------ one look
+
+
+def test_look_without_descriptor_or_memory_is_unseen_and_counts_as_held(tmp_path, monkeypatch):
+    """Goal: what could not be looked at is neither free nor gone. Method: every look at a free
+    witness without a descriptor, without memory for a flock, and without memory for anything."""
+    path = free_witness(str(tmp_path), "engine-0-00112233445566aa")
+    found = os.stat(path)
+    ids = found.st_dev, found.st_ino
+    name = os.path.basename(path)
+    with room_for(0):
+        assert witness.identify(path) == (WitnessFile(name, *ids), WitnessState.UNSEEN)
+        assert witness.probe(path, *ids) is WitnessState.UNSEEN
+        assert witness.discard(path, *ids) is False
+    with room_for(1):  # for the directory, and not for the file while that is read
+        assert witness.scan(str(tmp_path)) == set()
+    for module, function, number in (
+        ("fcntl", "flock", errno.ENOLCK),
+        ("os", "open", errno.EMFILE),
+        ("os", "open", errno.ENOMEM),
+    ):
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object, number: int = number, **flags: object) -> None:
+                raise OSError(number, os.strerror(number))
+
+            patch.setattr(f"lockserver.witness.{module}.{function}", fail)
+            if number == errno.ENOMEM:  # then the name cannot be looked up either
+                patch.setattr("lockserver.witness.os.lstat", fail)
+                patch.setattr("lockserver.witness.os.stat", fail)
+            assert witness.identify(path)[1] is WitnessState.UNSEEN
+            assert witness.probe(path, *ids) is WitnessState.UNSEEN
+            assert witness.scan(str(tmp_path)) == {name}
+            assert witness.scan(str(tmp_path), seal=True) == {name}
+            assert witness.discard(path, *ids) is False
+    assert os.path.getsize(path) == 0  # and nothing was sealed
+    assert witness.probe(path, *ids) is WitnessState.FREE
