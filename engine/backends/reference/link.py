@@ -30,6 +30,9 @@ PROMPT_BYTES_MAX = PROMPT_TOKENS_MAX * TOKEN_BYTES
 PROMPT_BYTES_UNFINISHED_MAX = PROMPT_BYTES_MAX + (1 << 20)
 FRAME_BYTES_MAX = PROMPT_BYTES_MAX + (64 << 10)
 
+# The code of a failure that is only the effect of another rank's.
+RANK_LOST = "engine.rank_lost"
+
 PackedPrompt = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=PROMPT_BYTES_MAX)]
 """See `pack`."""
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]

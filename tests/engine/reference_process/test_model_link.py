@@ -14,7 +14,8 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
-from engine.backends.reference.http.model_link import QUEUE_MAX, ModelLink
+from engine.backends.reference.http import model_link
+from engine.backends.reference.http.model_link import QUEUE_MAX, ModelLink, join_ranks
 from engine.backends.reference.http.routes import ServedModel, make_app
 from engine.backends.reference.http.text import Tokenizer
 from engine.backends.reference.link import (
@@ -32,9 +33,11 @@ from engine.backends.reference.link import (
     pack,
     unpack,
 )
+from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
+from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
 from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil
@@ -186,6 +189,58 @@ def test_model_that_vanishes_is_reported():
         assert not failures[0].permanent
 
     run(scenario)
+
+
+LOST = FailedMsg("engine.rank_lost", "rank 1 has ended during a step", False, 1)
+
+
+@pytest.mark.parametrize("lost_rank", [0, 1])
+@pytest.mark.parametrize("reported", [True, False])
+def test_failure_of_a_rank_is_reported_before_the_loss_that_it_is_to_others(
+    lost_rank: int, reported: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: a permanent fault is not taken for one to retry. Method: both ranks have reported, or
+    one has only ended, before the first of it is read, as on a busy machine."""
+    monkeypatch.setattr(model_link, "CAUSE_WAIT_S", 3600.0)
+
+    async def main() -> None:
+        failures: list[FailedMsg] = []
+        pairs = [socket.socketpair() for _ in range(2)]
+        cause = FailedMsg("gms.larger_than_device", "no room", True, 1)
+        for rank, (_, theirs) in enumerate(pairs):
+            said = LOST if rank != lost_rank else cause if reported else None
+            if said is not None:
+                theirs.sendall(encode_frame(LINK.encode(said), 0))
+            theirs.close()
+        models: list[Any] = [(ours, None) for ours, _ in pairs]
+        link = join_ranks(models, SLOTS, failures.append, ProgressPage())
+        links = (link, *link.followers)
+        await auntil(lambda: all(each._conn.is_closed for each in links), "both ends")
+        await auntil(lambda: failures, "the failure")
+        assert [each.code for each in failures] == [cause.code if reported else "engine.model_died"]
+
+    asyncio.run(main())
+
+
+def test_loss_of_a_rank_without_a_cause_is_reported_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    """Goal: no failure is kept back for ever. Method: one rank reports a loss, the other nothing,
+    and lives on."""
+    monkeypatch.setattr(model_link, "CAUSE_WAIT_S", 0.01)
+
+    async def main() -> None:
+        failures: list[FailedMsg] = []
+        pairs = [socket.socketpair() for _ in range(2)]
+        pairs[0][1].sendall(encode_frame(LINK.encode(LOST), 0))
+        models: list[Any] = [(ours, None) for ours, _ in pairs]
+        link = join_ranks(models, SLOTS, failures.append, ProgressPage())
+        await auntil(lambda: failures, "the failure")
+        assert [each.code for each in failures] == ["engine.rank_lost"]
+        for _, theirs in pairs:
+            theirs.close()
+        links = (link, *link.followers)
+        await auntil(lambda: all(each._conn.is_closed for each in links), "both ends")
+
+    asyncio.run(main())
 
 
 def test_ignore_eos_leaves_the_model_no_stop_token(model: Path):

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from engine.backends.reference.link import (
     LINK,
     PROMPT_BYTES_UNFINISHED_MAX,
+    RANK_LOST,
     TOKEN_BYTES,
     CancelMsg,
     CheckedMsg,
@@ -46,6 +47,9 @@ T = TypeVar("T", bound=Message)
 # Requests that wait for a slot; further clients are asked to retry instead of waiting for minutes.
 QUEUE_MAX = 256
 
+# The lost rank's own report was sent, or its link closed, before its loss was noticed.
+CAUSE_WAIT_S = 0.5
+
 
 def join_ranks(
     models: Sequence[tuple[socket.socket, subprocess.Popen[bytes]]],
@@ -53,13 +57,41 @@ def join_ranks(
     on_failed: Callable[[FailedMsg], None],
     page: ProgressPage,
 ) -> ModelLink:
-    """The link to the whole model: rank 0's. `models`: link and process of every rank, in order."""
-    # Rank 0's is read first: where it has failed, the others only report that it is lost.
+    """The link to the whole model: rank 0's. `models`: link and process of every rank, in order.
+
+    `on_failed` is called once, with the cause: not with the loss that it is to the other ranks.
+    """
+    cause = Cause(on_failed)
     links = [
-        ModelLink(sock, slots, on_failed, child, rank) for rank, (sock, child) in enumerate(models)
+        ModelLink(sock, slots, cause.failed, child, rank)
+        for rank, (sock, child) in enumerate(models)
     ]
     links[0].followers, links[0].page = links[1:], page
     return links[0]
+
+
+class Cause:
+    """Why a model of several ranks has failed.
+
+    A rank that fails reports why and ends; those that computed with it report `engine.rank_lost`.
+    All of that may have arrived before any of it is read, in any order.
+    """
+
+    def __init__(self, on_failed: Callable[[FailedMsg], None]) -> None:
+        self._on_failed = on_failed
+        self._is_reported = False
+
+    def failed(self, failed: FailedMsg) -> None:
+        """Report it, unless it is a loss: then a cause that arrives soon goes first."""
+        if failed.code == RANK_LOST:
+            asyncio.get_running_loop().call_later(CAUSE_WAIT_S, self._report, failed)
+        else:
+            self._report(failed)
+
+    def _report(self, failed: FailedMsg) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            self._on_failed(failed)
 
 
 class ModelLink(Handler):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.backends.reference.config import head_span
+from engine.backends.reference.link import RANK_LOST
 from engine.backends.reference.model.decoder import Array
 from plumbing.errors import UnderstudyError
 
@@ -137,7 +138,7 @@ def receive(sock: socket.socket, into: memoryview, rank: int) -> None:
 
 def lost(rank: int) -> UnderstudyError:
     return UnderstudyError(
-        "engine.rank_lost",
+        RANK_LOST,
         f"rank {rank} of the model has ended during a step; an engine cannot compute without all"
         " of its ranks, so this one exits",
         rank=rank,
