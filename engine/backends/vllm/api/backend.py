@@ -34,12 +34,15 @@ logger = logging.getLogger(__name__)
 KV_WAIT_S = 45.0
 STATUS_WAIT_S = 60.0
 # A rank that does not answer this cannot serve; waiting for its memory would delay the next launch.
-WAKE_ASK_S = 5.0
+# On a machine whose CPUs are all taken it answers late, and killing it makes the outage longer.
+WAKE_ASK_S = 15.0
 # How often a parked engine is checked: otherwise a hung process would not be noticed before it is
 # needed. Seldom, because vLLM's workers spin for a second after every call (SpinCondition): this is
 # 0.3 % of a core for each engine.
 PARKED_CHECK_S_PER_RANK = 300.0
-PARKED_WAIT_S = 10.0  # a rank answers within milliseconds unless the machine swaps
+# A rank answers within milliseconds unless the machine is very busy or swaps, and then it does not
+# need the launch of another engine, too.
+PARKED_WAIT_S = 30.0
 DISTRUST_WAIT_S = 5.0
 PULSE_S = 0.05  # how long a core's own failure may go unnoticed; its death is seen at once
 PARKED_PULSE_S = 0.25  # the same without clients: twenty checks a second cost 0.3 % of a core

@@ -23,8 +23,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 DEAD_WAIT_S = 5.0
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of WebSocket close codes
 
-# A body is parsed in one go, which blocks other requests and health checks: 40 MB of numbers took
-# 1.5 s, and after one second without an answer an engine counts as hung.
+# A body is parsed in one go, which blocks other requests and everybody's tokens: 40 MB of numbers
+# took 1.5 s, and after three seconds without a token an engine counts as hung.
 BODY_BYTES_BASE = 8 << 20
 BODY_BYTES_PER_TOKEN = 32  # four to six for text, up to nine for numbers
 # An image is one long string, which is parsed a hundred times faster than numbers.
