@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from plumbing.service import procfs
-from tests.engine.pod import Pod
+from tests.engine.pod import Engine, Pod
 from tests.helpers import until
 
 
@@ -147,3 +147,51 @@ def test_supervisor_as_pid_1_of_a_container(pod):
     tree = procfs.descendants(first.process.pid)
     first.kill("supervisor")
     until(lambda: not any(procfs.is_alive(pid) for pid in tree), "the container to be gone")
+
+
+def has_standby(engine: Engine) -> bool | None:
+    document = engine.status()
+    assert document is not None
+    known: bool | None = document["health"]["has_standby"]
+    return known
+
+
+@pytest.mark.slow
+def test_active_engine_knows_whether_another_one_stands_by(pair):
+    """The news of the real lock server: a standby, none while it is relaunched, then one again;
+    none without a lock server, and one once it is back."""
+    pod, first, second = pair
+    assert second.status()["health"]["has_standby"] is None
+    until(lambda: has_standby(first) is True, "the standby to be known")
+    second.kill("backend-http")
+    second.until("standby", number=2)
+    until(lambda: has_standby(first) is True, "the relaunched standby to be known")
+    second.terminate()
+    second.wait()
+    until(lambda: has_standby(first) is False, "its departure to be known")
+    pod.engine("engine-2").until("standby")
+    until(lambda: has_standby(first) is True, "the next one to be known")
+    pod.kill_lock()
+    until(lambda: has_standby(first) is False, "the loss of the lock server to count")
+    pod.start_lock()
+    until(lambda: has_standby(first) is True, "the standby to be known again")
+    assert first.status()["deaths"] == []
+
+
+@pytest.mark.slow
+def test_model_that_makes_no_token_hands_over_only_to_a_standby(pod, directory):
+    """An endless loop in the model: alone, the engine keeps its lock for many times hang_ms; as
+    soon as another one stands by, that one serves."""
+    switch = directory / "hang"
+    flags = ("--hang-ms", "300", "--hang-alone-ms", "3600000")
+    pod.start_lock()
+    first = pod.engine("engine-0", "--hang-generation-if", str(switch), flags=flags)
+    first.until("active")
+    switch.touch()
+    until(lambda: first.status()["inflight"] == 1, "the request to be seen")
+    second = pod.engine("engine-1")  # its start takes longer than twice the budget
+    second.until("active")
+    death = first.status()["deaths"][0]
+    assert death["cause"] == "unhealthy"
+    assert "1 request in flight and no token in" in death["message"]
+    assert "(budget 0." in death["message"]

@@ -175,6 +175,7 @@ def test_a_dead_supervisor_is_replaced_when_its_lease_has_run_out(pair):
     host, first, second = pair
     before = say(host)
     assert before[0] == "engine-0"
+    until(lambda: first.status()["health"]["has_standby"], "the active engine to know of the other")
     old = procfs.descendants(first.process.pid)
     assert len(old) >= 2
     first.kill("supervisor")

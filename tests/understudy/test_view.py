@@ -178,3 +178,15 @@ def test_restarts_of_a_memory_server_are_shown_once_there_are_any():
     assert "restarts" not in of({**memory(), "restarts_total": 0, "since": EARLIER})[1]
     _, text = of({**memory(), "restarts_total": 3, "since": EARLIER})
     assert "restarts 3, last 3h12m ago" in text
+
+
+def test_busy_machine_is_shown_with_what_it_does_to_the_budget():
+    """Goal: at 3 am, why a slow engine is left alone. Method: the active engine's health at ease,
+    under pressure, and as an older engine reports it."""
+    budget = "budget 7.5 s: 3 s, stretched 2.5 times by a CPU pressure of 80 %"
+    for stretch, is_shown in ((1.0, False), (2.5, True)):
+        health = {"stretch": stretch, "hang_budget": budget}
+        view = pod_view("/d", lockserver(), [memory()], [{**ACTIVE, "health": health}, STANDBY])
+        text = lines(view, NOW)
+        assert (f"busy   engine-0: hang {budget}" in text) is is_shown
+    assert not any("busy" in line for line in lines(pod_view("/d", {}, [], [ACTIVE]), NOW))

@@ -16,6 +16,7 @@ from understudy.status.memory_view import Document, engines_by_pid, memory_fault
 SCHEMA = 1
 PARKED = "standby"
 SERVING = "active"
+BUSY_STRETCH = 1.25  # a fifth of the time is lost to waiting for a CPU
 ENGINE_HEADER = ("engine", "role", "state", "since", "in flight", "last canary", "pid", "reason")
 
 
@@ -68,6 +69,7 @@ def lines(view: Document, now: datetime) -> list[str]:
     out = [f"pod    {view['state']}   {ready}   {view['dir']}", _lock_line(view, now)]
     if view["engines"]:
         out += table([ENGINE_HEADER, *(_engine_row(part, now) for part in view["engines"])])
+    out += [line for engine in view["engines"] for line in _busy(engine)]
     named = engines_by_pid(view["engines"])
     out += [line for part in view["gms"] for line in memory_lines(part, now, named)]
     out += [f"! {problem}" for problem in view["problems"][:4]]
@@ -165,6 +167,14 @@ def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
         str(engine.get("pid") or "-"),
         str(engine.get("reason") or "-"),
     )
+
+
+def _busy(part: Document) -> list[str]:
+    """What CPU pressure does to the active engine's budget; nothing on a machine at ease."""
+    health = part.get("health") or {}
+    if not health.get("hang_budget") or health.get("stretch", 1) < BUSY_STRETCH:
+        return []
+    return [f"busy   {_engine(part).get('id', '?')}: hang {health['hang_budget']}"]
 
 
 def _canary(part: Document, now: datetime) -> str:
