@@ -107,6 +107,13 @@ SERVE = (
         None,
         "Over TCP, instead of certificates: a file with a pre-shared key of 32 bytes or more.",
     ),
+    Option(
+        "listen_insecure",
+        bool,
+        False,
+        "Over TCP on a loopback address: without a key or certificates, so that every user of this"
+        " host can take the lock.",
+    ),
 )
 
 
@@ -157,7 +164,12 @@ def _security(config: Resolved) -> Security | None:
             " engines on other hosts (--listen); give those engines --service-address instead",
         )
     files = (config[name] for name in ("tls_cert", "tls_key", "tls_ca", "psk_file"))
-    return settle(config["listen"], *files)
+    return settle(
+        config["listen"],
+        *files,
+        is_open=config["listen_insecure"],
+        open_flag="--listen-insecure",
+    )
 
 
 @main.command()

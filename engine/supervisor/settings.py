@@ -77,6 +77,13 @@ OPTIONS = (
         "Over TCP, instead of certificates: the file with the pre-shared key.",
     ),
     Option(
+        "lockserver_insecure",
+        bool,
+        False,
+        "Over TCP on a loopback address: without a key or certificates, so that every user of this"
+        " host can act as the lock server.",
+    ),
+    Option(
         "members",
         int,
         1,
@@ -274,7 +281,12 @@ def _check_members(config: Resolved, *, is_remote: bool) -> None:
 
 
 def _security(config: Resolved, address: str) -> Security | None:
-    security = settle_security(TcpAddress.parse(address), *(config[name] for name in SECURITY))
+    security = settle_security(
+        TcpAddress.parse(address),
+        *(config[name] for name in SECURITY),
+        is_open=config["lockserver_insecure"],
+        open_flag="--lockserver-insecure",
+    )
     if security is not None:
         security.client_context()  # refuse unusable files now rather than later
     return security

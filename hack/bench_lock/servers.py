@@ -118,7 +118,7 @@ class Servers:
         directory = folder(self._stack, on_disk=contender == "unix_disk")
         if contender.startswith("tcp"):
             url = f"tcp://127.0.0.1:{free_ports(1)[0]}"
-            lockserver(self._stack, directory, "--listen", url)
+            lockserver(self._stack, directory, "--listen", url, "--listen-insecure")
             return url
         if contender.startswith("unix"):
             lockserver(self._stack, directory)

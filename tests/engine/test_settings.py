@@ -9,7 +9,7 @@ from plumbing.errors import UsageError
 from plumbing.service.config import resolve
 from plumbing.wire.tcp.address import TcpAddress
 
-TCP = {"lockserver_socket": "tcp://127.0.0.1:9500"}
+TCP = {"lockserver_socket": "tcp://127.0.0.1:9500", "lockserver_insecure": True}
 SERVES = {**TCP, "service_address": "127.0.0.1:8000"}
 
 
@@ -53,6 +53,7 @@ def test_over_tcp_a_member_serves_or_does_not():
         ({**SERVES, "service_address": "no.such.host.invalid:80"}, "engine.bad_service_address"),
         ({**SERVES, "lockserver_socket": "tcp://nowhere"}, "wire.bad_address"),
         ({**SERVES, "lockserver_socket": "tcp://192.0.2.1:9500"}, "wire.insecure_address"),
+        ({**SERVES, "lockserver_insecure": False}, "wire.insecure_address"),
         ({**SERVES, "lockserver_tls_key": "/key"}, "wire.incomplete_security"),
         ({**SERVES, "lockserver_psk_file": "/no/such/key"}, "wire."),
     ],

@@ -28,7 +28,7 @@ CLOCK_MS = 20  # between the start of the lease and the record of it
 @pytest.fixture
 def server(start_server) -> ServerProcess:
     lease = ("--lease-ms", str(LEASE_MS), "--lease-margin-ms", str(MARGIN_MS))
-    return start_server("--listen", f"tcp://127.0.0.1:{free_port()}", *lease)
+    return start_server("--listen", f"tcp://127.0.0.1:{free_port()}", "--listen-insecure", *lease)
 
 
 @asynccontextmanager

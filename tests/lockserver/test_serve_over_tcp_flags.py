@@ -29,6 +29,9 @@ def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:
     ("code", "flags"),
     [
         ("wire.insecure_address", ("--listen", "tcp://0.0.0.0:9402")),
+        ("wire.insecure_address", ("--listen", "tcp://0.0.0.0:9402", "--listen-insecure")),
+        ("wire.insecure_address", ("--listen", "tcp://127.0.0.1:9402")),
+        ("wire.insecure_address", ("--listen", "tcp://localhost:9402")),
         ("wire.bad_address", ("--listen", "0.0.0.0:9402")),
         ("wire.incomplete_security", ("--listen", "tcp://0.0.0.0:9402", "--tls-cert", "x")),
         (
@@ -50,10 +53,10 @@ def test_serve_refuses_conflicting_flags_with_one_clear_error(pod_dir, code, fla
 def test_serve_with_an_address_in_use_exits_and_leaves_nothing_behind(pod_dir, start_server):
     """Goal: a server never half starts. Method: a second one, on the port of the first."""
     address = f"tcp://127.0.0.1:{free_port()}"
-    start_server("--listen", address)
+    start_server("--listen", address, "--listen-insecure")
     other = os.path.join(pod_dir, "other")
     os.mkdir(other, 0o700)
-    ran = refused(other, "--listen", address)
+    ran = refused(other, "--listen", address, "--listen-insecure")
     assert ran.returncode == 1, ran.stderr
     assert "wire.address_in_use" in ran.stderr
     assert "Traceback" not in ran.stderr

@@ -135,9 +135,19 @@ class Security:
 
 
 def settle(
-    address: TcpAddress, cert: str | None, key: str | None, ca: str | None, psk: str | None
+    address: TcpAddress,
+    cert: str | None,
+    key: str | None,
+    ca: str | None,
+    psk: str | None,
+    *,
+    is_open: bool,
+    open_flag: str,
 ) -> Security | None:
-    """How connections to `address` are secured; None: they are not, on a loopback address.
+    """How connections to `address` are secured.
+
+    None: not at all, on a loopback address. Other users of the host could then take the lock, so
+    this has to be asked for: by `is_open`, which the operator sets with `open_flag`.
 
     Raises:
         UsageError: `wire.insecure_address`, `wire.two_securities` or `wire.incomplete_security`.
@@ -160,6 +170,13 @@ def settle(
             f" that signed the other side's; missing: {', '.join(missing)}",
         )
     check(address, None)
+    if not is_open:
+        raise UsageError(
+            "wire.insecure_address",
+            f"{address} can be reached by every user of this host, and any of them could take the"
+            " lock; configure a certificate, its key and a CA, or a file with a pre-shared key, or"
+            f" allow that with {open_flag}",
+        )
     return None
 
 
@@ -173,8 +190,7 @@ def check(address: TcpAddress, security: Security | None) -> None:
         raise UsageError(
             "wire.insecure_address",
             f"{address} can be reached from other hosts, and any of them could take the lock;"
-            " configure a certificate, its key and a CA, or a file with a pre-shared key, or use a"
-            " loopback address",
+            " configure a certificate, its key and a CA, or a file with a pre-shared key",
         )
 
 

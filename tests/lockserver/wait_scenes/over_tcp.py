@@ -20,7 +20,8 @@ async def members_of(
 ) -> AsyncIterator[tuple[ServerProcess, list[Member]]]:
     """A server over TCP, and `count` members of engine-0 that are connected."""
     lease = ("--lease-ms", "300", "--lease-margin-ms", "100")
-    server = scene.server("--listen", f"tcp://127.0.0.1:{free_port()}", *lease, *flags)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    server = scene.server("--listen", address, "--listen-insecure", *lease, *flags)
     found = [Member(server.flags[1], None, "engine-0", index, 2) for index in range(count)]
     try:
         for each in found:

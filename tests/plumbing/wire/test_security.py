@@ -27,7 +27,7 @@ ANYWHERE = TcpAddress("0.0.0.0", 7443)
 @pytest.mark.parametrize(
     ("address", "files", "expected"),
     [
-        (HERE, (None, None, None, None), None),
+        (HERE, (None, None, None, None), "wire.insecure_address"),
         (HERE, ("c", "k", "a", None), Security("c", "k", "a")),
         (ANYWHERE, ("c", "k", "a", None), Security("c", "k", "a")),
         (ANYWHERE, (None, None, None, "p"), Security(psk="p")),
@@ -43,17 +43,39 @@ ANYWHERE = TcpAddress("0.0.0.0", 7443)
 def test_settings_are_one_kind_of_security_or_a_usage_error(
     address: TcpAddress, files: tuple[str | None, ...], expected: Security | str | None
 ):
-    """Goal: certificates, a key, or nothing on loopback; incomplete ones, or both, are refused and
-    the error names what is missing. Method: a table."""
-    cert, key, ca, shared = files
+    """Goal: certificates or a key; nothing, incomplete ones, or both are refused and the error
+    names what is missing. Method: a table."""
     if not isinstance(expected, str):
-        assert settle(address, cert, key, ca, shared) == expected
+        assert settle(address, *files, is_open=False, open_flag="--open") == expected
         return
     with pytest.raises(UsageError) as caught:
-        settle(address, cert, key, ca, shared)
+        settle(address, *files, is_open=False, open_flag="--open")
     assert caught.value.code == expected
     if expected == "wire.incomplete_security":
         assert "CA's certificate" in caught.value.message
+    if expected == "wire.insecure_address":
+        assert ("--open" in caught.value.message) == (address == HERE)
+
+
+@pytest.mark.parametrize(
+    ("address", "files", "expected"),
+    [
+        (HERE, (None, None, None, None), None),
+        (HERE, (None, None, None, "p"), Security(psk="p")),
+        (ANYWHERE, (None, None, None, None), "wire.insecure_address"),
+        (HERE, ("c", None, None, None), "wire.incomplete_security"),
+    ],
+)
+def test_only_loopback_may_be_open_and_only_when_asked_for(
+    address: TcpAddress, files: tuple[str | None, ...], expected: Security | str | None
+):
+    """Goal: the flag opens a loopback address and nothing else. Method: a table, with the flag."""
+    if not isinstance(expected, str):
+        assert settle(address, *files, is_open=True, open_flag="--open") == expected
+        return
+    with pytest.raises(UsageError) as caught:
+        settle(address, *files, is_open=True, open_flag="--open")
+    assert caught.value.code == expected
 
 
 @pytest.mark.parametrize(
