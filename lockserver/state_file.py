@@ -6,6 +6,14 @@ The surprising thing: both slots are valid from the moment the file exists. So o
 that something was lost, perhaps the newest grant, and the holder in the other slot cannot be
 trusted: the record is then *unknown*, as if the file were gone, but its token still counts. A write
 torn by a power cut looks the same and costs nothing: after a power cut every witness is free.
+
+Two kinds of newer version are met after a downgrade. With a newer `schema` the slots are the same,
+and whatever else a record holds, `token` is its largest token: tokens go on from there. A newer
+number after `understudy-lock` means that the slots themselves have changed, so that the token may
+be anywhere; started over it, tokens would begin again below what was granted. Then this server does
+not start, and changes nothing: engines that serve go on, and only a person can know which
+version wrote the file, or that nothing of it is alive. Every version's slots begin with these two
+words, and every version must begin so.
 """
 
 from __future__ import annotations
@@ -13,6 +21,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -25,7 +34,9 @@ from plumbing.service.files import FILE_BYTES, SLOT_BYTES, SlotFile, SlotFormat,
 __all__ = ["FILE_BYTES", "NAME", "SLOT_BYTES", "LoadedRecord", "LockStateFile", "read"]
 
 NAME = "lockserver.json"
-FORMAT = SlotFormat("understudy-lock 1")
+KIND, VERSION = "understudy-lock", 1
+FORMAT = SlotFormat(f"{KIND} {VERSION}")
+_HEAD = re.compile(rf"{KIND} (\d{{1,9}})[ \n]".encode())
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -52,7 +63,7 @@ class LockStateFile:
 
         Raises:
             UnderstudyError: `lock.state_unwritable` (a full disk, a directory of that name, …),
-                `lock.state_in_use`.
+                `lock.state_in_use`, `lock.state_newer`: a later version wrote it.
         """
         self.path = os.path.join(directory, NAME)
         self._directory = directory
@@ -113,7 +124,11 @@ def read(directory: str, locks: Iterable[str]) -> LoadedRecord | None:
     """The state without a server, read-only; None if there is no file."""
     if not os.path.lexists(os.path.join(directory, NAME)):
         return None
-    return _load(directory, tuple(locks))
+    names = tuple(locks)
+    try:
+        return _load(directory, names)
+    except UnderstudyError as error:
+        return LoadedRecord(LockRecord(unknown=frozenset(names)), error.message)
 
 
 def _load(
@@ -127,6 +142,7 @@ def _load(
             return LoadedRecord(LockRecord(unknown=unknown), is_first=True)
         problem = "the state file is missing although engines were launched in this directory"
         return LoadedRecord(_lost(0, locks), problem)
+    _check_version(os.path.join(directory, NAME), raw)
     texts = FORMAT.decode(raw)
     slots = [None if text is None else _meaning(*text) for text in texts]
     known = [slot for slot in slots if slot is not None]
@@ -135,6 +151,22 @@ def _load(
     token = max((_token(text[1]) for text in texts if text is not None), default=0)
     problem = f"{len(slots) - len(known)} of its 2 slots cannot be read ({len(raw)} bytes)"
     return LoadedRecord(_lost(token, locks), problem)
+
+
+def _check_version(path: str, raw: bytes) -> None:
+    """Refuse a file of which a slot was written by a version whose slots are unknown here."""
+    heads = (_HEAD.match(raw, number * SLOT_BYTES) for number in range(2))
+    newest = max((int(head[1]) for head in heads if head is not None), default=VERSION)
+    if newest > VERSION:
+        raise UnderstudyError(
+            "lock.state_newer",
+            f"{path} has version {newest}, but this lock server reads version {VERSION}: it cannot"
+            " tell which tokens were granted, so it does not start. Start the version that wrote"
+            " it; if that is not possible, stop every engine that uses this directory, move the"
+            " file away and start again: then tokens begin again, too",
+            path=path,
+            version=newest,
+        )
 
 
 def _lost(token: int, locks: tuple[str, ...]) -> LockRecord:

@@ -126,6 +126,37 @@ def test_state_file_of_a_newer_version_still_counts_its_tokens(pod_dir, start_se
 
 
 @pytest.mark.slow
+def test_state_file_of_a_later_layout_keeps_the_server_from_starting(pod_dir, start_server):
+    """Goal: a downgrade begins no tokens again below what was granted, and says what to do. Method:
+    a grant, a file of a later layout, a start, the offline status; then the file as it was."""
+    server = start_server()
+    path = os.path.join(pod_dir, "lockserver.json")
+    with Hand(pod_dir, "engine-0") as hand, hand.connect() as client:
+        client.notify(hand.want())
+        assert hand.granted(client) == 1
+        server.kill()
+        with open(path, "rb") as file:
+            raw = file.read()
+        with open(path, "r+b") as file:
+            file.write(raw.replace(b"understudy-lock 1 ", b"understudy-lock 2 "))
+        command = [*server.command, "serve", "--dir", pod_dir, "--http-port", "0"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 1
+        assert ran.stderr.strip().endswith("[lock.state_newer]")
+        assert f"{path} has version 2, but" in ran.stderr
+        assert "Traceback" not in ran.stderr
+        shown = subprocess.run(
+            [*server.command, "status", "--dir", pod_dir], capture_output=True, text=True
+        )
+        assert shown.returncode == 3
+        assert "has version 2" in " ".join(shown.stdout.split())
+        with open(path, "r+b") as file:
+            file.write(raw)
+        server.start()
+        assert server.lock()["holder"]["token"] == 1
+
+
+@pytest.mark.slow
 def test_unwritable_state_grants_nothing_reports_it_and_recovers(pod_dir, start_server):
     """Goal: nothing is granted that is not on disk, and a witness that cannot be sealed frees
     nothing; both are reported, and both clear by themselves. Method: make a running server's files

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -145,6 +146,40 @@ def test_state_file_checksum_fits_but_meaning_does_not(directory):
     found = read(directory, LOCKS)
     assert found is not None
     assert found.record.unknown
+
+
+@pytest.mark.parametrize("slots", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
+@pytest.mark.parametrize("version", [2, 10])
+def test_state_file_of_a_later_layout_is_refused_and_left_alone(directory, slots, version):
+    """Goal: where the tokens cannot be read, none is granted again. Method: a later version's
+    number in one slot or in both, with nothing behind it that this version could read."""
+    write(directory, 5, 6)
+    with open(path_of(directory), "r+b") as file:
+        for slot in slots:
+            file.seek(slot * SLOT_BYTES)
+            file.write(b"understudy-lock %d \x00binary, with the token somewhere\x00" % version)
+    before = Path(path_of(directory)).read_bytes()
+    with pytest.raises(UnderstudyError) as caught:
+        LockStateFile(directory, LOCKS)
+    assert caught.value.code == "lock.state_newer"
+    assert caught.value.details == {"path": path_of(directory), "version": version}
+    assert os.listdir(directory) == ["lockserver.json"]
+    assert Path(path_of(directory)).read_bytes() == before
+    found = read(directory, LOCKS)
+    assert found is not None
+    assert found.record.unknown == set(LOCKS)
+    assert f"version {version}" in str(found.problem)
+
+
+@pytest.mark.parametrize("head", [b"understudy-lock x ", b"understudy-lockk 2 ", b" ", b"\0" * 32])
+def test_state_file_that_is_merely_damaged_is_not_taken_for_a_later_one(directory, head):
+    """Goal: damage does not stop the server. Method: heads that no version writes."""
+    write(directory, 5, 6)
+    with open(path_of(directory), "r+b") as file:
+        file.write(head)
+    state = LockStateFile(directory, LOCKS)
+    assert state.loaded.record.token == 7
+    state.close()
 
 
 def test_state_file_failed_write_is_repeated_into_the_same_slot(directory, monkeypatch):
