@@ -53,6 +53,8 @@ TAKEN = (
     "clients",
     "expected",
     "report",
+    "burn",
+    "duration_s",
 )
 OPTIONS: tuple[Option, ...] = tuple(
     replace(option, default=DEFAULTS.get(option.name, option.default))
@@ -161,7 +163,14 @@ class Run:
 
     async def _drill(self, model: Path, expected: Path, found: Found) -> DrillResult | None:
         config, before = self.config, leftovers.there_now()
-        plan = DrillPlan(config["kills"], config["target"], config["clients"], expected)
+        plan = DrillPlan(
+            config["kills"],
+            config["target"],
+            config["clients"],
+            expected,
+            burn=config["burn"],
+            duration_s=config["duration_s"],
+        )
         ranks = config["tensor_parallel"]
         pod = make_pod(self.base, model, ranks, self.flags, config["device_bytes"])
         directory = pod.directory

@@ -33,6 +33,8 @@ REPORT_KEYS = {
     "refused",
     "wrong_tokens",
     "double_active",
+    "false_deaths",
+    "lasted_s",
     "lost_in_flight",
     "failover_ms",
     "phases_ms",
@@ -83,6 +85,28 @@ def test_drill_passes_and_leaves_nothing_behind(
     first, second, third = killed_engines(done.stderr)
     assert first == third != second
     assert os.listdir(temporary) == []
+
+
+@pytest.mark.slow
+def test_drill_on_a_busy_machine_kills_nobody_else(tmp_path_factory: pytest.TempPathFactory):
+    """Goal: a healthy engine is never taken for a hung one. Method: one busy loop per CPU, two
+    kills, and the page."""
+    temporary = tmp_path_factory.mktemp("t")
+    page = temporary / "drill.html"
+    done = subprocess.run(
+        [UNDERSTUDY, "drill", "--kills=2", "--burn=1", f"--report={page}", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**ENVIRONMENT, "TMPDIR": str(temporary)},
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    burn = report["burn"]
+    assert (burn["per_core"], burn["processes"]) == (1, report["machine"]["cpus"])
+    assert burn["cpu_s"] > 0
+    assert report["false_deaths"] == 0
+    assert "busy loops" in page.read_text()
 
 
 @pytest.mark.slow

@@ -104,6 +104,8 @@ def drill(
         expected,
         also=() if config["file"] is None else PARTS,
         is_upgrade=upgrade,
+        burn=config["burn"],
+        duration_s=config["duration_s"],
     )
     page = Path(config["report"]) if config["report"] else None
     if page is not None:
@@ -260,6 +262,7 @@ def _local_pod(
 def _refuse_with_upgrade(config: Resolved, *, attach: bool) -> None:
     """An upgrade has no kills, and can relaunch only containers that the drill started."""
     needless = [f"--{name}" for name in ("kills", "target") if config.origin(name) == "flag"]
+    needless += ["--duration-s"] if config.origin("duration_s") == "flag" else []
     needless += ["--attach"] if attach else []
     needless += ["-f"] if config.origin("file") == "flag" else []
     _refuse(

@@ -11,6 +11,8 @@ from understudy.up.ports import ENGINE_PORT, GMS_PORT, LOCKSERVER_PORT, SERVICE_
 
 DIRECTORY = "/run/understudy"  # DESIGN §9
 
+BURN_MAX = 16  # loops per CPU: the pod's share is then a seventeenth, or less
+
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 
 
@@ -119,6 +121,22 @@ DRILL_OPTIONS = (
         str,
         None,
         "A file of prompts and their expected answers; learned from the pod unless given.",
+    ),
+    Option(
+        "burn",
+        int,
+        0,
+        "Number of busy loops per CPU, at equal priority, that compete with the pod.",
+        minimum=0,
+        maximum=BURN_MAX,
+    ),
+    Option(
+        "duration_s",
+        float,
+        0.0,
+        "Spread the kills evenly over so many seconds, instead of killing as soon as a standby is"
+        " ready.",
+        minimum=0,
     ),
     Option("report", str, None, "Write the report to this HTML file."),
 )

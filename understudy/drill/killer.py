@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine import messages as engine_messages
 from engine.supervisor.tree import HELPERS
@@ -97,6 +98,7 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
     path = engine_sockets(directory)[whole.engine]
     status = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())
     kill = EngineKill(target, whole.engine, whole.token, killed_ms=clock.now_ms())
+    kill.incarnation = _engine_of(status).get("incarnation")
     observer.expect(kill, _old_tree(directory, target, status))
     if target == STOP + SUPERVISOR:
         # Not through its control socket: a process that hangs does not reply.
@@ -122,13 +124,16 @@ def _old_tree(directory: Path, target: str, status: Answered) -> OldTree:
     """What must be gone before the next grant: processes, or the witness that they hold where they
     are in another PID namespace."""
     if status.pid == 0:
-        document = getattr(status.message, "document", None) or {}
-        incarnation = (document.get("engine") or {}).get("incarnation")
-        return OldTree.by_witness(directory, str(incarnation))
+        return OldTree.by_witness(directory, str(_engine_of(status).get("incarnation")))
     backend = backend_processes(status.pid)
     # A supervisor survives the death of its backend, but not its own.
     is_own = target.removeprefix(STOP) == SUPERVISOR
     return OldTree.of([status.pid, *backend] if is_own else backend)
+
+
+def _engine_of(status: Answered) -> dict[str, Any]:
+    document = getattr(status.message, "document", None) or {}
+    return document.get("engine") or {}
 
 
 def backend_processes(supervisor: int) -> list[int]:

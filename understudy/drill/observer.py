@@ -31,7 +31,7 @@ from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import is_spent
 from plumbing.service.procfs import name as process_name
 from plumbing.wire.messages import Message
-from understudy.drill.records import GONE, LOCK, EngineKill, Moment, Records
+from understudy.drill.records import GONE, LOCK, EngineDeath, EngineKill, Moment, Records
 
 clock = SystemClock()
 
@@ -114,6 +114,7 @@ class Observer:
         self._kill: EngineKill | None = None
         self._tree = OldTree()
         self._states: dict[str, tuple[str, str]] = {}  # last state and note of each part
+        self._running: dict[str, str] = {}  # the living incarnation of each engine
         self._watches = [
             PeerWatch(
                 str(directory / LOCKSERVER_SOCKET),
@@ -230,11 +231,33 @@ class Observer:
         if isinstance(message, engine_messages.StatusReplyMsg):
             about = message.document.get("engine") or {}
             self._note(engine, str(about.get("state", "unknown")))
+            # Before its first launch a new supervisor has none, and the last one's has ended.
+            self._note_incarnation(engine, about, is_dead=about.get("state") == "dead")
         elif isinstance(message, engine_messages.EventMsg):
             record = message.record
             if record.get("type") == "engine.state":
-                state = (record.get("data") or {}).get("to", "unknown")
+                data = record.get("data") or {}
+                state = data.get("to", "unknown")
                 self._note(engine, str(state), at_ms=record.get("mono_ms"))
+                self._note_incarnation(
+                    engine, data, is_dead=state == "dead", message=str(record.get("message", ""))
+                )
+
+    def _note_incarnation(
+        self, engine: str, about: Mapping[str, Any], *, is_dead: bool, message: str = ""
+    ) -> None:
+        """Record a death: seen, or shown by the launch that follows it."""
+        named, last = about.get("incarnation"), self._running.get(engine)
+        if last is not None and (is_dead or named != last):
+            del self._running[engine]
+            is_seen = is_dead and named == last
+            cause = str(about.get("cause", "")) if is_seen else ""
+            why = message or str(about.get("reason", "")) if is_seen else ""
+            self._records.deaths.append(
+                EngineDeath(engine, last, cause, why or "its supervisor ended")
+            )
+        if isinstance(named, str) and not is_dead:
+            self._running[engine] = named
 
 
 def _is_held(file: int) -> bool:

@@ -154,6 +154,7 @@ class EngineKill(Struct):
     new_token: int | None = None
     new_engine: str | None = None
     deaths_ms: dict[str, float | None] = {}
+    incarnation: str | None = None
 
 
 class Moment(Struct, frozen=True):
@@ -198,6 +199,25 @@ class Upgrade(Struct):
     switchover_ms: float | None = None
 
 
+class EngineDeath(Struct, frozen=True):
+    """The end of an engine's launch `incarnation`, whoever caused it. `cause`: as in its events."""
+
+    engine: str
+    incarnation: str
+    cause: str
+    message: str
+
+
+class BurnUse(Struct):
+    """Busy loops beside the pod. `ended`: how many ended before they were stopped."""
+
+    per_core: int
+    cpus: int
+    processes: int = 0
+    cpu_s: float = 0.0
+    ended: int = 0
+
+
 class MemoryUse(Struct):
     """Physical memory of the weights: committed bytes and observed peak."""
 
@@ -210,7 +230,8 @@ class Records(Struct):
     """Everything one drill observed.
 
     `overlaps`: grants while a process of the old engine was alive; `disturbed`: changes caused by
-    the death of a part. `memory` is set once a memory server was killed, `upgrade` in an upgrade.
+    the death of a part; `deaths`: of engines, rehearsed or not. `memory` is set once a memory
+    server was killed, `upgrade` in an upgrade.
     `targets`: those of every engine of this pod, which are counted even if none was killed.
     """
 
@@ -225,4 +246,7 @@ class Records(Struct):
     memory: MemoryUse | None = None
     disturbed: list[str] = []
     upgrade: Upgrade | None = None
+    deaths: list[EngineDeath] = []
+    burn: BurnUse | None = None
+    lasted_s: float = 0.0
     targets: Sequence[str] = TARGETS

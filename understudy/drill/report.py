@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from plumbing.part.format import duration, size
-from understudy.drill.records import PHASES, Upgrade
+from understudy.drill.records import PHASES, BurnUse, Upgrade
 from understudy.drill.verdict import DrillReport, Spread
 from understudy.host import ResourceUsage, machine
 
@@ -41,8 +41,11 @@ def print_report(
         ("refused", report.refused),
         ("wrong tokens", report.wrong_tokens),
         ("double active", report.double_active),
+        ("false deaths", report.false_deaths),
     ):
         console.print(f"{name:<16} {count}", style="red" if count else "green")
+    if report.burn is not None:
+        console.print(f"burn             {describe_burn(report.burn)}")
     if report.memory is not None:
         use = report.memory
         console.print(
@@ -61,6 +64,12 @@ def print_report(
     for problem in report.problems:
         console.print(f"problem          {problem}", style="red", markup=False)
     console.print("passed" if report.passed else "FAILED", style="bold", markup=False)
+
+
+def describe_burn(burn: BurnUse) -> str:
+    """`2 busy loops per CPU, 4 in all; they got 61.3 s of CPU time`."""
+    loops = "1 busy loop" if burn.per_core == 1 else f"{burn.per_core} busy loops"
+    return f"{loops} per CPU, {burn.processes} in all; they got {burn.cpu_s:.1f} s of CPU time"
 
 
 def _print_upgrade(upgrade: Upgrade, pause_ms: float | None, console: Console) -> None:

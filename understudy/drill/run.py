@@ -18,8 +18,9 @@ from plumbing.part.format import duration
 from plumbing.part.paths import engine_sockets
 from plumbing.service.clock import SystemClock
 from understudy.drill import part_killer
+from understudy.drill.burn import Burn
 from understudy.drill.clients import Target, send, stream_without_pause
-from understudy.drill.killer import Whole, kill_active, wait_whole
+from understudy.drill.killer import WHOLE_DEADLINE_S, Whole, kill_active, wait_whole
 from understudy.drill.observer import Observer
 from understudy.drill.part_killer import PhysicalMemory, Standing
 from understudy.drill.prompts import all_prompts, learn_answers, read_expected
@@ -55,6 +56,7 @@ class DrillPlan:
     `targets` are killed in turn; default: every process of an engine of this pod, and `also`.
     `expected`: a file of prompts and answers; default: the first active engine's answers.
     `is_upgrade`: no kills; both engines get a new configuration instead.
+    `burn`: number of busy loops per CPU meanwhile; `duration_s`: spread the kills over this time.
     """
 
     kills: int = 20
@@ -63,10 +65,16 @@ class DrillPlan:
     expected: Path | None = None
     also: Sequence[str] = ()
     is_upgrade: bool = False
+    burn: int = 0
+    duration_s: float = 0.0
 
     @property
     def kills_wanted(self) -> int:
         return 0 if self.is_upgrade else self.kills
+
+    def stretched_s(self, deadline_s: float) -> float:
+        """A deadline on the busy machine: loops of the same priority leave the pod its share."""
+        return deadline_s * (1 + self.burn)
 
 
 class Drill:
@@ -123,6 +131,10 @@ class Drill:
     async def run(self, target: Target) -> None:
         """All kills under load. Raises what ended the drill early; `records` is valid anyway."""
         stopping = asyncio.Event()
+        burn = Burn(self._plan.burn)
+        self.records.burn = burn.use if self._plan.burn else None
+        burn.start()
+        began_ms = clock.now_ms()
         engines = engine_sockets(self._directory)
         observer = Observer(self._directory, engines, self.records)
         exchanges = self.records.exchanges
@@ -140,15 +152,17 @@ class Drill:
             for number, what in zip(
                 range(1, self._plan.kills_wanted + 1), itertools.cycle(self._targets), strict=False
             ):
+                await self._until_due(began_ms, number - 1)
                 await self._all_up(observer)
-                whole = await wait_whole(self._directory, self._say)
+                whole = await self._whole()
                 if what == GMS:
                     await self._kill_memory(number)
                 elif what in PARTS:
                     await self._kill_part(number, what)
                 else:
                     await self._kill(number, what, whole, target, observer)
-            await wait_whole(self._directory, self._say)  # the last victim recovers, too
+            await self._until_due(began_ms, self._plan.kills_wanted)
+            await self._whole()  # the last victim recovers, too
             stopping.set()
             await asyncio.gather(*clients)
         finally:
@@ -157,6 +171,8 @@ class Drill:
             await asyncio.gather(*clients, return_exceptions=True)
             await observer.close()
             await self._physical.close()
+            burn.stop()
+            self.records.lasted_s = (clock.now_ms() - began_ms) / 1000
             if self.records.memory is not None:
                 self.records.memory.peak_bytes = self._physical.peak_bytes
 
@@ -173,6 +189,16 @@ class Drill:
             lambda: self._answers(2 * self._plan.clients),
         )
         await upgrader.run(self.records.upgrade)
+
+    async def _until_due(self, began_ms: float, kills: int) -> None:
+        """Wait until the time for so many kills has passed."""
+        share = kills / max(1, self._plan.kills_wanted)
+        due_ms = began_ms + 1000 * self._plan.duration_s * share
+        await asyncio.sleep(max(0.0, due_ms - clock.now_ms()) / 1000)
+
+    async def _whole(self) -> Whole:
+        deadline_s = self._plan.stretched_s(WHOLE_DEADLINE_S)
+        return await wait_whole(self._directory, self._say, deadline_s)
 
     def _not_up(self) -> Sequence[str]:
         return self._runner.not_up() if self._runner is not None else ()
@@ -192,12 +218,13 @@ class Drill:
         Raises:
             WaitTimeoutError: `drill.not_up`, with what is missing.
         """
-        end_ms = clock.now_ms() + UP_DEADLINE_S * 1000
+        deadline_s = self._plan.stretched_s(UP_DEADLINE_S)
+        end_ms = clock.now_ms() + deadline_s * 1000
         while self._not_up() or not observer.is_watching_lock:
             if clock.now_ms() > end_ms:
                 missing = ", ".join(self._not_up()) or "the lock server"
                 raise WaitTimeoutError(
-                    "drill.not_up", f"{missing} did not come back within {UP_DEADLINE_S:g} s"
+                    "drill.not_up", f"{missing} did not come back within {deadline_s:g} s"
                 )
             await asyncio.sleep(ANSWERS_POLL_S)
 
@@ -206,7 +233,7 @@ class Drill:
         kill, before, memory = await part_killer.kill_part(self._directory, what)
         self.records.part_kills.append(kill)
         await part_killer.wait_back(self._directory, kill, memory)
-        await wait_whole(self._directory, self._say)
+        await self._whole()
         await self._answers(2 * self._plan.clients)
         await self._compare(what, before)
         took_ms = (kill.back_ms or kill.killed_ms) - kill.killed_ms
@@ -251,12 +278,13 @@ class Drill:
             WaitTimeoutError: `drill.no_answers`.
         """
         goal = len(self.records.exchanges) + count
-        end_ms = clock.now_ms() + ANSWERS_DEADLINE_S * 1000
+        deadline_s = self._plan.stretched_s(ANSWERS_DEADLINE_S)
+        end_ms = clock.now_ms() + deadline_s * 1000
         while len(self.records.exchanges) < goal:
             if clock.now_ms() > end_ms:
                 raise WaitTimeoutError(
                     "drill.no_answers",
-                    f"{count} requests did not complete within {ANSWERS_DEADLINE_S:g} s, although"
+                    f"{count} requests did not complete within {deadline_s:g} s, although"
                     " nothing was killed",
                 )
             await asyncio.sleep(ANSWERS_POLL_S)
@@ -264,7 +292,8 @@ class Drill:
     async def _probe(self, kill: EngineKill, target: Target) -> float:
         """Send requests until the new active engine answers; milliseconds since the kill."""
         prompts = itertools.cycle(self.prompts)
-        end_ms = kill.killed_ms + TAKEOVER_DEADLINE_S * 1000
+        deadline_s = self._plan.stretched_s(TAKEOVER_DEADLINE_S)
+        end_ms = kill.killed_ms + deadline_s * 1000
         while True:
             exchange = await send(target, next(prompts))
             self.records.exchanges.append(exchange)
@@ -274,7 +303,7 @@ class Drill:
             if exchange.ended_ms > end_ms:
                 raise WaitTimeoutError(
                     "drill.no_takeover",
-                    f"no engine took over from {kill.engine} within {TAKEOVER_DEADLINE_S:g} s; "
+                    f"no engine took over from {kill.engine} within {deadline_s:g} s; "
                     "the last "
                     f"request: {exchange.end}, status {exchange.status}, {exchange.detail}",
                 )

@@ -15,10 +15,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import msgspec
+
+from understudy.drill.problems import burn_problems, false_deaths, part_problems, problems_of
 from understudy.drill.records import (
     GMS,
     PARTS,
     PHASES,
+    BurnUse,
     End,
     EngineKill,
     Exchange,
@@ -34,7 +38,7 @@ UNAVAILABLE = frozenset({429, 503})  # the server refused for now
 # Attributes of a report that are keys of its JSON document as they are.
 IN_DOCUMENT = (
     *("passed", "problems", "requests", "kills", "killed"),
-    *("refused", "wrong_tokens", "double_active", "lost_in_flight"),
+    *("refused", "wrong_tokens", "double_active", "false_deaths", "lost_in_flight", "lasted_s"),
 )
 
 
@@ -62,6 +66,8 @@ class DrillReport:
     lost_in_flight: int
     failover_ms: Spread
     phases_ms: dict[str, Spread]
+    false_deaths: int = 0
+    lasted_s: float = 0.0
     requests: int = 0
     failovers: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -69,10 +75,11 @@ class DrillReport:
     memory: MemoryUse | None = None
     upgrade: Upgrade | None = None
     pause_ms: float | None = None
+    burn: BurnUse | None = None
 
     @property
     def passed(self) -> bool:
-        faults = self.refused + self.wrong_tokens + self.double_active
+        faults = self.refused + self.wrong_tokens + self.double_active + self.false_deaths
         return not faults and not self.problems
 
     def to_dict(self, backend: str, machine: dict[str, Any]) -> dict[str, Any]:
@@ -89,6 +96,8 @@ class DrillReport:
                 "committed_bytes": self.memory.committed_bytes,
                 "peak_physical_bytes": self.memory.peak_bytes,
             }
+        if self.burn is not None:
+            document["burn"] = msgspec.structs.asdict(self.burn)
         if self.upgrade is not None:
             document["upgrade"] = {
                 "setting": self.upgrade.setting,
@@ -125,6 +134,8 @@ def judge(records: Records, kills_wanted: int) -> DrillReport:
         refused=counts[Outcome.REFUSED],
         wrong_tokens=counts[Outcome.WRONG],
         double_active=len(records.overlaps) + len(served_out_of_order(records.exchanges)),
+        false_deaths=len(false_deaths(records)),
+        lasted_s=round(records.lasted_s, 3),
         lost_in_flight=counts[Outcome.LOST],
         failover_ms=spread(failovers),
         phases_ms={
@@ -133,14 +144,16 @@ def judge(records: Records, kills_wanted: int) -> DrillReport:
         requests=len(records.exchanges),
         failovers=failovers,
         problems=[
-            *_problems(records, outcomes, failovers, kills_wanted),
-            *_part_problems(records),
+            *problems_of(records, outcomes, failovers, kills_wanted),
+            *part_problems(records),
+            *burn_problems(records),
             *_upgrade_problems(records.upgrade, records),
         ],
         recovery_ms=spread(recoveries) if records.memory is not None else None,
         memory=records.memory,
         upgrade=records.upgrade,
         pause_ms=pause_of(records.upgrade, records.exchanges),
+        burn=records.burn,
     )
 
 
@@ -270,27 +283,6 @@ def _killed(records: Records) -> dict[str, int]:
     }
 
 
-def _part_problems(records: Records) -> list[str]:
-    """Effects of the deaths of other parts, which should have none."""
-    problems, use = list(records.disturbed), records.memory
-    away = [kill.target for kill in records.part_kills if kill.back_ms is None]
-    if away:
-        problems.append(f"{', '.join(away)} did not come back")
-    if use is None:
-        return problems
-    lost = sum(kill.recovered_ms is None for kill in records.memory_kills)
-    if lost:
-        problems.append(f"after {lost} kills the memory service did not recover completely")
-    if not use.peak_bytes:
-        problems.append("the physical memory of the weights is not visible here")
-    elif use.peak_bytes > use.committed_bytes + use.device_bytes_min // 2:
-        problems.append(
-            f"the weights used up to {use.peak_bytes} bytes, but only {use.committed_bytes} are"
-            " committed: something was loaded a second time"
-        )
-    return problems
-
-
 def _upgrade_problems(upgrade: Upgrade | None, records: Records) -> list[str]:
     """Why an upgrade of both engines under load is not complete or not proven."""
     if upgrade is None:
@@ -306,45 +298,3 @@ def _upgrade_problems(upgrade: Upgrade | None, records: Records) -> list[str]:
     if pause_of(upgrade, records.exchanges) is None:
         problems.append("no requests were answered both before and after the switchover")
     return problems
-
-
-def _problems(
-    records: Records,
-    outcomes: Sequence[tuple[Exchange, Outcome]],
-    failovers: Sequence[float],
-    kills_wanted: int,
-) -> list[str]:
-    problems = []
-    kills = len(records.kills)
-    made = kills + len(records.memory_kills) + len(records.part_kills)
-    if made < kills_wanted:
-        problems.append(f"only {made} of {kills_wanted} kills were made")
-    if len(failovers) < kills:
-        problems.append(f"no request was answered after {kills - len(failovers)} kills")
-    if records.grants_checked < kills:
-        missing = kills - records.grants_checked
-        problems.append(f"{missing} grants could not be checked against the old processes")
-    hung = sum(outcome is Outcome.HUNG for _, outcome in outcomes)
-    if hung:
-        problems.append(f"{hung} requests got neither an answer nor an error")
-    if not any(outcome is Outcome.OK for _, outcome in outcomes):
-        problems.append("no request was answered in full")
-    stray = [
-        exchange
-        for exchange, outcome in outcomes
-        if outcome is Outcome.LOST and not any(_explains(kill, exchange) for kill in records.kills)
-    ]
-    if stray:
-        problems.append(
-            f"{len(stray)} requests were lost although nothing had been killed ({stray[0].detail})"
-        )
-    return problems
-
-
-def _explains(kill: EngineKill, exchange: Exchange) -> bool:
-    """Whether this kill can explain the loss of this request, which ran on the killed engine."""
-    if exchange.token is not None:
-        return exchange.token == kill.old_token and exchange.ended_ms >= kill.killed_ms
-    # Accepted without a byte of an answer: by an engine that was dying.
-    until_ms = kill.active_ms if kill.active_ms is not None else math.inf
-    return exchange.ended_ms >= kill.killed_ms and exchange.sent_ms <= until_ms

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from understudy.drill.records import EngineKill, MemoryKill, MemoryUse, Records, Upgrade
+from understudy.drill.records import BurnUse, EngineKill, MemoryKill, MemoryUse, Records, Upgrade
 from understudy.drill.report import print_report
 from understudy.drill.verdict import judge
 
@@ -45,6 +45,15 @@ def test_report_names_what_was_drilled_and_what_was_killed(records, title, kills
     said = printed(records).splitlines()
     assert said[0].startswith(title)
     assert f"kills            {kills}" in said
+
+
+def test_report_names_the_load_beside_the_pod():
+    """Goal: a figure with its conditions. Method: one loop per CPU, and two."""
+    said = printed(Records(kills=[FAILOVER], burn=BurnUse(2, 2, 4, 61.25))).splitlines()
+    assert "burn             2 busy loops per CPU, 4 in all; they got 61.2 s of CPU time" in said
+    assert "false deaths     0" in said
+    one = printed(Records(kills=[FAILOVER], burn=BurnUse(1, 2, 2, 1.0)))
+    assert "1 busy loop per CPU, 2 in all" in one
 
 
 def test_report_of_an_upgrade_has_no_table_of_failovers():

@@ -11,13 +11,15 @@ import socket
 import pytest
 from click.testing import CliRunner
 
+from engine.messages import EventMsg, StatusReplyMsg
 from plumbing.errors import UnderstudyError, UnreachableError
 from tests.helpers import auntil, open_fds
 from tests.understudy.drill.fake_pod import FakePod
 from understudy.cli.main import main
 from understudy.drill import run as drill_run
 from understudy.drill.killer import wait_whole
-from understudy.drill.observer import OldTree
+from understudy.drill.observer import Observer, OldTree
+from understudy.drill.records import Records
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import DrillReport, judge
 from understudy.status.events import follow_events
@@ -99,6 +101,75 @@ def test_drill_leaks_no_descriptor(directory):
             assert pod.token == 3
 
     asyncio.run(main())
+
+
+def test_drill_lasts_as_long_as_it_is_asked_to(directory):
+    """Goal: "10 minutes, 10 kills". Method: 0.6 s, which two kills do not take by themselves."""
+
+    async def main():
+        async with FakePod(directory):
+            plan = DrillPlan(2, BACKENDS, 2, duration_s=0.6)
+            result = await sessions.drill_running_pod(directory, plan, lambda line: None)
+            assert result is not None
+            return result.report
+
+    report = asyncio.run(main())
+    assert report.passed, report.problems
+    assert report.kills == 2
+    assert report.lasted_s >= 0.6
+
+
+def engine_says(state: str, incarnation: str | None, **data) -> StatusReplyMsg:
+    return StatusReplyMsg({"engine": {"state": state, "incarnation": incarnation, **data}})
+
+
+def engine_tells(state: str, incarnation: str, cause: str = "", message: str = "") -> EventMsg:
+    data = {"to": state, "incarnation": incarnation, "cause": cause}
+    return EventMsg({"type": "engine.state", "data": data, "message": message})
+
+
+@pytest.mark.parametrize(
+    ("messages", "deaths"),
+    [
+        ([engine_says("active", "e-1"), engine_says("active", "e-1")], []),
+        ([engine_says("init", "e-1"), engine_tells("standby", "e-1")], []),
+        (
+            [engine_says("active", "e-1"), engine_tells("dead", "e-1", "unhealthy", "no answer")],
+            [("e-1", "unhealthy", "no answer")],
+        ),
+        (  # a death is one, however often it is told
+            [
+                engine_says("active", "e-1"),
+                engine_tells("dead", "e-1", "unhealthy", "no answer"),
+                engine_says("dead", "e-1"),
+                engine_tells("init", "e-2"),
+                engine_tells("dead", "e-2", "child_exit", "main ended"),
+            ],
+            [("e-1", "unhealthy", "no answer"), ("e-2", "child_exit", "main ended")],
+        ),
+        (  # the supervisor has ended, and the next one has launched meanwhile, or not yet
+            [engine_says("active", "e-1"), engine_says("init", "e-2")],
+            [("e-1", "", "its supervisor ended")],
+        ),
+        (
+            [engine_says("active", "e-1"), engine_says("dead", None), engine_tells("init", "e-2")],
+            [("e-1", "", "its supervisor ended")],
+        ),
+        ([engine_says("dead", "e-1"), engine_tells("init", "e-2")], []),  # it died before
+    ],
+)
+def test_observer_records_each_death_of_an_engine_once(directory, messages, deaths):
+    """Goal: no death is missed or counted twice. Method: what engines say, in order."""
+
+    async def main():
+        records = Records()
+        observer = Observer(directory, {}, records)
+        for message in messages:
+            observer._on_engine("engine-0", message)
+        await observer.close()
+        return [(each.incarnation, each.cause, each.message) for each in records.deaths]
+
+    assert asyncio.run(main()) == deaths
 
 
 def test_wait_whole_names_what_is_missing(directory):
@@ -213,6 +284,9 @@ def test_status_of_no_pod_is_unreachable(directory):
         (["drill", "-f", "x.yaml", "--dir", "/tmp/pod"], "or add --attach"),
         (["up", "-f", "x.yaml", "--", "--slots=1"], "cannot be used with -f"),
         (["up", "--restart-backoff-max", "-1"], "the minimum is 0"),
+        (["drill", "--burn", "17"], "the maximum is 16"),
+        (["drill", "--duration-s", "-1"], "the minimum is 0"),
+        (["drill", "--upgrade", "--duration-s", "9"], "--duration-s cannot be used with --upgrade"),
     ],
 )
 def test_bad_flags_are_refused_with_exit_code_2(arguments, words):

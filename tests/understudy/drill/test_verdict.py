@@ -9,7 +9,9 @@ from msgspec.structs import replace
 
 from understudy.drill.records import (
     TARGETS,
+    BurnUse,
     End,
+    EngineDeath,
     EngineKill,
     Exchange,
     MemoryKill,
@@ -162,6 +164,8 @@ def test_judge_a_clean_drill_passes_with_the_issues_keys():
         "refused": 0,
         "wrong_tokens": 0,
         "double_active": 0,
+        "false_deaths": 0,
+        "lasted_s": 0.0,
         "lost_in_flight": 1,
         "failover_ms": {"p50": 40, "p99": 40, "max": 40},
         "phases_ms": {
@@ -220,6 +224,46 @@ def test_judge_a_drill_that_could_not_see_has_a_problem(damage, sentence):
     report = judge(records, kills_wanted=1)
     assert not report.passed
     assert any(sentence in problem for problem in report.problems)
+
+
+def test_judge_a_death_that_the_drill_did_not_cause_fails_it():
+    """Goal: a busy machine kills nobody. Method: the death of the killed launch, then another."""
+    records = good_records()
+    records.kills[0].incarnation = "e-1"
+    records.deaths.append(EngineDeath("engine-0", "e-1", "child_exit", "http was killed"))
+    assert judge(records, kills_wanted=1).passed
+    records.deaths.append(EngineDeath("engine-0", "e-2", "unhealthy", "no token for 3 s"))
+    report = judge(records, kills_wanted=1)
+    assert (report.false_deaths, report.passed) == (1, False)
+    said = "engine-0 died although nothing had been killed: no token for 3 s"
+    assert said in report.problems
+
+
+def test_judge_an_upgrade_ends_engines_on_purpose():
+    """Goal: only what it does not cause counts. Method: one death of each kind."""
+    records = Records(upgrade=Upgrade("A=1"))
+    for number, cause in enumerate(("drained", "hand_over", "sigterm", "", "unhealthy")):
+        records.deaths.append(EngineDeath("engine-0", f"e-{number}", cause, cause))
+    assert judge(records, kills_wanted=0).false_deaths == 1
+
+
+def test_judge_busy_loops_are_a_part_of_the_document():
+    """Goal: under which load a figure was measured. Method: loops that burnt, and one that died."""
+    records = good_records()
+    records.burn = BurnUse(per_core=2, cpus=2, processes=4, cpu_s=6.5)
+    report = judge(records, kills_wanted=1)
+    assert report.passed
+    document = json.loads(json.dumps(report.to_dict("reference", {})))
+    assert document["burn"] == {
+        "per_core": 2,
+        "cpus": 2,
+        "processes": 4,
+        "cpu_s": 6.5,
+        "ended": 0,
+    }
+    records.burn.ended = 1
+    (problem,) = judge(records, kills_wanted=1).problems
+    assert problem == "1 of 4 busy loops ended before the drill stopped them"
 
 
 def test_judge_a_request_accepted_by_a_dying_engine_is_lost_but_explained():

@@ -1,0 +1,99 @@
+"""What is wrong with a drill, as sentences: what died or was lost without a kill, and what could
+not be checked. Pure, like the verdict that they are part of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from understudy.drill.records import EngineDeath, EngineKill, Exchange, Outcome, Records
+
+# Of the deaths that an upgrade causes: it ends engines by SIGTERM and by a switchover. A supervisor
+# that exits may be gone before its last event is read.
+UPGRADED = frozenset({"", "sigterm", "second_signal", "drained", "hand_over"})
+
+
+def false_deaths(records: Records) -> list[EngineDeath]:
+    """Deaths of engines that the drill did not cause."""
+    killed = {kill.incarnation for kill in records.kills}
+    expected = UPGRADED if records.upgrade is not None else frozenset()
+    return [
+        death
+        for death in records.deaths
+        if death.incarnation not in killed and death.cause not in expected
+    ]
+
+
+def burn_problems(records: Records) -> list[str]:
+    """Why the machine was not as busy as it should have been."""
+    burn = records.burn
+    if burn is None or not burn.ended:
+        return []
+    return [f"{burn.ended} of {burn.processes} busy loops ended before the drill stopped them"]
+
+
+def part_problems(records: Records) -> list[str]:
+    """Effects of the deaths of other parts, which should have none."""
+    problems, use = list(records.disturbed), records.memory
+    away = [kill.target for kill in records.part_kills if kill.back_ms is None]
+    if away:
+        problems.append(f"{', '.join(away)} did not come back")
+    if use is None:
+        return problems
+    lost = sum(kill.recovered_ms is None for kill in records.memory_kills)
+    if lost:
+        problems.append(f"after {lost} kills the memory service did not recover completely")
+    if not use.peak_bytes:
+        problems.append("the physical memory of the weights is not visible here")
+    elif use.peak_bytes > use.committed_bytes + use.device_bytes_min // 2:
+        problems.append(
+            f"the weights used up to {use.peak_bytes} bytes, but only {use.committed_bytes} are"
+            " committed: something was loaded a second time"
+        )
+    return problems
+
+
+def problems_of(
+    records: Records,
+    outcomes: Sequence[tuple[Exchange, Outcome]],
+    failovers: Sequence[float],
+    kills_wanted: int,
+) -> list[str]:
+    problems = [
+        f"{death.engine} died although nothing had been killed: {death.message}"
+        for death in false_deaths(records)
+    ]
+    kills = len(records.kills)
+    made = kills + len(records.memory_kills) + len(records.part_kills)
+    if made < kills_wanted:
+        problems.append(f"only {made} of {kills_wanted} kills were made")
+    if len(failovers) < kills:
+        problems.append(f"no request was answered after {kills - len(failovers)} kills")
+    if records.grants_checked < kills:
+        missing = kills - records.grants_checked
+        problems.append(f"{missing} grants could not be checked against the old processes")
+    hung = sum(outcome is Outcome.HUNG for _, outcome in outcomes)
+    if hung:
+        problems.append(f"{hung} requests got neither an answer nor an error")
+    if not any(outcome is Outcome.OK for _, outcome in outcomes):
+        problems.append("no request was answered in full")
+    stray = [
+        exchange
+        for exchange, outcome in outcomes
+        if outcome is Outcome.LOST and not any(_explains(kill, exchange) for kill in records.kills)
+    ]
+    if stray:
+        problems.append(
+            f"{len(stray)} requests were lost although nothing had been killed ({stray[0].detail})"
+        )
+    return problems
+
+
+def _explains(kill: EngineKill, exchange: Exchange) -> bool:
+    """Whether this kill can explain the loss of this request, which ran on the killed engine."""
+    if exchange.token is not None:
+        return exchange.token == kill.old_token and exchange.ended_ms >= kill.killed_ms
+    # Accepted without a byte of an answer: by an engine that was dying.
+    until_ms = kill.active_ms if kill.active_ms is not None else math.inf
+    return exchange.ended_ms >= kill.killed_ms and exchange.sent_ms <= until_ms
