@@ -6,6 +6,9 @@ that it takes only seconds; each test waits for the restart.
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import signal
 
 import pytest
@@ -15,6 +18,9 @@ from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, kill
 from tests.e2e.test_switchover import kept_connections, switch
 from tests.helpers import auntil
+
+DEADLINE_S = 30.0
+STREAM = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "stream": True}
 
 
 @pytest.mark.parametrize("target", ["api", "core", "worker", "worker-1"])
@@ -54,6 +60,38 @@ async def taken_over(pod: Pod, target: str, number: int, cause: str) -> None:
     after = await pod.whole_after(before.token)
     assert after.standbys == (before.engine,)
     assert (await pod.engine(before.engine))["deaths"][-1]["cause"] == cause
+
+
+def test_stream_of_a_dead_core_is_cut_and_not_completed(home: PodHome):
+    """Goal: a client never takes a stream that its engine's death broke for a whole answer. Method:
+    SIGKILL the core in mid-stream while the supervisor is stopped, so that vLLM has all the time it
+    needs to send its error event and `[DONE]`; read the bytes to their end."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        engine = await pod.engine(before.engine)
+        stopped, core = engine["engine"]["pid"], engine["backend"]["pids"]["core"]
+        port = int(before.service.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = json.dumps(STREAM).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        seen = await reader.readuntil(b"data: ")
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            os.kill(core, signal.SIGKILL)
+            async with asyncio.timeout(DEADLINE_S):
+                seen += await reader.read()
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        writer.close()
+        assert seen.startswith(b"HTTP/1.1 200")
+        assert b"error" not in seen
+        assert b"[DONE]" not in seen
+        assert not seen.endswith(b"0\r\n\r\n")
+        await pod.whole_after(before.token)
+
+    home.run(scenario)
 
 
 def test_switchover_loses_and_refuses_no_request(home: PodHome):

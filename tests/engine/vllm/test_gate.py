@@ -199,3 +199,33 @@ def test_a_dead_engine_answers_and_accepts_nothing(traffic):
     app, sent = asyncio.run(scenario())
     assert sent == []
     assert app.calls == 0
+
+
+def test_a_stream_whose_engine_dies_is_cut_and_not_completed(traffic):
+    """Goal: no client takes a broken stream for a whole answer; method: as vLLM does, the
+    application sends an error event and `[DONE]` when its engine has died in mid-stream."""
+    begun = {"type": "http.response.start", "status": 200}
+    token = {"type": "http.response.body", "body": b"data: a", "more_body": True}
+
+    async def streaming(scope, receive, send):
+        await send(dict(begun))
+        await send(token)
+        traffic.is_dead = lambda: True
+        await send({"type": "http.response.body", "body": b"data: error", "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def scenario():
+        sent, closed = [], asyncio.Event()
+        traffic.on_dead = closed.set
+
+        async def send(message):
+            sent.append(message)
+
+        dying = asyncio.create_task(gate.Gate(streaming, traffic, BODY_MAX)(HTTP, _receive, send))
+        await closed.wait()
+        dying.cancel()
+        await asyncio.gather(dying, return_exceptions=True)
+        return sent
+
+    assert asyncio.run(scenario()) == [{**begun, "headers": []}, token]

@@ -4,6 +4,10 @@ draining, and limits the size of a request, because parsing a large one blocks e
 Owns the count of requests in flight. Pure ASGI; imports neither vLLM nor torch. It wraps what
 uvicorn calls, and is not one of vLLM's `--middleware`: responses to uncaught errors are made
 outside of those.
+
+The surprising thing: a dead engine sends nothing, not even within a stream. vLLM reports its
+engine's death in a running stream as an error event followed by `[DONE]`, which a client takes for
+a whole answer.
 """
 
 from __future__ import annotations
@@ -19,8 +23,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# The supervisor kills a process whose engine is dead within milliseconds.
-DEAD_WAIT_S = 5.0
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of WebSocket close codes
 
 # A body is parsed in one go, which blocks other requests and everybody's tokens: 40 MB of numbers
@@ -63,10 +65,10 @@ class Traffic:
         ]
 
     async def stay_silent(self) -> None:
-        """Do not answer for a dead engine: its clients see the connection end, as in every other
-        death, and retry. Many would take a 500 as final."""
+        """Send nothing more for a dead engine: this process ends within milliseconds, and its
+        clients see the connection end, as in every other death. They would take a 500 as final."""
         self.on_dead()
-        await asyncio.sleep(DEAD_WAIT_S)
+        await asyncio.Event().wait()
 
     def begin(self) -> None:
         self.in_flight += 1
@@ -132,7 +134,7 @@ class _Answer:
         self.has_begun = False
 
     async def send(self, message: Message) -> None:
-        if message.get("status", 0) >= 500 and self._traffic.is_dead():
+        if self._traffic.is_dead():
             await self._traffic.stay_silent()
         if message["type"] in ("http.response.start", "websocket.accept"):
             self.has_begun = True
