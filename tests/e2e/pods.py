@@ -28,7 +28,7 @@ from understudy.drill.records import End, Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import classify, served_out_of_order
 from understudy.kubelet.runner import PodRunner
-from understudy.status.gather import gather
+from understudy.status.gather import engine_parts, gather, lockserver_part, memory_parts, status_of
 from understudy.up.local_pod import LocalPod
 from understudy.up.random_model import ONE_THREAD, make_random_model
 
@@ -71,19 +71,21 @@ class Pod:
                 whole = await self.whole()
         return whole
 
+    # Each asks only the part that it is about: another one may be stopped, and the whole view waits
+    # seconds for that.
+
     async def view(self) -> dict[str, Any]:
         return await gather(self.directory)
 
     async def engine(self, name: str) -> Mapping[str, Any]:
-        """The engine's status document."""
-        (document,) = [
-            part for part in (await self.view())["engines"] if part["engine"]["id"] == name
-        ]
-        return document
+        """The engine's status document; without its keys while it does not answer."""
+        found = [part for part in engine_parts(self.directory) if part.name == name]
+        return await status_of(found[0]) if found else {}
 
     async def lock(self) -> Mapping[str, Any]:
         """The status of `active` from the lock server; {} while it does not answer."""
-        return (await self.view())["lockserver"].get("locks", {}).get("active", {})
+        document = await status_of(lockserver_part(self.directory))
+        return document.get("locks", {}).get("active", {})
 
     def pid(self, container: str) -> int:
         return self.runner.pids()[container]
@@ -104,8 +106,9 @@ class Pod:
 
     async def memory(self, device: str = "HOST-0") -> Mapping[str, Any]:
         """The status of the server of `device`; {} while it does not answer."""
-        parts = (await self.view())["gms"]
-        return next((part for part in parts if part.get("device_uuid") == device), {})
+        parts = [part for part in memory_parts(self.directory) if part.name == device]
+        document = await status_of(parts[0]) if parts else {}
+        return document if "device_uuid" in document else {}
 
     async def recovered(self, old: Mapping[str, Any]) -> Mapping[str, Any]:
         """Wait until another server has what the one in the status `old` had, readers included."""

@@ -84,13 +84,16 @@ def test_status_doctor_and_bundle_work_while_the_lock_server_hangs(home: PodHome
         hung = pod.pid("lockserver")
         os.kill(hung, signal.SIGSTOP)
         try:
-            code, out = await understudy(pod, "status", "--check")
-            assert (code, "degraded" in out) == (DEGRADED, True), out
-            code, checks = await checked(pod)
-            assert checks["one_lockserver"]["status"] == "pass"  # there is exactly one
             output = tmp_path / "bundle.tar.gz"
-            code, _ = await understudy(pod, "support-bundle", f"--output={output}")
-            assert code == 0
+            # At the same time: each waits for the lock server.
+            (status, out), (_, checks), (bundle, _) = await asyncio.gather(
+                understudy(pod, "status", "--check"),
+                checked(pod),
+                understudy(pod, "support-bundle", f"--output={output}"),
+            )
+            assert (status, "degraded" in out) == (DEGRADED, True), out
+            assert checks["one_lockserver"]["status"] == "pass"  # there is exactly one
+            assert bundle == 0
             with tarfile.open(output) as archive:
                 names = {member.name.partition("/")[2] for member in archive.getmembers()}
             assert {"status.json", "doctor.json", "processes.json", "events.jsonl"} <= names

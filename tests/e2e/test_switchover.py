@@ -63,8 +63,7 @@ async def switch(pod: Pod, *flags: str) -> tuple[int, dict[str, Any]]:
 
 async def state_of(pod: Pod, engine: str) -> str:
     """The state that the engine reports; "" if it does not answer."""
-    parts = [part.get("engine") or {} for part in (await pod.view())["engines"]]
-    return next((str(part["state"]) for part in parts if part.get("id") == engine), "")
+    return str((await pod.engine(engine)).get("engine", {}).get("state", ""))
 
 
 async def until_so(look: Callable[[], Awaitable[bool]], what: str) -> None:
