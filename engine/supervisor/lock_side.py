@@ -1,7 +1,7 @@
 """The supervisor's side of the lock: what is wanted, what was granted, the listening socket.
 
-Owns the content of `want`, and the listening socket: a copy of what the lock server lends, or over
-TCP, where nothing can be lent, a socket of our own. Must not know what a grant leads to. The
+Owns the content of `want`, and over TCP, where the lock server can lend nothing, a listening socket
+of our own. Must not know what a grant leads to. The
 surprising thing: nothing is sent between a failure and the reaping, so a call of `tell` in that
 time is a bug; a reconnect repeats the last want, which still protects the dying tree.
 """
@@ -20,6 +20,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.part.format import duration
 from plumbing.service.events import EventLog
 from plumbing.wire.fds import OwnedFd
+from plumbing.wire.sockets import no_descriptors
 
 ACTIVE = "active"
 LOADER = "loader"
@@ -65,7 +66,7 @@ class LockSide:
         self._post = post
         self._on_loader = on_loader
         self._on_listener = on_listener
-        self._listener: OwnedFd | None = None
+        self._shortage: str | None = None
         self._sent: _Want | None = None
         self._incarnation: Incarnation | None = None
         self._wants_active = False
@@ -91,7 +92,8 @@ class LockSide:
     @property
     def problem(self) -> str | None:
         """What keeps this engine from getting the lock, or from serving under it."""
-        return self._refusal or self.client.unreachable or (self.own.problem if self.own else None)
+        own = self.own.problem if self.own is not None else None
+        return self._refusal or self.client.unreachable or self._shortage or own
 
     # ------------------------------------------------------------------ what is wanted
 
@@ -130,10 +132,16 @@ class LockSide:
 
     def borrow_listener(self) -> OwnedFd | None:
         """A copy of the listening socket, which the caller owns; None if none is lent yet, or ours
-        cannot be bound yet."""
+        cannot be bound yet, or there is no descriptor for it: ask again."""
         if self.own is not None:
             return self.own.copy()
-        return self._listener.duplicate() if self._listener is not None else None
+        try:
+            listener = self.client.service(ACTIVE)
+        except OSError as error:
+            self._shortage = no_descriptors("copy the listening socket", error).message
+            return None
+        self._shortage = None
+        return listener
 
     def stop_listening(self) -> None:
         """The backend stops accepting. On a socket of our own no other engine will accept: new
@@ -144,12 +152,6 @@ class LockSide:
     def close(self) -> None:
         if self.own is not None:
             self.own.close()
-        self._return_listener()
-
-    def _return_listener(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
 
     # ------------------------------------------------------------------ what the server reports
 
@@ -171,13 +173,10 @@ class LockSide:
         if lock == ACTIVE:
             self._post(HandOver(incarnation, to))
 
-    def _lent(self, lock: str, address: str, listener: OwnedFd) -> None:
-        if lock != ACTIVE:
-            listener.close()
-            return
-        self._return_listener()
-        self._listener, self.address = listener, address
-        self._on_listener()
+    def _lent(self, lock: str, address: str) -> None:
+        if lock == ACTIVE:
+            self.address = address
+            self._on_listener()
 
     def _connected(self) -> None:
         self._refusal = None

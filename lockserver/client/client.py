@@ -11,6 +11,7 @@ or none states that the last one is gone, and over TCP ends the watch over it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from lockserver.messages import (
     WantMsg,
 )
 from plumbing.errors import RemoteError, UnderstudyError
+from plumbing.wire import sockets
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
@@ -63,8 +65,8 @@ class LockCallbacks:
       that it is lost.
     - `on_standby(lock, is_ready)`: whether another engine could be granted `lock`, which this one
       holds; what was said before counts until the connection is lost.
-    - `on_service(lock, address, fd)`: the listening socket of `lock`; takes `fd`. Arrives on every
-      connection that did not hand it back. Never `shutdown()` it: that ends it for every copy.
+    - `on_service(lock, address)`: the listening socket of `lock` was lent, and `service` copies it.
+      Arrives on every connection that did not hand it back.
     - `on_refused(error)`: the server refuses this want (`lock.stale_claim`: the lock is lost, kill
       the tree; `lock.engine_id_taken`, …). The same want is retried with back-off.
     - `on_hand_over(lock, incarnation, to)`: `incarnation`, which holds `lock`, must finish its
@@ -82,7 +84,7 @@ class LockCallbacks:
 
     on_granted: Callable[[str, str, int], object] = _ignore
     on_standby: Callable[[str, bool], object] = _ignore
-    on_service: Callable[[str, str, OwnedFd], object] | None = None
+    on_service: Callable[[str, str], object] = _ignore
     on_connected: Callable[[], object] = _ignore
     on_lost: Callable[[str], object] = _ignore
     on_refused: Callable[[UnderstudyError], object] = _ignore
@@ -119,7 +121,7 @@ class LockClient:
         """
         self.address = address
         self.engine = engine
-        self.unreachable: str | None = None  # why the last attempt to connect failed
+        self.unreachable: str | None = None  # why there is no connection
         self.supervisor = supervisor or secrets.token_hex(8)
         self._callbacks = callbacks
         self._security = security
@@ -144,6 +146,17 @@ class LockClient:
     def lease(self) -> dict[str, Any] | None:
         """For status, over TCP: how long the lease is good for, when the server was heard."""
         return None if self._lease is None else self._lease.document()
+
+    def service(self, lock: str) -> OwnedFd | None:
+        """A copy of the listening socket of `lock`, which the caller owns; None if none was lent.
+
+        Never `shutdown()` it: that ends it for every copy.
+
+        Raises:
+            OSError: this process has no descriptor left.
+        """
+        lent = self._services.get(lock)
+        return lent.duplicate() if lent is not None else None
 
     def set_want(
         self,
@@ -187,6 +200,8 @@ class LockClient:
                         await self._connect()
                     except UnderstudyError as error:  # unreachable: retried below
                         self.unreachable = error.message
+                    except OSError as error:
+                        self.unreachable = sockets.no_descriptors("connect", error).message
                     else:
                         loop = asyncio.get_running_loop()
                         begun = loop.time()
@@ -241,10 +256,17 @@ class LockClient:
     # ------------------------------------------------------------------ as the wire's handler
 
     def opened(self, conn: Connection) -> None:
+        """As `Handler`'s.
+
+        Raises:
+            OSError: there is no descriptor for what must be handed back; nothing has changed.
+        """
+        with contextlib.ExitStack() as undo:
+            copies = [undo.enter_context(fd.duplicate()) for fd in self._services.values()]
+            undo.pop_all()
         self._conn, self.unreachable = conn, None
         if self._lease is not None:
             self._lease.heard()
-        copies = [fd.duplicate() for fd in self._services.values()]
         conn.send(self._message(tuple(self._services)), fds=copies)
         self._callbacks.on_connected()
 
@@ -277,7 +299,7 @@ class LockClient:
 
     def closed(self, conn: Connection, reason: str) -> None:
         if self._conn is conn:
-            self._conn = None
+            self._conn, self.unreachable = None, f"the connection ended: {reason}"
             if self._lease is not None:
                 self._lease.cut()
             self._callbacks.on_lost(reason)
@@ -294,10 +316,9 @@ class LockClient:
         self._callbacks.on_granted(message.lock, message.incarnation, message.token)
 
     def _borrow(self, message: ServiceMsg, fd: OwnedFd) -> None:
-        """Keep a copy to hand back after a restart of the server; pass another to the engine."""
+        """Keep it to be copied, and to be handed back after a restart of the server."""
         known = self._services.pop(message.lock, None)
         if known is not None:
             known.close()
         self._services[message.lock] = fd
-        if self._callbacks.on_service is not None:
-            self._callbacks.on_service(message.lock, message.address, fd.duplicate())
+        self._callbacks.on_service(message.lock, message.address)

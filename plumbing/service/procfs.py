@@ -4,12 +4,19 @@ Every answer is a moment old: "gone" is an answer here, never an error, and a pr
 hides (another PID namespace, another uid) is left out. A pid does not prove identity: where that
 matters, use a pidfd. Not psutil: it would cost every supervisor and the lock server 1.4 MiB, and
 has no list of children without gaps, no spent processes, no flocks.
+
+The surprising thing: a process that has no descriptor or memory left to look cannot tell whether
+another one is there. That is raised as an OSError; only what is merely shown to users (`name`,
+`rss_bytes`, `holders_of`, `listener_pid`) is left out instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
+
+from plumbing.errors import is_shortage
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 READINGS_MAX = 8  # of a list that changes all the time, before every process is looked at
@@ -17,12 +24,8 @@ TCP_LISTEN = "0A"  # include/net/tcp_states.h
 
 
 def pids() -> Iterator[int]:
-    """Every process visible here; none if this process has no descriptor left to look."""
-    try:
-        names = os.listdir("/proc")
-    except OSError:
-        return
-    for name in names:
+    """Every process visible here."""
+    for name in os.listdir("/proc"):
         if name.isdigit():
             yield int(name)
 
@@ -42,14 +45,15 @@ def is_spent(pid: int) -> bool:
     """
     try:
         threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
+    except OSError as error:
+        raise_shortage(error)
         return True
     return all(_is_spent_thread(f"/proc/{pid}/task/{thread}") for thread in threads)
 
 
 def name(pid: int) -> str:
     """The command name of `pid`, "" if it is gone."""
-    return _read(f"/proc/{pid}/comm").strip()
+    return _shown(f"/proc/{pid}/comm").strip()
 
 
 def parent(pid: int) -> int | None:
@@ -59,7 +63,7 @@ def parent(pid: int) -> int | None:
 
 def rss_bytes(pid: int) -> int | None:
     """Resident memory of `pid`."""
-    fields = _read(f"/proc/{pid}/statm").split()
+    fields = _shown(f"/proc/{pid}/statm").split()
     return int(fields[1]) * PAGE_BYTES if len(fields) > 1 else None
 
 
@@ -103,7 +107,9 @@ def descendants(pid: int) -> list[int]:
 
 def holders_of(dev: int, ino: int) -> list[int]:
     """The processes that have the file (st_dev, st_ino) open, where they are visible."""
-    return [pid for pid in pids() if any(_is_file(pid, fd, dev, ino) for fd in _fds(pid))]
+    with contextlib.suppress(OSError):
+        return [pid for pid in pids() if any(_is_file(pid, fd, dev, ino) for fd in _fds(pid))]
+    return []
 
 
 def flock_held(pid: int, fd: int, dev: int | None = None, ino: int | None = None) -> bool:
@@ -118,20 +124,25 @@ def listener_pid(port: int) -> int | None:
     """The process that listens on TCP `port` here, if it is visible."""
     sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in _read(table).splitlines()[1:]:
+        for line in _shown(table).splitlines()[1:]:
             fields = line.split()
             if fields[3] == TCP_LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
                 sockets.add(f"socket:[{fields[9]}]")
     if not sockets:
         return None
-    for pid in pids():
-        for fd in _fds(pid):
-            try:
-                if os.readlink(f"/proc/{pid}/fd/{fd}") in sockets:
-                    return pid
-            except OSError:
-                continue
+    with contextlib.suppress(OSError):
+        for pid in pids():
+            for fd in _fds(pid):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{fd}") in sockets:
+                        return pid
     return None
+
+
+def raise_shortage(error: OSError) -> None:
+    """Raise `error` unless it means that what was looked at is gone or hidden."""
+    if is_shortage(error):
+        raise error
 
 
 def _children_once(pid: int) -> list[int] | None:
@@ -144,7 +155,8 @@ def _children_once(pid: int) -> list[int] | None:
     except FileNotFoundError:
         # A thread that ended leaves its children to another, a process to another process.
         return None if os.path.exists(f"/proc/{pid}") else []
-    except OSError:
+    except OSError as error:
+        raise_shortage(error)
         return []
     return found
 
@@ -169,14 +181,16 @@ def _stat(pid: int) -> list[str] | None:
 def _fds(pid: int) -> list[int]:
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/fd")]
-    except OSError:
+    except OSError as error:
+        raise_shortage(error)
         return []
 
 
 def _is_file(pid: int, fd: int, dev: int, ino: int) -> bool:
     try:
         status = os.stat(f"/proc/{pid}/fd/{fd}")
-    except OSError:
+    except OSError as error:
+        raise_shortage(error)
         return False
     return (status.st_dev, status.st_ino) == (dev, ino)
 
@@ -185,5 +199,13 @@ def _read(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
             return stream.read()
-    except OSError:
+    except OSError as error:
+        raise_shortage(error)
         return ""
+
+
+def _shown(path: str) -> str:
+    """As `_read`, for what is only shown."""
+    with contextlib.suppress(OSError):
+        return _read(path)
+    return ""

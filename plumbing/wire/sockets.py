@@ -93,13 +93,16 @@ def check_path(path: str) -> None:
 
 
 def no_descriptors(what: str, error: OSError) -> UnreachableError:
-    """The error for `what`, which could not be done for lack of a descriptor. It can be retried."""
+    """The error for `what`, which could not be done for lack of a descriptor, a process or a
+    thread. It can be retried."""
     why = os.strerror(error.errno) if error.errno else str(error)
     if error.errno == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         why = f"this process is at its limit of {limit} open files; {_RAISE_LIMIT}"
     elif error.errno == errno.ENFILE:
         why = "this machine is at its limit of open files (sysctl fs.file-max)"
+    elif error.errno == errno.EAGAIN:  # of fork(2); nothing here would block
+        why = "no process or thread can be created (ulimit -u, or pids.max of the container)"
     return UnreachableError("wire.no_descriptors", f"cannot {what}: {why}")
 
 

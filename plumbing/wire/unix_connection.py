@@ -32,7 +32,12 @@ class UnixConnection(Connection):
     """A stream of messages over a raw socket."""
 
     def __init__(self, sock: socket.socket, catalogue: Catalogue, handler: Handler) -> None:
-        """Own `sock` and start reading; the handler's `opened` is called at once."""
+        """Own `sock` and start reading; the handler's `opened` is called at once.
+
+        Raises:
+            OSError: there is no descriptor for the peer's pidfd; the caller still owns `sock`. What
+                `opened` raises, too.
+        """
         super().__init__(identify(sock), catalogue, handler, FDS_PER_FRAME_MAX)
         self._sock = sock
         self._queue: deque[_Outgoing] = deque()
@@ -40,7 +45,11 @@ class UnixConnection(Connection):
         self._is_writing = False
         self._does_peer_read = True
         sock.setblocking(False)
-        handler.opened(self)
+        try:
+            handler.opened(self)
+        except BaseException:
+            self.peer.close()
+            raise
         if not self.is_closed:
             self._resume_reading()
 
@@ -159,12 +168,16 @@ async def connect(
     While the backlog is full (EAGAIN on Unix sockets, man 2 connect), retries until the deadline.
 
     Raises:
-        UnreachableError: `wire.unreachable`, with the reason.
+        UnreachableError: `wire.unreachable`, with the reason; `wire.no_descriptors`: this process
+            is at its limit of open files.
     """
     sockets.check_path(path)
     loop = asyncio.get_running_loop()
     end = loop.time() + deadline_s
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise sockets.no_descriptors(f"open a socket to {path}", error) from error
     try:
         sock.setblocking(False)
         while True:
@@ -175,7 +188,10 @@ async def connect(
                 if error.errno != errno.EAGAIN or loop.time() > end:
                     raise sockets.unreachable(path, error) from error
             await asyncio.sleep(RETRY_S)
-        return UnixConnection(sock, catalogue, handler)
+        try:
+            return UnixConnection(sock, catalogue, handler)
+        except OSError as error:
+            raise sockets.no_descriptors(f"connect to {path}", error) from error
     except BaseException:
         sock.close()
         raise

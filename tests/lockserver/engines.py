@@ -70,7 +70,7 @@ class Engine:
             os.path.join(directory, "lockserver.sock"),
             LockCallbacks(
                 on_granted=self._granted,
-                on_service=lambda lock, address, fd: self.services.append((lock, address, fd)),
+                on_service=self._lent,
                 on_connected=self._connected,
                 on_refused=lambda error: self.refused.append(error.code),
             ),
@@ -80,6 +80,11 @@ class Engine:
         )
         self.on_granted: Any = None
         self._task: asyncio.Task[None] | None = None
+
+    def _lent(self, lock: str, address: str) -> None:
+        copy = self.client.service(lock)
+        assert copy is not None
+        self.services.append((lock, address, copy))
 
     def _connected(self) -> None:
         self.connects += 1

@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from plumbing.errors import ProtocolError, UnreachableError
+from plumbing.errors import ProtocolError, UnreachableError, is_shortage
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import (
@@ -24,6 +24,7 @@ from plumbing.wire.limits import (
 )
 from plumbing.wire.messages import Catalogue, FaultMsg, HelloMsg, Message, WelcomeMsg
 from plumbing.wire.peer import NO_UID, Peer
+from plumbing.wire.sockets import no_descriptors
 from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.security import Security, check
 
@@ -207,6 +208,8 @@ async def connect_tcp(
         _give_up(made)
         raise _unreachable(address, f"it did not answer within {deadline_s:g} s") from error
     except OSError as error:
+        if is_shortage(error):
+            raise no_descriptors(f"open a socket to {address}", error) from error
         raise _unreachable(address, refusal_reason(error, security)) from error
     except BaseException:
         _give_up(made)
