@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.supervisor import leftovers
+from engine.supervisor import held_files
 from hack.report import machine
 from hack.vllm.figures import Figures, look_at, private_bytes, workers_below
 from hack.vllm.pod import environment, make_pod, model_of, temporary
@@ -162,7 +162,7 @@ class Run:
         return bool(done)
 
     async def _drill(self, model: Path, expected: Path, found: Found) -> DrillResult | None:
-        config, before = self.config, leftovers.there_now()
+        config, before = self.config, held_files.there_now()
         plan = DrillPlan(
             config["kills"],
             config["target"],
@@ -199,10 +199,10 @@ class Run:
         await measure(target, questions, clients, WARM_UP_S)
         return await measure(target, questions, clients, MEASURED_S)
 
-    def _leftovers(self, before: frozenset[leftovers.Name]) -> list[str]:
+    def _leftovers(self, before: frozenset[held_files.Name]) -> list[str]:
         """Files that the pod has left behind; those that other processes hold do not count."""
-        new = leftovers.there_now() - before
-        left = [name.path for name in new - leftovers.still_held(new)]
+        new = held_files.there_now() - before
+        left = [name.path for name in new - held_files.still_held(new)]
         left += [
             str(path)
             for path in temporary(self.base).rglob("*")

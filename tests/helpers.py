@@ -54,6 +54,18 @@ def open_fds(pid: int | None = None) -> dict[int, str]:
     return found
 
 
+@contextmanager
+def descriptors_below(limit: int, pid: int | None = None) -> Iterator[None]:
+    """`pid` may open no descriptor from `limit` on; with 3 it may open none at all."""
+    target = pid or os.getpid()
+    before = resource.prlimit(target, resource.RLIMIT_NOFILE)
+    resource.prlimit(target, resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(target, resource.RLIMIT_NOFILE, before)
+
+
 def free_witness(directory: str, incarnation: str) -> str:
     """The path of a new witness that nobody holds yet: whom a test starts is to join it."""
     path, fd = witness.create(directory, incarnation)

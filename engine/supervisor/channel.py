@@ -1,4 +1,4 @@
-"""The supervisor's end of the socketpair to the backend: requests, replies, unsolicited messages.
+"""The socketpair to the backend, and our end of it: requests, replies, unsolicited messages.
 
 Owns request ids. Must not know what a reply means. The surprising thing: the end of the channel is
 not a death, which pidfds report; but its end *after* the last death means that the backend's last
@@ -7,6 +7,7 @@ messages have been read.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 from collections.abc import Callable, Sequence
@@ -27,20 +28,34 @@ class BackendChannel(Handler):
 
     def __init__(
         self,
-        sock: socket.socket,
         *,
         on_message: Callable[[Message], None],
         on_fault: Callable[[str], None],
         on_closed: Callable[[], None],
     ) -> None:
-        """Own `sock`. `on_fault` gets errors, and replies of the wrong type, as a sentence."""
+        """`on_fault` gets errors, and replies of the wrong type, as a sentence."""
         self._on_message = on_message
         self._on_fault = on_fault
         self._on_closed = on_closed
         self._ids = itertools.count(1)
         self._asked: dict[int, tuple[Message, type[Message], Callable[[Any], object]]] = {}
-        self._conn: Connection = UnixConnection(sock, CHANNEL, self)
+        self._conn: Connection | None = None
+        self.is_closed = True
+
+    def open(self) -> socket.socket:
+        """Make the channel; the result is the backend's end, which the caller owns.
+
+        Raises:
+            OSError: there is no descriptor or memory for it.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            undo.callback(theirs.close)
+            self._conn = UnixConnection(ours, CHANNEL, self)
+            undo.pop_all()
         self.is_closed = False
+        return theirs
 
     def ask(
         self,
@@ -50,6 +65,7 @@ class BackendChannel(Handler):
         fds: Sequence[OwnedFd] = (),
     ) -> None:
         """Send `message` (takes `fds`) and call `on_reply` with the reply that it must have."""
+        assert self._conn is not None
         request_id = next(self._ids)
         self._asked[request_id] = (message, reply, on_reply)
         self._conn.send(message, request_id, fds)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from engine.backends.process import CPUS_ENV
 from plumbing.service import procfs
@@ -81,8 +81,9 @@ class CpuShare:
         """Let the tree use all CPUs from now on."""
         if self.limit is None:
             return
-        self._lifted, self.limit = self.limit, None
-        count = self._widen()
+        self._lifted, self.limit, count = self.limit, None, 0
+        with suppress(OSError):  # no descriptor left to look: the next tick does it
+            count = self._widen()
         text = f"on all CPUs again ({cpu_list(self.available)}): {why}"
         data = {"cpus": cpu_list(self.available), "threads": count}
         self._log.record("engine.cpus", text, data=data)
@@ -90,8 +91,9 @@ class CpuShare:
     def tick(self, *, is_loading: bool) -> None:
         """Lift the limit of whatever has acquired it again."""
         if self._lifted is not None and self._looks:
-            self._looks -= not is_loading
-            self._widen()
+            with suppress(OSError):  # no descriptor left to look: this one does not count
+                self._widen()
+                self._looks -= not is_loading
 
     def _widen(self) -> int:
         """The number of threads that had the limit."""
@@ -143,8 +145,9 @@ def _threads_below() -> Iterator[int]:
     for pid in procfs.descendants(os.getpid()):
         try:
             names = os.listdir(f"/proc/{pid}/task")
-        except OSError:
-            continue  # it has ended, or the next tick has a descriptor
+        except OSError as error:
+            procfs.raise_shortage(error)
+            continue  # it has ended
         yield from map(int, names)
 
 

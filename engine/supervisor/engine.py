@@ -39,12 +39,14 @@ from plumbing.part.paths import engine_state
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 from plumbing.service.pressure import CpuPressure
+from plumbing.wire.sockets import no_descriptors
 
 # How often new processes are looked for, and orphans reaped.
 TICK_MS = 1_000.0
 
-# How soon to try again to bind the service address, which the last engine may hold for a moment.
-BIND_RETRY_MS = 50.0
+# How soon to try again to get the listening socket: the last engine may hold the service address
+# for a moment, or there is no descriptor left.
+LISTENER_RETRY_MS = 50.0
 
 # What a backend may send at the wrong moment: its fault, not ours.
 BACKEND_EVENTS = (ev.Prepared, ev.Woken, ev.CanaryPassed, ev.Serving, ev.Drained)
@@ -103,13 +105,18 @@ class Engine:
                 " serves"
             )
             self.log.record("engine.members", text, "warning")
+        self.leftovers.start()
         self._tick()
         self._launch_first()
 
     def _launch_first(self) -> None:
         before, settings = self.predecessor, self.settings
         if settings.is_remote:
-            self.predecessor = over_tcp.clear_witnesses(settings.directory, settings.engine)
+            try:
+                self.predecessor = over_tcp.clear_witnesses(settings.directory, settings.engine)
+            except OSError as error:
+                what = f"look for processes of an earlier launch in {settings.directory}"
+                self.predecessor = f"not launched: {no_descriptors(what, error).message}"
         if self.predecessor is None:
             self._launch()
             return
@@ -164,7 +171,17 @@ class Engine:
                 raise InvariantError(str(error)) from error
             effects = self.lifecycle.handle(Failed("backend_fault", f"out of order: {error}"))
         for effect in effects:
-            self._perform(effect)
+            try:
+                self._perform(effect)
+            except OSError as error:  # those that follow it are performed all the same
+                self._failed(effect, error)
+
+    def _failed(self, effect: ev.EngineEffect, error: OSError) -> None:
+        """An effect was impossible. Where there is no incarnation to end, this process must."""
+        text = f"the supervisor failed at {type(effect).__name__}: {error}"
+        if self.lifecycle.state is State.DEAD:
+            raise InvariantError(text) from error
+        self.post(Failed("own_fault", text))
 
     def _perform(self, effect: ev.EngineEffect) -> None:
         match effect:
@@ -280,8 +297,8 @@ class Engine:
             listener = self.lock.borrow_listener()
             if listener is not None:
                 waking.wake(now.token, listener)
-            elif self.lock.own is not None:
-                self._timers.after("bind", BIND_RETRY_MS, self._wake)
+            else:
+                self._timers.after("listener", LISTENER_RETRY_MS, self._wake)
 
     def _loader_granted(self, incarnation: str, token: int) -> None:
         if self.incarnation is not None and self.incarnation.id == incarnation:

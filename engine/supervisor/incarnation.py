@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,11 +22,11 @@ from engine.core.loading import Loading, LoadPermit
 from engine.progress_page import PROGRESS_ENV, ProgressPage
 from engine.supervisor.channel import BackendChannel
 from engine.supervisor.cpu_share import CpuShare
-from engine.supervisor.kv_layout import NAME as KV_LAYOUT
 from engine.supervisor.kv_layout import KvLayout
 from engine.supervisor.leftovers import Leftovers
+from engine.supervisor.process_death import ProcessDeath
 from engine.supervisor.settings import EngineSettings
-from engine.supervisor.tree import ProcessDeath, Tree
+from engine.supervisor.tree import Tree
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError
 from plumbing.service.clock import rfc3339
@@ -35,11 +34,13 @@ from plumbing.service.events import EventLog
 from plumbing.service.process import parent_environment
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
+from plumbing.wire.sockets import no_descriptors
 
 LoadReply = Callable[[messages.LoadMsg], None]
 
-# How soon to read a record again that another supervisor is writing, which takes it 0.1 ms.
-LAYOUT_RETRY_S = 0.05
+# How soon to check a prepared backend again. Another supervisor's writing takes 0.1 ms, a shortage
+# of descriptors longer.
+JUDGE_RETRY_S = 0.05
 
 # Asks glibc to back malloc with huge pages (madvise, which the kernel's usual setting allows; "The
 # GNU C Library", Memory Allocation Tunables; another libc ignores it). The fence waits for the
@@ -86,23 +87,20 @@ class Incarnation:
         self.exit: str | None = None
         self.is_wake_asked = False
         self.cpus = cpus
+        self.waiting: str | None = None  # what it waits for although the backend is prepared
         self._settings = settings
         self._post = post
         self._log = log
         self._leftovers = leftovers
         self._layout = layout
-        self._waits_for_layout = False
         self._on_gone = on_gone
         self._on_loader = on_loader
         self._is_over = False
         self._witness_id = (0, 0)
         self._loads: dict[int, LoadReply] = {}
-        self._backend_end: socket.socket | None
-        ours, self._backend_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.progress = ProgressPage()
         self.tree = Tree(self._dying, self._died, self._settle)
         self.channel = BackendChannel(
-            ours,
             on_message=self._received,
             on_fault=lambda text: self._post(Failed("backend_fault", text)),
             on_closed=self._settle,
@@ -111,29 +109,31 @@ class Incarnation:
     # ------------------------------------------------------------------ its life
 
     def start(self) -> None:
-        """Make the witness and start the main process; a failure is an event like any other."""
-        backend_end, self._backend_end = self._backend_end, None
-        assert backend_end is not None
+        """Make channel and witness and start the main process; a failure is an event like any
+        other."""
+        try:
+            self._start()
+        except UnderstudyError as error:
+            self._post(Failed("cannot_start", error.message, error.exit_code))
+        except OSError as error:
+            what = f"launch the backend with {self._settings.directory}"
+            self._post(Failed("cannot_start", no_descriptors(what, error).message))
+
+    def _start(self) -> None:
+        settings = self._settings
         self._leftovers.starting()
         self.progress, progress_end = ProgressPage.create()
-        with backend_end, progress_end or contextlib.nullcontext():
-            try:
-                directory = self._settings.directory
-                self.witness_path, held = witness.create(directory, self.id)
-                with OwnedFd(held):
-                    found = os.fstat(held)
-                    self._witness_id = (found.st_dev, found.st_ino)
-                    lent = {process.CHANNEL_ENV: backend_end.fileno()}
-                    if progress_end is not None:
-                        lent[PROGRESS_ENV] = progress_end.fileno()
-                    environ = self._environment(lent)
-                    with self.cpus.inherited():
-                        self.tree.start(self._settings.command, environ, held, [*lent.values()])
-            except UnderstudyError as error:
-                self._post(Failed("cannot_start", error.message, error.exit_code))
-            except OSError as error:
-                text = f"cannot launch: {error.strerror} ({self._settings.directory})"
-                self._post(Failed("cannot_start", text))
+        with progress_end or contextlib.nullcontext(), self.channel.open() as backend_end:
+            self.witness_path, held = witness.create(settings.directory, self.id)
+            with OwnedFd(held):
+                found = os.fstat(held)
+                self._witness_id = (found.st_dev, found.st_ino)
+                lent = {process.CHANNEL_ENV: backend_end.fileno()}
+                if progress_end is not None:
+                    lent[PROGRESS_ENV] = progress_end.fileno()
+                environ = self._environment(lent)
+                with self.cpus.inherited():
+                    self.tree.start(settings.command, environ, held, [*lent.values()])
 
     def _environment(self, lent: Mapping[str, int]) -> dict[str, str]:
         settings = self._settings
@@ -185,7 +185,8 @@ class Incarnation:
             self._is_over = True
             self._leftovers.reaped()
             if self._settings.is_remote and self.witness_path is not None:
-                witness.discard(self.witness_path, *self._witness_id)  # no server here will
+                with contextlib.suppress(OSError):  # then the next supervisor does
+                    witness.discard(self.witness_path, *self._witness_id)  # no server here will
             self._on_gone()
             self.progress.close()
 
@@ -214,30 +215,27 @@ class Incarnation:
         self._log.record("engine.fault", fault.message, "error", data)
         return Failed(cause, fault.message, fault.exit_code if fault.permanent else None)
 
-    @property
-    def waiting(self) -> str | None:
-        """What an incarnation that is otherwise prepared waits for."""
-        if not self._waits_for_layout:
-            return None
-        return f"waiting for another engine to write {KV_LAYOUT}; is its supervisor stopped?"
-
     def _judge(self) -> None:
         if self._is_over:
             return
-        event = self._judge_prepared()
-        self._waits_for_layout = event is None
-        if event is None:
-            asyncio.get_running_loop().call_later(LAYOUT_RETRY_S, self._judge)
+        verdict = self._judge_prepared()
+        if isinstance(verdict, str):
+            self.waiting = verdict
+            asyncio.get_running_loop().call_later(JUDGE_RETRY_S, self._judge)
         else:
-            self._post(event)
+            self.waiting = None
+            self._post(verdict)
 
-    def _judge_prepared(self) -> EngineEvent | None:
+    def _judge_prepared(self) -> EngineEvent | str:
         """Whether it may stand by: every rank has its weights, every process holds the witness, and
-        the KV cache has the size on which the pod's engines agree. None: ask again in a moment."""
+        the KV cache has the size on which the pod's engines agree. A string: what it waits for."""
         missing = self.loading.missing
         if missing is not None:
             return Failed("weights_missing", f"the backend is prepared, but {missing}")
-        objection = self.tree.check_witness(*self._witness_id)
+        try:
+            objection = self.tree.check_witness(*self._witness_id)
+        except OSError as error:
+            return no_descriptors("check who holds the witness", error).message
         self._leftovers.look(self.tree.everyone())
         if objection is not None:
             return Failed("witness_missing", objection)
@@ -249,7 +247,7 @@ class Incarnation:
             return self._failed("kv_differs", process.fault_report(error))
         if self._layout.note not in (None, before):
             self._log.record("engine.kv_layout", self._layout.note or "", "warning")
-        return ev.Prepared() if is_agreed else None
+        return ev.Prepared() if is_agreed else self._layout.waits_for
 
     # ------------------------------------------------------------------ what it is asked
 

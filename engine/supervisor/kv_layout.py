@@ -15,10 +15,13 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
-from plumbing.errors import UsageError
+from plumbing.errors import UsageError, is_shortage
 from plumbing.wire.fds import OwnedFd
+from plumbing.wire.sockets import no_descriptors
 
 NAME = "kv_layout.json"
+# Which is instant unless that engine's supervisor is stopped.
+ANOTHER_WRITES = f"waiting for another engine to write {NAME}; is its supervisor stopped?"
 RECORD_BYTES_MAX = 4096  # an engine's id is short: a longer file is not ours
 
 
@@ -47,10 +50,11 @@ class KvLayout:
         self._fd: OwnedFd | None = None
         self._mine: KvRecord | None = None
         self.note: str | None = None  # for the user, in status and the log
+        self.waits_for = ANOTHER_WRITES
 
     def agree(self, kv_bytes: int, ranks: int) -> bool:
-        """Agree on this size with the other engines; False while another one is writing the record,
-        which is instant unless its supervisor is stopped: ask again.
+        """Agree on this size with the other engines; False while that has to wait, for what is in
+        `waits_for`: ask again.
 
         Raises:
             UsageError: `engine.kv_differs`; this engine has agreed to nothing then.
@@ -66,8 +70,12 @@ class KvLayout:
                     self._compare(mine)
                     self._mine = mine
                     undo.pop_all()
+                self.waits_for = ANOTHER_WRITES
                 return is_held
         except OSError as error:
+            if is_shortage(error):
+                self.waits_for = no_descriptors(f"open {self._path}", error).message
+                return False
             # A disk that fails must not keep an engine from standing by.
             self.note = f"the size of the KV cache is not compared: {error.strerror} ({self._path})"
             return True

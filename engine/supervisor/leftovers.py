@@ -5,44 +5,30 @@ supervisor cleans up, too. (Python's resource tracker dies with its tree.) Only 
 that a process of the tree held, that were not there before the tree, whoever maps them, and that no
 visible process holds any more. Looking can hang where the kernel has locked a process's memory, so
 it is done on a thread, on which nothing waits but, for a moment, the supervisor's exit.
-
-Surprising: /proc shows a semaphore under a name that glibc unlinked (it makes `sem.XXXXXX` and
-links that to the real name), so files are known by inode and named by listing the directory. A
-socket's file is found by the socket's number in /proc/net/unix.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import queue
-import stat
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from plumbing.errors import UnderstudyError
+from engine.supervisor.held_files import Name, held_by, name_of, remove, still_held, there_now
+from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.service import procfs
 from plumbing.service.events import EventLog
 from plumbing.service.files import read_json, write_atomic
+from plumbing.wire.sockets import no_descriptors
 
-SHM = "/dev/shm"  # where shm_open(3) and sem_open(3) keep their names, in no subdirectory
-PREFIX = f"{SHM}/"
 CLOSE_DEADLINE_S = 2.0  # at the end of the supervisor: a look that hangs must not keep it
 TICKS_BETWEEN_LOOKS = 30  # once a tree is prepared: a look takes 10 ms of a core
 NAMES_MAX = 4096  # a tree of 8 ranks has some 60; beyond this something else is wrong
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Name:
-    """A file as it was seen: another one that has taken its path since is not it."""
-
-    path: str
-    dev: int
-    ino: int
 
 
 def path_of(directory: str, engine: str) -> str:
@@ -50,10 +36,12 @@ def path_of(directory: str, engine: str) -> str:
 
 
 class Leftovers:
-    """The names of one engine. Every method but `close` only queues work for the thread."""
+    """The names of one engine. Every method but `start` and `close` only queues work for the
+    thread."""
 
     def __init__(self, path: str, log: EventLog) -> None:
-        """Names that `path` lists are a predecessor's, and removed once no process holds them."""
+        """`path` is the list; it is neither read nor written before `start`."""
+        self.problem: str | None = None  # why the last piece of work failed
         self._path = path
         self._log = log
         self._loop = asyncio.get_running_loop()
@@ -62,32 +50,41 @@ class Leftovers:
         self._ticks = 0
         self._before: frozenset[Name] = frozenset()
         self._living: set[Name] = set()
-        self._dead: set[Name] = _load(path)
-        self._on_disk: set[Name] = set(self._dead)
-        threading.Thread(target=self._run, name="leftovers", daemon=True).start()
-        self._retry()
+        self._dead: set[Name] = set()
+        self._on_disk: set[Name] = set()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin with the names on the list: they are a predecessor's, and removed once no process
+        holds them. Only once it is certain that no other supervisor of this engine runs."""
+        self._dead = _load(self._path)
+        self._on_disk = set(self._dead)
+        self._thread = threading.Thread(target=self._run, name="leftovers", daemon=True)
+        self._thread.start()
+        self._jobs.put(self._remove)
 
     # ------------------------------------------------------------------ what happens to the tree
 
     def starting(self) -> None:
-        """A tree is about to start: names that exist now are not its own."""
+        """A tree is about to start: names that exist now are not its own.
+
+        Raises:
+            OSError: they cannot be listed at present.
+        """
         before = there_now()
         self._jobs.put(lambda: self._start(before))
 
     def look(self, pids: Iterable[int]) -> None:
         """Learn what `pids`, processes of the tree, hold; not while an earlier look hangs."""
-        seen = tuple(pids)
         if self._jobs.empty():
-            self._jobs.put(lambda: self._learn(held_by(seen)))
+            self._jobs.put(functools.partial(self._look, tuple(pids)))
 
     def tick(self, pids: Iterable[int], *, is_prepared: bool) -> None:
         """Once a second. A tree that is being prepared changes; later it hardly does."""
         self._ticks += 1
-        if self._ticks % TICKS_BETWEEN_LOOKS == 0:
-            self.look(pids)
-            self._retry()
-        elif not is_prepared:
-            self.look(pids)
+        is_turn = self._ticks % TICKS_BETWEEN_LOOKS == 0 or self.problem is not None
+        if (is_turn or not is_prepared) and self._jobs.empty():
+            self._jobs.put(functools.partial(self._look, tuple(pids), retries=is_turn))
 
     def reported(self, path: str) -> None:
         """A process of the tree reports that it uses the file `path`, but does not keep it open."""
@@ -99,13 +96,10 @@ class Leftovers:
         """No process of the tree is left."""
         self._jobs.put(self._bury)
 
-    def _retry(self) -> None:
-        """Try again to remove names that were still held."""
-        if self._dead and self._jobs.empty():
-            self._jobs.put(self._remove)
-
     async def close(self) -> None:
         """Wait a moment for the queued work."""
+        if self._thread is None:
+            return
         self._jobs.put(None)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._is_done.wait(), CLOSE_DEADLINE_S)
@@ -113,12 +107,30 @@ class Leftovers:
     # ------------------------------------------------------------------ on the thread
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        try:
+            while (job := self._jobs.get()) is not None:
+                self._do(job)
+        except Exception as error:  # our own fault, which must not stay on this thread
+            self._call(functools.partial(_raise, error))
         self._call(self._is_done.set)
+
+    def _do(self, job: Callable[[], None]) -> None:
+        """What fails for lack of descriptors is done again: see `tick`."""
+        try:
+            job()
+            self.problem = None
+        except OSError as error:
+            what = "look for files that dead processes have left"
+            self.problem = no_descriptors(what, error).message
 
     def _start(self, before: frozenset[Name]) -> None:
         self._before = before
+
+    def _look(self, pids: tuple[int, ...], *, retries: bool = False) -> None:
+        """`retries`: also try again to remove names that were still held."""
+        self._learn(held_by(pids))
+        if retries:
+            self._remove()
 
     def _learn(self, held: set[Name]) -> None:
         new = held - self._before - self._living
@@ -169,139 +181,21 @@ class Leftovers:
             self._on_disk = names
 
 
+def _raise(error: Exception) -> None:
+    raise InvariantError(f"the work on leftovers failed: {error}") from error
+
+
 def _load(path: str) -> set[Name]:
-    """The names that `path` lists; none where it is missing or broken."""
+    """The names that `path` lists; none where it is missing or broken.
+
+    Raises:
+        OSError: there is no descriptor or memory to read it.
+    """
     try:
         document = read_json(path) or {}
         return {Name(str(path), int(dev), int(ino)) for path, dev, ino in document["names"]}
-    except (UnderstudyError, OSError, KeyError, TypeError, ValueError):
-        return set()
-
-
-# ---------------------------------------------------------------- names, and who holds them
-
-
-def there_now() -> frozenset[Name]:
-    """The regular files of this uid in shared memory; none where there is no such directory."""
-    found = set()
-    with contextlib.suppress(FileNotFoundError), os.scandir(SHM) as entries:
-        for entry in entries:
-            name = name_of(entry.path)
-            if name is not None:
-                found.add(name)
-    return frozenset(found)
-
-
-def name_of(path: str) -> Name | None:
-    """The regular file or the socket at `path`, if there is one and it is this uid's."""
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return None
-    is_kind = stat.S_ISREG(found.st_mode) or stat.S_ISSOCK(found.st_mode)
-    if not is_kind or found.st_uid != os.geteuid():
-        return None
-    return Name(path, found.st_dev, found.st_ino)
-
-
-def held_by(pids: Iterable[int]) -> set[Name]:
-    """The names in shared memory that `pids` have mapped or open, and those of their sockets.
-
-    A process that is gone, or that may not be inspected, holds nothing here.
-    """
-    inodes: set[int] = set()
-    sockets: set[str] = set()
-    device = _device()
-    for pid in pids:
-        inodes |= _mapped(pid, device)
-        files, numbers = _open(pid)
-        inodes |= files
-        sockets |= numbers
-    held = {name for name in there_now() if name.ino in inodes}
-    for number, path in _bound_sockets():
-        name = name_of(path) if number in sockets else None
-        if name is not None:
-            held.add(name)
-    return held
-
-
-def still_held(names: Iterable[Name]) -> set[Name]:
-    """Those of `names` that some process holds, as far as this one can see."""
-    wanted = set(names)
-    device = _device()
-    inodes: set[int] = set()
-    for pid in procfs.pids():
-        inodes |= _mapped(pid, device) | _open(pid)[0]
-    bound = {path for _, path in _bound_sockets()}
-    return {
-        name
-        for name in wanted
-        if name.path in bound or (name.path.startswith(PREFIX) and name.ino in inodes)
-    }
-
-
-def remove(name: Name) -> int | None:
-    """Unlink `name`: the bytes that it occupied, or None if it was gone already.
-
-    Raises:
-        OSError: it may not be removed.
-    """
-    if name_of(name.path) != name:
-        return None
-    size = os.lstat(name.path).st_blocks * 512  # the unit of st_blocks, on every file system
-    os.unlink(name.path)
-    return size
-
-
-def _mapped(pid: int, device: str | None) -> set[int]:
-    """The inodes on `device` (as /proc writes it) that `pid` has mapped."""
-    found: set[int] = set()
-    if device is None:
-        return found
-    mark = f" {device} "
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as lines:
-        for line in lines:
-            if mark in line:
-                fields = line.split(None, 5)  # address, access, offset, device, inode, path
-                if fields[3] == device:
-                    found.add(int(fields[4]))
-    return found
-
-
-def _open(pid: int) -> tuple[set[int], set[str]]:
-    """The inodes in shared memory that `pid` has open, and the numbers of its sockets."""
-    files: set[int] = set()
-    sockets: set[str] = set()
-    base = f"/proc/{pid}/fd"
-    try:
-        numbers = os.listdir(base)
-    except OSError:
-        return files, sockets
-    for number in numbers:
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"{base}/{number}")
-            if target.startswith("socket:["):
-                sockets.add(target.removeprefix("socket:[").removesuffix("]"))
-            elif target.startswith(PREFIX):
-                files.add(os.stat(f"{base}/{number}").st_ino)
-    return files, sockets
-
-
-def _bound_sockets() -> list[tuple[str, str]]:
-    """Number and path of every Unix socket that has a file."""
-    found = []
-    with contextlib.suppress(OSError), open("/proc/net/unix", errors="replace") as lines:
-        for line in lines:
-            fields = line.rstrip("\n").split(None, 7)
-            if len(fields) == 8 and fields[7].startswith("/"):
-                found.append((fields[6], fields[7]))
-    return found
-
-
-def _device() -> str | None:
-    """The device of shared memory as /proc/PID/maps writes it, `00:1f`."""
-    try:
-        device = os.stat(SHM).st_dev
-    except OSError:
-        return None
-    return f"{os.major(device):02x}:{os.minor(device):02x}"
+    except OSError as error:
+        procfs.raise_shortage(error)
+    except (UnderstudyError, KeyError, TypeError, ValueError):
+        pass
+    return set()

@@ -13,8 +13,10 @@ import re
 import socket
 
 from lockserver.client import witness
+from plumbing.errors import is_shortage
 from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd
+from plumbing.wire.sockets import no_descriptors
 from plumbing.wire.tcp.address import TcpAddress
 
 BACKLOG = 4096  # as the lock server's: net.core.somaxconn's default
@@ -39,15 +41,16 @@ class OwnListener:
     def copy(self) -> OwnedFd | None:
         """A copy of the listening socket, which is bound now if it is not yet; None if it cannot
         be for now: ask again."""
-        if self._sock is None:
-            try:
+        try:
+            if self._sock is None:
                 self._sock = self._bind()
-            except OSError as error:
-                if self.problem is None:  # finding who holds the port takes a while
-                    self.problem = self._why(error)
-                return None
-            self.problem = None
-        return OwnedFd(self._sock.dup().detach())
+            copy = OwnedFd(os.dup(self._sock.fileno()))
+        except OSError as error:
+            if self.problem is None:  # finding who holds the port takes a while
+                self.problem = self._why(error)
+            return None
+        self.problem = None
+        return copy
 
     def close(self) -> None:
         """Stop listening. Harmless to repeat."""
@@ -78,7 +81,8 @@ class OwnListener:
         return sock
 
     def _why(self, error: OSError) -> str:
-        assert self._address is not None
+        if self._address is None or is_shortage(error):
+            return no_descriptors("open the listening socket", error).message
         pid = procfs.listener_pid(self._address.port)
         who = f"; pid {pid} ({procfs.name(pid)}) listens on that port" if pid else ""
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
 
@@ -21,8 +22,10 @@ def serving_engine(directory: str, engine: str, lock: LockSide) -> str | None:
     elif lock.client.is_connected:
         return None
     else:
-        names = (path.stem.removeprefix("engine_") for path in engine_states(Path(directory)))
-        candidates = dict.fromkeys(names)
+        candidates = {}
+        with contextlib.suppress(OSError):  # no descriptor left to look
+            for path in engine_states(Path(directory)):
+                candidates[path.stem.removeprefix("engine_")] = None
     for name, token in candidates.items():
         is_other = name != engine and state_file.is_holding(directory, name, token)
         if is_other and _is_listening(engine_socket(directory, name)):

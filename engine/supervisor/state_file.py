@@ -3,25 +3,29 @@
 Owns `engine_<id>.json`: the status document, whether any incarnation ever reached standby in this
 pod, and the counters that must survive a restart. It outlives processes, not the machine, so
 nothing is synced to disk. Written on a thread, because a disk may hang; only the newest content
-waits. A full disk is reported: nothing here may stop an engine.
+waits. A full disk is reported and retried: nothing here may stop an engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 import threading
 from dataclasses import dataclass
 from typing import Any
 
 from engine.core.lifecycle import HOLDING
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.part.paths import engine_state
 from plumbing.service.events import EventLog
 from plumbing.service.files import read_json, write_atomic
+from plumbing.wire.sockets import no_descriptors
 
 FLUSH_DEADLINE_S = 2.0  # at the end of the process: a disk that hangs must not keep it
+RETRY_S = 2.0  # a write that failed; a full disk or a shortage of descriptors lasts longer
 
 
 @dataclass
@@ -77,6 +81,7 @@ class EngineStateFile:
         self._log = log
         self._waiting: str | None = None
         self._writer: asyncio.Task[None] | None = None
+        self._is_closing = asyncio.Event()
 
     def write(self, document: dict[str, Any]) -> None:
         """Write `document` soon."""
@@ -86,6 +91,7 @@ class EngineStateFile:
 
     async def close(self) -> None:
         """Wait a moment for what is not written yet."""
+        self._is_closing.set()
         if self._writer is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._writer), FLUSH_DEADLINE_S)
@@ -93,13 +99,20 @@ class EngineStateFile:
     async def _write_all(self) -> None:
         while self._waiting is not None:
             text, self._waiting = self._waiting, None
-            self._report(await _write_on_thread(self.path, text))
+            error = await _write_on_thread(self.path, text)
+            self._report(error)
+            if error is not None and not self._is_closing.is_set():
+                self._waiting = self._waiting or text
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_closing.wait(), RETRY_S)
         self._writer = None
 
     def _report(self, error: OSError | None) -> None:
         problem = None
         if error is not None:
             problem = f"cannot write {self.path}: {error.strerror}; free space on that disk"
+            if is_shortage(error) or isinstance(error, BlockingIOError):
+                problem = no_descriptors(f"write {self.path}", error).message
         if problem != self.problem:
             self.problem = problem
             severity = "info" if problem is None else "warning"
@@ -125,5 +138,8 @@ async def _write_on_thread(path: str, text: str) -> OSError | None:
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(settle, error)
 
-    threading.Thread(target=run, name="state-file", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="state-file", daemon=True).start()
+    except RuntimeError:  # Python says no more
+        return BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return await done

@@ -21,6 +21,7 @@ from engine.supervisor.health_watch import patience_of
 from engine.supervisor.state_file import EngineStateFile
 from plumbing.part.format import duration
 from plumbing.service.http import Probe
+from plumbing.wire.server import Server
 
 SCHEMA = 1
 
@@ -32,6 +33,7 @@ class EngineStatus:
         self._engine = engine
         self._state_file = state_file
         self.http_problem: Callable[[], str | None] = lambda: None
+        self.server: Server | None = None  # the control socket's, whose problem is reported
         engine.on_change = lambda: state_file.write(self.document())
 
     def document(self) -> dict[str, Any]:
@@ -131,9 +133,13 @@ class EngineStatus:
             engine.lock.problem,
             engine.layout.note,
             self.http_problem(),
+            engine.leftovers.problem,
+            self.server.problem if self.server is not None else None,
         ]
-        if engine.incarnation is not None and engine.incarnation.prepared is not None:
-            problems += engine.incarnation.prepared.warnings
+        if engine.incarnation is not None:
+            problems.append(engine.incarnation.tree.problem)
+            if engine.incarnation.prepared is not None:
+                problems += engine.incarnation.prepared.warnings
         return [problem for problem in problems if problem]
 
     def _reason(self) -> str:

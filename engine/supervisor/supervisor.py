@@ -30,6 +30,8 @@ from plumbing.service.process import become_subreaper
 from plumbing.service.signals import SignalInbox
 
 EXIT_USAGE = 2
+# Keys of the loop's report of an exception that no callback of ours raised.
+ELSEWHERE = frozenset({"transport", "task", "future"})
 
 
 class EngineSupervisor:
@@ -42,6 +44,7 @@ class EngineSupervisor:
         self._state_file = EngineStateFile(path, engine.log)
         status = EngineStatus(engine, self._state_file)
         self._control = Control(engine, status.document)
+        status.server = self._control.server
         self._http = HttpServer(
             settings.config["http_host"],
             settings.http_port,
@@ -101,11 +104,12 @@ class EngineSupervisor:
             self._engine.exit.set_exception(error)
 
     def _crash(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An uncaught exception; a peer that disconnected is not our fault."""
+        """An uncaught exception. In a callback it is our fault, an OSError too: what a peer does to
+        a connection is handled there, and only HTTP's own tasks may raise its end."""
         loop.default_exception_handler(context)
         error = context.get("exception")
-        is_ours = isinstance(error, Exception) and not isinstance(error, OSError)
-        if error is not None and is_ours and not self._engine.exit.done():
+        is_peers = isinstance(error, OSError) and not ELSEWHERE.isdisjoint(context)
+        if isinstance(error, Exception) and not is_peers and not self._engine.exit.done():
             self._engine.exit.set_exception(error)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import os
 import signal
@@ -23,9 +24,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.lifeline import LifelineWatch
+from engine.supervisor.process_death import ProcessDeath
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd
+from plumbing.wire.sockets import no_descriptors
 
 MAIN = "main"
 
@@ -33,40 +36,18 @@ MAIN = "main"
 # command line: Python's multiprocessing starts one that unlinks shared memory after a crash.
 HELPERS = ("multiprocessing.resource_tracker",)
 
+# Errors of execve(2) about the program and its arguments: the next launch would get them, too.
+NOT_A_PROGRAM = (
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENOEXEC),
+    *(errno.ELOOP, errno.ENAMETOOLONG, errno.E2BIG, errno.EINVAL),
+)
+
 # While a tree dies, orphans that no pidfd has announced are looked for: immediately at first, since
 # a takeover waits, then less often, since a tree with much memory takes its time.
 SWEEP_S_MIN = 0.001
 SWEEP_S_MAX = 0.020
 
 DEPTH_MAX = 64  # deeper than any process tree; an end should /proc change during the walk
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessDeath:
-    """A process that must live has ended. `status` is its wait status where it was our child."""
-
-    pid: int
-    name: str
-    status: int | None
-
-    @property
-    def signal(self) -> int | None:
-        status = self.status
-        return os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
-
-    @property
-    def exit_code(self) -> int | None:
-        status = self.status
-        return os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else None
-
-    def describe(self) -> str:
-        """`http (pid 12) was killed by SIGKILL`."""
-        how = "has ended"
-        if self.signal is not None:
-            how = f"was killed by {signal.Signals(self.signal).name}"
-        elif self.exit_code is not None:
-            how = f"exited with code {self.exit_code}"
-        return f"{self.name} (pid {self.pid}) {how}"
 
 
 @dataclass
@@ -100,6 +81,7 @@ class Tree:
         self._is_dying = False
         self._announced: int | None = None  # dying by its lifeline, and not yet reported dead
         self.is_gone = False
+        self.problem: str | None = None  # why not every process of the tree is known
 
     # ------------------------------------------------------------------ starting and watching
 
@@ -110,12 +92,15 @@ class Tree:
 
         Raises:
             UsageError: `engine.cannot_start`, there is no such program.
+            OSError: there is no descriptor, process or memory for it at present.
         """
         try:
             self._main = subprocess.Popen(
                 command, stdin=stdin, env=dict(environ), pass_fds=lend, start_new_session=True
             )
         except OSError as error:
+            if error.errno not in NOT_A_PROGRAM:
+                raise
             raise UsageError(
                 "engine.cannot_start",
                 f"cannot start the backend {command[0]}: {error.strerror}; check --backend",
@@ -127,16 +112,19 @@ class Tree:
         """From now on `pid` is known as `name` and must live. `lifeline` is lent.
 
         Raises:
-            UnderstudyError: `engine.not_of_this_tree`.
+            UnderstudyError: `engine.not_of_this_tree`; `wire.no_descriptors`, it cannot be watched.
             ProtocolError: this is not a lifeline.
         """
-        if not _is_ours(pid):
-            raise UnderstudyError(
-                "engine.not_of_this_tree",
-                f"pid {pid} is not a descendant of this engine's supervisor (pid {os.getpid()})",
-                pid=pid,
-            )
-        self._watch(pid, name, must_live=True)
+        try:
+            if not _is_ours(pid):
+                raise UnderstudyError(
+                    "engine.not_of_this_tree",
+                    f"pid {pid} is no descendant of this engine's supervisor (pid {os.getpid()})",
+                    pid=pid,
+                )
+            self._watch(pid, name, must_live=True)
+        except OSError as error:
+            raise no_descriptors(f"watch {name} (pid {pid})", error) from error
         process = self._processes.get(pid)
         if lifeline is not None and process is not None and process.lifeline is None:
             # Without a thread or memory for it, its pidfd must do.
@@ -144,7 +132,15 @@ class Tree:
                 process.lifeline = LifelineWatch(lifeline, functools.partial(self._dies, pid))
 
     def scan(self) -> None:
-        """Look for new processes, and reap orphans."""
+        """Reap orphans and look for new processes; what prevents that is a `problem` until the next
+        look."""
+        try:
+            self._look()
+            self.problem = None
+        except OSError as error:
+            self.problem = no_descriptors("look for processes of the backend", error).message
+
+    def _look(self) -> None:
         if not self.is_gone:
             self._collect()
             for pid in procfs.descendants(os.getpid()):
@@ -165,8 +161,11 @@ class Tree:
         """None if every process of the tree holds the witness on descriptor 0, else which does not.
 
         Every process alive now must live from here on.
+
+        Raises:
+            OSError: there is no descriptor or memory to look, which proves nothing.
         """
-        self.scan()
+        self._look()
         for pid in procfs.descendants(os.getpid()):
             if not procfs.is_alive(pid) or _is_helper(pid):
                 continue
@@ -189,10 +188,11 @@ class Tree:
             pidfd = OwnedFd(os.pidfd_open(pid))
         except ProcessLookupError:
             return
-        # The pid may have been reused between the look and the open.
-        if not _is_ours(pid):
-            pidfd.close()
-            return
+        with contextlib.ExitStack() as undo:
+            undo.callback(pidfd.close)
+            if not _is_ours(pid):  # it may have been reused between the look and the open
+                return
+            undo.pop_all()
         self._processes[pid] = _Process(pidfd, name, must_live)
         self._loop.add_reader(pidfd.fileno(), self._ended, pid)
 
@@ -222,8 +222,21 @@ class Tree:
         self.scan()
         for pid in list(self._processes):
             self.signal_one(pid, signal.SIGKILL)
+        if self.problem is not None:
+            self._kill_unwatched()
         self._sweep = self._loop.call_later(self._sweep_s, self._kill_all)
         self._sweep_s = min(2 * self._sweep_s, SWEEP_S_MAX)
+
+    def _kill_unwatched(self) -> None:
+        """Without a descriptor to watch them: kill our own children by their pids, which are theirs
+        until we reap them. Orphans become our children, so in the end this kills everyone."""
+        children = set()
+        if self._main is not None and self._main.returncode is None:
+            children.add(self._main.pid)
+        with contextlib.suppress(OSError):
+            children.update(procfs.children(os.getpid()))
+        for pid in children - self._processes.keys():
+            os.kill(pid, signal.SIGKILL)
 
     def _collect(self) -> bool:
         """Reap every child that has ended; True if there is no child left, dead or alive."""

@@ -7,7 +7,7 @@ has no list of children without gaps, no spent processes, no flocks.
 
 The surprising thing: a process that has no descriptor or memory left to look cannot tell whether
 another one is there. That is raised as an OSError; only what is merely shown to users (`name`,
-`rss_bytes`, `holders_of`, `listener_pid`) is left out instead.
+`rss_bytes`, `holders_of`, `listener_pid`) or estimated (`cpu_times`) is left out instead.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def rss_bytes(pid: int) -> int | None:
 def cpu_times(pid: int) -> tuple[bool, float, float] | None:
     """Of the main thread of `pid`: whether it runs or waits for a CPU, and how many milliseconds
     it has run and has waited for one so far; None if that cannot be read."""
-    fields, counts = _stat(pid), _read(f"/proc/{pid}/schedstat").split()
+    try:
+        fields, counts = _stat(pid), _read(f"/proc/{pid}/schedstat").split()
+    except OSError:
+        return None
     if fields is None or len(counts) < 2:
         return None
     return fields[0] == "R", int(counts[0]) / 1e6, int(counts[1]) / 1e6

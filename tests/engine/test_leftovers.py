@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor import leftovers
+from engine.supervisor import held_files
 from tests.engine.pod import Engine, Pod, stub_lock
 from tests.helpers import until
 
@@ -27,9 +27,9 @@ def prefix() -> Iterator[str]:
     """Of names that no other test has; what a failed test leaves is removed."""
     chosen = f"understudy-test-{secrets.token_hex(6)}"
     yield chosen
-    for name in os.listdir(leftovers.SHM):
+    for name in os.listdir(held_files.SHM):
         if chosen in name:
-            os.unlink(os.path.join(leftovers.SHM, name))
+            os.unlink(os.path.join(held_files.SHM, name))
 
 
 @pytest.fixture
@@ -40,14 +40,14 @@ def lock(directory: Path):
 
 def files_of(prefix: str, directory: Path) -> set[str]:
     """What is there with this prefix, in shared memory and in the pod's directory."""
-    there = [*os.listdir(leftovers.SHM), *os.listdir(directory)]
+    there = [*os.listdir(held_files.SHM), *os.listdir(directory)]
     return {name.removeprefix("sem.").removeprefix(prefix) for name in there if prefix in name}
 
 
 def started(pod: Pod, prefix: str) -> Engine:
     """An engine whose backend has used one file of each kind, all of which are on file; one of
     them was there before."""
-    before = os.path.join(leftovers.SHM, f"{prefix}-before")
+    before = os.path.join(held_files.SHM, f"{prefix}-before")
     with open(before, "wb"):
         engine = pod.engine("e-0", "--leave-behind", prefix, flags=QUICK)
     engine.until("active")
@@ -94,7 +94,7 @@ def test_a_killed_supervisors_successor_removes_it(pod, lock, prefix):
 def test_what_another_process_still_has_mapped_stays(pod, lock, prefix):
     """A stranger maps one of the files: it stays, and stays on the list, until he has gone."""
     engine = started(pod, prefix)
-    path = os.path.join(leftovers.SHM, f"{prefix}-mapped")
+    path = os.path.join(held_files.SHM, f"{prefix}-mapped")
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 4096):
         engine.process.send_signal(signal.SIGTERM)
         assert engine.wait() == 0
@@ -112,29 +112,29 @@ def test_an_unreadable_list_stops_no_engine(pod, lock, prefix):
 
 def test_another_file_under_the_same_name_is_not_removed(prefix):
     """Replace a file by one of the same name after it was seen: it is not that one, and stays."""
-    path = os.path.join(leftovers.SHM, prefix)
+    path = os.path.join(held_files.SHM, prefix)
     with open(path, "wb"):
-        name = leftovers.name_of(path)
+        name = held_files.name_of(path)
     assert name is not None
     os.rename(path, f"{path}-aside")
     with open(path, "wb"):
-        assert leftovers.remove(name) is None
+        assert held_files.remove(name) is None
     assert os.path.exists(path)
     os.rename(f"{path}-aside", path)
-    assert leftovers.remove(name) == 0
+    assert held_files.remove(name) == 0
     assert not os.path.exists(path)
 
 
 def test_a_directory_and_its_contents_are_never_removed(prefix, tmp_path):
     """Somebody keeps a model in a folder in shared memory and a process maps it: no leftover."""
-    folder = os.path.join(leftovers.SHM, prefix)
+    folder = os.path.join(held_files.SHM, prefix)
     model = os.path.join(folder, "model.safetensors")
     os.mkdir(folder)
     try:
         with open(model, "w+b") as file:
             file.truncate(4096)
             with mmap.mmap(file.fileno(), 4096):
-                held = leftovers.held_by([os.getpid()])
+                held = held_files.held_by([os.getpid()])
         assert not [name for name in held if prefix in name.path]
     finally:
         os.unlink(model)
@@ -145,4 +145,4 @@ def test_a_process_that_is_gone_holds_nothing(prefix):
     """Look at a process that has ended: an empty answer, no error."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    assert leftovers.held_by([child.pid]) == set()
+    assert held_files.held_by([child.pid]) == set()

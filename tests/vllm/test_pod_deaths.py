@@ -13,7 +13,7 @@ import signal
 
 import pytest
 
-from engine.supervisor import leftovers
+from engine.supervisor import held_files
 from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, kill
 from tests.e2e.test_switchover import kept_connections, switch
@@ -43,7 +43,7 @@ async def taken_over(pod: Pod, target: str, number: int, cause: str) -> None:
     backend = (await pod.engine(before.engine))["backend"]
     assert set(backend["pids"]) == {"api", "core", "worker", "worker-1"}
     tree = await pod.engine_tree(before.engine)
-    names = leftovers.held_by(tree)
+    names = held_files.held_by(tree)
     with Processes(tree) as old, Processes([backend["pids"][target]]) as victim:
         async with pod.load() as load, pod.grants(old) as grants:
             await load.answers()
@@ -56,7 +56,7 @@ async def taken_over(pod: Pod, target: str, number: int, cause: str) -> None:
         assert [each.token for each in grants.made] == [newer]
         assert grants.made[0].engine in before.standbys
         assert not grants.made[0].alive
-    await auntil(lambda: not names & leftovers.there_now(), "shared memory to be given back")
+    await auntil(lambda: not names & held_files.there_now(), "shared memory to be given back")
     after = await pod.whole_after(before.token)
     assert after.standbys == (before.engine,)
     assert (await pod.engine(before.engine))["deaths"][-1]["cause"] == cause

@@ -1,0 +1,237 @@
+"""A supervisor that runs out of descriptors, at every moment at which it needs one. Real processes;
+the limit is lowered while they run. Meanwhile its status names the problem (asked over a connection
+that was there before), and afterwards the engine is whole without help."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import messages as m
+from engine.supervisor import held_files
+from plumbing.wire.blocking import BlockingClient
+from tests.engine.pod import Engine, stub_lock
+from tests.engine.test_leftovers import files_of, prefix
+from tests.helpers import descriptors_below, open_fds, until
+
+LIMIT = "at its limit of"
+NONE = 3  # no descriptor below this one is ever free
+QUICK = (
+    *("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20"),
+    *("--deaths-max", "1000"),
+)
+__all__ = ["prefix"]  # a fixture
+
+
+class Observer:
+    """Asks one engine for its status over one connection."""
+
+    def __init__(self, client: BlockingClient) -> None:
+        self._client = client
+
+    def status(self) -> dict[str, Any]:
+        reply = self._client.request(m.StatusMsg(), timeout_s=30).message
+        assert isinstance(reply, m.StatusReplyMsg)
+        return reply.document
+
+    def problem(self, words: str) -> str:
+        """The problem with these words, waiting for it; it must name the limit."""
+        shown = until(
+            lambda: [each for each in self.status()["problems"] if words in each],
+            f"{words!r} to be a problem",
+        )[0]
+        assert LIMIT in shown
+        return str(shown)
+
+    def without_problems(self) -> None:
+        until(lambda: not self.status()["problems"], "the problems to be over")
+
+
+@contextlib.contextmanager
+def observer(engine: Engine) -> Iterator[Observer]:
+    with engine.client() as client:
+        watcher = Observer(client)
+        watcher.status()  # so its connection was accepted
+        yield watcher
+
+
+def below_each_free_descriptor(pid: int, count: int) -> list[int]:
+    """Limits that leave `pid` 0, 1, … `count` - 1 free descriptors."""
+    used = open_fds(pid)
+    return [number for number in range(max(used) + count) if number not in used][:count]
+
+
+@pytest.fixture
+def lock(directory: Path):
+    with stub_lock(directory, auto=("loader", "active")) as (stub, _):
+        yield stub
+
+
+@pytest.mark.slow
+def test_a_relaunch_at_any_limit_of_descriptors_fails_with_its_reason_or_succeeds(pod, lock):
+    """Goal: no engine stays in `init` without a process. Method: kill the backend under each limit,
+    from none free to more than a launch takes."""
+    engine = pod.engine("e-0", flags=QUICK)
+    engine.until("active")
+    pid = engine.process.pid
+    with observer(engine) as watcher:
+        highest = max(open_fds(pid)) + 3
+        for limit in range(NONE, highest):
+            before = watcher.status()["engine"]["number"]
+            with descriptors_below(limit, pid):
+                os.kill(watcher.status()["backend"]["pids"]["http"], signal.SIGKILL)
+
+                def outcome(before: int = before) -> bool:
+                    document = watcher.status()
+                    number, state = document["engine"]["number"], document["engine"]["state"]
+                    return (
+                        number > before + 1
+                        or (number > before and state == "active")
+                        or (any(LIMIT in each for each in document["problems"]))
+                    )
+
+                until(outcome, f"an outcome below descriptor {limit}")
+            engine.until("active", number=before + 1)
+            watcher.without_problems()
+        causes = {death["cause"] for death in watcher.status()["deaths"]}
+    assert causes <= {"child_exit", "cannot_start", "backend_fault"}
+    assert engine.process.poll() is None
+
+
+def test_a_launch_without_descriptors_is_a_death_that_says_so(pod, lock):
+    """Goal: the reason is visible and the launch is repeated. Method: kill the backend while
+    its supervisor can open nothing."""
+    engine = pod.engine("e-0", flags=QUICK)
+    engine.until("active")
+    with observer(engine) as watcher:
+        with descriptors_below(NONE, engine.process.pid):
+            os.kill(watcher.status()["backend"]["pids"]["http"], signal.SIGKILL)
+            until(
+                lambda: any(
+                    each["cause"] == "cannot_start" and LIMIT in each["message"]
+                    for each in watcher.status()["deaths"]
+                ),
+                "a launch that fails",
+            )
+            assert engine.process.poll() is None
+        engine.until("active", number=2)
+        watcher.without_problems()
+
+
+def test_a_backend_is_not_prepared_before_its_witness_can_be_checked(pod, lock, directory):
+    """Goal: what cannot be looked at is no proof. Method: a backend finishes loading while its
+    supervisor can open nothing: it stays in `init` and says why, then stands by."""
+    loaded = directory / "loaded"
+    engine = pod.engine("e-0", "--load", "--load-until", str(loaded), flags=QUICK)
+    until(lambda: lock.granted, "it to load")
+    with observer(engine) as watcher:
+        with descriptors_below(NONE, engine.process.pid):
+            loaded.touch()
+            until(
+                lambda: "check who holds the witness" in watcher.status()["engine"]["reason"],
+                "the reason",
+            )
+            assert watcher.status()["engine"]["state"] == "init"
+        engine.until("active")
+
+
+def test_a_grant_without_descriptors_is_acted_on_once_there_is_one(pod, directory):
+    """Goal: a grant survives a shortage. Method: grant the lock to a standby whose supervisor can
+    open nothing."""
+    with stub_lock(directory, auto=("loader",)) as (stub, thread):
+        engine = pod.engine("e-0", flags=QUICK)
+        engine.until("standby")
+        with observer(engine) as watcher:
+            with descriptors_below(NONE, engine.process.pid):
+                incarnation = watcher.status()["engine"]["incarnation"]
+                thread.call(stub.grant, "active", "e-0", incarnation)
+                watcher.problem("copy the listening socket")
+                assert watcher.status()["engine"]["state"] == "waking"
+            engine.until("active")
+            watcher.without_problems()
+            assert watcher.status()["engine"]["incarnation"] == incarnation
+
+
+def test_an_active_engine_without_descriptors_outlives_its_lock_server(pod, directory):
+    """Goal: a restart of the lock server ends no engine. Method: restart it while the engine's
+    supervisor has 0, 1, 2, … descriptors left: it says what it lacks, and reconnects later."""
+    with stub_lock(directory, auto=("loader", "active")) as (stub, thread):
+        engine = pod.engine("e-0", flags=QUICK)
+        before = engine.until("active")["engine"]
+        with observer(engine) as watcher:
+            thread.run(stub.stop())
+            until(lambda: not watcher.status()["lock"]["connected"], "the end of the connection")
+            for limit in below_each_free_descriptor(engine.process.pid, 4):
+                with descriptors_below(limit, engine.process.pid):
+                    thread.run(stub.start())
+                    until(
+                        lambda: (
+                            watcher.status()["lock"]["connected"]
+                            or LIMIT in (watcher.status()["lock"]["problem"] or "")
+                        ),
+                        "a connection or a problem",
+                    )
+                    thread.run(stub.stop())
+                    until(lambda: not watcher.status()["lock"]["connected"], "the next end")
+            thread.run(stub.start())
+            until(lambda: watcher.status()["lock"]["connected"], "the reconnect")
+            watcher.without_problems()
+            after = watcher.status()["engine"]
+            assert (after["state"], after["incarnation"]) == ("active", before["incarnation"])
+            assert stub.handed_back > 0
+
+
+def test_an_idle_supervisor_without_descriptors_says_what_it_cannot_do(pod, lock):
+    """Goal: no silent shortage. Method: an active engine without descriptors, and a client;
+    then room again: the problems end, and clients are answered."""
+    engine = pod.engine("e-0", flags=QUICK)
+    engine.until("active")
+    with observer(engine) as watcher:
+        with descriptors_below(NONE, engine.process.pid):
+            watcher.problem("look for processes of the backend")
+            with engine.client() as newcomer:
+                watcher.problem("accept new connections")
+        assert engine.get("/serving")[0] == 200
+        with engine.client() as newcomer:
+            newcomer.request(m.StatusMsg())
+        watcher.without_problems()
+
+
+@pytest.mark.slow
+def test_leftovers_are_removed_after_a_shortage(pod, lock, directory, prefix):
+    """Goal: work on leftovers that fails is done again. Method: a backend that leaves files behind
+    dies while its supervisor can open nothing, and does not come back at first."""
+    crashes = directory / "crash"
+    switches = ("--leave-behind", prefix, "--crash-if", str(crashes))
+    with open(os.path.join(held_files.SHM, f"{prefix}-before"), "wb"):
+        engine = pod.engine("e-0", *switches, flags=QUICK)
+    engine.until("active")
+    path = directory / "leftovers_e-0.json"
+    until(lambda: path.exists() and len(json.loads(path.read_text())["names"]) == 4, "the list")
+    crashes.touch()
+    with observer(engine) as watcher:
+        with descriptors_below(NONE, engine.process.pid):
+            os.kill(watcher.status()["backend"]["pids"]["http"], signal.SIGKILL)
+            watcher.problem("look for files")
+        until(lambda: files_of(prefix, directory) == {"-before"}, "the files to be removed")
+
+
+@pytest.mark.slow
+def test_a_state_file_that_could_not_be_written_is_written_later(pod, lock, directory):
+    """Goal: the file shows the last state, without waiting for the next. Method: a directory in its
+    place when the engine becomes active; then that is removed."""
+    path = directory / "engine_e-0.json"
+    path.mkdir()
+    engine = pod.engine("e-0")
+    engine.until("active")
+    until(lambda: "cannot write" in str(engine.status()["problems"]), "the problem")
+    path.rmdir()
+    until(lambda: path.is_file() and '"active"' in path.read_text(), "the file")
+    until(lambda: not engine.status()["problems"], "the problem to be over")

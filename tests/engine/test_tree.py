@@ -1,0 +1,168 @@
+"""A supervisor's tree of real processes while this process, its supervisor, can open nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from engine.supervisor.tree import Tree
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.service import procfs
+from tests.helpers import room_for, until
+
+# A subreaper with a tree of its own: in the test's process orphans and children are the test's.
+PROGRAM = """
+import asyncio, os, signal, sys
+from plumbing.service import procfs
+from plumbing.service.process import become_subreaper
+from tests.engine import test_tree
+become_subreaper()
+try:
+    asyncio.run(getattr(test_tree, sys.argv[1])())
+finally:
+    for pid in procfs.descendants(os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+"""
+NOBODY = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '1000'])"]
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, scenario.__name__],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+class Watched:
+    """A tree whose main process has one child."""
+
+    def __init__(self) -> None:
+        self.deaths: list[str] = []
+        self.is_gone = asyncio.Event()
+        self.tree = Tree(
+            self.deaths.append,
+            lambda death: self.deaths.append(death.describe()),
+            self.is_gone.set,
+        )
+
+    def start(self) -> Watched:
+        self.tree.start(NOBODY, os.environ, subprocess.DEVNULL, [])
+        until(lambda: len(procfs.descendants(os.getpid())) == 2, "the child")
+        return self
+
+    async def end(self) -> None:
+        self.tree.kill()
+        await asyncio.wait_for(self.is_gone.wait(), 30)
+        assert procfs.descendants(os.getpid()) == []
+
+
+def test_without_a_descriptor_nobody_is_proven_to_hold_the_witness():
+    """Goal: what cannot be looked at is no proof. Method: processes that hold no witness, and not
+    one descriptor, then one: an error, and an objection only once there is room to look."""
+    run(no_proof)
+
+
+async def no_proof() -> None:
+    watched = Watched().start()
+    for left in (0, 1):
+        with room_for(left), pytest.raises(OSError, match="Too many open files"):
+            watched.tree.check_witness(1, 1)
+    assert "does not hold the witness" in str(watched.tree.check_witness(1, 1))
+    await watched.end()
+
+
+def test_a_look_without_descriptors_is_a_problem_until_the_next():
+    """Goal: a supervisor says that it may not know every process. Method: look with none left, and
+    with room again."""
+    run(problem)
+
+
+async def problem() -> None:
+    watched = Watched().start()
+    for left in (0, 1):
+        with room_for(left):
+            watched.tree.scan()
+            assert "open files; raise the limit" in str(watched.tree.problem)
+    watched.tree.scan()
+    assert watched.tree.problem is None
+    assert len(watched.tree.everyone()) == 2
+    await watched.end()
+
+
+def test_a_tree_is_killed_without_descriptors():
+    """Goal: a tree that is to die dies, whether or not it could be watched. Method: kill it with no
+    descriptor left; nothing but `waitpid` may report that it is gone."""
+    run(killed)
+
+
+async def killed() -> None:
+    watched = Watched().start()  # its child has not been seen, so no pidfd reports its end
+    with room_for(0):
+        watched.tree.kill()
+        await asyncio.wait_for(watched.is_gone.wait(), 30)
+    assert procfs.descendants(os.getpid()) == []
+
+
+def test_a_main_process_that_could_not_be_watched_is_killed():
+    """Goal: no process outlives a launch that failed halfway. Method: fork succeeds and pidfd_open
+    does not; then the tree is killed, with no descriptor left."""
+    run(unwatched)
+
+
+async def unwatched() -> None:
+    watched, real = Watched(), os.pidfd_open
+
+    def refuse(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    os.pidfd_open = refuse
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            watched.start()
+        with room_for(0):
+            watched.tree.kill()
+            await asyncio.wait_for(watched.is_gone.wait(), 30)
+    finally:
+        os.pidfd_open = real
+    assert procfs.descendants(os.getpid()) == []
+
+
+def test_a_launch_without_descriptors_is_no_usage_error():
+    """Goal: only a program that cannot be run ends the engine for good. Method: a launch without
+    room for its pipe, and one of a program that does not exist."""
+    run(launches)
+
+
+async def launches() -> None:
+    with room_for(0), pytest.raises(OSError, match="Too many open files"):
+        Watched().start()
+    with pytest.raises(UsageError):
+        Watched().tree.start(["/no/such"], os.environ, subprocess.DEVNULL, [])
+
+
+def test_registering_without_descriptors_names_the_limit():
+    """Goal: a backend's process is told the true reason. Method: register one with none left."""
+    run(registering)
+
+
+async def registering() -> None:
+    watched = Watched().start()
+    _, child = procfs.descendants(os.getpid())
+    for left in (0, 1):
+        with room_for(left), pytest.raises(UnderstudyError) as caught:
+            watched.tree.register("child", child)
+        assert caught.value.code == "wire.no_descriptors"
+    watched.tree.register("child", child)
+    assert watched.tree.pid_of("child") == child
+    await watched.end()
