@@ -34,23 +34,22 @@ def join(path: str, placeholder: OwnedFd | None = None) -> OwnedFd:
 
     Raises:
         UnderstudyError: `gms.stale_epoch`, the server has already given this epoch up.
+        OSError: it cannot be opened, for example for lack of descriptors.
     """
-    try:
-        held = OwnedFd(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-    except FileNotFoundError:
+    with contextlib.ExitStack() as stack:
         if placeholder is not None:
-            placeholder.close()
-        raise _stale(path) from None
-    fcntl.flock(held.fileno(), fcntl.LOCK_SH)  # waits at most for one try of the server
-    if placeholder is not None:
-        with held:
-            number = placeholder.detach()
-            os.dup2(held.fileno(), number, inheritable=False)
-        held = OwnedFd(number)
-    if os.fstat(held.fileno()).st_nlink == 0:
-        held.close()
-        raise _stale(path)
-    return held
+            stack.enter_context(placeholder)
+        try:
+            held = stack.enter_context(OwnedFd(os.open(path, os.O_RDONLY | os.O_CLOEXEC)))
+        except FileNotFoundError:
+            raise _stale(path) from None
+        fcntl.flock(held.fileno(), fcntl.LOCK_SH)  # waits at most for one try of the server
+        if os.fstat(held.fileno()).st_nlink == 0:
+            raise _stale(path)
+        if placeholder is None:
+            return OwnedFd(held.detach())
+        os.dup2(held.fileno(), placeholder.fileno(), inheritable=False)
+        return OwnedFd(placeholder.detach())
 
 
 def mark_history(path: str) -> None:

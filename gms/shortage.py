@@ -18,6 +18,7 @@ from plumbing.errors import UnderstudyError
 # What a server opens until it serves (14), and a first writer. With less, libuv aborts the process
 # and uvloop raises what nobody can read, so the room is checked before.
 FDS_TO_START = 24
+CAUSES_MAX = 8  # that are looked at: an error may even be its own cause
 NO_THREAD = "can't start new thread"  # Python's RuntimeError, which has no errno
 
 
@@ -29,8 +30,11 @@ class StartShortageError(UnderstudyError):
 
 def shortage_in(error: BaseException | None) -> int | None:
     """The errno of the shortage that caused `error`; None if it has another cause."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in SHORTAGES:
+    for _ in range(CAUSES_MAX):
+        if error is None:
+            break
+        # EAGAIN has many meanings; that of a lock which another process has is the common one.
+        if isinstance(error, OSError) and error.errno in SHORTAGES - {errno.EAGAIN}:
             return error.errno
         if isinstance(error, MemoryError):
             return errno.ENOMEM
@@ -40,13 +44,13 @@ def shortage_in(error: BaseException | None) -> int | None:
     return None
 
 
-def explain(number: int | None) -> str:
-    """What the kernel's `number` means here, and for a shortage how to fix it."""
+def explain(number: int | None, who: str = "this process") -> str:
+    """What the kernel's `number` means for `who`, and for a shortage how to fix it."""
     match number:
         case errno.EMFILE:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return (
-                f"this process is at its limit of {limit} open files; raise it (ulimit -Hn, or the"
+                f"{who} is at its limit of {limit} open files; raise it (ulimit -Hn, or the"
                 " container's nofile limit)"
             )
         case errno.ENFILE:
@@ -62,6 +66,16 @@ def explain(number: int | None) -> str:
             return "unknown error"
         case _:
             return os.strerror(number)
+
+
+def exhausted(error: UnderstudyError) -> UnderstudyError:
+    """`error` as `gms.server_exhausted`, if a shortage in this server caused it. A device that is
+    full is not one: its memory is what the service is about."""
+    number = shortage_in(error.__cause__)
+    if number is None or error.code == "gms.device_full":
+        return error
+    why = explain(number, "the memory service")
+    return UnderstudyError("gms.server_exhausted", f"{why}. It failed at: {error.message}")
 
 
 def check_room(fds: int = FDS_TO_START) -> None:

@@ -71,7 +71,8 @@ def open_session(
         memory: what to map with; by default the kind that `device` has.
 
     Raises:
-        UnreachableError: no server there, or it went away while we waited.
+        UnreachableError: no server there, or it went away while we waited. Try again: also
+            `gms.server_exhausted` and `wire.no_descriptors`, it or this process has run short.
         UsageError: `gms.no_cuda`, `gms.device_not_visible`: this process cannot use that GPU.
         RemoteError: the server refused: `gms.identity_mismatch` (`details["field"]`),
             `gms.already_committed`, `gms.wait_timeout`, …

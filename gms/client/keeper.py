@@ -9,6 +9,7 @@ to each new service, because the one that received it may have died before it wa
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -18,8 +19,10 @@ from collections.abc import Callable
 
 from gms import messages as msg
 from gms.client.reader import Reader
-from plumbing.errors import UnderstudyError
+from gms.shortage import explain
+from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.format import duration
+from plumbing.wire import sockets
 
 # The first attempts fall into the restart of a server, which takes half a second; after that the
 # whole container is being restarted. A failed attempt costs microseconds, and a pause as long as
@@ -27,6 +30,9 @@ from plumbing.part.format import duration
 BACKOFF_S, BACKOFF_S_MAX = 0.02, 0.1
 REJOIN_TIMEOUT_S = 90.0  # longer than a server keeps a survivor waiting (gms.core.recovery)
 CLOSE_TIMEOUT_S = 5.0  # waits are interrupted, and digests check between two pieces
+
+# What may succeed the next time.
+TEMPORARY = (UnderstudyError, OSError, MemoryError)
 
 ATTACHED, REJOINING = "attached", "rejoining"
 
@@ -47,13 +53,19 @@ class Keeper:
         Args:
             may_digest: whether this process has time to read all its weights: a standby has.
             on_change: called on the thread with a sentence when the session is lost or back.
+
+        Raises:
+            UnreachableError: `wire.no_descriptors`.
         """
         self.state = ATTACHED
         self._reader = reader
         self._may_digest = may_digest
         self._on_change = on_change
         self._is_closing = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            raise sockets.no_descriptors("watch the memory service", error) from error
         self._thread = threading.Thread(target=self._run, name="gms-keeper", daemon=True)
         self._digests: list[threading.Thread] = []
         # Repeated to each new service: the digest, and the reasons (with their details) why the
@@ -65,8 +77,17 @@ class Keeper:
         self._is_reported.set()
 
     def start(self) -> None:
-        """Begin; a reader that has just committed computes the digest of its bytes."""
-        self._thread.start()
+        """Begin; a reader that has just committed computes the digest of its bytes.
+
+        Raises:
+            UnderstudyError: `gms.no_thread`.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise UnderstudyError(
+                "gms.no_thread", f"cannot watch the memory service: {explain(errno.EAGAIN)}"
+            ) from error
         if self._reader.is_author:
             self._start_digest(0)
 
@@ -113,14 +134,17 @@ class Keeper:
         while not self._is_closing:
             try:
                 self._attend()
-            except (UnderstudyError, OSError) as error:
+            except TEMPORARY as error:
                 if not self._is_closing:
                     self._rejoin(error)
 
     def _attend(self) -> None:
         """Answer the service until the session ends, which raises."""
+        number = self._reader.fileno()
+        if number < 0:  # its last keeper was closed before it had found a service
+            raise UnreachableError("wire.closed", "there is no session")
         poll = select.poll()
-        poll.register(self._reader.fileno(), select.POLLIN | select.POLLRDHUP)
+        poll.register(number, select.POLLIN | select.POLLRDHUP)
         poll.register(self._wake, select.POLLIN)
         while not self._is_closing:
             if not self._reader.has_pending:
@@ -129,13 +153,11 @@ class Keeper:
                 return
             reply = self._reader.receive()
             if isinstance(reply.message, msg.DigestWantedMsg):
-                if self._may_digest() and reply.message.epoch == self._reader.epoch:
-                    self._reader.send(msg.DigestMsg(None, is_coming=True), reply.request_id)
-                    self._start_digest(reply.request_id)
-                else:
+                is_ours = reply.message.epoch == self._reader.epoch
+                if not (is_ours and self._may_digest() and self._start_digest(reply.request_id)):
                     self._reader.send(msg.DigestMsg(None), reply.request_id)
 
-    def _rejoin(self, why: UnderstudyError | OSError) -> None:
+    def _rejoin(self, why: UnderstudyError | OSError | MemoryError) -> None:
         """Retry until it succeeds: the engine serves without a service too."""
         self.state = REJOINING
         began, delay_s, reported = time.monotonic(), 0.0, ""
@@ -152,7 +174,7 @@ class Keeper:
             try:
                 self._reader.rejoin(REJOIN_TIMEOUT_S, may_go_on=lambda: not self._is_closing)
                 self._repeat_reports()
-            except (UnderstudyError, OSError) as error:
+            except TEMPORARY as error:
                 why = error
                 continue
             self.state = ATTACHED
@@ -176,19 +198,27 @@ class Keeper:
 
     # ------------------------------------------------------------------ digests
 
-    def _start_digest(self, request_id: int) -> None:
-        """Compute the digest on a thread of its own: it takes half a second per GiB."""
+    def _start_digest(self, request_id: int) -> bool:
+        """Compute the digest on a thread of its own: it takes half a second per GiB. False if no
+        thread can be had: this session matters more."""
         self._digests = [thread for thread in self._digests if thread.is_alive()]
         thread = threading.Thread(
             target=self._digest, args=(request_id,), name="gms-digest", daemon=True
         )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("no digest of epoch %s: %s", self._reader.epoch, error)
+            return False
         self._digests.append(thread)
-        thread.start()
+        return True
 
     def _digest(self, request_id: int) -> None:
         with contextlib.suppress(OSError):  # best effort: not allowed in every container
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
+            if request_id:  # asked for: say at once that it has begun
+                self._reader.send(msg.DigestMsg(None, is_coming=True), request_id)
             digest = self._reader.digest(lambda: not self._is_closing)
             if digest is not None:
                 if request_id == 0:

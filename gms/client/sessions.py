@@ -13,8 +13,15 @@ from gms import messages as msg
 from gms.client.attachment import Attachment
 from gms.manifest import TensorRecord
 from gms.vmm.interface import DeviceMemory
-from plumbing.errors import ProtocolError, UnderstudyError, WaitTimeoutError
+from plumbing.errors import (
+    ProtocolError,
+    RemoteError,
+    UnderstudyError,
+    UnreachableError,
+    WaitTimeoutError,
+)
 from plumbing.service.process import make_fd_room
+from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient, Reply
 from plumbing.wire.fds import OwnedFd, close_all
 
@@ -56,9 +63,7 @@ class Opening:
         """
         with contextlib.ExitStack() as stack:
             # Opened first for its low number; see `epoch_file.join`.
-            placeholder = stack.enter_context(
-                OwnedFd(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-            )
+            placeholder = stack.enter_context(_placeholder())
             client = stack.enter_context(self.connect())
             reply = _wait_for_grant(client, request, wait_s, on_wait)
             grant = reply.message
@@ -113,7 +118,10 @@ class Opening:
     def _join(self, name: str, placeholder: OwnedFd) -> OwnedFd:
         if not names.is_epoch_file(name):
             raise unexpected_answer(f"the epoch file {name!r}", "attach")
-        return epoch_file.join(os.path.join(self._directory, name), placeholder)
+        try:
+            return epoch_file.join(os.path.join(self._directory, name), placeholder)
+        except OSError as error:
+            raise sockets.no_descriptors(f"hold the epoch's file {name}", error) from error
 
 
 class WeightsSession:
@@ -170,6 +178,13 @@ class WeightsSession:
         self.close()
 
 
+def _placeholder() -> OwnedFd:
+    try:
+        return OwnedFd(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise sockets.no_descriptors("attach to the memory service", error) from error
+
+
 def unexpected_answer(what: str, request: str) -> ProtocolError:
     return ProtocolError("gms.unexpected_answer", f"the service answered {request} with {what}")
 
@@ -179,15 +194,21 @@ def _wait_for_grant(
 ) -> Reply:
     """Send `request` and wait for its last answer, passing reasons on to `on_wait`."""
     end = time.monotonic() + wait_s + GRACE_S
-    reply = client.request(request, timeout_s=wait_s + GRACE_S)
-    while isinstance(reply.message, msg.WaitingMsg):
-        on_wait(reply.message.message)
-        rest_s = end - time.monotonic()
-        if rest_s <= 0:
-            raise WaitTimeoutError(
-                "gms.wait_timeout",
-                f"waited {wait_s:g} s for the weights: {reply.message.message}",
-                reason=reply.message.reason,
-            )
-        reply = client.receive(rest_s)
+    try:
+        reply = client.request(request, timeout_s=wait_s + GRACE_S)
+        while isinstance(reply.message, msg.WaitingMsg):
+            on_wait(reply.message.message)
+            rest_s = end - time.monotonic()
+            if rest_s <= 0:
+                raise WaitTimeoutError(
+                    "gms.wait_timeout",
+                    f"waited {wait_s:g} s for the weights: {reply.message.message}",
+                    reason=reply.message.reason,
+                )
+            reply = client.receive(rest_s)
+    except RemoteError as error:
+        if error.code != "gms.server_exhausted":
+            raise
+        # It serves again once it has room: like a server that is away, not like one that refuses.
+        raise UnreachableError(error.code, error.message, **error.details) from error
     return reply

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from gms.shortage import exhausted
 from plumbing.errors import UnderstudyError
 
 # How long a computing thread (checking a large manifest) delays the loop at each of the half dozen
@@ -53,7 +54,8 @@ class DriverThread:
         """Run `work` on the thread, then `done` with its result on the loop.
 
         An error goes to `failed` on the loop: an `UnderstudyError` as it is, an error of a kernel,
-        driver or binding as `gms.driver_failed`. Without a `failed`, and for any other
+        driver or binding as `gms.driver_failed`, and what a shortage caused as
+        `gms.server_exhausted`. Without a `failed`, and for any other
         exception, it is raised on the loop: a bug, for the loop's exception handler.
         """
         self._queue.put((work, done, failed or _raise))
@@ -73,9 +75,9 @@ class DriverThread:
             try:
                 result = work()
             except UnderstudyError as error:
-                self._post(failed, error)
+                self._post(failed, exhausted(error))
             except FOREIGN as error:
-                self._post(failed, _translated(error))
+                self._post(failed, exhausted(_translated(error)))
             except BaseException as error:
                 self._post(_raise, error)
             else:
@@ -94,7 +96,11 @@ def _translated(error: BaseException) -> UnderstudyError:
     """Any of our calls may raise it: no reason to crash, and it must not be hidden."""
     logger.warning("a driver call failed", exc_info=error)
     why = str(error) or type(error).__name__
-    return UnderstudyError("gms.driver_failed", f"a call to the driver or the kernel failed: {why}")
+    failed = UnderstudyError(
+        "gms.driver_failed", f"a call to the driver or the kernel failed: {why}"
+    )
+    failed.__cause__ = error
+    return failed
 
 
 def _raise(error: BaseException) -> None:

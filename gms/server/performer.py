@@ -20,6 +20,7 @@ from gms.server.driver_thread import DriverThread
 from gms.server.journal import Journal
 from gms.server.vault import Vault
 from gms.server.watch import EpochWatch
+from gms.shortage import explain
 from gms.vmm.interface import Allocation, release_all
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.service.events import EventLog
@@ -65,7 +66,22 @@ class DevicePerformer:
         self._arrived: dict[int, OwnedFd] = {}  # a new slab's descriptor, until it is sent
         self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are adopted
 
-    def perform(self, effect: fx.DeviceEffect) -> None:
+    def perform(self, effects: fx.Effects) -> None:
+        """Carry out every effect: one that fails costs the session that it answers, and never the
+        effects behind it."""
+        for effect in effects:
+            try:
+                self._perform(effect)
+            except (UnderstudyError, OSError) as error:
+                self._failed(effect, error)
+
+    def _failed(self, effect: fx.DeviceEffect, error: UnderstudyError | OSError) -> None:
+        what = type(effect).__name__
+        self._log.record("gms.effect", f"{what} failed: {error}", severity="error")
+        if isinstance(effect, fx.Respond) and effect.session in self._connections:
+            self._connections[effect.session].close(f"it cannot be answered: {error}")
+
+    def _perform(self, effect: fx.DeviceEffect) -> None:
         match effect:
             case fx.SendMessage():
                 self._send_message(effect)
@@ -301,8 +317,7 @@ def is_held(path: str) -> bool:
     try:
         return epoch_file.is_held(path)
     except OSError as error:
+        why = explain(error.errno, "the memory service")
         raise UnderstudyError(
-            "gms.server_exhausted",
-            f"the memory service cannot open {path}: {error.strerror}; raise its limit of open"
-            " files (ulimit -Hn), or stop engines",
+            "gms.server_exhausted", f"the memory service cannot open {path}: {why}"
         ) from error

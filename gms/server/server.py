@@ -155,7 +155,7 @@ class DeviceServer:
             "restarts_total": self.restarts_total,
             **self.log.newest(),
             **snapshot(self.machine.device, self._at),
-            "problem": self.machine.device.problem or self._watch.problem,
+            "problem": self.machine.device.problem or self._watch.problem or self._server.problem,
             "protocol_errors_total": errors_total,
             "open_fds": _open_fds(),
         }
@@ -256,8 +256,7 @@ class DeviceServer:
     # ------------------------------------------------------------------ the machine
 
     def _handle(self, event: ev.DeviceEvent) -> None:
-        for effect in self.machine.handle(event, self.clock.now_ms()):
-            self._performer.perform(effect)
+        self._performer.perform(self.machine.handle(event, self.clock.now_ms()))
         self._arm()
 
     def _arm(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from gms import epoch_file
 from gms.server.driver_thread import DriverThread
+from gms.shortage import explain
 from plumbing.errors import UnderstudyError
 from plumbing.service.clock import Clock
 from plumbing.service.procfs import holders_of
@@ -102,7 +103,7 @@ class EpochWatch:
         except OSError as error:  # out of descriptors, for one: not known is not free
             self._problems[epoch] = (
                 f"cannot check whether epoch {epoch} is still mapped, so no engine may load until "
-                f"{path} can be opened and removed: {error.strerror}"
+                f"{path} can be opened and removed: {explain(error.errno)}"
             )
             return False
         self._problems.pop(epoch, None)

@@ -7,6 +7,7 @@ limit cannot be had (root has no limit of processes), the kernel's answer is inj
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import http.client
 import json
@@ -28,6 +29,7 @@ from gms.server.server_process import ServerProcess
 from gms.server.supervisor import GmsSupervisor
 from plumbing.service import procfs
 from plumbing.service.events import EventLog
+from plumbing.wire.server import PathGuard
 from tests.fake_clock import FakeClock
 from tests.gms.kinds import host_only
 from tests.gms.limits import at_limit, descriptors_left
@@ -174,6 +176,18 @@ def test_server_that_starts_without_room_says_so_by_its_exit_code(directory: str
     assert done.returncode == SHORTAGE_EXIT_CODE
     assert f"at its limit of {number} open files; raise it" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_second_server_of_a_device_is_no_shortage(directory: str):
+    """The lock that another has is refused with the same errno as a process that there is no room
+    for: it stays what it is."""
+    with contextlib.closing(PathGuard(f"{directory}/gms_HOST-0_weights.lock", "this test")):
+        flags = ["serve-device", "--dir", directory, "--device", "HOST-0", "--memory", "host"]
+        done = subprocess.run(
+            [sys.executable, "-m", "gms.cli", *flags], capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert "wire.address_in_use" in done.stderr
 
 
 # ---------------------------------------------------------------------- a server that is not heard
