@@ -61,13 +61,14 @@ class Shortage:
 
     def undone(self) -> Undone | None:
         """What is not done yet, for the status; None if nothing."""
-        names = {each.conn: each.engine for each in self._machine.supervisors.values()}
-        unlent = {
-            lock: [names.get(conn, "an engine") for conn in conns]
-            for lock in self._services.sockets
-            if (conns := self._services.unlent(lock))
-        }
-        unseen = [want.msg.engine for want in self._witnesses.unseen]
+        supervisors = self._machine.supervisors.values()
+        unlent = {}
+        for lock in self._services.sockets:
+            conns = self._services.unlent(lock)
+            who = [(each.engine, each.incarnation) for each in supervisors if each.conn in conns]
+            if who:
+                unlent[lock] = who
+        unseen = [(want.msg.engine, want.msg.incarnation) for want in self._witnesses.unseen]
         if not unlent and not unseen:
             return None
         return Undone(self.problem or NO_MEMORY, self.since_ms, unlent, unseen)

@@ -42,7 +42,11 @@ PIDS_MAX = 32  # processes listed in one place; a backend with 8 ranks has a doz
 def processes_of(file: WitnessFile) -> list[dict[str, Any]]:
     """The processes that have this witness open, where they are visible from here."""
     pids = procfs.holders_of(file.dev, file.ino)[:PIDS_MAX]
-    return [{"pid": pid, "name": procfs.name(pid)} for pid in pids if pid != os.getpid()]
+    return [
+        {"pid": pid, "name": procfs.name(pid), "halted": procfs.halted(pid)}
+        for pid in pids
+        if pid != os.getpid()
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +184,8 @@ def _look(lock: Lock, here: Here, now_ms: float) -> Seen:
     file, probe = witness.identify(os.path.join(here.directory, holder.witness.name))
     processes = processes_of(holder.witness) if is_suspect else []
     is_same = file == holder.witness or probe is WitnessState.UNSEEN
-    return Seen(is_same, probe, processes)
+    pid = supervisor.pid if is_suspect and supervisor is not None else 0
+    return Seen(is_same, probe, processes, halted=procfs.halted(pid) if pid else None)
 
 
 def _strangers(lock: Lock, machine: LockMachine, directory: str) -> dict[str, list[dict[str, Any]]]:

@@ -19,9 +19,10 @@ from lockserver.core.supervisors import SupervisorRecord
 from lockserver.core.switchover import Switchover
 from plumbing.part.format import duration
 
+FROZEN = "frozen"  # of `procfs.halted`
 NAMED_MAX = 8  # engines or witnesses named in one message
 
-Process = Mapping[str, Any]  # {"pid", "name"}
+Process = Mapping[str, Any]  # {"pid", "name", "halted"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Seen:
     is_same_file: bool = True
     probe: WitnessState = WitnessState.UNPROVEN
     processes: Sequence[Process] = ()
+    halted: str | None = None  # what keeps the holder's supervisor from running
     members: Sequence[SeenMember] = ()
     strangers: Mapping[str, Sequence[Process]] = field(default_factory=dict)
     strangers_ms: float = 0.0
@@ -91,27 +93,33 @@ def since_ms(lock: Lock, machine: LockMachine) -> float:
 
 
 def named(processes: Sequence[Process]) -> str:
-    """`pid 12 (vllm), pid 13 (vllm)`, or why there is nothing to name."""
+    """`pid 12 (vllm), pid 13 (vllm, stopped)`, or why there is nothing to name."""
     if not processes:
         return "processes that are not visible from this container"
-    return ", ".join(f"pid {each['pid']} ({each['name']})" for each in processes)
+    words = ((each["pid"], each["name"], each.get("halted")) for each in processes)
+    return ", ".join(
+        f"pid {pid} ({name}{', ' + halt if halt else ''})" for pid, name, halt in words
+    )
 
 
 def pid_of(supervisor: SupervisorRecord) -> str:
     return f"pid {supervisor.pid}" if supervisor.pid else "pid not visible here"
 
 
-def pidfd_of(supervisor: SupervisorRecord) -> str:
-    """What the kernel shows of a known supervisor."""
+def pidfd_of(supervisor: SupervisorRecord, halted: str | None = None) -> str:
+    """What the kernel shows of a known supervisor; `halted`: what keeps it from running."""
     if supervisor.lease is not None:
         return "over TCP: its leases count instead of its processes"
     if not supervisor.has_process:
         return "no pidfd: the supervisor counts as alive while it is connected"
-    return f"its supervisor ({pid_of(supervisor)}) is alive"
+    return f"its supervisor ({pid_of(supervisor)}) is alive" + (f", {halted}" if halted else "")
 
 
 def kill_command(
-    engine: str, processes: Sequence[Process], supervisor: SupervisorRecord | None = None
+    engine: str,
+    processes: Sequence[Process],
+    supervisor: SupervisorRecord | None = None,
+    halted: str | None = None,
 ) -> str:
     """How to kill the remaining processes, by their visible pids; never pid 0, which would be the
     process group of the operator's shell."""
@@ -120,7 +128,13 @@ def kill_command(
         pids.insert(0, supervisor.pid)
     if not pids:
         return f"if it hangs, kill the container of {engine} (kubectl delete pod, podman kill)"
-    return f"if it hangs: kill -9 {' '.join(map(str, pids))} (if it was only stopped: kill -CONT)"
+    kill = f"kill -9 {' '.join(map(str, pids))} (if it was only stopped: kill -CONT)"
+    if FROZEN in (halted, *(each.get("halted") for each in processes)):
+        return (
+            "thaw its container or cgroup first (docker unpause; echo THAWED to its freezer.state):"
+            f" frozen processes may not even die before; if it still hangs then: {kill}"
+        )
+    return f"if it hangs: {kill}"
 
 
 def holder_waits(
@@ -212,7 +226,7 @@ def _evidence(
 ) -> tuple[str, ...]:
     if holder.lease is not None:
         return tuple(member.sentence for member in seen.members)
-    return _witness(holder, seen), _process(lock, supervisor)
+    return _witness(holder, seen), _process(lock, supervisor, seen.halted)
 
 
 def _witness(holder: Holder, seen: Seen) -> str:
@@ -228,11 +242,11 @@ def _witness(holder: Holder, seen: Seen) -> str:
     return f"witness {name} is {what}"
 
 
-def _process(lock: Lock, supervisor: SupervisorRecord | None) -> str:
+def _process(lock: Lock, supervisor: SupervisorRecord | None, halted: str | None) -> str:
     if lock.is_ended:
         return "its supervisor has ended this launch"
     if supervisor is not None:
-        return pidfd_of(supervisor)
+        return pidfd_of(supervisor, halted)
     if lock.state is LockState.RECOVERING:
         return "its supervisor has not connected to this server"
     return "its supervisor has exited" if lock.cause == Signal.PROCESS_GONE else "no pidfd"
@@ -241,7 +255,8 @@ def _process(lock: Lock, supervisor: SupervisorRecord | None) -> str:
 def _end(holder: Holder, seen: Seen, supervisor: SupervisorRecord | None = None) -> str:
     """What would end the wait."""
     if holder.lease is None:
-        return kill_command(holder.engine, seen.processes, supervisor)
+        halted = seen.halted if supervisor is not None else None
+        return kill_command(holder.engine, seen.processes, supervisor, halted)
     alive = [member for member in seen.members if member.left_ms is not None]
     left_ms = max((member.left_ms or 0.0 for member in alive), default=0.0)
     who = ", ".join(str(member.index) for member in alive) or "none"

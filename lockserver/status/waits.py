@@ -33,14 +33,17 @@ from plumbing.part.format import duration
 SILENT_NAMED_MAX = 16  # silent waiters listed one by one; `waiters` has all of them
 
 
+Who = tuple[str, str | None]  # an engine and its incarnation, if it has one
+
+
 @dataclass(frozen=True, slots=True)
 class Undone:
     """What the server could not do for lack of descriptors or memory, and retries."""
 
     why: str
     since_ms: float
-    unlent: Mapping[str, Sequence[str]]  # by lock: the engines that need its service socket
-    unseen: Sequence[str]  # the engines whose witness could not be looked at
+    unlent: Mapping[str, Sequence[Who]]  # by lock: those that need its service socket
+    unseen: Sequence[Who]  # those whose witness could not be looked at
 
 
 def write_failed_wait(lock: Lock, machine: LockMachine, directory: str) -> LockWait:
@@ -138,15 +141,16 @@ def address_away_wait(address: str, problem: str | None, machine: LockMachine) -
 def undone_waits(lock: Lock, undone: Undone) -> Iterator[LockWait]:
     """What the lock server itself owes engines that asked for this lock."""
 
-    def wait(engines: Sequence[str], what: str) -> LockWait:
+    def wait(engines: Sequence[Who], what: str) -> LockWait:
+        who = what.format(_named([engine for engine, _ in engines]))
         return LockWait(
             "no_descriptors",
-            f"the lock server is out of descriptors or memory, so {what.format(_named(engines))}",
+            f"the lock server is out of descriptors or memory, so {who}",
             undone.since_ms,
             (undone.why,),
             "raise its limit of open files, or close what uses them up; the server retries on its"
             " own",
-            engines[0],
+            *engines[0],
         )
 
     unlent = undone.unlent.get(lock.name)

@@ -56,6 +56,34 @@ def name(pid: int) -> str:
     return _shown(f"/proc/{pid}/comm").strip()
 
 
+def halted(pid: int) -> str | None:
+    """What keeps `pid` from running, in one word, where it shows; None if nothing does.
+
+    Under a cgroup v1 freezer a process is in state D, and a SIGKILL waits until it is thawed.
+    """
+    with contextlib.suppress(OSError):
+        fields = _stat(pid)
+        if fields is not None and fields[0] in "Tt":
+            return "stopped"
+        if fields is not None and _is_frozen(pid):
+            return "frozen"
+        if fields is not None and fields[0] == "D":
+            return "uninterruptible"
+    return None
+
+
+def _is_frozen(pid: int) -> bool:
+    """Whether the freezer of a cgroup that is mounted here, of either version, has frozen `pid`."""
+    for line in _read(f"/proc/{pid}/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "freezer" in controllers.split(","):
+            if _read(f"/sys/fs/cgroup/freezer{path}/freezer.state").strip() == "FROZEN":
+                return True
+        elif not controllers and "frozen 1" in _read(f"/sys/fs/cgroup{path}/cgroup.events"):
+            return True
+    return False
+
+
 def parent(pid: int) -> int | None:
     fields = _stat(pid)
     return None if fields is None else int(fields[1])

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from lockserver.messages import StatusMsg
 from lockserver.status.text import text_of
 from plumbing.part.format import duration
 from tests.helpers import auntil
@@ -47,6 +48,7 @@ STATES = (
     surroundings.witness_replaced,
     surroundings.failing_disk,
     surroundings.witness_that_cannot_be_sealed,
+    surroundings.no_descriptors,
     switchover.switchover,
     switchover.switchover_that_takes_too_long,
     line.silent_waiter,
@@ -80,8 +82,11 @@ def test_status_of_a_lasting_state_shows_engine_time_evidence_and_fix(
     async def scenario() -> None:
         async with state(Scene(pod_dir, start_server, start_engine)) as told:
             code = UNREACHABLE if told.reason == "no_server" else 0
-            look = ask(pod_dir, code=code) if told.by_http is None else fetch(told.by_http)
-            document = await look
+            if told.by_client is not None:
+                document = told.by_client.request(StatusMsg()).message.document
+            else:
+                look = ask(pod_dir, code=code) if told.by_http is None else fetch(told.by_http)
+                document = await look
             check_document(document, told)
             check_text(text_of(document, COLUMNS), document, told)
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from plumbing.wire.blocking import BlockingClient
 from tests.helpers import auntil
 from tests.lockserver.engines import Engine, EngineProcess
 from tests.lockserver.processes import ServerProcess
@@ -69,6 +70,7 @@ class Told:
     pid: int | None = None
     is_fault: bool = True
     by_http: ServerProcess | None = None
+    by_client: BlockingClient | None = None  # where no other one is accepted
 
 
 def backends_of(engine: EngineProcess) -> list[int]:

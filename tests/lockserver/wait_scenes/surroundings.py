@@ -12,7 +12,9 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
+from lockserver.messages import StatusMsg
 from tests.helpers import auntil
+from tests.lockserver.by_hand import Hand
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess, free_port
 from tests.lockserver.wait_scenes.scene import Scene, Told, lives
@@ -68,6 +70,19 @@ async def witness_that_cannot_be_sealed(scene: Scene) -> AsyncIterator[Told]:
     await auntil(lambda: server.lock()["cause"] == "process_gone", "the death to be seen")
     evidence = (f"witness {name} is free", "its supervisor has exited")
     yield Told("witness_unsealed", "engine-0", evidence, ("make", "writable"), token=1)
+
+
+@asynccontextmanager
+async def no_descriptors(scene: Scene) -> AsyncIterator[Told]:
+    """Nobody can connect then, so the server is asked on a connection that was there before."""
+    server = scene.server()
+    with Hand(scene.directory, "engine-0") as hand, hand.connect() as client:
+        client.request(StatusMsg())
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (3, 1024))
+        client.notify(hand.want())
+        await auntil(lambda: "lock.shortage" in server.log(), "the shortage to be noticed")
+        evidence, fix = ("limit of 3 open files",), ("raise its limit", "retries on its own")
+        yield Told("no_descriptors", "engine-0", evidence, fix, by_client=client)
 
 
 @asynccontextmanager

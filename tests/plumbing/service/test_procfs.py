@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import textwrap
 import pytest
 
 from plumbing.service import procfs
+from tests.freezer import freezer_of
 from tests.helpers import until
 
 GONE = 2**22 + 1  # above the kernel's largest pid
@@ -65,6 +67,23 @@ def test_children_without_the_kernels_list_are_found_by_their_parent(tree, monke
     process, child = tree
     monkeypatch.setattr(procfs, "_children_once", lambda pid: None)
     assert procfs.children(process.pid) == [child]
+
+
+def test_what_keeps_a_process_from_running(tree):
+    """Goal: stopped and frozen are told apart, from running and from gone; method: SIGSTOP, and a
+    freezer where there is one."""
+    _, child = tree
+    assert procfs.halted(child) is None
+    assert procfs.halted(GONE) is None
+    os.kill(child, signal.SIGSTOP)
+    until(lambda: procfs.halted(child) == "stopped", "it to be stopped")
+    os.kill(child, signal.SIGCONT)
+    until(lambda: procfs.halted(child) is None, "it to go on")
+    with freezer_of([child]) as freezer:
+        freezer.freeze()
+        assert procfs.halted(child) == "frozen"
+        freezer.thaw()
+        assert procfs.halted(child) is None
 
 
 def test_what_is_known_of_a_living_process(tree):
