@@ -32,6 +32,7 @@ from hack.sweep_faults.phases import PHASES
 from hack.sweep_faults.pod import ROLES
 from hack.sweep_faults.shim import KINDS, build
 from hack.sweep_faults.sweep import Case, Outcome, Sweep, Verdict, chosen
+from plumbing.service.cli import INTERRUPTED
 from understudy.up.random_model import make_random_model
 
 DEADLINE_S = 30.0
@@ -84,10 +85,10 @@ def _is_one(flags: argparse.Namespace) -> bool:
     return bool(names_site and flags.process and flags.kind and len(flags.phase or ()) == 1)
 
 
-async def _run(directory: Path, flags: argparse.Namespace) -> list[Outcome]:
+async def _run(directory: Path, flags: argparse.Namespace, outcomes: list[Outcome]) -> None:
+    """Run the cases that the flags choose; Ctrl-C leaves the outcomes so far."""
     model = await make_random_model(directory / "model")
     sweep = Sweep(directory, model, build(directory), flags.deadline_s, _say)
-    outcomes: list[Outcome] = []
     try:
         if _is_one(flags):
             one = (flags.phase[0], flags.process, flags.kind, flags.site, flags.skip, flags.last_ms)
@@ -106,7 +107,6 @@ async def _run(directory: Path, flags: argparse.Namespace) -> list[Outcome]:
         _say(f"error: {error}")
     finally:
         await sweep.close()
-    return outcomes
 
 
 def line_of(outcome: Outcome) -> str:
@@ -152,13 +152,20 @@ def main() -> None:
     flags = _flags()
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sweep-") as directory:
-        outcomes = asyncio.run(_run(Path(directory), flags))
+        outcomes: list[Outcome] = []
+        is_interrupted = False
+        try:
+            asyncio.run(_run(Path(directory), flags, outcomes))
+        except KeyboardInterrupt:
+            is_interrupted = True
     if flags.list:
         return
     found = report(outcomes, time.monotonic() - began_s)
     _say(f"{found['cases']} cases in {found['took_s']} s: {found['verdicts']}")
     if flags.json:
         print(json.dumps(found, indent=1))
+    if is_interrupted:
+        sys.exit(INTERRUPTED)
     if not outcomes or not all(each.verdict.passes for each in outcomes):
         sys.exit(1)
 
