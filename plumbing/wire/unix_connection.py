@@ -137,7 +137,11 @@ class UnixConnection(Connection):
         self._loop.add_reader(self._sock.fileno(), self._readable)
 
     def _readable(self) -> None:
-        """One `recvmsg` per wake-up, so that a busy peer does not starve the others."""
+        """One `recvmsg` per turn of the loop, so that a busy peer does not starve the others, until
+        nothing is left: libuv stops watching a socket at the first event that shows an error, which
+        is pending once a peer has closed without reading everything."""
+        if self.is_closed or self._is_paused or self._closing_reason is not None:
+            return  # since the last turn
         try:
             data, fds = sockets.receive(self._sock)
         except (BlockingIOError, InterruptedError):
@@ -150,6 +154,7 @@ class UnixConnection(Connection):
             return
         if data or fds:
             self._received(data, fds)
+            self._loop.call_soon(self._readable)
         else:
             self.close("the peer closed the connection")
 

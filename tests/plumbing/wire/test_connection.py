@@ -76,6 +76,26 @@ def test_a_handler_may_leave_out_opened(loop: str):
 
 
 @loops
+def test_the_end_is_seen_after_the_last_words_of_a_peer_that_did_not_read_everything(loop: str):
+    """Goal: a connection whose peer sends and closes is closed, even if the peer left something
+    unread, which shows as an error on our socket. Method: two messages that the peer does not read,
+    several of its own, in pieces, then its end."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        handler = EchoHandler()
+        conn = UnixConnection(ours, CATALOGUE, handler)
+        conn.send(Echo("unread"))
+        conn.send(Echo("unread"))
+        theirs.sendall(FRAME + FRAME[:-1])
+        theirs.sendall(FRAME[-1:] + FRAME)
+        theirs.close()
+        await auntil(lambda: conn.is_closed, "the end")
+
+    run_on(loop, main())
+
+
+@loops
 def test_close_soon_sends_the_queue_first(loop: str):
     """Goal: `close_soon` sends the queue first, once, and drops later messages; `closed` is then
     called with its reason. Method: a reader that starts late."""
