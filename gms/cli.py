@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import os
 import sys
 from typing import Any
@@ -26,6 +25,7 @@ from plumbing.service.config import Option, Resolved, size_bytes
 from plumbing.service.log import configure
 from plumbing.service.process import arm_from_environment
 from plumbing.service.signals import wait_signals
+from plumbing.text import to_json
 
 DIRECTORY = Option("dir", str, paths.DIRECTORY, "The directory that the pod's processes share.")
 MEMORY = Option("memory", str, "host", "The kind of memory.", choices=("host", "cuda"))
@@ -206,7 +206,7 @@ def verify(config: Resolved, as_json: bool) -> None:
     from gms.operate import upkeep as operate
 
     document = operate.verify(config["dir"], config["device"])
-    click.echo(json.dumps(document, indent=1) if as_json else operate.render(document))
+    click.echo(to_json(document, indent=1) if as_json else operate.render(document))
     sys.exit(operate.EXIT_CODES[document["result"]])
 
 
@@ -243,7 +243,7 @@ def drop(
             said += f"; its memory is freed when {', '.join(dropped['readers'])} leave"
         click.echo(said)
     if as_json:
-        click.echo(json.dumps(document, indent=1))
+        click.echo(to_json(document, indent=1))
 
 
 if __name__ == "__main__":

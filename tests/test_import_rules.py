@@ -26,8 +26,11 @@ CLIENTS = ("gms.client", "lockserver.client")
 LAYERS = {
     "plumbing": ("plumbing.errors",),
     "plumbing.errors": (),
-    "plumbing.wire": ("plumbing.wire", "plumbing.errors", "plumbing.__version__"),
-    "plumbing.service": ("plumbing.service", "plumbing.errors", "plumbing.__version__"),
+    "plumbing.text": (),
+    "plumbing.wire": ("plumbing.wire", "plumbing.errors", "plumbing.text", "plumbing.__version__"),
+    "plumbing.service": (
+        *("plumbing.service", "plumbing.errors", "plumbing.text", "plumbing.__version__"),
+    ),
     "plumbing.part": PLUMBING,
     "lockserver": ("lockserver", *PLUMBING),
     "gms": ("gms", *PLUMBING),

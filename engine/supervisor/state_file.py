@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import os
 import threading
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.part.paths import engine_state
 from plumbing.service.events import EventLog
 from plumbing.service.files import read_json, write_atomic
+from plumbing.text import to_json
 from plumbing.wire.sockets import no_descriptors
 
 FLUSH_DEADLINE_S = 2.0  # at the end of the process: a disk that hangs must not keep it
@@ -85,7 +85,7 @@ class EngineStateFile:
 
     def write(self, document: dict[str, Any]) -> None:
         """Write `document` soon."""
-        self._waiting = json.dumps(document, ensure_ascii=False, indent=1, default=str) + "\n"
+        self._waiting = to_json(document, indent=1) + "\n"
         if self._writer is None:
             self._writer = asyncio.get_running_loop().create_task(self._write_all())
 

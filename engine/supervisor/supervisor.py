@@ -28,6 +28,7 @@ from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.http import HttpServer
 from plumbing.service.process import become_subreaper
 from plumbing.service.signals import SignalInbox
+from plumbing.text import encoded
 
 EXIT_USAGE = 2
 # Keys of the loop's report of an exception that no callback of ours raised.
@@ -139,4 +140,4 @@ def _write_termination_log(settings: EngineSettings, reason: str) -> None:
         path = TERMINATION_LOG
     text = f"engine {settings.engine}: {reason}\n"
     with contextlib.suppress(OSError), open(path, "wb") as stream:
-        stream.write(text.encode()[:TERMINATION_LOG_BYTES_MAX])
+        stream.write(encoded(text)[:TERMINATION_LOG_BYTES_MAX])

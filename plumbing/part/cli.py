@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import click
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.observe import StatusMsg, StatusReplyMsg
 from plumbing.service.cli import INTERRUPTED, fail
+from plumbing.text import to_json
 from plumbing.wire.messages import Catalogue
 
 ANSWER_TIMEOUT_S = 5.0
@@ -47,10 +47,10 @@ def show_status(look: Callable[[], Look], *, as_json: bool, watch: bool = False)
                 seen = Look({"error": error.to_dict()}, error.message, error)
             if not as_json and sys.stdout.isatty():
                 click.clear()
-            click.echo(json.dumps(seen.document, default=str) if as_json else f"{_watched(seen)}\n")
+            click.echo(to_json(seen.document) if as_json else f"{_watched(seen)}\n")
             time.sleep(WATCH_S)
     seen = look()
-    click.echo(json.dumps(seen.document, default=str, indent=2) if as_json else seen.text)
+    click.echo(to_json(seen.document, indent=2) if as_json else seen.text)
     if seen.offline is not None:
         fail(seen.offline)  # on stderr alone: stdout has its one document
     return seen
@@ -66,7 +66,7 @@ def _watched(seen: Look) -> str:
 def show_event(record: dict[str, Any], *, as_json: bool) -> None:
     """Print one event on one line."""
     if as_json:
-        click.echo(json.dumps(record, default=str))
+        click.echo(to_json(record))
     else:
         source, kind = record["source"], record["type"]
         click.echo(f"{record['ts']}  {source:<11}  {kind:<20}  {record['message']}")

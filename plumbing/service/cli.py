@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
+import io
 import os
 import sys
 import traceback
@@ -21,6 +21,7 @@ import uvloop
 from plumbing.errors import UnderstudyError
 from plumbing.service.config import Option, Resolved, resolve
 from plumbing.service.process import raise_fd_limit
+from plumbing.text import ERRORS, to_json
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -40,6 +41,7 @@ def options(declared: Sequence[Option], command: str) -> Callable[[Command], Com
         @functools.wraps(function)
         def wrapper(*args: Any, config_file: str | None, print_config: bool, **params: Any) -> Any:
             flags = {option.name: params.pop(option.name) for option in declared}
+            _show_any_name()
             as_json = bool(params["as_json"] if owns_json else params.pop("as_json"))
             try:
                 config = resolve(declared, flags, os.environ, config_file, command=command)
@@ -96,6 +98,7 @@ def plain_errors(function: Command) -> Command:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **params: Any) -> Any:
+        _show_any_name()
         try:
             return function(*args, **params)
         except UnderstudyError as error:
@@ -104,13 +107,20 @@ def plain_errors(function: Command) -> Command:
     return wrapper  # type: ignore[return-value] # the same signature, by functools.wraps
 
 
+def _show_any_name() -> None:
+    """A path that is not UTF-8 must not end the program that names it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=ERRORS)
+
+
 def fail(error: UnderstudyError, *, as_json: bool = False) -> NoReturn:
     """End the program: `error: <sentence> [<code>]` on stderr, the error's exit code.
 
     With `as_json`, stdout also gets `{"error": {code, message, details}}`.
     """
     if as_json:
-        click.echo(json.dumps({"error": error.to_dict()}, default=str))
+        click.echo(to_json({"error": error.to_dict()}))
     click.echo(f"error: {error}", err=True)
     sys.exit(error.exit_code)
 
@@ -165,7 +175,7 @@ def _metavar(option: Option) -> str | None:
 def _describe(config: Resolved, *, as_json: bool) -> str:
     settings = config.describe()
     if as_json:
-        return json.dumps({"config": settings}, default=str, indent=2)
+        return to_json({"config": settings}, indent=2)
     rows = [("setting", "value", "origin", "environment")] + [
         (item["name"], _text(item["value"]), item["origin"], item["env"]) for item in settings
     ]

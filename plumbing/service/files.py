@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plumbing.errors import UnderstudyError
+from plumbing.text import encoded, to_json
 
 SLOT_BYTES = 4096  # one page
 FILE_BYTES = 2 * SLOT_BYTES
@@ -51,8 +52,8 @@ def write_atomic(
         OSError: no room, no permission; the old content is untouched and no file is left behind.
     """
     if isinstance(content, dict):
-        content = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-    payload = content.encode() if isinstance(content, str) else content
+        content = to_json(content, indent=1) + "\n"
+    payload = encoded(content) if isinstance(content, str) else content
     directory, name = os.path.split(os.path.abspath(path))
     _remove_stale(directory, name)
     temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.tmp")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
-import json
 import logging
 import os
 import socket
@@ -23,6 +22,7 @@ from plumbing.service.browsers import KnownHosts, Page, allow_own_pages
 from plumbing.service.events import EventLog
 from plumbing.service.http_listener import HttpListener, bind
 from plumbing.service.metrics import CONTENT_TYPE, Metrics
+from plumbing.text import to_json
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -247,5 +247,6 @@ logger.addFilter(_NoPeerFaults())
 def _json(document: dict[str, Any], status: int = 200) -> web.Response:
     from aiohttp import web
 
-    text = json.dumps(document, default=str, ensure_ascii=False) + "\n"
-    return web.Response(text=text, status=status, content_type="application/json")
+    return web.Response(
+        text=f"{to_json(document)}\n", status=status, content_type="application/json"
+    )

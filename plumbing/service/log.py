@@ -6,7 +6,6 @@ may pass `extra={"fields": {...}}`: the keys below become keys of the line, the 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
@@ -16,6 +15,7 @@ from typing import Any, TextIO
 
 from plumbing.errors import UsageError
 from plumbing.service.clock import rfc3339
+from plumbing.text import to_json
 
 # The keys that a log line may have at its top level, besides ts, level, logger, msg, component.
 KEYS = (
@@ -55,7 +55,7 @@ class JsonFormatter(logging.Formatter):
             line["data"] = extra
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return to_json(line)
 
 
 class TextFormatter(logging.Formatter):

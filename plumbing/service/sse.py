@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from plumbing.errors import UsageError
 from plumbing.service.events import SEVERITIES, Event, EventLog
+from plumbing.text import to_json
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -89,7 +89,7 @@ class EventQueue:
 
 def frame(kind: str, document: dict[str, Any], event_id: int | None = None) -> bytes:
     head = f"id: {event_id}\n" if event_id is not None else ""
-    body = json.dumps(document, default=str, ensure_ascii=False)
+    body = to_json(document)
     return f"{head}event: {kind}\ndata: {body}\n\n".encode()
 
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.text import printable
 from plumbing.wire.limits import FAULT_DETAILS_BYTES_MAX, FAULT_MESSAGE_CHARS_MAX, FRAME_BYTES_MAX
 
 REQUEST_ID_MAX = 2**63 - 1
@@ -148,7 +149,11 @@ def shown(value: Any) -> str:
 
 
 def _pack(value: Any) -> bytes:
-    return msgspec.msgpack.encode(value, enc_hook=_builtin)
+    try:
+        return msgspec.msgpack.encode(value, enc_hook=_builtin)
+    except UnicodeEncodeError:  # a name of a file that is not UTF-8
+        plain = msgspec.to_builtins(value, enc_hook=_builtin, builtin_types=(bytes,))
+        return msgspec.msgpack.encode(printable(plain))
 
 
 def _builtin(value: Any) -> Any:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from plumbing.part.cli import Look, json_flag, show_event, show_status, watch_fl
 from plumbing.part.paths import lockserver_socket
 from plumbing.service.cli import fail, options, run_async
 from plumbing.service.config import Option, Resolved
+from plumbing.text import to_json
 from understudy.cli.settings import DIR, STATUS_OPTIONS, UP_OPTIONS, ports_of
 from understudy.status.events import Record, follow_events, past_events
 from understudy.status.gather import gather, states_on_file, unreachable
@@ -131,7 +131,7 @@ def doctor(config: Resolved, as_json: bool, strict: bool, fix: bool) -> None:
         facts = run_async(lambda: look(directory, ports, os.environ))
     results = checks.examine(facts)
     if as_json:
-        click.echo(json.dumps(checks.document(str(directory), results, fixed)))
+        click.echo(to_json(checks.document(str(directory), results, fixed)))
     else:
         click.echo("\n".join(checks.lines(results, fixed)))
     sys.exit(0 if checks.is_well(results, is_strict=strict) else 1)

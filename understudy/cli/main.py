@@ -22,6 +22,7 @@ from plumbing.errors import UsageError
 from plumbing.part.paths import runtime_dir
 from plumbing.service.cli import INTERRUPTED, options, plain_errors, run_async
 from plumbing.service.config import Option, Resolved, resolve
+from plumbing.text import to_json
 from understudy.cli import look
 from understudy.cli.settings import (
     DRILL_OPTIONS,
@@ -138,7 +139,7 @@ def drill(
     backend = result.backend or config["backend"]
     if as_json:
         document = result.report.to_dict(backend, machine()) | result.conditions
-        click.echo(json.dumps(document))
+        click.echo(to_json(document))
     else:
         from rich.console import Console
 
@@ -163,7 +164,7 @@ def config(as_json: bool) -> None:
     }
     if as_json:
         document = {command: resolved.describe() for command, resolved in described.items()}
-        click.echo(json.dumps(document, default=str))
+        click.echo(to_json(document))
         return
     for command, resolved in described.items():
         click.echo(f"[{command}]")

@@ -7,6 +7,8 @@ them: the kernel lists every Unix socket in it by its path.
 
 from __future__ import annotations
 
+import os
+
 from plumbing.part.paths import LOCKSERVER_SOCKET, LONGEST_COMMON_NAME, gms_socket
 from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
 from understudy.doctor.facts import PodFacts, SocketListener
@@ -54,7 +56,7 @@ def path_length(facts: PodFacts) -> Finding:
     names = [LONGEST_COMMON_NAME, *(each.name for each in facts.sockets)]
     names += [gms_socket("", device) for device in facts.served or listed]
     longest = max(names, key=len)
-    length = len(f"{facts.directory.path}/{longest}".encode())
+    length = len(os.fsencode(f"{facts.directory.path}/{longest}"))
     found = f"the longest socket path, to {longest}, is {length} of {SOCKET_PATH_BYTES_MAX} bytes"
     if length > SOCKET_PATH_BYTES_MAX:
         spare = SOCKET_PATH_BYTES_MAX - len(longest) - 1

@@ -1,0 +1,72 @@
+"""Names that are not UTF-8, on every way out of a process."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+
+import pytest
+
+from plumbing.errors import UnderstudyError
+from plumbing.service import sse
+from plumbing.service.files import read_json, write_atomic
+from plumbing.service.http import _json
+from plumbing.service.log import JsonFormatter
+from plumbing.text import ERRORS, encoded, printable, to_json
+from plumbing.wire.messages import Catalogue, FaultMsg, fault_of
+
+NAME = os.fsdecode(b"pod-\xff\xc3\xa9")
+SHOWN = "pod-\\xffé"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("/run/understudy", "/run/understudy"),
+        (NAME, SHOWN),
+        ("\ud800", "\\ud800"),
+        (
+            {NAME: [NAME, {"a": NAME}, 1, None, True, b"\xff"]},
+            {SHOWN: [SHOWN, {"a": SHOWN}, 1, None, True, b"\xff"]},
+        ),
+    ],
+)
+def test_text_is_printable_wherever_it_is(value, expected):
+    assert printable(value) == expected
+
+
+def test_text_that_is_utf8_stays_as_it_is():
+    document = {"a": "é→😀", "b": [1.5, None]}
+    assert json.loads(to_json(document)) == document
+    assert encoded("é→😀").decode() == "é→😀"
+
+
+def test_frame_with_such_a_name_is_sent_with_a_printable_one():
+    """Goal: a status or an error that names a path arrives. Method: encode and decode."""
+    catalogue = Catalogue()
+    error = UnderstudyError("x.y", f"{NAME} is in use", path=NAME, more={"paths": (NAME,)})
+    message, _ = catalogue.decode(catalogue.encode(fault_of(error), 3), 0)
+    assert message == FaultMsg(
+        "x.y", f"{SHOWN} is in use", {"path": SHOWN, "more": {"paths": [SHOWN]}}
+    )
+
+
+def test_every_json_document_shows_such_a_name(tmp_path):
+    """Goal: HTTP, events, logs and state files. Method: each with such a name, read as UTF-8."""
+    document = {"dir": NAME}
+    assert json.loads(_json(document).body) == {"dir": SHOWN}
+    assert SHOWN.replace("\\", "\\\\").encode() in sse.frame("snapshot", document)
+    record = logging.LogRecord("x", logging.INFO, "", 0, "serving %s", (NAME,), None)
+    assert json.loads(JsonFormatter("x", {}).format(record).encode())["msg"] == f"serving {SHOWN}"
+    write_atomic(str(tmp_path / "state.json"), document)
+    assert read_json(str(tmp_path / "state.json")) == {"dir": SHOWN}
+
+
+def test_stream_with_our_error_handler_prints_such_a_name():
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding="utf-8", errors=ERRORS) as stream:
+        stream.write(NAME)
+        stream.flush()
+        assert raw.getvalue().decode() == SHOWN
