@@ -18,6 +18,7 @@ from gms import names
 from gms.manifest import WeightsManifest
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.part.absence import absences
 from plumbing.part.format import size
 from plumbing.service.files import read_json
 from plumbing.wire.blocking import BlockingClient
@@ -49,7 +50,8 @@ def devices_in(directory: str) -> list[str]:
     """
     try:
         listed = map(_SERVER_FILE.fullmatch, os.listdir(directory))
-        found = sorted({match[1] for match in listed if match})
+        # Also one whose first server could not be started.
+        found = sorted({match[1] for match in listed if match} | absences(directory).keys())
     except OSError as error:
         raise UnreachableError(
             "gms.no_devices", f"cannot read {directory}: {error.strerror}; check --dir"
@@ -146,12 +148,13 @@ def _ask(directory: str, device: str, *, in_full: bool) -> dict[str, Any]:
         return {**answer.document, "online": True}
     except UnderstudyError as error:
         record = journal.peek(names.journal_path(directory, device))
+        why = absences(directory).get(device)
         return {
             "device_uuid": device,
             "tag": names.WEIGHTS,
             "online": False,
             "state": "offline",
-            "reason": error.message,
+            "reason": f"{error.message}; {why}" if why else error.message,
             "epoch": record.epoch if record else None,
             "committed_bytes": record.size_bytes if record else 0,
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gms import messages as msg
@@ -55,6 +55,7 @@ class Child:
         self.answered_ms: float | None = None  # None: this process has not answered yet
         self.started_ms = 0.0
         self.problem: str | None = None  # why there is no server, until one answers
+        self.on_recovery: Callable[[], None] = lambda: None  # `problem` is over
         self.is_killed_for_silence = False
         self._cannot_ask: str | None = None
         self._silence, self._looked_ms = Silence(), 0.0
@@ -158,8 +159,11 @@ class Child:
             if self.process is None or message.pid != self.process.pid:
                 conn.close("the previous server answered, which is exiting")
             else:
-                self.answered_ms, self.problem = self._clock.now_ms(), None
+                self.answered_ms = self._clock.now_ms()
                 self._silence.answered()
+                if self.problem is not None:
+                    self.problem = None
+                    self.on_recovery()
         elif isinstance(message, msg.StatusReplyMsg):
             self._document = message.document
             self._metrics.update(message.document)

@@ -20,6 +20,7 @@ from gms.server.child import Child
 from gms.server.metrics import GmsMetrics
 from gms.server.server_process import ServerProcess
 from gms.shortage import explain
+from plumbing.part.absence import AbsenceFile
 from plumbing.part.format import duration
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
@@ -66,6 +67,9 @@ class GmsSupervisor:
             events=self.log,
             allowed_hosts=allowed_hosts,
         )
+        for child in self.children:
+            child.on_recovery = self._tell_why
+        self._absence: AbsenceFile | None = None
         self._exit_code: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
@@ -75,7 +79,10 @@ class GmsSupervisor:
             UnderstudyError: another supervisor has the directory; the port is in use.
         """
         guard_path = os.path.join(self.directory, "gms.lock")
-        with contextlib.closing(PathGuard(guard_path, f"gms in {self.directory}")):
+        with (
+            contextlib.closing(PathGuard(guard_path, f"gms in {self.directory}")),
+            contextlib.closing(AbsenceFile(self.directory)) as self._absence,
+        ):
             self._exit_code = asyncio.get_running_loop().create_future()
             inbox = SignalInbox()
             await self.http.start()
@@ -166,10 +173,16 @@ class GmsSupervisor:
             severity, then = "warning", "restarting it"
         is_known = child.restarts.shortages > 1 and child.problem == what
         child.problem = what
+        self._tell_why()
         if not is_known:
             self.log.record(
                 event_type, f"{what}; {then}", severity, {"device_uuid": child.device, **data}
             )
+
+    def _tell_why(self) -> None:
+        """To whoever asks a server that is not there."""
+        if self._absence is not None:
+            self._absence.write({c.device: c.problem for c in self.children if c.problem})
 
     async def _await_signal(self, inbox: SignalInbox) -> None:
         signum = await inbox.get()

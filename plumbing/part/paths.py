@@ -45,6 +45,11 @@ def gms_journal(directory: str, device: str, tag: str = WEIGHTS) -> str:
     return os.path.join(directory, f"gms_{device}_{tag}.json")
 
 
+def gms_absence(directory: str) -> str:
+    """Why devices have no memory server, as their supervisor knows it (`plumbing.part.absence`)."""
+    return os.path.join(directory, "gms.json")
+
+
 def engine_sockets(directory: Path) -> dict[str, str]:
     """Path of each control socket that exists, by engine id."""
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import resource
 from collections.abc import Iterator
 
@@ -13,10 +14,11 @@ STANDARD_FDS = 3
 
 
 @contextlib.contextmanager
-def at_limit(pid: int) -> Iterator[None]:
-    """Process `pid` may open nothing: every number that is free is beyond its limit."""
+def at_limit(pid: int, count: int = 0) -> Iterator[None]:
+    """Process `pid` may open only `count` more: every other number that is free is too high."""
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (STANDARD_FDS, limits[1]))
+    limit = _limit(pid, count) if count else STANDARD_FDS
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, limits[1]))
     try:
         yield
     finally:
@@ -27,12 +29,15 @@ def at_limit(pid: int) -> Iterator[None]:
 def descriptors_left(count: int) -> Iterator[None]:
     """This process may open `count` more, and not one beyond."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = open_fds()
-    free = (number for number in itertools.count() if number not in used)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (next(itertools.islice(free, count, None)), limits[1])
-    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_limit(os.getpid(), count), limits[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def _limit(pid: int, count: int) -> int:
+    """The lowest limit that leaves `count` numbers free."""
+    used = open_fds(pid)
+    free = (number for number in itertools.count() if number not in used)
+    return next(itertools.islice(free, count, None))

@@ -9,41 +9,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gms.core import restart
 from gms.core.restart import CANNOT_RUN_EXIT_CODE, DEATHS_MAX, SHORTAGE_EXIT_CODE
+from gms.operate import report
 from gms.server import child as child_module
 from gms.server.child import HANG_MS, Child
 from gms.server.metrics import GmsMetrics
 from gms.server.server_process import ServerProcess
 from gms.server.supervisor import GmsSupervisor
+from plumbing.part.absence import absences
 from plumbing.service import procfs
 from plumbing.service.events import EventLog
 from plumbing.wire.server import PathGuard
 from tests.fake_clock import FakeClock
 from tests.gms.kinds import host_only
 from tests.gms.limits import at_limit, descriptors_left
-from tests.gms.test_gms_supervisor import Serve, serve
+from tests.gms.test_gms_supervisor import Serve, command, serve
 from tests.helpers import auntil, open_fds, until
+from understudy.status.gather import memory_parts, status_of
 
 __all__ = ["serve"]  # a fixture
-
-
-def ask(connection: http.client.HTTPConnection, path: str) -> tuple[int, dict[str, Any]]:
-    """Over a connection that exists: a process without descriptors accepts no other."""
-    connection.request("GET", path)
-    reply = connection.getresponse()
-    return reply.status, json.loads(reply.read())
 
 
 @pytest.mark.slow
@@ -52,24 +48,28 @@ def test_server_that_cannot_be_started_is_retried_and_disturbs_no_other(serve: S
     """The supervisor has no descriptor left when a server dies: status and the probe name the
     device and the fix, the other device's server serves on; with room it is whole by itself."""
     first, second = serve.started().devices()
-    connection = http.client.HTTPConnection("127.0.0.1", serve.port, timeout=20)
-    ask(connection, "/live")
-    with at_limit(serve.process.pid):
+    pid = serve.process.pid
+    with at_limit(pid):
         os.kill(first["pid"], signal.SIGKILL)
-        down = until(
-            lambda: (found := ask(connection, "/status")[1]["devices"][0])["problem"] and found,
-            "the problem to show",
-        )
-        assert down["state"] == "down"
-        assert "cannot be started: this process is at its limit of" in down["problem"]
-        assert "ulimit" in down["problem"]
-        code, probe = ask(connection, "/ready")
-        assert (code, probe["silent"]) == (503, [serve.first])
-        assert "ulimit" in probe["problems"][serve.first]
-        other = ask(connection, "/status")[1]["devices"][1]
-        assert (other["pid"], other["online"], other["problem"]) == (second["pid"], True, None)
-    until(lambda: ask(connection, "/startup")[0] == 200, "/startup to be 200 again")
-    connection.close()
+        why = until(lambda: absences(serve.directory).get(serve.first), "the reason to be written")
+        assert f"gms serve (pid {pid}): the server of {serve.first} cannot be started: " in why
+        assert "at its limit of 3 open files; raise it (ulimit" in why
+        found = command("status", "--dir", serve.directory)
+        assert found.returncode == 3
+        assert why in found.stderr
+        part = memory_parts(Path(serve.directory))[0]
+        assert why in asyncio.run(status_of(part))["error"]
+        with at_limit(pid, 2):  # enough to accept a probe, too little to start a process
+            down, other = serve.devices()
+            assert (down["state"], "ulimit" in down["problem"]) == ("down", True)
+            assert (other["pid"], other["online"], other["problem"]) == (second["pid"], True, None)
+            code, answer = serve.get("/ready")
+            probe = json.loads(answer)
+            assert (code, probe["silent"]) == (503, [serve.first])
+            assert "ulimit" in probe["problems"][serve.first]
+    until(lambda: serve.get("/startup")[0] == 200, "/startup to be 200 again")
+    assert absences(serve.directory) == {}
+    until(lambda: all("pid" in device for device in serve.devices()), "every device's status")
     fresh, other = serve.devices()
     assert (fresh["restarts_total"], fresh["problem"]) == (1, None)
     assert (other["pid"], other["restarts_total"]) == (second["pid"], 0)
@@ -103,12 +103,12 @@ def test_shortage_of_processes_is_waited_out_and_told_once(
     """fork fails with EAGAIN, more often than a server may die; then it does not: the device is
     served, and of all the attempts there is one event."""
     monkeypatch.setattr(restart, "BACKOFF_MS", 1.0)
-    popen, attempts = subprocess.Popen, 0
+    popen, attempts, is_over = subprocess.Popen, 0, False
 
     def fails(*args: Any, **more: Any) -> Any:
         nonlocal attempts
         attempts += 1
-        if attempts <= 2 * DEATHS_MAX:
+        if attempts <= 2 * DEATHS_MAX or not is_over:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return popen(*args, **more)
 
@@ -116,9 +116,14 @@ def test_shortage_of_processes_is_waited_out_and_told_once(
     supervisor = one_device(directory)
 
     async def scenario() -> int:
+        nonlocal is_over
         running = asyncio.create_task(supervisor.run())
         await auntil(lambda: supervisor.children[0].problem, "the problem to show")
         assert "processes or threads" in str(supervisor.status()["devices"][0]["problem"])
+        document = await asyncio.to_thread(report.collect, directory, in_full=False)
+        assert [device["device_uuid"] for device in document["devices"]] == ["HOST-0"]
+        assert "processes or threads" in document["devices"][0]["reason"]
+        is_over = True
         await auntil(lambda: supervisor.children[0].is_answering, "a server to answer")
         os.kill(os.getpid(), signal.SIGTERM)
         return await running

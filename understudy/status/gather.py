@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,13 @@ from engine import messages as engine_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.part.absence import absences
 from plumbing.part.observe import StatusMsg, StatusReplyMsg
 from plumbing.part.paths import (
     LOCKSERVER_SOCKET,
     engine_sockets,
     engine_states,
+    gms_socket,
     gms_sockets,
     lockserver_socket,
 )
@@ -83,9 +86,10 @@ def lockserver_part(directory: Path) -> PodPart:
 
 
 def memory_parts(directory: Path) -> list[PodPart]:
-    """The devices' memory servers that have a socket."""
-    found = gms_sockets(directory).items()
-    return [PodPart(device, path, gms_messages.CATALOGUE) for device, path in found]
+    """The devices' memory servers that have a socket, or that cannot be started."""
+    found = {name: gms_socket(str(directory), name) for name in absences(str(directory))}
+    found |= gms_sockets(directory)
+    return [PodPart(device, path, gms_messages.CATALOGUE) for device, path in found.items()]
 
 
 def engine_parts(directory: Path) -> list[PodPart]:
@@ -99,7 +103,8 @@ async def status_of(part: PodPart, timeout_s: float = ASK_TIMEOUT_S) -> dict[str
     try:
         answer = (await ask(part.path, part.catalogue, StatusMsg(), timeout_s)).message
     except UnderstudyError as error:
-        return {"name": part.name, "error": error.message}
+        why = absences(os.path.dirname(part.path)).get(part.name) if part.is_memory else None
+        return {"name": part.name, "error": f"{error.message}; {why}" if why else error.message}
     if not isinstance(answer, StatusReplyMsg):
         error_text = f"it answered a status request with {answer.TYPE}"
         return {"name": part.name, "error": error_text}
