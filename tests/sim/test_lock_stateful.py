@@ -15,11 +15,16 @@ from tests.sim.lock_planted import PLANTED, Rule
 from tests.sim.lock_world import Move, World
 
 WHICH = st.integers(0, 30)
-EXAMPLES, STEPS = 120, 40
+EXAMPLES, STEPS = 200, 40
+# A planted bug takes up to some 150 examples, and the search ends with it. The number changes with
+# our sources: Hypothesis draws constants from all that are loaded, and its seed is the text of
+# `Pod`. So the limit is far away.
+EXAMPLES_TO_A_BUG = 3000
 UNTIL_MAX = 40
 SHRUNK_MAX = 12  # its beginning and its end among them
 
-# The same examples every time, on every machine: what a change breaks, it breaks for everybody.
+# The same examples every time, on every machine, as long as our sources are the same: what a change
+# breaks, it breaks for everybody.
 QUIET = settings(
     max_examples=EXAMPLES,
     stateful_step_count=STEPS,
@@ -107,7 +112,7 @@ class Pod(RuleBasedStateMachine):
 def test_lock_stateful_no_sequence_breaks_a_promise():
     """Goal: the promises of docs/lock.md. Method: Hypothesis chooses what happens, the law looks
     after every step, and each sequence ends with all faults repaired and an engine serving."""
-    run_state_machine_as_test(Pod, settings=settings(QUIET, max_examples=200))
+    run_state_machine_as_test(Pod, settings=QUIET)
 
 
 @pytest.mark.slow
@@ -119,7 +124,7 @@ def test_lock_stateful_finds_a_planted_bug_and_shrinks_it(
     rule.leave_out(monkeypatch)
     monkeypatch.setattr(Pod, "is_settled", False)  # found by the law, or not at all
     with pytest.raises(AssertionError) as caught:
-        run_state_machine_as_test(Pod, settings=QUIET)
+        run_state_machine_as_test(Pod, settings=settings(QUIET, max_examples=EXAMPLES_TO_A_BUG))
     assert re.search(rule.caught, str(caught.value)), caught.value
     steps = [note for note in caught.value.__notes__ if note.startswith("state.")]
     assert 2 < len(steps) <= SHRUNK_MAX, steps
