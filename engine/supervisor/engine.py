@@ -147,7 +147,7 @@ class Engine:
         cpus.tick(is_loading=is_loading)
 
     def _serving(self) -> str | None:
-        return serving_engine(self.settings.directory, self.settings.engine, self.lock)
+        return serving_engine(self.settings.directory, self.settings.engine)
 
     # ------------------------------------------------------------------ inbox and effects
 

@@ -1,4 +1,4 @@
-"""Which other engine on this machine holds the lock, as far as one can tell from here."""
+"""Which other engine on this machine holds the lock, whether or not the lock server answers."""
 
 from __future__ import annotations
 
@@ -7,27 +7,20 @@ import socket
 from pathlib import Path
 
 from engine.supervisor import state_file
-from engine.supervisor.lock_side import LockSide
 from plumbing.part.paths import engine_socket, engine_states
 
 
-def serving_engine(directory: str, engine: str, lock: LockSide) -> str | None:
-    """The other engine that holds the lock and needs this machine, as far as is known here.
+def serving_engine(directory: str, engine: str) -> str | None:
+    """The other engine that holds the lock and needs this machine, by its state file.
 
-    Before the lock server has answered, the state files must do; one that a dead supervisor has
-    left does not count.
+    A supervisor that has just started launches before it is connected to the lock server, so it
+    cannot ask there. A file that a dead supervisor has left does not count.
     """
-    if lock.other is not None:
-        candidates: dict[str, int | None] = {lock.other.engine: lock.other.token}
-    elif lock.client.is_connected:
-        return None
-    else:
-        candidates = {}
-        with contextlib.suppress(OSError):  # no descriptor left to look
-            for path in engine_states(Path(directory)):
-                candidates[path.stem.removeprefix("engine_")] = None
-    for name, token in candidates.items():
-        is_other = name != engine and state_file.is_holding(directory, name, token)
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # no descriptor left to look
+        names = [path.stem.removeprefix("engine_") for path in engine_states(Path(directory))]
+    for name in names:
+        is_other = name != engine and state_file.is_holding(directory, name)
         if is_other and _is_listening(engine_socket(directory, name)):
             return name
     return None

@@ -62,12 +62,11 @@ def is_active(directory: str, engine: str, token: int) -> bool:
         return False
 
 
-def is_holding(directory: str, engine: str, token: int | None) -> bool:
-    """Whether the state file of `engine` says that it holds the lock, under `token` if given."""
+def is_holding(directory: str, engine: str) -> bool:
+    """Whether the state file of `engine` says that it holds the lock."""
     try:
         document = read_json(engine_state(directory, engine)) or {}
-        is_same = token is None or document["lock"]["token"] == token
-        return bool(document["engine"]["state"] in HOLDING and is_same)
+        return bool(document["engine"]["state"] in HOLDING)
     except (UnderstudyError, OSError, KeyError, TypeError):
         return False
 

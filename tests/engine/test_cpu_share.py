@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from engine.supervisor.cpu_share import cpu_list, half_of
+from engine.supervisor.engine import TICK_MS
 from plumbing.service import procfs
 from tests.engine.pod import Engine, Pod
 from tests.helpers import until
@@ -93,16 +94,25 @@ def test_limit_is_lifted_when_the_active_engine_dies(pod, target):
     assert "no other engine holds the lock" in second.errors.read_text()
 
 
+@pytest.mark.slow
 @needs_two_cpus
 def test_supervisor_that_comes_back_limits_its_backend(pod):
-    """Goal: the death of a supervisor is no exception. Method: kill the standby's, start another
-    one, which is not connected when it launches."""
+    """Goal: the death of a supervisor is no exception. Method: kill the standby's and start another
+    one, which is not connected yet when it launches."""
     _, second = serving_and_loading(pod)
     second.process.send_signal(signal.SIGKILL)
     second.wait()
     again = pod.engine("engine-1", "--hang-at", "prepare")
     again.until("init", number=3)
     assert set(until(lambda: masks(again), "its backend")) == {half()}
+
+    def has_ticked() -> bool:
+        status = again.status()
+        assert status is not None
+        return status["lock"]["connected"] and status["budget"]["spent_ms"] > 2 * TICK_MS
+
+    until(has_ticked, "two ticks with the lock server's connection")
+    assert set(masks(again)) == {half()}
 
 
 def test_engine_that_is_alone_has_all_cpus(pod):
