@@ -43,12 +43,22 @@ AS_USERS_RUN_IT = {**ONE_THREAD, "PYTHONDEVMODE": "", "PYTHONWARNINGS": ""}
 class Pod:
     """A running pod; everything here is about processes that this object has started."""
 
-    def __init__(self, local: LocalPod, whole_deadline_s: float = WHOLE_DEADLINE_S) -> None:
+    def __init__(
+        self,
+        local: LocalPod,
+        whole_deadline_s: float = WHOLE_DEADLINE_S,
+        *,
+        starts_in_order: bool = True,
+    ) -> None:
+        """`starts_in_order`: engine-0 is up, and active, before engine-1 starts."""
         self.local = local
         self._whole_deadline_s = whole_deadline_s
         self.directory = local.directory
         # No liveness probe: tests stop processes to see how the pod reacts.
-        containers = [replace(each, grace_s=GRACE_S, liveness=None) for each in local.containers()]
+        containers = [
+            replace(each, grace_s=GRACE_S, liveness=None, starts_in_order=starts_in_order)
+            for each in local.containers()
+        ]
         self.runner = PodRunner(containers, self.directory / "log")
         self._drill = Drill(self.directory, DrillPlan(), lambda line: None)
         self._target: Target | None = None
@@ -278,11 +288,14 @@ class PodHome:
         base: Path,
         model: Path,
         whole_deadline_s: float = WHOLE_DEADLINE_S,
+        *,
+        starts_in_order: bool = True,
         **differences: Any,
     ) -> None:
         self._base = base
         self._model = model
         self._whole_deadline_s = whole_deadline_s
+        self._starts_in_order = starts_in_order
         self._differences = differences
         self._loop = asyncio.Runner()
         self._pod: Pod | None = None
@@ -316,7 +329,7 @@ class PodHome:
         env = {**AS_USERS_RUN_IT, **self._differences.pop("env", {})}
         local = LocalPod(directory, self._model, pod_ports(), env=env, **self._differences)
         self._differences["env"] = env
-        self._pod = Pod(local, self._whole_deadline_s)
+        self._pod = Pod(local, self._whole_deadline_s, starts_in_order=self._starts_in_order)
         await self._pod.start()
 
     async def _stop(self) -> None:
