@@ -23,6 +23,12 @@ POD_INDEX = "apps.kubernetes.io/pod-index"
 
 Document = dict[str, Any]
 
+# Where Prometheus is expected: a namespace, or its operator's pods in our own.
+MONITORING: list[Document] = [
+    {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},
+    {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}},
+]
+
 
 def documents(pod: str) -> list[Document]:
     """Every object of the overlay that `pod` is of."""

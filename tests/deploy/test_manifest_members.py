@@ -28,6 +28,7 @@ from plumbing.wire.tcp.security import Security
 from tests.deploy.manifests import (
     DEPLOY,
     LOCK_POD,
+    MONITORING,
     NODES,
     OVERLAYS,
     POD_INDEX,
@@ -170,7 +171,7 @@ def test_lease_outlasts_a_lock_server_that_starts_again():
 def test_only_engines_reach_the_port_of_the_lock():
     """Goal: strangers are kept out twice. Method: the policy's rules, and the port that each is
     about."""
-    policy = one(NODES, "NetworkPolicy")["spec"]
+    policy = one(NODES, "NetworkPolicy", "understudy-lockserver")["spec"]
     lock_pod = labels(workload(LOCK_POD))[0]
     assert policy["podSelector"]["matchLabels"].items() <= lock_pod.items()
     assert policy["policyTypes"] == ["Ingress"]
@@ -180,14 +181,24 @@ def test_only_engines_reach_the_port_of_the_lock():
         if {"port": "lock"} in rule.get("ports", [{"port": "lock"}])
     ]
     (rule,) = about_lock
-    assert [port["port"] for port in rule["ports"]] == ["lock"]
+    assert [port["port"] for port in rule["ports"]] == ["lock", "lockserver"]
     (source,) = rule["from"]
     allowed = source["podSelector"]["matchLabels"]
     assert set(source) == {"podSelector"}
     assert all(allowed.items() <= each.items() for each in labels(workload(NODES)))
     assert not allowed.items() <= lock_pod.items()
-    (open_to_all,) = (rule for rule in policy["ingress"] if "from" not in rule)
-    assert [port["port"] for port in open_to_all["ports"]] == ["lockserver"]
+    (other,) = (rule for rule in policy["ingress"] if rule not in about_lock)
+    assert other["from"] == MONITORING
+    assert [port["port"] for port in other["ports"]] == ["lockserver"]
+
+
+def test_members_of_an_engine_reach_each_other():
+    """Goal: the base's policy does not cut engines that span pods. Method: the policy beside it."""
+    (rule,) = one(NODES, "NetworkPolicy", "understudy-members")["spec"]["ingress"]
+    (source,) = rule["from"]
+    assert "ports" not in rule
+    made = labels(workload(NODES))
+    assert all(source["podSelector"]["matchLabels"].items() <= each.items() for each in made)
 
 
 @needs_kubectl

@@ -14,6 +14,7 @@ import pytest
 from engine.supervisor import settings as engine_settings
 from tests.deploy.manifests import (
     IN_ONE_POD,
+    MONITORING,
     ON_HOST_MEMORY,
     OVERLAYS,
     PODS,
@@ -77,7 +78,7 @@ def selectors(document: Document) -> list[dict[str, str]]:
     spec = document.get("spec", {})
     found = [spec[name] for name in ("selector", "podSelector") if name in spec]
     rules = [each for rule in spec.get("ingress", []) for each in rule.get("from", [])]
-    found += [each["podSelector"] for each in rules]
+    found += [each["podSelector"] for each in rules if each not in MONITORING]
     return [each.get("matchLabels", each) for each in found]
 
 
@@ -103,6 +104,21 @@ def test_all_containers_share_one_directory(overlay: str):
         seen.add((env["UNDERSTUDY_DIR"], volume))
         assert env["UNDERSTUDY_HTTP_HOST"] == "0.0.0.0"
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_strangers_reach_the_service_port_and_no_other(overlay: str):
+    """Goal: probe ports, which the kubelet must reach, are not open to a whole cluster. Method: the
+    policy's rules, and that it is about this pod."""
+    policy = one(overlay, "NetworkPolicy", "understudy")["spec"]
+    made = labels(workload(overlay))
+    assert all(policy["podSelector"]["matchLabels"].items() <= each.items() for each in made)
+    assert policy["policyTypes"] == ["Ingress"]
+    clients, monitoring = policy["ingress"]
+    assert clients == {"ports": [{"port": "http"}]}
+    assert monitoring == {"from": MONITORING}  # every port: of all parts, and of the model
+    ports = {port["name"] for each in containers(overlay) for port in each.get("ports", [])}
+    assert "http" in ports
 
 
 @pytest.mark.parametrize("overlay", [each for each in IN_ONE_POD if each != "no-dra"])
