@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -120,6 +121,24 @@ def test_memory_and_metrics_of_a_takeover(pair):
     assert last["granted_mono_ms"] < last["canary_mono_ms"] <= last["active_mono_ms"]
     page = first.get("/metrics")[1]
     assert 'understudy_failover_phase_duration_seconds_count{phase="detect"} 1.0' in page
+
+
+@pytest.mark.slow
+def test_grants_of_an_incarnation_that_died_meanwhile_crash_no_supervisor(pair):
+    """Kill the active engine's supervisor and the standby's backend together, with all delays up to
+    5 ms between the two: the lock may be granted to an incarnation that has ended by then. The
+    standby's supervisor must live on and take over with its next one."""
+    pod, first, second = pair
+    for delay_ms in range(6):
+        number = second.status()["engine"]["number"]
+        backend = second.pids()["http"]
+        first.process.kill()
+        time.sleep(delay_ms / 1000)
+        os.kill(backend, signal.SIGKILL)
+        first.wait()
+        second.until("active", number=number + 1)  # fails if its supervisor has ended
+        first, second = second, pod.engine(first.name, "--grandchild", "joined", "--load")
+        second.until("standby")
 
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")

@@ -20,7 +20,8 @@ from engine import cli
 from lockserver import witness
 from plumbing.service import procfs
 from tests.engine.pod import Engine, LoopThread, Pod
-from tests.helpers import free_witness, until
+from tests.engine.test_shortages import NONE, observer
+from tests.helpers import descriptors_below, free_witness, until
 from tests.lockserver.lease_server import LeaseServer
 from tests.plumbing.wire.certificates import Authority
 
@@ -50,7 +51,10 @@ def server(loop) -> Iterator[LeaseServer]:
 
 def over_tcp(server: LeaseServer, pod: Pod) -> tuple[str, ...]:
     host, port = pod.address
-    return ("--lockserver-socket", server.address, "--service-address", f"{host}:{port}")
+    return (
+        *("--lockserver-socket", server.address, "--lockserver-insecure"),
+        *("--service-address", f"{host}:{port}"),
+    )
 
 
 def accepts(pod: Pod) -> bool:
@@ -97,6 +101,22 @@ def test_serves_on_its_own_address_only_while_it_is_active(pod, server, loop):
     assert not accepts(pod)
     witnesses = [path.name for path in pod.directory.glob("witness_*")]
     assert witnesses == [witness.name_of(again["engine"]["incarnation"])], "its own, and no other"
+
+
+def test_a_grant_without_descriptors_is_acted_on_once_there_is_one(pod, server, loop):
+    """Goal: a shortage costs neither the grant nor the engine. Method: grant the lock to a standby
+    whose supervisor can open nothing: it says why it does not serve, then it does."""
+    server.auto = ()
+    engine = pod.engine("engine-0", flags=over_tcp(server, pod))
+    incarnation = engine.until("standby")["engine"]["incarnation"]
+    with observer(engine) as watcher:
+        with descriptors_below(NONE, engine.process.pid):
+            loop.call(server.grant, "active", "engine-0", incarnation)
+            watcher.problem("open the listening socket")
+            assert watcher.status()["engine"]["state"] == "waking"
+        engine.until("active")
+        watcher.without_problems()
+        assert watcher.status()["engine"]["incarnation"] == incarnation
 
 
 @pytest.mark.slow
@@ -216,7 +236,7 @@ def test_two_members_wake_stop_and_come_back_together(pod, server, loop, tmp_pat
     each granted its own incarnation, as the server does for a group."""
     server.auto = ("loader",)
     second = Pod(tmp_path)
-    flags = ("--lockserver-socket", server.address, "--members", "2")
+    flags = ("--lockserver-socket", server.address, "--lockserver-insecure", "--members", "2")
     first_flags = (*flags, "--service-address", "{}:{}".format(*pod.address))
     try:
         members = (

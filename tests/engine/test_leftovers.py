@@ -104,6 +104,33 @@ def test_what_another_process_still_has_mapped_stays(pod, lock, prefix):
     until(lambda: files_of(prefix, pod.directory) == {"-before"}, "the file to be removed")
 
 
+def test_a_second_supervisor_of_an_engine_touches_nothing(pod, lock, prefix):
+    """Goal: a supervisor that is refused has changed nothing. Method: start it while the first one
+    serves, with files that only the list knows: every file is there and the same afterwards."""
+    first = started(pod, prefix)
+    state = pod.directory / "engine_e-0.json"
+    until(lambda: state.exists() and '"active"' in state.read_text(), "its last state on disk")
+    files, listed = contents_of(pod.directory), on_file(pod)
+    second = pod.engine("e-0", flags=QUICK)
+    assert second.wait() == 1
+    assert f"pid {first.process.pid} holds" in second.errors.read_text()
+    assert files_of(prefix, pod.directory) == {
+        *("-before", "-mapped", "-semaphore", ".socket", ".store")
+    }
+    assert contents_of(pod.directory) == files
+    assert on_file(pod) == listed
+    assert first.state == "active"
+
+
+def contents_of(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """Inode and content of each file there but the log, which both supervisors write."""
+    return {
+        path.name: (path.stat().st_ino, path.read_bytes() if path.is_file() else b"")
+        for path in directory.iterdir()
+        if path.suffix != ".stderr"
+    }
+
+
 def test_an_unreadable_list_stops_no_engine(pod, lock, prefix):
     """Garbage where the list should be: the engine starts all the same and writes it anew."""
     (pod.directory / "leftovers_e-0.json").write_text('{"names": [[1, 2]]}')

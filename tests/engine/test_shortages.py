@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,41 @@ def test_a_state_file_that_could_not_be_written_is_written_later(pod, lock, dire
     path.rmdir()
     until(lambda: path.is_file() and '"active"' in path.read_text(), "the file")
     until(lambda: not engine.status()["problems"], "the problem to be over")
+
+
+def patched(patch: str) -> tuple[str, ...]:
+    """A wrapper that runs `engine` with `patch` applied."""
+    program = f"{patch}\nimport sys\ndel sys.argv[1:4]\nfrom engine.cli import main\nmain()"
+    return (sys.executable, "-c", program)
+
+
+def test_an_error_in_a_callback_of_the_supervisor_ends_it(pod, lock):
+    """Goal: an OSError of our own is not taken for a peer's. Method: a tick that raises one: the
+    process ends with it, and so does its backend."""
+    patch = """
+from engine.supervisor.leftovers import Leftovers
+def tick(*_, **__):
+    raise OSError(5, "injected")
+Leftovers.tick = tick
+"""
+    engine = pod.engine("e-0", flags=QUICK, wrapper=patched(patch))
+    assert engine.wait() == 1
+    assert "injected" in engine.errors.read_text()
+
+
+def test_an_effect_that_fails_is_a_death_and_the_next_launch_succeeds(pod, lock):
+    """Goal: no effect is dropped silently. Method: the first launch raises an OSError that nothing
+    there expects."""
+    patch = """
+from engine.supervisor.incarnation import Incarnation
+launch = Incarnation.start
+def fail(self):
+    Incarnation.start = launch
+    raise OSError(5, "injected")
+Incarnation.start = fail
+"""
+    engine = pod.engine("e-0", flags=QUICK, wrapper=patched(patch))
+    death = engine.until("active", number=2)["deaths"][0]
+    assert death["cause"] == "own_fault"
+    assert "StartTree" in death["message"]
+    assert "injected" in death["message"]
