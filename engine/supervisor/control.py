@@ -25,6 +25,7 @@ from plumbing.wire.server import Server
 
 SUPERVISOR = "supervisor"
 BACKEND_PREFIX = "backend-"
+SPARE_FDS = 4  # so that at the limit two more may connect, and ask what is wrong
 KILLED = 128 + signal.SIGKILL  # what shells report of a process that SIGKILL ended
 
 
@@ -35,7 +36,10 @@ class Control(Handler):
         self._engine = engine
         self._status = status
         self._observers = Observers(engine.log, status)
-        self.server = Server(engine.settings.control_path, msg.CONTROL, self, service="engine")
+        self.server = Server(
+            engine.settings.control_path, msg.CONTROL, self, service="engine", spare_fds=SPARE_FDS
+        )
+        engine.on_tick = self.server.reserve.refill
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._observers.leave(conn)

@@ -70,6 +70,7 @@ class Engine:
         self.last_fault: FaultReportMsg | None = None
         self.exit: asyncio.Future[ev.Exit] = asyncio.get_running_loop().create_future()
         self.on_change: Callable[[], object] = lambda: None
+        self.on_tick: Callable[[], object] = lambda: None
         self.leftovers = Leftovers(leftovers_path(settings.directory, settings.engine), self.log)
         self.layout = KvLayout(
             settings.directory, settings.engine, may_change=settings.config["kv_change"]
@@ -138,6 +139,7 @@ class Engine:
             self.incarnation.tick()
             self._share_cpus(self.incarnation.cpus)
         self.pressure.sample(self.clock.now_ms())
+        self.on_tick()
         self._timers.after("tick", TICK_MS, self._tick)
 
     def _share_cpus(self, cpus: CpuShare) -> None:

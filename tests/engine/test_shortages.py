@@ -66,7 +66,7 @@ def observer(engine: Engine) -> Iterator[Observer]:
 def below_each_free_descriptor(pid: int, count: int) -> list[int]:
     """Limits that leave `pid` 0, 1, … `count` - 1 free descriptors."""
     used = open_fds(pid)
-    return [number for number in range(max(used) + count) if number not in used][:count]
+    return [number for number in range(max(used) + count + 1) if number not in used][:count]
 
 
 @pytest.fixture
@@ -187,6 +187,20 @@ def test_an_active_engine_without_descriptors_outlives_its_lock_server(pod, dire
             after = watcher.status()["engine"]
             assert (after["state"], after["incarnation"]) == ("active", before["incarnation"])
             assert stub.handed_back > 0
+
+
+def test_an_engine_at_its_limit_of_descriptors_still_tells_its_status(pod, lock):
+    """Goal: who asks what is wrong is answered. Method: no free descriptor but the reserve, and one
+    new connection after the other."""
+    engine = pod.engine("e-0", flags=QUICK)
+    engine.until("active")
+    (limit,) = below_each_free_descriptor(engine.process.pid, 1)
+    with descriptors_below(limit, engine.process.pid):
+        for _ in range(5):
+            document = engine.status()
+            assert document is not None
+            assert document["engine"]["state"] == "active"
+        until(lambda: LIMIT in str((engine.status() or {}).get("problems")), "the problem")
 
 
 def test_an_idle_supervisor_without_descriptors_says_what_it_cannot_do(pod, lock):
