@@ -122,10 +122,12 @@ def test_start_that_takes_long_says_in_a_sentence_what_it_waits_for(tmp_path, mo
             [python("slow", code, *words, startup=startup)], tmp_path / "log", lines.append
         )
         starting = asyncio.create_task(runner.start())
-        await auntil(lambda: "waiting for slow: loading the model" in lines, "the sentence")
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        await runner.stop()
+        try:
+            await auntil(lambda: "waiting for slow: loading the model" in lines, "the sentence")
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await runner.stop()
 
     run(main())
     assert not any("never_standby_yet" in line or "503" in line for line in lines)
