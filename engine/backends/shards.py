@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO, NoReturn
 
-from plumbing.errors import UsageError
+from plumbing.errors import UnderstudyError, UsageError, is_shortage
 
 JSON_MAX_BYTES = 64 << 20  # the largest tokenizer.json seen is 33 MB; config files are a few KB
 HEADER_MAX_BYTES = 100_000_000  # the limit of the safetensors library itself
@@ -76,15 +76,28 @@ class Shard:
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """A JSON object from a file of the checkpoint. Raises UsageError `model.missing|broken`."""
+    """A JSON object from a file of the checkpoint. Raises as `read_file`."""
+    try:
+        document = json.loads(read_file(path))
+        if not isinstance(document, dict):
+            raise ValueError("it is not a JSON object")
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            "model.broken", f"{path} is not valid JSON ({error}); download it again."
+        ) from None
+    return document
+
+
+def read_file(path: str) -> bytes:
+    """A small file of the checkpoint.
+
+    Raises:
+        UsageError: `model.missing` or `model.broken`.
+        UnderstudyError: `model.shortage`, it cannot be opened now.
+    """
     try:
         with open(path, "rb") as file:
             content = file.read(JSON_MAX_BYTES + 1)
-        if len(content) > JSON_MAX_BYTES:
-            raise ValueError(f"it is larger than {JSON_MAX_BYTES >> 20} MiB")
-        document = json.loads(content)
-        if not isinstance(document, dict):
-            raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         raise UsageError(
             "model.missing",
@@ -92,15 +105,17 @@ def read_json(path: str) -> dict[str, Any]:
             "this one again.",
         ) from None
     except OSError as error:
+        _check_shortage(path, error)
         raise UsageError(
             "model.broken",
             f"{path} cannot be read: {error.strerror}; fix its permissions or copy it again.",
         ) from None
-    except (ValueError, RecursionError) as error:
+    if len(content) > JSON_MAX_BYTES:
         raise UsageError(
-            "model.broken", f"{path} is not valid JSON ({error}); download it again."
-        ) from None
-    return document
+            "model.broken",
+            f"{path} is larger than {JSON_MAX_BYTES >> 20} MiB; download it again.",
+        )
+    return content
 
 
 def read_shards(directory: str) -> tuple[Shard, ...]:
@@ -141,7 +156,18 @@ def _open(path: str) -> BinaryIO:
             "model.missing", f"{path} does not exist; download the checkpoint again."
         ) from None
     except OSError as error:
+        _check_shortage(path, error)
         _broken(path, f"it cannot be opened ({error.strerror})")
+
+
+def _check_shortage(path: str, error: OSError) -> None:
+    """Raise `model.shortage` if the file may well be fine: it must not end the engine for good."""
+    if is_shortage(error):
+        raise UnderstudyError(
+            "model.shortage",
+            f"{path} cannot be opened now: {error.strerror}; raise the limit of open files "
+            "(ulimit -n), or find what uses them up.",
+        ) from None
 
 
 def read_shard(path: str) -> Shard:

@@ -12,7 +12,8 @@ import safetensors
 
 from engine.backends.reference.model import checkpoint as module
 from engine.backends.reference.model.checkpoint import identity, open_checkpoint
-from plumbing.errors import UsageError
+from engine.backends.shards import read_file, read_shard
+from plumbing.errors import UnderstudyError, UsageError
 from tests.engine.reference.support import (
     GOLDEN_NAMES,
     copy_of,
@@ -21,6 +22,7 @@ from tests.engine.reference.support import (
     golden,
     load,
 )
+from tests.helpers import descriptors_below
 
 SHARDED = "llama3-rope-sharded-bf16"
 
@@ -279,3 +281,16 @@ def test_identity_of_a_checkpoint_that_went_away_is_a_sentence(tmp_path: Any):
         with pytest.raises(UsageError) as caught:
             identity(directory)
         assert caught.value.code == "model.missing"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_file_that_cannot_be_opened_for_lack_of_descriptors_is_not_called_broken(name: str):
+    """Goal: the launch is repeated, while a broken checkpoint ends the engine. Method: a process
+    that may open nothing."""
+    path = os.path.join(golden("tied-f32"), name)
+    read = read_shard if name == "model.safetensors" else read_file
+    with descriptors_below(3), pytest.raises(UnderstudyError) as caught:
+        read(path)
+    assert caught.value.code == "model.shortage"
+    assert not isinstance(caught.value, UsageError)
+    assert path in caught.value.message

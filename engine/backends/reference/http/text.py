@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.backends.reference.http.replies import TokenUsage
 from engine.backends.reference.link import TokenMsg
-from engine.backends.shards import read_json
+from engine.backends.shards import read_file, read_json
 from plumbing.errors import UsageError
 
 UNFINISHED = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
@@ -39,11 +39,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str) -> Tokenizer:
-        """Read the tokenizer of a checkpoint. Raises UsageError `model.missing|broken`."""
+        """Read the tokenizer of a checkpoint. Raises as `read_file`."""
         path = os.path.join(directory, "tokenizer.json")
         read_json(path)  # for its messages; the library's own name neither file nor cause
+        content = read_file(path)
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(path)
+            tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise UsageError(
                 "model.broken",
@@ -200,9 +201,8 @@ def _read_template(directory: str, settings: dict[str, Any]) -> str | None:
     path = os.path.join(directory, "chat_template.jinja")
     if os.path.exists(path):
         try:
-            with open(path, encoding="utf-8") as file:
-                return file.read()
-        except (OSError, UnicodeDecodeError) as error:
+            return read_file(path).decode()
+        except UnicodeDecodeError as error:
             raise UsageError(
                 "model.broken", f"{path} cannot be read: {error}; copy it again."
             ) from None
