@@ -238,13 +238,18 @@ def test_a_case_says_how_to_repeat_it_and_flags_choose_cases() -> None:
 
 # ---------------------------------------------------------------------- a pod
 
+# Each of these once took failover away, or an engine, or a part of the pod.
 SAMPLE = (
-    # The lock server cannot write a grant, nor look at the witness of who died.
-    Case("grant", "lockserver", "file", "lockserver/state_file.py:write:"),
-    Case("grant", "lockserver", "descriptor", "lockserver/server/prober.py:_is_free:"),
-    # A process of a backend cannot be started, and one cannot map its weights.
-    Case("relaunch", "standby-http", "process", ""),
-    Case("relaunch", "standby-model", "descriptor", "recvmsg@"),
+    # The lock server could not lend its socket: the engine was ready and could not serve.
+    Case("restart", "lockserver", "descriptor", "lockserver/server/service_socket.py:copy:"),
+    # A supervisor could not start its backend: it stayed in `init`, without a process.
+    Case("relaunch", "standby-supervisor", "descriptor", "socketpair@"),
+    # A backend could not open its checkpoint: it was called broken, and its supervisor ended.
+    Case("relaunch", "standby-model", "descriptor", "engine/backends/shards.py:"),
+    # The active engine's supervisor could not dial a restarted lock server: it died.
+    Case("reconnect", "active-supervisor", "descriptor", "socket@"),
+    # A device's server could not be started: the whole memory service ended.
+    Case("gms-reconnect", "gms", "process", ""),
 )
 
 
