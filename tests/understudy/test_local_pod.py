@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UnderstudyError, UsageError
+from plumbing.service.browsers import ALLOWED_HOST
+from plumbing.service.config import resolve
 from tests.deploy.manifests import RENDERED
+from understudy.cli.main import _local_pod
+from understudy.cli.settings import UP_OPTIONS
 from understudy.kubelet.containers import starts, stops
 from understudy.up.local_pod import POD_MANIFEST, LocalPod, packaged_manifest, program
 from understudy.up.ports import Ports, check_port, check_ports, free_pod_ports, free_ports
@@ -169,3 +173,12 @@ def test_program_that_is_not_installed_is_named():
     """Goal: a sentence instead of FileNotFoundError. Method: a name nobody has."""
     with pytest.raises(UsageError, match="no-such-program"):
         program("no-such-program")
+
+
+def test_names_of_clients_reach_every_part(tmp_path):
+    """Goal: `understudy up` behind a DNS name. Method: the option, each container's environment."""
+    flags = {"http_allowed_host": ("a.example", "b.example"), "model": str(tmp_path)}
+    pod = _local_pod(resolve(UP_OPTIONS, flags, {}), UP_OPTIONS, ())
+    for container in pod.containers():
+        allowed = resolve((ALLOWED_HOST,), {}, container.env)["http_allowed_host"]
+        assert allowed == ("a.example", "b.example")

@@ -20,6 +20,7 @@ import click
 import understudy
 from plumbing.errors import UsageError
 from plumbing.part.paths import runtime_dir
+from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.cli import INTERRUPTED, options, plain_errors, run_async
 from plumbing.service.config import Option, Resolved, resolve
 from plumbing.text import to_json
@@ -254,7 +255,7 @@ def _local_pod(
         ports=ports_of(config),
         host=config["host"],
         memory=config["memory"],
-        env=_log_env(),
+        env={**_log_env(), ALLOWED_HOST.env_name: ",".join(config["http_allowed_host"])},
         http_host=config["http_host"],
         pace=QUICK.up_to(config["restart_backoff_max"]),
     )

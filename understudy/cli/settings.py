@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.backends.registry import REGISTRY
 from engine.messages import RANKS_MAX
+from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved, size_bytes
 from understudy.drill.records import check_target
 from understudy.manifest.values import read_choice
@@ -85,6 +86,7 @@ UP_OPTIONS = (
     Option("memory", str, "host", "The kind of memory for the weights.", choices=("host", "cuda")),
     Option("host", str, "127.0.0.1", "Address of the inference port."),
     Option("http_host", str, "127.0.0.1", "Address of probes and metrics."),
+    ALLOWED_HOST,
     _port("service_port", SERVICE_PORT, "Port for inference requests."),
     _port("lockserver_port", LOCKSERVER_PORT, "Port of the lock server's probes and metrics."),
     _port("gms_port", GMS_PORT, "Port of the memory service's probes and metrics."),
