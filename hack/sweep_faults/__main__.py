@@ -100,6 +100,8 @@ async def _run(directory: Path, flags: argparse.Namespace, outcomes: list[Outcom
                 print(case.flags())
                 continue
             outcome = await sweep.run(case)
+            if outcome.verdict is Verdict.NOT_REACHED and case.nearer() != case:
+                outcome = await sweep.run(case.nearer())
             outcomes.append(outcome)
             _say(f"{number}/{len(cases)}  {line_of(outcome)}")
             _say_more(outcome)

@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -73,6 +73,13 @@ class Case:
         alike in both engines; supervisors differ by what they do for the active one."""
         program = self.role.partition("-")[2]
         return program if program in ("http", "model") else self.role, self.kind, self.site
+
+    def nearer(self) -> Case:
+        """The same call from wherever its two innermost functions of ours were called: the way to
+        them may differ from one time to the next, by a timer or by an event."""
+        frames = self.site.split("<")
+        ours = [number for number, frame in enumerate(frames) if "/" in frame][1:2]
+        return replace(self, site="<".join(frames[: ours[0] + 1])) if ours else self
 
     def flags(self) -> str:
         """The command that repeats it."""

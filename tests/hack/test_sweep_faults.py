@@ -236,6 +236,23 @@ def test_a_case_says_how_to_repeat_it_and_flags_choose_cases() -> None:
     assert chosen([one, other], "", "file", "x.py") == [other]
 
 
+@pytest.mark.parametrize(
+    ("site", "nearer"),
+    [
+        (
+            "dup@socket.py:dup:2<a/b.py:f:1<a/c.py:g:2<a/d.py:h:3",
+            "dup@socket.py:dup:2<a/b.py:f:1<a/c.py:g:2",
+        ),
+        ("dup@a/b.py:f:1<a/c.py:g:2", "dup@a/b.py:f:1<a/c.py:g:2"),
+        ("open@import", "open@import"),
+    ],
+)
+def test_a_site_that_was_not_reached_is_looked_for_nearer_to_the_call(
+    site: str, nearer: str
+) -> None:
+    assert Case("grant", "gms", "descriptor", site).nearer().site == nearer
+
+
 # ---------------------------------------------------------------------- a pod
 
 # Each of these once took failover away, or an engine, or a part of the pod.
