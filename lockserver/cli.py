@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plumbing.errors import RemoteError, UnreachableError, WaitTimeoutError
+from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.part.cli import (
     ANSWER_TIMEOUT_S,
     Look,
@@ -179,7 +179,7 @@ def _security(config: Resolved) -> Security | None:
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
     """Show who holds each lock and who waits for it.
 
-    Without a server: the contents of its state file, and exit code 3.
+    Without a server, or if it does not answer: the contents of its state file, and exit code 3.
     """
     directory = os.path.abspath(config["dir"])
     show_status(lambda: _look(directory), as_json=as_json, watch=watch)
@@ -195,14 +195,18 @@ def _look(directory: str) -> Look:
     from lockserver.status.text import text_of
 
     try:
-        document, offline = ask_status(lockserver_socket(directory), CATALOGUE), None
-    except UnreachableError as error:
+        offline: UnderstudyError | None = None
+        document = ask_status(lockserver_socket(directory), CATALOGUE)
+    except (UnreachableError, WaitTimeoutError) as error:
         from lockserver.status import offline as on_file
+        from lockserver.status.silent import silent_server
 
-        found = on_file.offline(directory)
+        silent = silent_server(directory, error)
+        offline = error if silent is None else silent.error()
+        found = on_file.offline(directory, silent=silent)
         if found is None:
-            raise
-        document, offline = found, error
+            raise offline from error
+        document = found
     return Look(document, text_of(document), offline)
 
 

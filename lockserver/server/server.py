@@ -7,7 +7,6 @@ Owns the connections and the order of things. Must not decide who holds what: ev
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,7 @@ from lockserver.server.report import LockReport
 from lockserver.server.settings import LockSettings
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError
 from plumbing.part.observers import Observers
-from plumbing.part.paths import lockserver_socket
+from plumbing.part.paths import lockserver_guard, lockserver_socket
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection
@@ -40,7 +39,6 @@ from plumbing.wire.limits import CONNECTIONS_MAX
 from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
 
-GUARD_NAME = "lockserver.lock"
 SPARE_FDS = 16  # eight engines are accepted at the limit of descriptors: a socket and a pidfd each
 TICK_S = 0.1  # silence is measured in seconds: a tenth of one is exact enough and costs nothing
 
@@ -66,7 +64,7 @@ class LockServer:
             CATALOGUE,
             self,
             service="lockserver",
-            guard_path=os.path.join(settings.directory, GUARD_NAME),
+            guard_path=lockserver_guard(settings.directory),
             connections_max=SUPERVISORS_MAX + CONNECTIONS_MAX,
             per_process_max=SUPERVISORS_MAX,  # the rest is for other processes
             spare_fds=SPARE_FDS,

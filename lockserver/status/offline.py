@@ -15,6 +15,7 @@ from lockserver.core.events import Holder, LockRecord
 from lockserver.core.machine import KINDS
 from lockserver.core.names import WitnessState
 from lockserver.status.document import SCHEMA, moment, processes_of, wait_document
+from lockserver.status.silent import SilentServer
 from lockserver.status.wait import LockWait, named
 from plumbing.part.format import duration
 from plumbing.service.clock import Clock, SystemClock
@@ -22,8 +23,11 @@ from plumbing.service.clock import Clock, SystemClock
 UNANSWERED = "no lock server answers; this is its state file"
 
 
-def offline(directory: str, clock: Clock | None = None) -> dict[str, Any] | None:
-    """The view from the state file while no server answers; None if there is none either.
+def offline(
+    directory: str, clock: Clock | None = None, silent: SilentServer | None = None
+) -> dict[str, Any] | None:
+    """The view from the state file while no server answers; None if there is none either. `silent`:
+    there is a server, which does not answer.
 
     Raises:
         OSError: it cannot be read.
@@ -41,7 +45,8 @@ def offline(directory: str, clock: Clock | None = None) -> dict[str, Any] | None
         "server": {"pid": None, "since": None, "dir": directory, "online": False},
         "token": found.record.token,
         "locks": {
-            name: _lock_document(directory, name, found.record, written_ms, clock) for name in KINDS
+            name: _lock_document(directory, name, found.record, written_ms, clock, silent)
+            for name in KINDS
         },
         "tcp": None,
         "members": {},
@@ -54,7 +59,12 @@ def offline(directory: str, clock: Clock | None = None) -> dict[str, Any] | None
 
 
 def _lock_document(
-    directory: str, name: str, record: LockRecord, written_ms: float, clock: Clock
+    directory: str,
+    name: str,
+    record: LockRecord,
+    written_ms: float,
+    clock: Clock,
+    silent: SilentServer | None,
 ) -> dict[str, Any]:
     holder = record.holders.get(name)
     since_ms = written_ms if holder is None else holder.since_mono_ms
@@ -67,7 +77,7 @@ def _lock_document(
         "waiters_total": 0,
         "waiting_for": [],
         "waits": [],
-        "problem": UNANSWERED,
+        "problem": UNANSWERED if silent is None else silent.message,
     }
     evidence = "no holder is on file" if name not in record.unknown else "the holder is not on file"
     if holder is not None:
@@ -94,12 +104,13 @@ def _lock_document(
     meanwhile = "until then an active engine keeps serving, and no other engine is granted the lock"
     if holder is not None and holder.lease is not None:
         meanwhile = "the active engine stops before its lease expires"
+    fix = f"start it: lockserver serve --dir {directory}; {meanwhile}"
     wait = LockWait(
         "no_server",
-        UNANSWERED,
+        UNANSWERED if silent is None else silent.message,
         since_ms,
         (evidence,),
-        f"start it: lockserver serve --dir {directory}; {meanwhile}",
+        fix if silent is None else silent.fix,
         engine=holder.engine if holder else None,
         incarnation=holder.incarnation if holder else None,
         token=holder.token if holder else None,

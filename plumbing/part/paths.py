@@ -25,6 +25,11 @@ def lockserver_socket(directory: str) -> str:
     return os.path.join(directory, LOCKSERVER_SOCKET)
 
 
+def lockserver_guard(directory: str) -> str:
+    """The file that a running lock server has locked, with its pid in it."""
+    return os.path.join(directory, "lockserver.lock")
+
+
 def engine_socket(directory: str, engine: str) -> str:
     """The control socket of `engine`'s supervisor."""
     return os.path.join(directory, f"engine_{engine}.sock")

@@ -66,6 +66,7 @@ STATES = (
     over_tcp.no_server_over_tcp,
     restart.no_server,
     restart.no_server_and_no_holder,
+    restart.server_that_is_stopped,
 )
 
 

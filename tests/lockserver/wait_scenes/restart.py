@@ -65,6 +65,18 @@ async def no_server(scene: Scene) -> AsyncIterator[Told]:
 
 
 @asynccontextmanager
+async def server_that_is_stopped(scene: Scene) -> AsyncIterator[Told]:
+    """A second server could not start: it is no fix."""
+    server, holder = scene.held()
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        evidence = ("held by", *with_names(backends_of(holder)))
+        yield Told("no_server", "engine-0", evidence, (f"kill -CONT {server.pid}",), token=1)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+@asynccontextmanager
 async def no_server_and_no_holder(scene: Scene) -> AsyncIterator[Told]:
     scene.server().kill()
     fix = (f"lockserver serve --dir {scene.directory}",)

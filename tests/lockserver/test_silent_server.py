@@ -1,0 +1,86 @@
+"""`lockserver status` while a server runs and does not answer: who it is, and what to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from lockserver.status.silent import silent_server
+from plumbing.errors import UnreachableError, WaitTimeoutError
+from plumbing.part.paths import lockserver_guard
+from tests.helpers import until
+
+REFUSED = UnreachableError("wire.unreachable", "refused")
+TIMED_OUT = WaitTimeoutError("wire.timeout", "timed out")
+
+
+def ask(directory: str) -> tuple[int, str, str]:
+    ran = subprocess.run(
+        [sys.executable, "-m", "lockserver.cli", "status", "--dir", directory],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return ran.returncode, " ".join(ran.stdout.split()), ran.stderr.strip()
+
+
+@pytest.mark.slow
+def test_status_of_a_stopped_server_names_it_and_how_to_resume_it(pod_dir, start_server):
+    """Goal: nobody is told to start a second server, which could not start. Method: SIGSTOP, then
+    the command with the state file and without."""
+    server = start_server()
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        code, shown, error = ask(pod_dir)
+        assert code == 3
+        assert f"pid {server.pid} (" in error
+        assert ", stopped), holds" in error
+        assert lockserver_guard(pod_dir) in error
+        assert f"kill -CONT {server.pid}" in error
+        assert error.endswith("[lock.not_answering]")
+        assert "offline view" in shown
+        assert f"kill -CONT {server.pid}" in shown
+        assert "lockserver serve" not in shown + error
+        os.rename(os.path.join(pod_dir, "lockserver.json"), os.path.join(pod_dir, "kept"))
+        code, shown, error = ask(pod_dir)
+        assert (code, shown) == (3, "")
+        assert error.endswith("[lock.not_answering]")
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+def test_silent_server_is_whoever_has_the_guard_open(tmp_path):
+    """Goal: a pid in a file is not believed, a process that has it open is. Method: no guard; one
+    of a dead server; one that a process has open, named in it and not."""
+    directory = str(tmp_path)
+    path = lockserver_guard(directory)
+    assert silent_server(directory, REFUSED) is None
+    with open(path, "w") as file:
+        file.write("pid 1".ljust(32))
+    assert silent_server(directory, REFUSED) is None
+    with open(path) as guard, subprocess.Popen(["sleep", "600"], stdin=guard) as holder:
+        try:
+            for said in (f"pid {holder.pid}", "pid 1", "nonsense"):
+                with open(path, "w") as file:
+                    file.write(said.ljust(32))
+                found = silent_server(directory, REFUSED)
+                assert found is not None
+                assert f"pid {holder.pid} (sleep), holds {path}" in found.message
+                assert f"kill -9 {holder.pid}" in found.fix
+            holder.send_signal(signal.SIGSTOP)
+            until(lambda: "stopped" in silent_server(directory, REFUSED).message, "it to stop")
+        finally:
+            holder.kill()
+
+
+def test_silent_server_that_is_not_visible_is_known_by_its_open_door(tmp_path):
+    """Goal: from another container, an accepted connection is enough. Method: no guard, and a
+    request that was accepted and not answered."""
+    found = silent_server(str(tmp_path), TIMED_OUT)
+    assert found is not None
+    assert "not visible from here" in found.message
+    assert "container" in found.fix
