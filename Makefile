@@ -70,7 +70,7 @@ test-core: setup ## the pure cores only: tables, properties, simulations; second
 	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/sim $(ARGS)
 
 test-vllm: setup-vllm ## the vLLM backend on the CPU: one kill of each process, and its contracts
-	$(VLLM_PY) -m pytest tests/vllm -n $(WORKERS) --dist loadfile -o faulthandler_timeout=300 $(ARGS)
+	$(VLLM_PY) -m pytest tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300 $(ARGS)
 
 fuzz: setup ## random input for the decoder, the sessions and real servers; keeps failing inputs
 	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz -o faulthandler_timeout=0 $(ARGS)
