@@ -18,37 +18,43 @@ from understudy.drill.burn import Burn
 CPUS = len(os.sched_getaffinity(0))
 
 
+@pytest.fixture
+def loops():
+    """The loops of this process: its children, without those of earlier tests."""
+    before = frozenset(procfs.children(os.getpid()))
+    return lambda: [pid for pid in procfs.children(os.getpid()) if pid not in before]
+
+
 def cpu_ticks(pid: int) -> int:
     """User time of `pid`."""
     with open(f"/proc/{pid}/stat") as stream:
         return int(stream.read().rpartition(")")[2].split()[11])
 
 
-def test_loops_burn_each_for_itself_and_at_our_priority():
+def test_loops_burn_each_for_itself_and_at_our_priority(loops):
     """Goal: other work, not less important than the pod's. Method: what the kernel says of each."""
     burn = Burn(2)
     burn.start()
     try:
-        loops = procfs.children(os.getpid())
-        assert len(loops) == burn.use.processes == 2 * CPUS
-        for loop in loops:
+        assert len(loops()) == burn.use.processes == 2 * CPUS
+        for loop in loops():
             until(lambda pid=loop: cpu_ticks(pid) > 0, "a loop to use CPU time")
             assert os.getsid(loop) == loop
             assert os.getpriority(os.PRIO_PROCESS, loop) == os.getpriority(os.PRIO_PROCESS, 0)
             assert os.sched_getscheduler(loop) == os.sched_getscheduler(0)
     finally:
         burn.stop()
-    assert procfs.children(os.getpid()) == []
+    assert loops() == []
     assert burn.use.cpu_s > 0
     assert burn.use.ended == 0
 
 
-def test_loop_that_ends_by_itself_is_counted():
+def test_loop_that_ends_by_itself_is_counted(loops):
     """Goal: a machine that was not busy is not taken for a busy one. Method: kill one loop."""
     burn = Burn(1)
     burn.start()
     try:
-        victim, *_ = procfs.children(os.getpid())
+        victim, *_ = loops()
         os.kill(victim, signal.SIGKILL)
         until(lambda: not procfs.is_alive(victim), "the loop to end")
     finally:
@@ -66,25 +72,24 @@ def test_loops_end_with_a_drill_that_is_killed():
     assert drill.stdout is not None
     with drill.stdout:
         assert drill.stdout.readline() == b"burning\n"
-    loops = procfs.children(drill.pid)
-    assert len(loops) == 2 * CPUS
-    # Earlier, a loop that has not armed itself yet would end by itself just as well.
+    burning = procfs.children(drill.pid)
+    assert len(burning) == 2 * CPUS
     drill.kill()
     drill.wait()
-    for loop in loops:
+    for loop in burning:
         until(lambda pid=loop: not procfs.is_alive(pid), "a loop to end with its drill")
 
 
-def test_loops_that_cannot_be_started_leave_none(monkeypatch):
+def test_loops_that_cannot_be_started_leave_none(monkeypatch, loops):
     """Goal: all or nothing, with a reason. Method: the second one fails."""
     start = subprocess.Popen
 
     def fail_later(*args, **kwargs):
-        if len(procfs.children(os.getpid())) > 0:
+        if loops():
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return start(*args, **kwargs)
 
     monkeypatch.setattr(module.subprocess, "Popen", fail_later)
     with pytest.raises(UnderstudyError, match="Resource temporarily unavailable; lower --burn"):
         Burn(2).start()
-    assert procfs.children(os.getpid()) == []
+    assert loops() == []
