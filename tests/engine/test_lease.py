@@ -216,6 +216,23 @@ def test_a_restart_of_the_server_costs_nothing(pod, server, loop, engine):
     assert status["engine"]["number"] == 1
 
 
+def test_a_reconnect_without_descriptors_is_repeated(pod, server, loop):
+    """Goal: a restart of the server ends no standby. Method: restart it while the supervisor can
+    open nothing: it says why it is not connected, and the same launch stands by afterwards."""
+    server.auto = ()
+    engine = pod.engine("engine-0", flags=over_tcp(server, pod))
+    before = engine.until("standby")["engine"]
+    port = server.server.port
+    with observer(engine) as watcher:
+        with descriptors_below(NONE, engine.process.pid):
+            loop.run(server.stop())
+            watcher.problem("open a socket to tcp://")
+            loop.run(server.start(port))
+        until(lambda: watcher.status()["lock"]["connected"], "the reconnect")
+        watcher.without_problems()
+        assert watcher.status()["engine"]["incarnation"] == before["incarnation"]
+
+
 def test_an_address_in_use_is_waited_for_and_said(pod, server):
     """Goal: a service address in use is no crash, and no silent wait. Method: a listener
     of the test's own, closed once status names it."""
@@ -292,6 +309,21 @@ def test_first_launch_waits_for_processes_of_an_earlier_supervisor(pod, server, 
     assert not Path(path).exists()
     assert not Path(free).exists()
     assert Path(others).exists()
+
+
+def test_first_launch_that_cannot_look_for_an_earlier_one_is_repeated(pod, server):
+    """Goal: an engine that is not launched yet looks again. Method: it waits for the holder of a
+    witness of an earlier launch; then it can open nothing, and meanwhile the holder ends."""
+    path = free_witness(str(pod.directory), witness.new_incarnation("engine-0"))
+    with open(path) as stream:
+        fcntl.flock(stream, fcntl.LOCK_SH)
+        engine = pod.engine("engine-0", flags=over_tcp(server, pod))
+        until(lambda: (engine.status() or {}).get("problems"), "the holder to be named")
+        with observer(engine) as watcher, descriptors_below(NONE, engine.process.pid):
+            watcher.problem("look for processes of an earlier launch")
+            fcntl.flock(stream, fcntl.LOCK_UN)
+            assert watcher.status()["engine"]["state"] == "dead"
+        engine.until("active")
 
 
 def test_leaving_while_it_waits_for_what_was_left(pod, server):

@@ -194,13 +194,15 @@ def test_an_engine_at_its_limit_of_descriptors_still_tells_its_status(pod, lock)
     new connection after the other."""
     engine = pod.engine("e-0", flags=QUICK)
     engine.until("active")
-    (limit,) = below_each_free_descriptor(engine.process.pid, 1)
-    with descriptors_below(limit, engine.process.pid):
-        for _ in range(5):
-            document = engine.status()
-            assert document is not None
-            assert document["engine"]["state"] == "active"
-        until(lambda: LIMIT in str((engine.status() or {}).get("problems")), "the problem")
+    with observer(engine) as watcher:
+        (limit,) = below_each_free_descriptor(engine.process.pid, 1)
+        with descriptors_below(limit, engine.process.pid):
+            watcher.problem("look for processes of the backend")
+            for _ in range(5):
+                document = engine.status()
+                assert document is not None
+                assert document["engine"]["state"] == "active"
+        watcher.without_problems()
 
 
 def test_an_idle_supervisor_without_descriptors_says_what_it_cannot_do(pod, lock):
