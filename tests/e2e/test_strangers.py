@@ -1,0 +1,51 @@
+"""Strangers at the ports of every part of a pod."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import urllib.request
+
+import pytest
+
+from plumbing.service.http_listener import CONNECTIONS_MAX
+from tests.e2e.pods import Pod, PodHome
+from tests.helpers import until
+
+
+def fetch(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=30) as answer:
+        return str(answer.read().decode())
+
+
+def problems_with_strangers(port: int) -> str:
+    """What /status says of problems while idle connections hold the port; /live must answer."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(CONNECTIONS_MAX + 1):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+
+        def named() -> str:
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            assert json.loads(fetch(port, "live"))["ok"]
+            document = json.loads(fetch(port, "status"))
+            return str(document.get("problem") or document.get("problems") or "")
+
+        return until(named, "the problem in the status")
+
+
+@pytest.mark.slow
+def test_every_part_answers_probes_and_names_the_problem(home: PodHome):
+    """Goal: strangers at a port are seen by operators and cost no probe. Method: idle connections
+    above the limit, at each part's port; its status, its liveness, and the pod afterwards."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        ports = pod.local.ports
+        for port in (ports.lockserver, ports.gms, *ports.engines):
+            found = await asyncio.to_thread(problems_with_strangers, port)
+            assert "HTTP connections are open" in found
+        assert (await pod.whole()).token == before.token
+
+    home.run(scenario)
