@@ -290,3 +290,40 @@ Incarnation.start = fail
     assert death["cause"] == "own_fault"
     assert "StartTree" in death["message"]
     assert "injected" in death["message"]
+
+
+def test_an_error_on_the_thread_for_leftovers_ends_the_supervisor(pod, lock):
+    """Goal: a thread of ours does not end in silence. Method: an error that is no shortage."""
+    patch = """
+from engine.supervisor.leftovers import Leftovers
+def look(*_, **__):
+    raise ValueError("injected")
+Leftovers._look = look
+"""
+    engine = pod.engine("e-0", flags=QUICK, wrapper=patched(patch))
+    assert engine.wait() == 1
+    assert "the work on leftovers failed: injected" in engine.errors.read_text()
+
+
+@pytest.mark.slow
+def test_a_state_file_is_written_once_a_thread_can_be_started(pod, lock, directory):
+    """Goal: no thread is a problem that ends. Method: starting the state file's thread fails once
+    the engine is active, and later succeeds."""
+    refusal = directory / "refuse"
+    patch = f"""
+import os, threading
+start = threading.Thread.start
+def refuse(self):
+    if self.name == "state-file" and os.path.exists({str(refusal)!r}):
+        raise RuntimeError("can't start new thread")
+    start(self)
+threading.Thread.start = refuse
+"""
+    refusal.touch()
+    engine = pod.engine("e-0", flags=QUICK, wrapper=patched(patch))
+    engine.until("active")
+    until(lambda: "no process or thread" in str(engine.status()["problems"]), "the problem")
+    assert not (directory / "engine_e-0.json").exists()
+    refusal.unlink()
+    until((directory / "engine_e-0.json").exists, "the state file")
+    until(lambda: not engine.status()["problems"], "the problem to be over")
