@@ -43,6 +43,7 @@ VISIT_S = 1.0  # to listen for events
 PAGES = ("live", "ready", "startup", "status", "metrics", "ui")
 # A sweep kills more often than anything else does; what it looks for is not back-off.
 PACE = Pace(base_ms=100.0, max_ms=1000.0, reset_ms=3000.0)
+NO_CRASH_LOOP = {"UNDERSTUDY_DEATHS_MAX": "1000"}  # one case after the other in the same engine
 
 # The beginnings of sentences that say that the pod is not whole, and not why.
 SAYS_NOT_WHY = ("no standby: ", "lock active is ")
@@ -107,7 +108,7 @@ class SweptPod:
         self.directory = directory
         self.ports: Ports = free_pod_ports()
         directory.mkdir(mode=0o700)
-        env = {**ONE_THREAD, **control.environment}
+        env = {**ONE_THREAD, **NO_CRASH_LOOP, **control.environment}
         local = LocalPod(directory, model, self.ports, env=env, pace=PACE)
         self.runner = PodRunner(local.containers(), directory / "log")
         self._target = Target("127.0.0.1", self.ports.service)
