@@ -1,6 +1,6 @@
-"""What a holder is told of the engines behind it: whether one of them could take over at once.
+"""Tells each holder whether another engine could take over from it at once.
 
-A holder that is slow is worth killing only then, which its supervisor must decide. Told once per
+Only then is a slow holder worth killing, which its supervisor decides. It is told once per
 connection and grant, and again at every change.
 """
 
@@ -12,14 +12,12 @@ from lockserver.core.supervisors import Locks, Supervisors
 
 
 def tell_standbys(locks: Locks, supervisors: Supervisors) -> list[LockEffect]:
-    """For each fenced lock, what its holder does not know yet."""
+    """News for the holders of fenced locks, where there is any."""
     effects: list[LockEffect] = []
     for lock in locks.values():
-        holder = lock.holder
-        if lock.state is not LockState.HELD or holder is None or not lock.is_fenced:
-            continue
-        supervisor = supervisors.get(holder.supervisor)
-        if supervisor is None or supervisor.conn is None:
+        holder = lock.holder if lock.state is LockState.HELD and lock.is_fenced else None
+        supervisor = supervisors.get(holder.supervisor) if holder is not None else None
+        if holder is None or supervisor is None or supervisor.conn is None:
             continue
         is_ready = _has_standby(lock, supervisors)
         news = (supervisor.conn, holder.token, is_ready)
@@ -30,6 +28,5 @@ def tell_standbys(locks: Locks, supervisors: Supervisors) -> list[LockEffect]:
 
 
 def _has_standby(lock: Lock, supervisors: Supervisors) -> bool:
-    """Whether a waiter has been heard lately. This runs after every event: the first one usually
-    has."""
+    """Whether a waiter was heard lately: a silent one would not be granted the lock."""
     return any(not supervisors[waiter.supervisor].is_silent for waiter in lock.waiters)
