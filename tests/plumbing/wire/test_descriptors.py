@@ -17,11 +17,14 @@ from typing import Any
 
 import pytest
 
-from plumbing.errors import ProtocolError, RemoteError, UnderstudyError
+from plumbing.errors import ProtocolError, RemoteError, UnderstudyError, UnreachableError
 from plumbing.wire import sockets, unix_connection
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, Reserve, close_all
 from plumbing.wire.frames import encode_frame
+from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.connection import connect_tcp
 from plumbing.wire.unix_connection import UnixConnection, connect
 from tests.helpers import auntil, open_fds, room_for, until
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, ServerThread, run_on
@@ -131,6 +134,67 @@ def test_truncated_ancillary_data_is_an_error(monkeypatch: pytest.MonkeyPatch):
 
 
 @loops
+@pytest.mark.parametrize("room", [0, 1], ids=["for its socket", "for the peer's pidfd"])
+def test_connect_without_descriptors_says_so_and_leaks_none(loop: str, room: int, tmp_path: Path):
+    """Goal: a shortage is told apart from a server that is gone. Method: a real limit."""
+
+    async def main() -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / "short.sock"))
+            listener.listen()
+            before = len(open_fds())
+            with room_for(room), pytest.raises(UnreachableError, match="limit of") as caught:
+                await connect(listener.getsockname(), CATALOGUE, EchoHandler())
+            assert caught.value.code == "wire.no_descriptors"
+            assert len(open_fds()) == before
+
+    run_on(loop, main())
+
+
+@loops
+def test_connect_over_tcp_without_descriptors_says_so(loop: str):
+    """Goal: as above, over TCP."""
+
+    async def main() -> None:
+        with room_for(0), pytest.raises(UnreachableError, match="limit of") as caught:
+            await connect_tcp(TcpAddress("127.0.0.1", 9), CATALOGUE, EchoHandler(), None)
+        assert caught.value.code == "wire.no_descriptors"
+
+    run_on(loop, main())
+
+
+def test_shortage_names_what_ran_out():
+    """Goal: each kind of shortage has its own reason. Method: the errors of fork(2), open(2)."""
+    reasons = {
+        number: sockets.no_descriptors("start", OSError(number, "")).message
+        for number in (errno.EAGAIN, errno.ENFILE, errno.ENOMEM)
+    }
+    assert "ulimit -u" in reasons[errno.EAGAIN]
+    assert "fs.file-max" in reasons[errno.ENFILE]
+    assert os.strerror(errno.ENOMEM) in reasons[errno.ENOMEM]
+
+
+@loops
+def test_connection_that_its_handler_refuses_leaves_the_socket_to_the_caller(loop: str):
+    """Goal: no pidfd of the peer leaks. Method: a handler that raises when it is opened."""
+
+    class Refusing(EchoHandler):
+        def opened(self, conn: Connection) -> None:
+            raise OSError(errno.EMFILE, "refused")
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        before = len(open_fds())
+        with pytest.raises(OSError, match="refused"):
+            UnixConnection(ours, CATALOGUE, Refusing())
+        assert len(open_fds()) == before
+        ours.close()
+        theirs.close()
+
+    run_on(loop, main())
+
+
+@loops
 def test_cancelled_connect_closes_its_socket(loop: str, tmp_path: Path):
     """Goal: cancellation is not an Exception; nothing may leak. Method: a full backlog keeps
     `connect` waiting, then its task is cancelled."""
@@ -201,8 +265,11 @@ _IN_FLIGHT = """
 import os, resource, socket, sys, asyncio
 sys.path.insert(0, sys.argv[1])
 from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler
+from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp.connection import connect_tcp
 from plumbing.wire.unix_connection import UnixConnection
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 if os.geteuid() == 0:
     os.setgid(65534)

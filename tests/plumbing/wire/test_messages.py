@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -166,3 +167,14 @@ def test_messages_of_a_module_are_its_own_and_the_imported_ones():
     """Goal: a catalogue takes them all, and not their base. Method: a module of each kind."""
     assert messages_in(vars(echo)) == [Echo, Refuse]
     assert FaultMsg in messages_in({"FaultMsg": FaultMsg, "Message": Message, "dict": dict})
+
+
+def test_name_that_is_not_utf8_is_shown_in_a_message():
+    """Goal: the name of a file may be any bytes, and does not end who reports it. Method: encode
+    one as Python holds it, in each kind of field; decode."""
+    name = os.fsdecode(b"odd-\xff")
+    message = Echo(name, parts=(Part(name, 1),), extra={name: 1})
+    shown = r"odd-\xff"
+    assert CATALOGUE.decode(CATALOGUE.encode(message, 0), 0)[0] == Echo(
+        shown, parts=(Part(shown, 1),), extra={shown: 1}
+    )
