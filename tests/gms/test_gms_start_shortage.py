@@ -51,8 +51,13 @@ def test_server_that_cannot_be_started_is_retried_and_disturbs_no_other(serve: S
     pid = serve.process.pid
     with at_limit(pid):
         os.kill(first["pid"], signal.SIGKILL)
-        why = until(lambda: absences(serve.directory).get(serve.first), "the reason to be written")
-        assert f"gms serve (pid {pid}): the server of {serve.first} cannot be started: " in why
+        # First it is only reported dead.
+        cannot_start = f"gms serve (pid {pid}): the server of {serve.first} cannot be started: "
+        until(
+            lambda: cannot_start in absences(serve.directory).get(serve.first, ""),
+            "the reason to be written",
+        )
+        why = absences(serve.directory)[serve.first]
         assert "at its limit of 3 open files; raise it (ulimit" in why
         found = command("status", "--dir", serve.directory)
         assert found.returncode == 3
