@@ -1,19 +1,16 @@
-"""What to say when the kernel has no more descriptors, processes, threads or memory.
-
-Such a shortage is the environment's fault and may end at any moment, so whoever meets one reports
-it and tries again; it never counts as an answer to a question.
-"""
+"""Shortages of a memory server: found in an error's causes, reported to whoever asked, and retried
+by the supervisor if the server could not start."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import resource
 from collections.abc import Iterator
 
 from gms.core.restart import SHORTAGE_EXIT_CODE, SHORTAGES
 from plumbing.errors import UnderstudyError
+from plumbing.shortage import explain
 
 # What a server opens until it serves (14), and a first writer. With less, libuv aborts the process
 # and uvloop raises what nobody can read, so the room is checked before.
@@ -42,30 +39,6 @@ def shortage_in(error: BaseException | None) -> int | None:
             return errno.EAGAIN
         error = error.__cause__
     return None
-
-
-def explain(number: int | None, who: str = "this process") -> str:
-    """What the kernel's `number` means for `who`, and for a shortage how to fix it."""
-    match number:
-        case errno.EMFILE:
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            return (
-                f"{who} is at its limit of {limit} open files; raise it (ulimit -Hn, or the"
-                " container's nofile limit)"
-            )
-        case errno.ENFILE:
-            return "this machine is at its limit of open files; raise it (sysctl fs.file-max)"
-        case errno.EAGAIN:
-            return (
-                "no more processes or threads are allowed here; raise the limit (ulimit -u, or"
-                " pids.max of the control group) or stop some"
-            )
-        case errno.ENOMEM:
-            return "no memory is left; raise the container's memory limit or stop something"
-        case None:
-            return "unknown error"
-        case _:
-            return os.strerror(number)
 
 
 def exhausted(error: UnderstudyError) -> UnderstudyError:

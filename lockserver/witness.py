@@ -28,7 +28,8 @@ from lockserver.core.names import PREFIX as PREFIX
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.names import name_of as name_of
 from lockserver.core.names import new_incarnation as new_incarnation
-from plumbing.errors import UnderstudyError, is_shortage
+from plumbing.errors import UnderstudyError
+from plumbing.shortage import is_shortage
 
 UNBORN_PREFIX = "unborn_"  # until it is held; never scanned
 STDIN = 0

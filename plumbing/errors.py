@@ -15,10 +15,7 @@ three fields.
 
 from __future__ import annotations
 
-import errno
 from typing import Any
-
-_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
 class UnderstudyError(Exception):
@@ -66,8 +63,3 @@ class RemoteError(UnderstudyError):
 
 class InvariantError(AssertionError):
     """Our own fault. Never caught: a process whose state is inconsistent must end."""
-
-
-def is_shortage(error: OSError) -> bool:
-    """Whether `error` only means that descriptors or memory have run out: ask again later."""
-    return error.errno in _SHORTAGES

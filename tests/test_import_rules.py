@@ -22,15 +22,15 @@ PACKAGES = ("plumbing", "lockserver", "gms", "engine", "understudy")
 # Who may import whom, by dotted prefix; the longest prefix that fits a module is its layer. What
 # is in none of our packages is not looked at here.
 PLUMBING = ("plumbing",)
+BASICS = tuple(f"plumbing.{name}" for name in ("errors", "shortage", "text", "__version__"))
 CLIENTS = ("gms.client", "lockserver.client")
 LAYERS = {
     "plumbing": ("plumbing.errors",),
     "plumbing.errors": (),
+    "plumbing.shortage": (),
     "plumbing.text": (),
-    "plumbing.wire": ("plumbing.wire", "plumbing.errors", "plumbing.text", "plumbing.__version__"),
-    "plumbing.service": (
-        *("plumbing.service", "plumbing.errors", "plumbing.text", "plumbing.__version__"),
-    ),
+    "plumbing.wire": ("plumbing.wire", *BASICS),
+    "plumbing.service": ("plumbing.service", *BASICS),
     "plumbing.part": PLUMBING,
     "lockserver": ("lockserver", *PLUMBING),
     "gms": ("gms", *PLUMBING),

@@ -15,7 +15,8 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
-from plumbing.errors import UsageError, is_shortage
+from plumbing.errors import UsageError
+from plumbing.shortage import is_shortage
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
 

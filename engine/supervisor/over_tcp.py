@@ -13,8 +13,8 @@ import re
 import socket
 
 from lockserver.client import witness
-from plumbing.errors import is_shortage
 from plumbing.service import procfs
+from plumbing.shortage import is_shortage
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
 from plumbing.wire.tcp.address import TcpAddress

@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 from gms import messages as msg
 from gms.client.reader import Reader
-from gms.shortage import explain
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.format import duration
+from plumbing.shortage import explain
 from plumbing.wire import sockets
 
 # The first attempts fall into the restart of a server, which takes half a second; after that the

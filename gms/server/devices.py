@@ -22,8 +22,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from gms.shortage import explain
 from plumbing.errors import UnderstudyError, UsageError
+from plumbing.shortage import explain
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -20,10 +20,10 @@ from gms.server.driver_thread import DriverThread
 from gms.server.journal import Journal
 from gms.server.vault import Vault
 from gms.server.watch import EpochWatch
-from gms.shortage import explain
 from gms.vmm.interface import Allocation, release_all
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.service.events import EventLog
+from plumbing.shortage import explain
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX

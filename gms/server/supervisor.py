@@ -19,7 +19,6 @@ from gms.core.restart import GiveUp, StartAgain
 from gms.server.child import Child
 from gms.server.metrics import GmsMetrics
 from gms.server.server_process import ServerProcess
-from gms.shortage import explain
 from plumbing.part.absence import AbsenceFile
 from plumbing.part.format import duration
 from plumbing.service.clock import Clock, SystemClock
@@ -27,6 +26,7 @@ from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.process import parent_environment
 from plumbing.service.signals import SignalInbox
+from plumbing.shortage import explain
 from plumbing.wire.server import PathGuard
 
 STOP_S = 5.0  # for a server to exit by itself; it has nothing to save

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 from gms import epoch_file
 from gms.server.driver_thread import DriverThread
-from gms.shortage import explain
 from plumbing.errors import UnderstudyError
 from plumbing.service.clock import Clock
 from plumbing.service.procfs import holders_of
+from plumbing.shortage import explain
 
 FAST_MS, FAST_FOR_MS = 1.0, 1000.0
 SLOW_MS = 10.0

@@ -15,7 +15,8 @@ from typing import Any
 from lockserver.core.lock import Lock
 from lockserver.messages import ServiceMsg
 from lockserver.server.service_socket import ServiceSocket
-from plumbing.errors import ProtocolError, is_shortage
+from plumbing.errors import ProtocolError
+from plumbing.shortage import is_shortage
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, Reserve, close_all
 

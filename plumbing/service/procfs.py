@@ -16,7 +16,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from plumbing.errors import is_shortage
+from plumbing.shortage import is_shortage
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 READINGS_MAX = 8  # of a list that changes all the time, before every process is looked at

@@ -11,7 +11,8 @@ import socket
 from typing import Any
 
 from plumbing import __version__
-from plumbing.errors import ProtocolError, is_shortage
+from plumbing.errors import ProtocolError
+from plumbing.shortage import is_shortage
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, Reserve
 from plumbing.wire.limits import FIRST_FRAME_DEADLINE_S, RETRY_S

@@ -13,7 +13,8 @@ import os
 import socket
 import stat
 
-from plumbing.errors import ProtocolError, UnderstudyError, UsageError, is_shortage
+from plumbing.errors import ProtocolError, UnderstudyError, UsageError
+from plumbing.shortage import is_shortage
 from plumbing.wire import sockets
 from plumbing.wire.base_server import BaseServer
 from plumbing.wire.connection import Connection, Handler

@@ -9,11 +9,11 @@ from __future__ import annotations
 import array
 import errno
 import os
-import resource
 import socket
 from collections.abc import Sequence
 
 from plumbing.errors import ProtocolError, UnreachableError, UsageError
+from plumbing.shortage import explain
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, RECEIVE_BYTES, SOCKET_PATH_BYTES_MAX
 
@@ -26,7 +26,6 @@ _CTRUNC = int(socket.MSG_CTRUNC)
 # What a full socket does not raise: the kernel has too many descriptors in flight (man 7 unix), or
 # no memory for another message. Both are temporary.
 _KERNEL_BUSY = frozenset({errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM})
-_RAISE_LIMIT = "raise the limit (ulimit -n) or find the leak"
 
 
 def receive(sock: socket.socket) -> tuple[bytes, list[OwnedFd]]:
@@ -51,8 +50,7 @@ def receive(sock: socket.socket) -> tuple[bytes, list[OwnedFd]]:
         close_all(fds)
         raise ProtocolError(
             "wire.truncated_fds",
-            "received descriptors were lost because this process is at its limit of open files;"
-            f" {_RAISE_LIMIT}",
+            f"received descriptors were lost: {explain(errno.EMFILE)}",
         )
     return data, fds
 
@@ -95,14 +93,7 @@ def check_path(path: str) -> None:
 def no_descriptors(what: str, error: OSError) -> UnreachableError:
     """The error for `what`, which could not be done for lack of a descriptor, a process or a
     thread. It can be retried."""
-    why = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno == errno.EMFILE:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        why = f"this process is at its limit of {limit} open files; {_RAISE_LIMIT}"
-    elif error.errno == errno.ENFILE:
-        why = "this machine is at its limit of open files (sysctl fs.file-max)"
-    elif error.errno == errno.EAGAIN:  # of fork(2); nothing here would block
-        why = "no process or thread can be created (ulimit -u, or pids.max of the container)"
+    why = explain(error.errno) if error.errno else str(error)
     return UnreachableError("wire.no_descriptors", f"cannot {what}: {why}")
 
 

@@ -54,7 +54,7 @@ def test_attaching_reader_is_told_what_is_short_and_others_are_served(gms: GmsPr
         for client in (watching, late):
             status(client)
         with at_limit(gms.pid):
-            with pytest.raises(RemoteError, match="limit of 3 open files; raise it") as caught:
+            with pytest.raises(RemoteError, match="limit of 3 open files; raise") as caught:
                 late.request(msg.AttachMsg("e", "i", "ro"))
             assert caught.value.code == "gms.server_exhausted"
             until(lambda: len(status(watching)["sessions"]) == 1, "its session to end")
@@ -231,7 +231,7 @@ def test_keeper_without_descriptor_or_thread_is_an_error_with_a_code(
             Keeper(reader)
         keeper = Keeper(reader)
         monkeypatch.setattr(threading.Thread, "start", no_thread)
-        with pytest.raises(UnderstudyError, match=r"threads.*gms\.no_thread"):
+        with pytest.raises(UnderstudyError, match=r"thread.*gms\.no_thread"):
             keeper.start()
         keeper.close()
 

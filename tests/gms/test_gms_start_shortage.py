@@ -58,7 +58,7 @@ def test_server_that_cannot_be_started_is_retried_and_disturbs_no_other(serve: S
             "the reason to be written",
         )
         why = absences(serve.directory)[serve.first]
-        assert "at its limit of 3 open files; raise it (ulimit" in why
+        assert "at its limit of 3 open files; raise the limit (ulimit" in why
         found = command("status", "--dir", serve.directory)
         assert found.returncode == 3
         assert why in found.stderr
@@ -124,10 +124,10 @@ def test_shortage_of_processes_is_waited_out_and_told_once(
         nonlocal is_over
         running = asyncio.create_task(supervisor.run())
         await auntil(lambda: supervisor.children[0].problem, "the problem to show")
-        assert "processes or threads" in str(supervisor.status()["devices"][0]["problem"])
+        assert "no process or thread" in str(supervisor.status()["devices"][0]["problem"])
         document = await asyncio.to_thread(report.collect, directory, in_full=False)
         assert [device["device_uuid"] for device in document["devices"]] == ["HOST-0"]
-        assert "processes or threads" in document["devices"][0]["reason"]
+        assert "no process or thread" in document["devices"][0]["reason"]
         is_over = True
         await auntil(lambda: supervisor.children[0].is_answering, "a server to answer")
         os.kill(os.getpid(), signal.SIGTERM)
@@ -184,7 +184,7 @@ def test_server_that_starts_without_room_says_so_by_its_exit_code(directory: str
         check=False,
     )
     assert done.returncode == SHORTAGE_EXIT_CODE
-    assert f"at its limit of {number} open files; raise it" in done.stderr
+    assert f"at its limit of {number} open files; raise the limit" in done.stderr
     assert "Traceback" not in done.stderr
 
 

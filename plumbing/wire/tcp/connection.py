@@ -13,7 +13,8 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from plumbing.errors import ProtocolError, UnreachableError, is_shortage
+from plumbing.errors import ProtocolError, UnreachableError
+from plumbing.shortage import is_shortage
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import (

@@ -163,17 +163,6 @@ def test_connect_over_tcp_without_descriptors_says_so(loop: str):
     run_on(loop, main())
 
 
-def test_shortage_names_what_ran_out():
-    """Goal: each kind of shortage has its own reason. Method: the errors of fork(2), open(2)."""
-    reasons = {
-        number: sockets.no_descriptors("start", OSError(number, "")).message
-        for number in (errno.EAGAIN, errno.ENFILE, errno.ENOMEM)
-    }
-    assert "ulimit -u" in reasons[errno.EAGAIN]
-    assert "fs.file-max" in reasons[errno.ENFILE]
-    assert os.strerror(errno.ENOMEM) in reasons[errno.ENOMEM]
-
-
 @loops
 def test_connection_that_its_handler_refuses_leaves_the_socket_to_the_caller(loop: str):
     """Goal: no pidfd of the peer leaks. Method: a handler that raises when it is opened."""
