@@ -48,6 +48,7 @@ class Leftovers:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_done = asyncio.Event()
         self._ticks = 0
+        self._is_due = False
         self._before: frozenset[Name] = frozenset()
         self._living: set[Name] = set()
         self._dead: set[Name] = set()
@@ -75,15 +76,18 @@ class Leftovers:
         self._jobs.put(lambda: self._start(before))
 
     def look(self, pids: Iterable[int]) -> None:
-        """Learn what `pids`, processes of the tree, hold; not while an earlier look hangs."""
-        if self._jobs.empty():
+        """Learn what `pids`, processes of the tree, hold; with the next tick if an earlier look has
+        not ended yet, since it may hang."""
+        self._is_due = not self._jobs.empty()
+        if not self._is_due:
             self._jobs.put(functools.partial(self._look, tuple(pids)))
 
     def tick(self, pids: Iterable[int], *, is_prepared: bool) -> None:
         """Once a second. A tree that is being prepared changes; later it hardly does."""
         self._ticks += 1
         is_turn = self._ticks % TICKS_BETWEEN_LOOKS == 0 or self.problem is not None
-        if (is_turn or not is_prepared) and self._jobs.empty():
+        if (is_turn or self._is_due or not is_prepared) and self._jobs.empty():
+            self._is_due = False
             self._jobs.put(functools.partial(self._look, tuple(pids), retries=is_turn))
 
     def reported(self, path: str) -> None:

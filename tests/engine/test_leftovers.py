@@ -3,6 +3,7 @@ make the files, are killed with SIGKILL, and the files are looked for."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mmap
 import os
@@ -15,9 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor import held_files
+from engine.supervisor import held_files, leftovers
+from plumbing.service.clock import SystemClock
+from plumbing.service.events import EventLog
+from plumbing.wire.fds import OwnedFd
 from tests.engine.pod import Engine, Pod, stub_lock
-from tests.helpers import until
+from tests.helpers import auntil, until
 
 QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
 
@@ -129,6 +133,36 @@ def contents_of(directory: Path) -> dict[str, tuple[int, bytes]]:
         for path in directory.iterdir()
         if path.suffix != ".stderr"
     }
+
+
+def test_look_at_a_busy_thread_is_repeated_with_the_next_tick(
+    directory: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: files of a tree that was just prepared are known soon, not with the next turn. Method:
+    work is queued, as after a report of a file, when the look is asked for; turns never come."""
+    monkeypatch.setattr(leftovers, "TICKS_BETWEEN_LOOKS", sys.maxsize)
+    path, told, pids = directory / "leftovers_e-0.json", directory / "told", [os.getpid()]
+    told.touch()
+
+    shared = os.path.join(held_files.SHM, prefix)
+    Path(shared).write_bytes(bytes(4096))
+
+    async def scenario() -> None:
+        found = leftovers.Leftovers(str(path), EventLog("e-0", SystemClock()))
+
+        def is_known() -> bool:
+            found.tick(pids, is_prepared=True)
+            return path.exists() and prefix in path.read_text()
+
+        fd = os.open(shared, os.O_RDWR)
+        with OwnedFd(fd), mmap.mmap(fd, 4096):
+            found.reported(str(told))
+            found.look(pids)
+            found.start()
+            await auntil(is_known, "the mapped file to be on the list")
+        await found.close()
+
+    asyncio.run(scenario())
 
 
 def test_an_unreadable_list_stops_no_engine(pod, lock, prefix):
