@@ -58,9 +58,9 @@ test-all: setup ## all tests that need neither a GPU nor vLLM, the slow ones inc
 
 # Only their own tests count: a core must be proved by the tests written for it.
 coverage: setup ## branch coverage of the lock's core and of the wire by their own tests: 100 %
-	$(PY) -m coverage run --data-file=.coverage.lock --branch --source=lockserver/core -m pytest -q tests/lockserver/core
+	PYTHONDEVMODE=1 $(PY) -m coverage run --data-file=.coverage.lock --branch --source=lockserver/core -m pytest -q tests/lockserver/core
 	$(PY) -m coverage report --data-file=.coverage.lock --show-missing --skip-covered --fail-under=100
-	$(PY) -m coverage run --data-file=.coverage.wire --branch --source=plumbing/wire -m pytest -q tests/plumbing/wire
+	PYTHONDEVMODE=1 $(PY) -m coverage run --data-file=.coverage.wire --branch --source=plumbing/wire -m pytest -q tests/plumbing/wire
 	$(PY) -m coverage report --data-file=.coverage.wire --show-missing --skip-covered --fail-under=100
 
 test-system: setup ## real containers, systemd and Slurm; as root, with podman, debootstrap, slurm-wlm, munge
