@@ -13,7 +13,7 @@ from plumbing.part.paths import lockserver_guard
 from plumbing.service import procfs
 
 MEANWHILE = "engines serve meanwhile, and no other engine is granted the lock"
-MENDS = {
+FIXES = {
     "stopped": "resume it: kill -CONT {pid}",
     "frozen": "thaw its container or cgroup (docker unpause; echo THAWED to its freezer.state)",
 }
@@ -48,10 +48,10 @@ def silent_server(directory: str, error: UnderstudyError) -> SilentServer | None
         )
     halted = procfs.halted(pid)
     state = f", {halted}" if halted else ""
-    mend = MENDS.get(halted or "", HANGS).format(pid=pid)
+    fix = FIXES.get(halted or "", HANGS).format(pid=pid)
     return SilentServer(
         f"the lock server, pid {pid} ({procfs.name(pid)}{state}), holds {path} and does not answer",
-        f"{mend}; {MEANWHILE}",
+        f"{fix}; {MEANWHILE}",
     )
 
 

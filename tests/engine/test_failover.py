@@ -133,7 +133,7 @@ def test_grants_of_an_incarnation_that_died_meanwhile_crash_no_supervisor(pair):
         number = second.status()["engine"]["number"]
         backend = second.pids()["http"]
         first.process.kill()
-        time.sleep(delay_ms / 1000)
+        time.sleep(delay_ms / 1000)  # the delay itself: it is what varies
         os.kill(backend, signal.SIGKILL)
         first.wait()
         second.until("active", number=number + 1)  # fails if its supervisor has ended

@@ -225,7 +225,7 @@ class Watched:
         self.child.begin(self.process)
         self.step_ms, self.looks = step_ms, 0
         self._look = self.child._look
-        self.child._look = self._move_and_look  # type: ignore[method-assign]
+        self.child._look = self._move_and_look  # type: ignore[method-assign]  # the real one, later
 
     def _move_and_look(self) -> None:
         self.clock.advance(self.step_ms)
