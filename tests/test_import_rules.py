@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("plumbing", "lockserver", "gms", "engine", "understudy")
+PACKAGES = ("plumbing", "lockserver", "gms", "engine", "gateway", "understudy")
 
 # Who may import whom, by dotted prefix; the longest prefix that fits a module is its layer. What
 # is in none of our packages is not looked at here.
@@ -27,6 +27,7 @@ CLIENTS = ("gms.client", "lockserver.client")
 LAYERS = {
     "plumbing": ("plumbing.errors",),
     "plumbing.errors": (),
+    "plumbing.hop": (),
     "plumbing.shortage": (),
     "plumbing.text": (),
     "plumbing.wire": ("plumbing.wire", *BASICS),
@@ -35,7 +36,8 @@ LAYERS = {
     "lockserver": ("lockserver", *PLUMBING),
     "gms": ("gms", *PLUMBING),
     "engine": ("engine", *CLIENTS, *PLUMBING),
-    "understudy": ("understudy", "engine", *CLIENTS, *PLUMBING),
+    "gateway": ("gateway", "lockserver.client", *PLUMBING),
+    "understudy": ("understudy", "engine", "gateway", *CLIENTS, *PLUMBING),
 }
 
 # Libraries that live in a few places only: a path is a directory with its slash, or a file's name
@@ -54,11 +56,12 @@ PLACES = {
 
 # A core is told the time and tells what should happen: it opens, logs and waits for nothing. So of
 # ours it imports only what is pure, and of the standard library nothing that acts.
-CORES = ("lockserver.core", "lockserver.members", "gms.core", "engine.core")
+CORES = ("lockserver.core", "lockserver.members", "gms.core", "engine.core", "gateway.core")
 PURE = (
     *CORES,
     *("lockserver.messages", "gms.messages", "gms.manifest", "gms.names", "engine.messages"),
-    *("plumbing.errors", "plumbing.wire.messages", "plumbing.wire.limits", "plumbing.part.format"),
+    *("plumbing.errors", "plumbing.hop", "plumbing.part.format"),
+    *("plumbing.wire.messages", "plumbing.wire.limits"),
 )
 NOT_IN_A_CORE = (
     *("asyncio", "uvloop", "aiohttp", "socket", "select", "selectors", "signal", "subprocess"),

@@ -15,6 +15,8 @@ from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
 
 DIRECTORY = "/run/understudy"  # the default of every --dir
 LOCKSERVER_SOCKET = "lockserver.sock"
+GATEWAY_SOCKET = "gateway.sock"
+HTTP_SUFFIX = ".http.sock"  # of an engine's private socket; an engine's id has no dot
 WEIGHTS = "weights"  # a memory server's first tag; `kv` comes later
 
 # The longest name that every pod needs. A device with a longer name is caught by `socket_path`.
@@ -33,6 +35,16 @@ def lockserver_guard(directory: str) -> str:
 def engine_socket(directory: str, engine: str) -> str:
     """The control socket of `engine`'s supervisor."""
     return os.path.join(directory, f"engine_{engine}.sock")
+
+
+def engine_http_socket(directory: str, engine: str) -> str:
+    """The private socket on which `engine`'s backend answers the gateway while it is active."""
+    return os.path.join(directory, f"engine_{engine}{HTTP_SUFFIX}")
+
+
+def gateway_socket(directory: str) -> str:
+    """The control socket of the gateway."""
+    return os.path.join(directory, GATEWAY_SOCKET)
 
 
 def engine_state(directory: str, engine: str) -> str:
@@ -60,6 +72,7 @@ def engine_sockets(directory: Path) -> dict[str, str]:
     return {
         path.stem.removeprefix("engine_"): str(path)
         for path in sorted(directory.glob("engine_*.sock"))
+        if not path.name.endswith(HTTP_SUFFIX)
     }
 
 

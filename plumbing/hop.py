@@ -1,0 +1,122 @@
+"""The private hop between the gateway and an engine: what only these two say to each other.
+
+HTTP/1.1 on the engine's private Unix socket. The gateway sends a client's request as it is and adds
+`GATEWAY`. The engine's gate marks a stream of events: behind the events of one output of the engine
+there is one comment with the token ids that these events were made of, all in one write, and behind
+the last event `END`. A request that is resumed carries its journal, the token ids of the answer so
+far, as binary behind the client's body. Journals are only numbers here: what is replayed, and what
+of a replay a client has seen, is known to `gateway/core`.
+
+The surprising thing: the comment comes *behind* its events. vLLM makes two events of the first
+output of a chat, so a comment in front of an event could not tell which events belong to it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+# Clients cannot set any header with this prefix: the gateway removes them from requests.
+HEADER_PREFIX = "x-understudy-"
+GATEWAY = "X-Understudy-Gateway"  # request, "1": mark the stream
+JOURNAL = "X-Understudy-Journal"  # request to resume, "<body bytes>,<tokens>,<chunks>"
+ENGINE = "X-Understudy-Engine"  # response: who answers,
+TOKEN = "X-Understudy-Token"  # under which grant of the lock,
+CONTINUATION = "X-Understudy-Continuation"  # and what a failover does to this answer
+
+# Paths of the hop itself; the gateway answers 404 to a client that asks for anything below it.
+HOP_PATHS = "/understudy/"
+HELLO_PATH = "/understudy/hello"  # GET: a `Hello`, as JSON
+CANARY_PATH = "/understudy/canary"  # POST: one real inference; 200 or 503 with {"ok", "detail"}
+
+GROUP_MARK = b": u="  # begins the comment behind the events of one group
+END = b": end\n\n"  # behind the last event of a whole answer
+
+JOURNAL_TOKENS_MAX = 1 << 20  # the longest context of a model today
+ITEM_BYTES = 4  # token ids and chunk sizes travel as unsigned 32-bit numbers, as `array("I")`
+
+
+class Continuation(StrEnum):
+    """What becomes of an answer whose engine dies."""
+
+    EXACT = "exact"  # goes on, bit-identical to an uninterrupted run
+    STATE = "state"  # goes on with its exact state; floating point may choose between near-equals
+    RETRY = "retry"  # nothing was delivered yet: asked again from the start
+    NONE = "none"  # ends with a marked error
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """What an engine says of itself under a grant; unknown fields are ignored.
+
+    Streams resume only where `continuation_id` is equal: it stands for the weights, the tokenizer,
+    the chat template, parsers, sampling defaults, adapters and the engine's minor version.
+    `continuation` is the best class of its streams, and `problem` says why that is `none`.
+    """
+
+    engine: str
+    token: int
+    continuation_id: str
+    continuation: Continuation
+    body_bytes_max: int
+    models: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+class Journal(msgspec.Struct, frozen=True):
+    """The tokens of an answer so far, and how many of them each output of the engine had."""
+
+    tokens: Sequence[int]
+    chunks: Sequence[int]
+
+
+def group_end(tokens: Sequence[int], chunks: Sequence[int]) -> bytes:
+    """The comment behind a group's events. Both are empty for events that no token caused."""
+    return b"%b%b|%b\n\n" % (GROUP_MARK, _numbers(tokens), _numbers(chunks))
+
+
+def read_group_end(comment: bytes) -> tuple[list[int], list[int]]:
+    """The token ids and chunk sizes of a comment, from `GROUP_MARK` to its empty line.
+
+    Raises:
+        ValueError: not such a comment, or sizes that do not add up.
+    """
+    tokens, bar, chunks = comment.strip().removeprefix(GROUP_MARK).partition(b"|")
+    if not bar or not comment.startswith(GROUP_MARK):
+        raise ValueError("not the comment behind a group")
+    ids = [int(each) for each in tokens.split(b",")] if tokens else []
+    sizes = [int(each) for each in chunks.split(b",")] if chunks else []
+    if sum(sizes) != len(ids) or any(size < 1 for size in sizes) or any(each < 0 for each in ids):
+        raise ValueError(f"{len(ids)} tokens in chunks of {sizes}")
+    return ids, sizes
+
+
+def with_journal(body: bytes, journal: Journal) -> tuple[bytes, str]:
+    """The body of a request that is resumed, and the value of its `JOURNAL` header."""
+    packed = array("I", journal.tokens).tobytes() + array("I", journal.chunks).tobytes()
+    return body + packed, f"{len(body)},{len(journal.tokens)},{len(journal.chunks)}"
+
+
+def without_journal(body: bytes, header: str) -> tuple[bytes, Journal]:
+    """The client's body and the journal.
+
+    Raises:
+        ValueError: the header and the length of the body do not fit.
+    """
+    parts = [int(part) for part in header.split(",") if part.isascii() and part.isdigit()]
+    if len(parts) != 3:
+        raise ValueError(f"{header!r} is not a journal's header")
+    size, tokens, chunks = parts
+    if tokens > JOURNAL_TOKENS_MAX or size + ITEM_BYTES * (tokens + chunks) != len(body):
+        raise ValueError(f"a body of {len(body)} bytes does not fit {header!r}")
+    middle = size + ITEM_BYTES * tokens
+    journal = Journal(array("I", body[size:middle]), array("I", body[middle:]))
+    if sum(journal.chunks) != tokens or 0 in journal.chunks:
+        raise ValueError(f"{tokens} tokens in chunks of {list(journal.chunks)[:8]}")
+    return body[:size], journal
+
+
+def _numbers(values: Sequence[int]) -> bytes:
+    return b",".join(b"%d" % each for each in values)
