@@ -26,6 +26,7 @@ Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Id = Annotated[str, Meta(min_length=1, max_length=96)]
 Name = Annotated[str, Meta(min_length=1, max_length=32)]
 Sentence = Annotated[str, Meta(max_length=4096)]
+ContinuationId = Annotated[str, Meta(max_length=128)]
 Rank = Annotated[int, Meta(ge=0, le=RANKS_MAX - 1)]
 Pid = Annotated[int, Meta(ge=1, le=PID_MAX)]
 
@@ -34,11 +35,16 @@ Pid = Annotated[int, Meta(ge=1, le=PID_MAX)]
 
 class WakeMsg(Message, frozen=True, tag="wake"):
     """Take memory for the KV cache; the descriptor is the listening socket, on which the backend
-    must not accept before `serve`."""
+    must not accept before `serve`.
+
+    `is_behind_gateway`: it is the engine's private socket, and the backend obeys the headers and
+    paths of `plumbing.hop`, which are the gateway's. Otherwise clients connect to it themselves.
+    """
 
     FDS = (1, 1)
     token: Count
     engine: Id
+    is_behind_gateway: bool = False
 
 
 class WokenMsg(Message, frozen=True, tag="woken"):
@@ -76,9 +82,14 @@ class HealthyMsg(Message, frozen=True, tag="healthy"):
 
 
 class DrainMsg(Message, frozen=True, tag="drain"):
-    """Refuse new work, finish what runs within `budget_ms`, then answer."""
+    """Refuse new work, finish what runs within `budget_ms`, then answer.
+
+    `resume`: the gateway continues streams at the next engine. Close the connections of those that
+    can be continued, each after a whole group, and finish only the rest.
+    """
 
     budget_ms: Count
+    resume: bool = False
 
 
 class DrainedMsg(Message, frozen=True, tag="drained"):
@@ -91,7 +102,9 @@ class DrainedMsg(Message, frozen=True, tag="drained"):
 class PreparedMsg(Message, frozen=True, tag="prepared"):
     """Weights in place and everything ready but the KV cache, whose size is `kv_bytes`.
 
-    `warnings` are for users: settings that work, at a cost they may not expect.
+    `warnings` are for users: settings that work, at a cost they may not expect. `continuation` is
+    `continuation_id` of `plumbing.hop.Hello`: streams continue only at an engine with an equal one.
+    It is empty where none can be continued.
     """
 
     weights_bytes: Count
@@ -99,6 +112,7 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
     epoch: Sentence
     identity: dict[str, Any]
     warnings: tuple[Sentence, ...] = ()
+    continuation: ContinuationId = ""
 
 
 class FaultReportMsg(Message, frozen=True, tag="fault_report"):

@@ -77,8 +77,11 @@ class Phases:
 class BackendHandler(Protocol):
     """The requests to a prepared backend. Each may raise UnderstudyError."""
 
-    async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
-        """Take KV memory, in bytes; keep a copy of the listening socket for `serve`."""
+    async def wake(
+        self, engine: str, token: int, listening: OwnedFd, *, is_behind_gateway: bool = False
+    ) -> int:
+        """Take KV memory, in bytes; keep a copy of the listening socket for `serve`. Both flags are
+        those of the messages."""
         ...
 
     async def run_canary(self) -> msg.CanaryMsg: ...
@@ -89,7 +92,7 @@ class BackendHandler(Protocol):
         """Immediately, whatever else is in progress."""
         ...
 
-    async def drain(self, budget_s: float) -> None: ...
+    async def drain(self, budget_s: float, *, resume: bool = False) -> None: ...
 
 
 class Channel(Handler):
@@ -149,13 +152,20 @@ class Channel(Handler):
 async def _handle(backend: BackendHandler, message: Message, fds: list[OwnedFd]) -> Message:
     match message:
         case msg.WakeMsg():
-            return msg.WokenMsg(await backend.wake(message.engine, message.token, fds[0]))
+            return msg.WokenMsg(
+                await backend.wake(
+                    message.engine,
+                    message.token,
+                    fds[0],
+                    is_behind_gateway=message.is_behind_gateway,
+                )
+            )
         case msg.RunCanaryMsg():
             return await backend.run_canary()
         case msg.ServeMsg():
             await backend.serve()
             return msg.ServingMsg()
         case msg.DrainMsg():
-            await backend.drain(message.budget_ms / 1000)
+            await backend.drain(message.budget_ms / 1000, resume=message.resume)
             return msg.DrainedMsg()
     raise ProtocolError("engine.backend_phase", f"{message.TYPE} is not a request to a backend")

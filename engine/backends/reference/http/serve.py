@@ -81,7 +81,9 @@ class ReferenceBackend:
         self._served.ready = ready
         return ready
 
-    async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
+    async def wake(
+        self, engine: str, token: int, listening: OwnedFd, *, is_behind_gateway: bool = False
+    ) -> int:
         """Take KV memory and keep `listening` for `serve`; the bytes taken. Takes the fd."""
         with listening:
             self._phases.step("wake")
@@ -111,7 +113,7 @@ class ReferenceBackend:
             rejected=self._served.rejected,
         )
 
-    async def drain(self, budget_s: float) -> None:
+    async def drain(self, budget_s: float, *, resume: bool = False) -> None:
         """Accept no more, answer requests on open connections, cut them when the budget is spent.
 
         Connections in the backlog stay there for the next engine.

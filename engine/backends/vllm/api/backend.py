@@ -112,7 +112,9 @@ class VllmBackend:
             identity=first["identity"],
         )
 
-    async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
+    async def wake(
+        self, engine: str, token: int, listening: OwnedFd, *, is_behind_gateway: bool = False
+    ) -> int:
         """Take KV memory, in bytes over all ranks. Keeps a copy of `listening`."""
         self.phases.step("wake")
         self._listening = listening.duplicate()
@@ -151,7 +153,7 @@ class VllmBackend:
             rejected=self._front.traffic.rejected,
         )
 
-    async def drain(self, budget_s: float) -> None:
+    async def drain(self, budget_s: float, *, resume: bool = False) -> None:
         """Stop accepting, and finish requests on open connections within the budget."""
         self.phases.step("drain")
         if self._listening is not None:

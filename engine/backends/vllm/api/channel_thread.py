@@ -56,8 +56,12 @@ class _Bridge:
         self._backend = backend
         self._loop = loop
 
-    async def wake(self, engine: str, token: int, listening: OwnedFd) -> int:
-        return await self._on_its_loop(self._backend.wake(engine, token, listening))
+    async def wake(
+        self, engine: str, token: int, listening: OwnedFd, *, is_behind_gateway: bool = False
+    ) -> int:
+        return await self._on_its_loop(
+            self._backend.wake(engine, token, listening, is_behind_gateway=is_behind_gateway)
+        )
 
     async def run_canary(self) -> CanaryMsg:
         return await self._on_its_loop(self._backend.run_canary())
@@ -68,8 +72,8 @@ class _Bridge:
     def health(self) -> HealthyMsg:
         return self._backend.health()
 
-    async def drain(self, budget_s: float) -> None:
-        await self._on_its_loop(self._backend.drain(budget_s))
+    async def drain(self, budget_s: float, *, resume: bool = False) -> None:
+        await self._on_its_loop(self._backend.drain(budget_s, resume=resume))
 
     async def _on_its_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
