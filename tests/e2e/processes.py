@@ -84,14 +84,14 @@ def _is_free(port: int) -> bool:
 
 def pod_ports() -> Ports:
     engine = fresh_ports(2)
-    return Ports(fresh_ports(), fresh_ports(), fresh_ports(), (engine, engine + 1))
+    return Ports(fresh_ports(), fresh_ports(), fresh_ports(), fresh_ports(), (engine, engine + 1))
 
 
 def port_flags(**taken: int) -> list[str]:
     """The flags of `understudy up` that move every port to a free one, except those in `taken`."""
     ports = pod_ports()
     chosen = {"service": ports.service, "lockserver": ports.lockserver, "gms": ports.gms}
-    chosen |= {"engine": ports.engines[0], **taken}
+    chosen |= {"gateway": ports.gateway, "engine": ports.engines[0], **taken}
     return [f"--{name}-port={port}" for name, port in chosen.items()]
 
 

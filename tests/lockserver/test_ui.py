@@ -31,7 +31,7 @@ CARDS = """JSON.stringify([...document.querySelectorAll('#cards .card')].map((ca
 def ports_in_a_row() -> Ports:
     """A pod's ports, with the same spacing as its default ports."""
     first = fresh_ports(12)
-    return Ports(fresh_ports(), first, first + 1, (first + 10, first + 11))
+    return Ports(fresh_ports(), first, first + 1, first + 3, (first + 10, first + 11))
 
 
 @pytest.fixture(scope="module")

@@ -67,8 +67,8 @@ look.attach(main)
 def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     """Start a pod on this machine and keep it running.
 
-    The pod has a lock server, a GPU memory service and two engines, or, with -f, the containers of
-    a manifest. Arguments after `--` go to both engines' backends.
+    The pod has a lock server, a GPU memory service, a gateway and two engines, or, with -f, the
+    containers of a manifest. Arguments after `--` go to both engines' backends.
     """
     directory = Path(runtime_dir(config["dir"]))
     _check_manifest_flags(config, UP_OPTIONS, arguments)
@@ -247,6 +247,7 @@ def _local_pod(
         device_bytes=config["device_bytes"],
         tensor_parallel=config["tensor_parallel"],
         backend_args=arguments,
+        is_direct=config["direct"],
     )
     if declared is not UP_OPTIONS:
         return pod

@@ -8,7 +8,14 @@ from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved, size_bytes
 from understudy.drill.records import check_target
 from understudy.manifest.values import read_choice
-from understudy.up.ports import ENGINE_PORT, GMS_PORT, LOCKSERVER_PORT, SERVICE_PORT, Ports
+from understudy.up.ports import (
+    ENGINE_PORT,
+    GATEWAY_PORT,
+    GMS_PORT,
+    LOCKSERVER_PORT,
+    SERVICE_PORT,
+    Ports,
+)
 
 DIRECTORY = "/run/understudy"  # DESIGN §9
 
@@ -43,6 +50,12 @@ POD_OPTIONS = (
     ),
     Option(
         "tensor_parallel", int, 1, "Number of devices per engine.", minimum=1, maximum=RANKS_MAX
+    ),
+    Option(
+        "direct",
+        bool,
+        True,
+        "Without a gateway: engines accept connections themselves, and their deaths cut streams.",
     ),
 )
 
@@ -90,6 +103,7 @@ UP_OPTIONS = (
     _port("service_port", SERVICE_PORT, "Port for inference requests."),
     _port("lockserver_port", LOCKSERVER_PORT, "Port of the lock server's probes and metrics."),
     _port("gms_port", GMS_PORT, "Port of the memory service's probes and metrics."),
+    _port("gateway_port", GATEWAY_PORT, "Port of the gateway's probes and metrics."),
     _port(
         "engine_port",
         ENGINE_PORT,
@@ -155,7 +169,7 @@ STATUS_OPTIONS = (DIR,)
 
 def ports_of(config: Resolved) -> Ports:
     """The ports in `UP_OPTIONS`."""
-    service, lockserver, gms, engine = (
-        config[f"{part}_port"] for part in ("service", "lockserver", "gms", "engine")
+    service, lockserver, gms, gateway, engine = (
+        config[f"{part}_port"] for part in ("service", "lockserver", "gms", "gateway", "engine")
     )
-    return Ports(service, lockserver, gms, (engine, engine + 1))
+    return Ports(service, lockserver, gms, gateway, (engine, engine + 1))

@@ -89,7 +89,8 @@ def look_at_ports(ports: Ports) -> list[Port]:
     """The processes that listen on the ports of a pod."""
     import psutil  # of all commands, only this one needs it
 
-    whats = [("requests", "lockserver"), ("probes", "lockserver"), ("probes", "gms")]
+    whats = [("requests", "lockserver")]
+    whats += [("probes", part) for part in ("lockserver", "gms", "gateway")]
     whats += [("probes", f"engine-{number}") for number in range(len(ports.engines))]
     owners = {
         each.laddr.port: each.pid

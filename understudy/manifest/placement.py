@@ -38,6 +38,7 @@ UP_PORTS = {
     "http": "UNDERSTUDY_SERVICE_PORT",
     "lockserver": "UNDERSTUDY_LOCKSERVER_PORT",
     "gms": "UNDERSTUDY_GMS_PORT",
+    "gateway": "UNDERSTUDY_GATEWAY_PORT",
     "engine-0": "UNDERSTUDY_ENGINE_PORT",
 }
 

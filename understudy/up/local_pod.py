@@ -1,8 +1,9 @@
-"""The standard pod of one machine: lock server, GPU memory service, two engines.
+"""The standard pod of one machine: lock server, GPU memory service, gateway, two engines.
 
 What runs is the packaged manifest `pod.yaml`, which is `deploy/overlays/cpu` as it is rendered.
 The flags of `understudy up` and `drill` become values of it, as `--set` would change them. Here the
-parts meet in one directory instead of in volumes, and start faster than under a kubelet.
+parts meet in one directory instead of in volumes, and start faster than under a kubelet. In direct
+mode there is no gateway: engines accept connections themselves.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from understudy.up.ports import Ports
 
 POD_MANIFEST = Path(__file__).parent / "pod.yaml"
 BACKEND_ARGUMENTS = "--"  # an engine's flags end here
+GATEWAY = "gateway"  # the container that a pod in direct mode does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,13 @@ class LocalPod:
     env: Mapping[str, str] = field(default_factory=dict)
     http_host: str = "127.0.0.1"  # where probes and metrics listen
     pace: Pace = QUICK
+    is_direct: bool = True
 
     def containers(self) -> list[Container]:
         """The pod, in the order in which it starts."""
         manifest = packaged_manifest()
-        local = structs.replace(manifest, specs=tuple(map(self._local, manifest.specs)))
+        specs = (each for each in manifest.specs if not (self.is_direct and each.name == GATEWAY))
+        local = structs.replace(manifest, specs=tuple(map(self._local, specs)))
         place = Placement({}, self.ports.by_name(), {}, self._choices(), pace=self.pace)
         return [self._quick(each) for each in place_containers(local, place, program)]
 
@@ -65,6 +69,7 @@ class LocalPod:
                 "UNDERSTUDY_HTTP_HOST": self.http_host,
                 "LOCKSERVER_SOCKET": lockserver_socket(str(self.directory)),
                 "GMS_SOCKET_DIR": str(self.directory),
+                "UNDERSTUDY_DIRECT": "yes" if self.is_direct else "no",
                 **self.env,
             },
             config={"MODEL": str(self.model), "TENSOR_PARALLEL": str(self.tensor_parallel)},

@@ -17,6 +17,7 @@ from plumbing.errors import UnderstudyError
 SERVICE_PORT = 8000  # DESIGN §9
 LOCKSERVER_PORT = 9400
 GMS_PORT = 9401
+GATEWAY_PORT = 9403  # 9402 is the lock's own, over TCP
 ENGINE_PORT = 9410  # engine n: this plus n
 
 OURS = range(15_000, 32_000)  # below the kernel's ephemeral range
@@ -26,11 +27,13 @@ ANYWHERE = "0.0.0.0"  # a port in use at any address counts as taken
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The TCP ports of a pod. `engines[n]`: engine n's probe port."""
+    """The TCP ports of a pod. `engines[n]`: engine n's probe port. `gateway`: its probe port, which
+    a pod in direct mode does not use."""
 
     service: int = SERVICE_PORT
     lockserver: int = LOCKSERVER_PORT
     gms: int = GMS_PORT
+    gateway: int = GATEWAY_PORT
     engines: tuple[int, ...] = (ENGINE_PORT, ENGINE_PORT + 1)
 
     def by_flag(self) -> list[tuple[str, int]]:
@@ -39,13 +42,15 @@ class Ports:
             ("--service-port", self.service),
             ("--lockserver-port", self.lockserver),
             ("--gms-port", self.gms),
+            ("--gateway-port", self.gateway),
             *(("--engine-port", port) for port in self.engines),
         ]
 
     def by_name(self) -> dict[str, int]:
         """Every port by its name in the pod's manifest."""
         engines = {f"engine-{number}": port for number, port in enumerate(self.engines)}
-        return {"http": self.service, "lockserver": self.lockserver, "gms": self.gms, **engines}
+        servers = {"lockserver": self.lockserver, "gms": self.gms, "gateway": self.gateway}
+        return {"http": self.service, **servers, **engines}
 
     def all(self) -> tuple[int, ...]:
         return tuple(port for _, port in self.by_flag())
@@ -100,15 +105,23 @@ def free_ports(count: int) -> range:
 
 def free_pod_ports(engines: int = 2) -> Ports:
     """Free ports for a whole pod."""
-    service, lockserver, gms, *rest = free_ports(3 + engines)
-    return Ports(service, lockserver, gms, tuple(rest))
+    service, lockserver, gms, gateway, *rest = free_ports(4 + engines)
+    return Ports(service, lockserver, gms, gateway, tuple(rest))
 
 
-def check_ports(ports: Ports, host: str = "127.0.0.1", http_host: str = "127.0.0.1") -> None:
+def check_ports(
+    ports: Ports,
+    host: str = "127.0.0.1",
+    http_host: str = "127.0.0.1",
+    *,
+    is_direct: bool = False,
+) -> None:
     """Raise if one of `ports` is in use; the service listens at `host`, the probes at `http_host`.
+    The gateway's is not looked at where there is none (`is_direct`).
 
     Raises:
         UnderstudyError: `pod.port_in_use`, with the number and the fix.
     """
     for flag, port in ports.by_flag():
-        check_port(port, host if port == ports.service else http_host, flag)
+        if not (is_direct and port == ports.gateway):
+            check_port(port, host if port == ports.service else http_host, flag)

@@ -41,7 +41,7 @@ Say = Callable[[str], None]
 SETTLE_DEADLINE_S = 2.0  # connections close within milliseconds; what stays longer has leaked
 SETTLE_POLL_S = 0.05
 
-WATCHED = ("lockserver", "gms")  # their descriptors and memory must not grow with kills
+WATCHED = ("lockserver", "gms", "gateway")  # their descriptors and memory must not grow with kills
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bo
     if is_drilled:
         pod = replace(pod, ports=free_pod_ports())
     else:
-        check_ports(pod.ports, pod.host, pod.http_host)
+        check_ports(pod.ports, pod.host, pod.http_host, is_direct=pod.is_direct)
         await refuse_second_pod(directory)
         # Engines' state files belong to the previous pod; the lock server keeps its tokens.
         for state_file in engine_states(directory):

@@ -68,7 +68,7 @@ def start() -> Iterator[Callable[..., Any]]:
 
 
 def ports_of(first: int) -> Ports:
-    return Ports(first, first + 1, first + 2, (first + 3, first + 4))
+    return Ports(first, first + 1, first + 2, first + 3, (first + 4, first + 5))
 
 
 def facts_of(directory: str, ports: Ports | None = None) -> PodFacts:
@@ -221,14 +221,14 @@ def test_port_that_a_stranger_has_is_named_with_its_owner(directory: str, start)
     probes would be; then where they are, which is its own."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first = fresh_ports(4)
-        ports = Ports(first, taken.getsockname()[1], first + 1, (first + 2, first + 3))
+        ports = Ports(first, taken.getsockname()[1], first + 1, first + 4, (first + 2, first + 3))
         finding = examined(directory, ports)["ports"]
         assert finding.status is FAIL
         assert f"port {ports.lockserver} (probes of lockserver) is in use by" in finding.found
         assert f"pid {os.getpid()} (" in finding.found
         assert "--lockserver-port" in finding.fix
     server = start(ServerProcess(directory))
-    ports = Ports(first, server.http_port, first + 1, (first + 2, first + 3))
+    ports = Ports(first, server.http_port, first + 1, first + 4, (first + 2, first + 3))
     assert examined(directory, ports)["ports"].status is PASS
 
 
