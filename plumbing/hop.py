@@ -34,6 +34,9 @@ CANARY_PATH = "/understudy/canary"  # POST: one real inference; 200 or 503 with 
 
 GROUP_MARK = b": u="  # begins the comment behind the events of one group
 END = b": end\n\n"  # behind the last event of a whole answer
+# Behind a whole group, before the engine closes a stream that another engine is to resume: a
+# handover, which says nothing against the request. Without it a break counts as a death.
+HANDED_OVER = b": handed over\n\n"
 
 JOURNAL_TOKENS_MAX = 1 << 20  # the longest context of a model today
 ITEM_BYTES = 4  # token ids and chunk sizes travel as unsigned 32-bit numbers, as `array("I")`

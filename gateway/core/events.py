@@ -1,0 +1,283 @@
+"""What happens to the gateway and what it does about it: plain values, no behaviour.
+
+The child process (`gateway/server`) is the shell: it hands in events with `Gateway.handle` and
+performs effects in order. The bytes of answers do not travel as events: they go through the methods
+of an `Attempt`, which return what to send to the client now (`attempt.py`).
+
+Requests, attempts and greetings are numbers. The shell numbers requests in the order in which they
+came, and that order is their age. The core numbers attempts: one is one request on one upstream
+connection, and a request has at most one at a time. Whatever an attempt does after `DropAttempt`
+reaches nobody; an event about it is ignored.
+
+The shell keeps what the core need not know: a request's headers and body, the head of a response,
+and an answer that is held whole. It may forget a request after `EndAnswer`, `AbortAnswer`,
+`AnswerError`, `SendAnswer` and its own `ClientGone`, and what an attempt has held after
+`DropAttempt`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from plumbing.hop import Continuation, Hello, Journal
+
+
+class BreakCause(StrEnum):
+    """How an answer broke off before it was whole."""
+
+    CLOSED = "closed"  # end of file or reset, at whatever byte: half a group is not an answer
+    GARBAGE = "garbage"  # not HTTP, or a comment that is not the hop's
+    ERROR_EVENT = "error_event"  # the engine's own error inside a stream
+    WRONG_TOKEN = "wrong_token"  # a response under another token or engine than the grant's
+    SUPERSEDED = "superseded"  # another engine was granted the lock
+    HANDED_OVER = "handed_over"  # the engine said `hop.HANDED_OVER`: it parks its streams itself
+
+
+class Ending(StrEnum):
+    """How a request ended, for metrics and for the log."""
+
+    WHOLE = "whole"
+    REFUSED = "refused"  # an error of ours, before anything was sent
+    BROKEN = "broken"  # a marked error inside an answer, or its connection closed
+    CLIENT_GONE = "client_gone"
+
+
+class GatewayRules(msgspec.Struct, frozen=True):
+    """What may be configured. Times in ms."""
+
+    hold_ms: float = 10_000.0  # a request of which nothing was sent waits so long for an engine
+    park_timeout_ms: float = 300_000.0  # a stream that has begun waits so long
+    resumes_max: int = 32  # replays under way at once; more only delay the oldest
+    memory_bytes_max: int = 1 << 30  # bodies, journals and transcripts, of all requests together
+
+
+# -------------------------------------------------------------------------------------- events
+
+
+class GatewayEvent(msgspec.Struct, frozen=True):
+    """What has happened, for `Gateway.handle`."""
+
+
+class RequestCame(GatewayEvent, frozen=True):
+    """A client's request has been read whole."""
+
+    request: int
+    path: str  # without the query
+    body_bytes: int
+    is_inference: bool  # a known path that may be asked twice: nothing but the answer changes
+    is_stream: bool  # the body asks for a stream
+
+
+class HeadCame(GatewayEvent, frozen=True):
+    """The head of a response. `engine` and `token` are "" and 0 where the headers are missing.
+
+    `is_marked` means an event stream of class exact or state, with the hop's comments. A response
+    that is not marked is held by the shell until `SendHead`, `SendAnswer` or `DropAttempt`.
+    """
+
+    attempt: int
+    status: int
+    engine: str
+    token: int
+    continuation: Continuation
+    is_event_stream: bool
+
+    @property
+    def is_marked(self) -> bool:
+        return self.is_event_stream and self.continuation in (
+            Continuation.EXACT,
+            Continuation.STATE,
+        )
+
+
+class AnswerCame(GatewayEvent, frozen=True):
+    """A response that is not marked is complete, held whole or passed on."""
+
+    attempt: int
+
+
+class AnswerOutgrew(GatewayEvent, frozen=True):
+    """A response that is held has more bytes than the shell holds: pass it on as it comes."""
+
+    attempt: int
+
+
+class AnswerBroke(GatewayEvent, frozen=True):
+    """The upstream connection is over, or useless, and the answer is not whole."""
+
+    attempt: int
+    cause: BreakCause
+
+
+class ConnectFailed(GatewayEvent, frozen=True):
+    """The engine could not be reached: nothing of the request was sent."""
+
+    attempt: int
+
+
+class ClientLeft(GatewayEvent, frozen=True):
+    request: int
+
+
+class EngineGranted(GatewayEvent, frozen=True):
+    """The lock server says who is active. Repeats change nothing."""
+
+    engine: str
+    token: int
+    era: str
+
+
+class NobodyGranted(GatewayEvent, frozen=True):
+    """Nobody holds the lock. Answers that are under way go on."""
+
+    reason: str
+
+
+class HelloCame(GatewayEvent, frozen=True):
+    greeting: int
+    hello: Hello
+
+
+class HelloFailed(GatewayEvent, frozen=True):
+    greeting: int
+    reason: str
+
+
+class Tick(GatewayEvent, frozen=True):
+    """Time has passed: every `machine.TICK_MS` while `Gateway.needs_ticks`."""
+
+
+# -------------------------------------------------------------------------------------- effects
+
+
+class GatewayEffect(msgspec.Struct, frozen=True):
+    """What the shell does, in the order given."""
+
+
+class GreetEngine(GatewayEffect, frozen=True):
+    """GET `hop.HELLO_PATH` of this engine, then `HelloCame` or `HelloFailed` with this number."""
+
+    greeting: int
+    engine: str
+    token: int
+
+
+class AskEngine(GatewayEffect, frozen=True):
+    """Send the request to this engine, on a connection that no other request uses meanwhile.
+
+    With a journal it is a resume. The journal is borrowed: it is true until the next event.
+    `Gateway.attempts[attempt]` is the object that the bytes of the answer go through.
+    """
+
+    request: int
+    attempt: int
+    engine: str
+    token: int
+    journal: Journal | None
+
+
+class DropAttempt(GatewayEffect, frozen=True):
+    """Close the upstream connection of this attempt, and forget what was held of its answer."""
+
+    attempt: int
+
+
+class SendHead(GatewayEffect, frozen=True):
+    """Send the client the head of this attempt's response, then what is held of its body.
+
+    With the engine's Content-Length where there is one, else chunked. `continuation` is what the
+    gateway itself promises: `none` where it keeps no journal.
+    """
+
+    request: int
+    attempt: int
+    continuation: Continuation
+
+
+class SendAnswer(GatewayEffect, frozen=True):
+    """Send the client the answer that is held whole. The request is over."""
+
+    request: int
+    attempt: int
+
+
+class EndAnswer(GatewayEffect, frozen=True):
+    """All bytes of the body were sent: finish it as HTTP wants. The request is over."""
+
+    request: int
+
+
+class AbortAnswer(GatewayEffect, frozen=True):
+    """Send this event, if any, and close the client's connection without the body's terminator.
+
+    What the client sees is an error inside the stream and no end of it. The request is over.
+    """
+
+    request: int
+    event: bytes
+
+
+class AnswerError(GatewayEffect, frozen=True):
+    """Answer with this error, as JSON. Nothing was sent before. The request is over."""
+
+    request: int
+    status: int
+    body: bytes
+    retry_after_s: int | None = None
+
+
+# -------------------------------------------------------------------------------------- records
+
+
+class GatewayRecord(GatewayEffect, frozen=True):
+    """For metrics, the event log and the access log; nothing to do. No user's text is in it."""
+
+
+class StreamPaused(GatewayRecord, frozen=True):
+    request: int
+    cause: BreakCause
+    engine: str
+    token: int
+    tokens: int  # delivered so far
+
+
+class StreamResumed(GatewayRecord, frozen=True):
+    """`pause_ms` is from the break to the byte from which the client can go on."""
+
+    request: int
+    engine: str
+    token: int
+    tokens: int  # replayed: neither sent nor counted again
+    pause_ms: float
+    is_same_engine: bool  # the connection broke, not the engine
+
+
+class ContinuationLost(GatewayRecord, frozen=True):
+    """A stream that would have survived a failover does so no longer. The stream itself goes on.
+
+    `reason` is `memory` (the total cap) or `tokens` (`hop.JOURNAL_TOKENS_MAX`).
+    """
+
+    request: int
+    reason: str
+    freed_bytes: int
+
+
+class SuspectFound(GatewayRecord, frozen=True):
+    """The request was in the engine at `deaths` deaths without progress in between."""
+
+    request: int
+    deaths: int
+
+
+class RequestEnded(GatewayRecord, frozen=True):
+    """`code` is "" for a whole answer, else the dotted code that the client saw, if any."""
+
+    request: int
+    ending: Ending
+    code: str
+    tokens: int  # delivered, each once
+    pauses: int
+    paused_ms: float
