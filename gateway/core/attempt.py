@@ -1,7 +1,8 @@
 """One request on one upstream connection, and the hot path: bytes in, bytes to the client out.
 
 The shell cuts a marked stream behind each comment of the hop and calls `group`; at `hop.END` it
-calls `end`. For an answer that is not marked it calls `raw`, once `SendHead` has been given. Each
+calls `end`. An answer that is not marked is held, and `hold` told of its bytes, until `SendHead`
+says to pass it on; from then on it goes through `raw`. Each
 returns what to send to the client now, often nothing: an attempt that is over says nothing, and a
 replay is not for the client. After each of them the shell looks at `Gateway.outbox`, as a cold
 thing may have happened too.
@@ -40,4 +41,8 @@ class Attempt:
 
     def raw(self, data: bytes) -> bytes:
         """Bytes of the body of an answer that is passed on as it comes."""
+        raise NotImplementedError
+
+    def hold(self, size_bytes: int) -> None:
+        """So many more bytes of the answer are held; over the limit `SendHead` is in the outbox."""
         raise NotImplementedError

@@ -74,7 +74,8 @@ class HeadCame(GatewayEvent, frozen=True):
     """The head of a response. `engine` and `token` are "" and 0 where the headers are missing.
 
     `is_marked` means an event stream of class exact or state, with the hop's comments. A response
-    that is not marked is held by the shell until `SendHead`, `SendAnswer` or `DropAttempt`.
+    that is not marked is held by the shell until `SendHead`, `SendAnswer` or `DropAttempt`, and the
+    shell tells `Attempt.hold` of each piece that it holds.
     """
 
     attempt: int
@@ -94,12 +95,6 @@ class HeadCame(GatewayEvent, frozen=True):
 
 class AnswerCame(GatewayEvent, frozen=True):
     """A response that is not marked is complete, held whole or passed on."""
-
-    attempt: int
-
-
-class AnswerOutgrew(GatewayEvent, frozen=True):
-    """A response that is held has more bytes than the shell holds: pass it on as it comes."""
 
     attempt: int
 
