@@ -8,8 +8,8 @@ import errno
 import os
 from collections.abc import Iterator
 
-from gms.core.restart import SHORTAGE_EXIT_CODE, SHORTAGES
 from plumbing.errors import UnderstudyError
+from plumbing.part.restarts import SHORTAGE_EXIT_CODE, SHORTAGES
 from plumbing.shortage import explain
 
 # What a server opens until it serves (14), and a first writer. With less, libuv aborts the process

@@ -15,9 +15,8 @@ from plumbing.part.cli import (
     Look,
     ask_status,
     json_flag,
-    show_event,
+    print_events,
     show_status,
-    until_interrupted,
     watch_flag,
 )
 from plumbing.part.format import duration
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from plumbing.wire.tcp.security import Security
 
 SWITCHED, ALREADY_ACTIVE = "switched", "already_active"
-FOLLOW_TIMEOUT_S = 24 * 3600.0  # between two events; a pod may be quiet overnight
 
 # With less, one late heartbeat on a busy machine would cost the holder its lock.
 LEASE_MS_MIN = 200
@@ -216,20 +214,10 @@ def _look(directory: str) -> Look:
 @click.option("-f", "--follow", is_flag=True, help="Print new events until the server exits.")
 def events(config: Resolved, as_json: bool, follow: bool) -> None:
     """Print the last thousand events of the server."""
-    from lockserver.messages import CATALOGUE, EventMsg, StatusReplyMsg, WatchMsg
-    from plumbing.wire.blocking import BlockingClient
+    from lockserver.messages import CATALOGUE
 
     path = lockserver_socket(os.path.abspath(config["dir"]))
-    wait_s = FOLLOW_TIMEOUT_S if follow else ANSWER_TIMEOUT_S
-    with until_interrupted(), BlockingClient(path, CATALOGUE) as client:
-        reply = client.request(WatchMsg(None if follow else 0), timeout_s=ANSWER_TIMEOUT_S).message
-        assert isinstance(reply, StatusReplyMsg)
-        shown_id = 0
-        while follow or shown_id < reply.document["as_of_event_id"]:
-            message = client.receive(timeout_s=wait_s).message
-            if isinstance(message, EventMsg):
-                shown_id = message.record["id"]
-                show_event(message.record, as_json=as_json)
+    print_events(path, CATALOGUE, follow=follow, as_json=as_json)
 
 
 @main.command()

@@ -2,7 +2,7 @@
 
 A server that hangs is killed: its memory lives on in its readers, and a restarted server is better
 than one that never answers newcomers. But only for its own silence: not while it waits for a CPU
-(`gms.core.silence`), nor while this process has no descriptor left to ask with.
+(`plumbing.part.silence`), nor while this process has no descriptor left to ask with.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from gms import messages as msg
 from gms import names
-from gms.core.restart import Restarts
-from gms.core.silence import CpuTimes, Silence
 from gms.server.metrics import GmsMetrics
-from gms.server.server_process import ServerProcess
 from plumbing.errors import UnderstudyError
+from plumbing.part.child_process import ChildProcess
+from plumbing.part.restarts import Restarts
+from plumbing.part.silence import CpuTimes, Silence
 from plumbing.service import procfs
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
@@ -51,7 +51,7 @@ class Child:
     ) -> None:
         self.device, self.path = device, path
         self.restarts = Restarts()
-        self.process: ServerProcess | None = None
+        self.process: ChildProcess | None = None
         self.answered_ms: float | None = None  # None: this process has not answered yet
         self.started_ms = 0.0
         self.problem: str | None = None  # why there is no server, until one answers
@@ -88,7 +88,7 @@ class Child:
         """Why the server does not answer, as far as this process knows."""
         return self.problem or self._cannot_ask
 
-    def begin(self, process: ServerProcess) -> None:
+    def begin(self, process: ChildProcess) -> None:
         """`process` serves the device from now on."""
         self.process, self.started_ms = process, self._clock.now_ms()
         self.answered_ms, self._relayed_id = None, 0

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gms import names
-from gms.core.restart import GiveUp, StartAgain
 from gms.server.child import Child
 from gms.server.metrics import GmsMetrics
-from gms.server.server_process import ServerProcess
 from plumbing.part.absence import AbsenceFile
+from plumbing.part.child_process import ChildProcess
 from plumbing.part.format import duration
+from plumbing.part.restarts import GiveUp, StartAgain
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
@@ -123,7 +123,7 @@ class GmsSupervisor:
         more = {**self._environment(child.device), **parent_environment()}
         words = self._command(child.device, child.restarts.deaths_total)
         try:
-            child.begin(ServerProcess(words, {**os.environ, **more}))
+            child.begin(ChildProcess(words, {**os.environ, **more}))
         except OSError as error:
             verdict = child.restarts.not_started(error.errno)
             what = f"the server of {child.device} cannot be started: {explain(error.errno)}"

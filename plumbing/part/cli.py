@@ -12,12 +12,13 @@ from typing import Any
 import click
 
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.part.observe import StatusMsg, StatusReplyMsg
+from plumbing.part.observe import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
 from plumbing.service.cli import INTERRUPTED, fail
 from plumbing.text import to_json
 from plumbing.wire.messages import Catalogue
 
 ANSWER_TIMEOUT_S = 5.0
+FOLLOW_TIMEOUT_S = 24 * 3600.0  # between two events; a pod may be quiet overnight
 WATCH_S = 1.0  # an operator's pace; a look costs each part about a millisecond
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -70,6 +71,27 @@ def show_event(record: dict[str, Any], *, as_json: bool) -> None:
     else:
         source, kind = record["source"], record["type"]
         click.echo(f"{record['ts']}  {source:<11}  {kind:<20}  {record['message']}")
+
+
+def print_events(path: str, catalogue: Catalogue, *, follow: bool, as_json: bool) -> None:
+    """Print the events that the part at the socket `path` keeps; or new ones until it exits.
+
+    Raises:
+        UnreachableError: nothing answers there, or not any more.
+        WaitTimeoutError: no answer in time.
+    """
+    from plumbing.wire.blocking import BlockingClient  # as in `ask_status`
+
+    wait_s = FOLLOW_TIMEOUT_S if follow else ANSWER_TIMEOUT_S
+    with until_interrupted(), BlockingClient(path, catalogue) as client:
+        reply = client.request(WatchMsg(None if follow else 0), timeout_s=ANSWER_TIMEOUT_S).message
+        assert isinstance(reply, StatusReplyMsg)
+        shown_id = 0
+        while follow or shown_id < reply.document["as_of_event_id"]:
+            message = client.receive(timeout_s=wait_s).message
+            if isinstance(message, EventMsg):
+                shown_id = message.record["id"]
+                show_event(message.record, as_json=as_json)
 
 
 def ask_status(path: str, catalogue: Catalogue) -> dict[str, Any]:

@@ -20,15 +20,15 @@ from typing import Any
 
 import pytest
 
-from gms.core import restart
-from gms.core.restart import CANNOT_RUN_EXIT_CODE, DEATHS_MAX, SHORTAGE_EXIT_CODE
 from gms.operate import report
 from gms.server import child as child_module
 from gms.server.child import HANG_MS, Child
 from gms.server.metrics import GmsMetrics
-from gms.server.server_process import ServerProcess
 from gms.server.supervisor import GmsSupervisor
+from plumbing.part import restarts
 from plumbing.part.absence import absences
+from plumbing.part.child_process import ChildProcess
+from plumbing.part.restarts import CANNOT_RUN_EXIT_CODE, DEATHS_MAX, SHORTAGE_EXIT_CODE
 from plumbing.service import procfs
 from plumbing.service.events import EventLog
 from plumbing.wire.server import PathGuard
@@ -93,7 +93,7 @@ def test_program_that_cannot_run_ends_the_supervisor(
     directory: str, monkeypatch: pytest.MonkeyPatch
 ):
     """There is no such interpreter: tried as often as a server may die, then the exit code."""
-    monkeypatch.setattr(restart, "BACKOFF_MS", 1.0)
+    monkeypatch.setattr(restarts, "BACKOFF_MS", 1.0)
     supervisor = one_device(directory, f"{directory}/python")
     assert asyncio.run(supervisor.run()) == CANNOT_RUN_EXIT_CODE
     told = [event for event in supervisor.log.kept_since(0) if event.type == "gms.cannot_start"]
@@ -107,7 +107,7 @@ def test_shortage_of_processes_is_waited_out_and_told_once(
 ):
     """fork fails with EAGAIN, more often than a server may die; then it does not: the device is
     served, and of all the attempts there is one event."""
-    monkeypatch.setattr(restart, "BACKOFF_MS", 1.0)
+    monkeypatch.setattr(restarts, "BACKOFF_MS", 1.0)
     popen, attempts, is_over = subprocess.Popen, 0, False
 
     def fails(*args: Any, **more: Any) -> Any:
@@ -143,7 +143,7 @@ def test_start_that_fails_leaves_neither_process_nor_descriptor(monkeypatch: pyt
     """No descriptor for a process, or for watching it after it was created."""
 
     async def start() -> None:
-        ServerProcess(["sleep", "60"], os.environ)
+        ChildProcess(["sleep", "60"], os.environ)
 
     def no_pidfd(pid: int) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

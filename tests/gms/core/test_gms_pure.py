@@ -12,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gms.core.identity import DEPTH_MAX, check_identity, first_mismatch
-from gms.core.restart import (
+from gms.core.suballocator import ALIGNMENT_BYTES, SLAB_BYTES_MIN, NeedSlab, Suballocator
+from gms.manifest import TensorRecord, WeightsManifest, check_manifest, encode, layout_hash
+from plumbing.errors import ProtocolError
+from plumbing.part.restarts import (
     CANNOT_RUN_EXIT_CODE,
     DEATHS_MAX,
     SHORTAGE_EXIT_CODE,
@@ -21,10 +24,7 @@ from gms.core.restart import (
     Restarts,
     StartAgain,
 )
-from gms.core.silence import LOOK_MS_MAX, CpuTimes, Silence
-from gms.core.suballocator import ALIGNMENT_BYTES, SLAB_BYTES_MIN, NeedSlab, Suballocator
-from gms.manifest import TensorRecord, WeightsManifest, check_manifest, encode, layout_hash
-from plumbing.errors import ProtocolError
+from plumbing.part.silence import LOOK_MS_MAX, CpuTimes, Silence
 
 GIB = 1 << 30
 PAGE = 4096

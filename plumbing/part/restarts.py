@@ -1,8 +1,8 @@
-"""When a device's dead server is restarted, and when the whole container gives up.
+"""When a supervisor restarts a dead server of its own, and when the whole container gives up.
 
-Pure. A server is restarted in place, because the other devices' servers still serve; the first time
-at once, since newcomers wait for it. After several short runs in a row the container exits with the
-server's exit code, so that its operator sees why.
+Pure. A server is restarted in place, because others still serve (of `gms`, those of other devices);
+the first time at once, since newcomers wait for it. After several short runs in a row the container
+exits with the server's exit code, so that its operator sees why.
 
 Two kinds of ends never count towards giving up. A server that had answered and was then killed by
 SIGKILL was killed from outside, by a drill or for lack of memory: it lost nothing, so it is
@@ -47,7 +47,7 @@ class GiveUp(Struct, frozen=True):
 
 
 class Restarts:
-    """The deaths, and the failed starts, in a row of one device's server."""
+    """The deaths, and the failed starts, in a row of one server."""
 
     def __init__(self) -> None:
         self.deaths = 0

@@ -1,4 +1,4 @@
-"""One device's server as a child process of the supervisor.
+"""A child process of a supervisor, started and watched on its loop.
 
 Not asyncio's subprocess: on uvloop, each start that fails for lack of descriptors loses up to three
 more (tried), and such a start is retried for ever.
@@ -14,17 +14,21 @@ from collections.abc import Mapping, Sequence
 from plumbing.wire.fds import OwnedFd
 
 
-class ServerProcess:
+class ChildProcess:
     """A running child; `wait` for its end before it is dropped."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start it.
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], pass_fds: Sequence[int] = ()
+    ) -> None:
+        """Start it; `pass_fds` are lent, and have the same numbers there.
 
         Raises:
             OSError: there is no such program, or no room for a process or its descriptors; nothing
                 of the attempt is left.
         """
-        self._popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(environ))
+        self._popen = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=dict(environ), pass_fds=pass_fds
+        )
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         try:

@@ -1,0 +1,202 @@
+"""The messages inside a gateway: parent ↔ child over a socketpair, and on its control socket.
+
+CHANNEL: the parent tells a child what it may do, and the child's beat is the whole truth about that
+child, with its counts as totals since it started. So a beat that is lost with its sender costs at
+most half a second of counting. CONTROL is the Unix socket `gateway.sock`, for users. Must not know
+what a message leads to.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, field
+
+from plumbing.hop import Continuation
+from plumbing.part.observe import EventMsg as EventMsg
+from plumbing.part.observe import StatusMsg as StatusMsg
+from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
+from plumbing.part.observe import WatchMsg as WatchMsg
+from plumbing.wire.messages import Catalogue, Message
+
+INT64_MAX = 2**63 - 1
+BEAT_MS = 500  # a child beats at least this often; six of them fit into the 3 s of silence allowed
+
+# The upper bounds of the buckets of the two histograms; a last one has what is above all bounds.
+# A pause is 20 ms with the reference engine, some hundred with vLLM, and a relaunch takes minutes.
+PAUSE_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+ADDED_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2, 1.0)
+
+Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Name = Annotated[str, Meta(min_length=1, max_length=64)]
+Path = Annotated[str, Meta(max_length=4096)]
+Sentence = Annotated[str, Meta(max_length=4096)]
+Severity = Annotated[str, Meta(max_length=8)]
+
+# ---------------------------------------------------------------- parent → child
+
+
+class ConfigureGatewayMsg(Message, frozen=True, tag="configure"):
+    """All settings, first on the channel. Files are read now: certificates and keys of users that
+    were renewed on disk reach a child that is started after that."""
+
+    directory: Path
+    hold_ms: Count  # a request of which nothing was sent waits this long for an engine
+    park_timeout_ms: Count  # a stream waits this long to be resumed
+    resumes_max: Count  # at once
+    memory_bytes: Count  # of journals, bodies and answers held, in all
+    keepalive_comments_ms: Count  # a comment this often in a paused stream; 0: none
+    access_log: bool
+    tls_cert: Path = ""
+    tls_key: Path = ""
+    api_keys: Path = ""
+
+
+class AcceptMsg(Message, frozen=True, tag="accept"):
+    """Accept on this listening socket from now on, instead of another one. It is shared: never
+    `shutdown()` it."""
+
+    FDS = (1, 1)
+    address: Sentence
+
+
+class StopMsg(Message, frozen=True, tag="stop"):
+    """Accept no more, finish what is in flight within `budget_ms`, then exit with 0."""
+
+    budget_ms: Count
+
+
+class GrantMsg(Message, frozen=True, tag="grant"):
+    """`engine` holds the lock under `token`, which compares within `era` only."""
+
+    engine: Name
+    token: Count
+    era: Annotated[str, Meta(max_length=64)]
+
+
+class NobodyMsg(Message, frozen=True, tag="nobody"):
+    """Nobody holds the lock, because of `reason`."""
+
+    reason: Sentence
+
+
+# ---------------------------------------------------------------- child → parent
+
+
+class Distribution(Struct, frozen=True):
+    """What a histogram has counted: one count for each bound, and one for what is above."""
+
+    counts: tuple[Count, ...]
+    sum_s: float = 0.0
+
+
+class Tally:
+    """A `Distribution` that grows: the child's side of a histogram."""
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def so_far(self) -> Distribution:
+        return Distribution(tuple(self._counts), self._sum_s)
+
+
+class UpstreamState(Struct, frozen=True):
+    """The engine that requests go to, as the child sees it. `problem`: why it cannot be asked, or
+    why its streams cannot be continued."""
+
+    engine: str
+    token: int
+    is_connected: bool
+    continuation_id: str = ""
+    continuation: Continuation | None = None
+    problem: str | None = None
+
+
+class RequestTotal(Struct, frozen=True):
+    """How many requests of one class have ended in one way: `Ending` of `gateway.core.events`."""
+
+    ending: str
+    continuation: Continuation
+    count: Count
+
+
+class GatewayTotals(Struct, frozen=True):
+    """What a child has counted since its start; it only grows."""
+
+    requests: tuple[RequestTotal, ...] = ()
+    tokens: Count = 0  # delivered, each once
+    replayed_tokens: Count = 0  # at resumes; neither delivered nor counted again
+    pauses: Count = 0  # of streams
+    resumes: Count = 0
+    continuations_lost: Count = 0  # streams that could be continued at first, and no longer
+    pause_s: Distribution = Distribution((0,) * (len(PAUSE_BUCKETS_S) + 1))
+    # From a whole request to its first byte towards an engine that was free to take it.
+    added_s: Distribution = Distribution((0,) * (len(ADDED_BUCKETS_S) + 1))
+    limits: Mapping[str, int] = field(default_factory=dict)  # how often each was reached, by name
+
+
+class GatewayLoad(Struct, frozen=True):
+    """What a child has in hand at this moment."""
+
+    connections: int = 0  # of clients
+    in_flight: int = 0  # requests, all of the following included
+    waiting: int = 0  # for an engine: nothing was sent to the client
+    parked: int = 0  # begun, and waiting to be resumed
+    parked_oldest_ms: float = 0.0
+    replaying: int = 0
+    suspects: int = 0
+    memory_bytes: int = 0  # journals, bodies and answers held: what the cap is about
+
+
+class GatewayBeatMsg(Message, frozen=True, tag="beat"):
+    """The whole truth about a child: at least every `BEAT_MS`, and at once when `is_accepting`
+    changes. A child is ready to accept with its first beat. `problem`: what it cannot do now."""
+
+    progress: Count
+    is_accepting: bool
+    load: GatewayLoad = GatewayLoad()
+    totals: GatewayTotals = GatewayTotals()
+    upstream: UpstreamState | None = None
+    problem: Sentence | None = None
+
+
+class GatewayEventMsg(Message, frozen=True, tag="happened"):
+    """For the event log: no bodies, no tokens, no keys."""
+
+    kind: Name  # `gateway.…`
+    message: Sentence
+    severity: Severity = "info"
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+CHANNEL = Catalogue(
+    *(ConfigureGatewayMsg, AcceptMsg, StopMsg, GrantMsg, NobodyMsg),
+    *(GatewayBeatMsg, GatewayEventMsg),
+)
+
+# ---------------------------------------------------------------- the control socket
+
+
+class RestartChildMsg(Message, frozen=True, tag="restart_child"):
+    """Start a fresh child with the files as they are now, let it accept, and let the present one
+    finish its streams. Answered once the fresh one accepts; a refusal is an error."""
+
+
+class ChildRestartedMsg(Message, frozen=True, tag="child_restarted"):
+    old_pid: Count  # 0: there was none
+    new_pid: Count
+    in_flight: Count  # what the old one still has to finish
+
+
+CONTROL = Catalogue(
+    *(StatusMsg, StatusReplyMsg, WatchMsg, EventMsg, RestartChildMsg, ChildRestartedMsg)
+)

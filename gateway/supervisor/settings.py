@@ -1,0 +1,187 @@
+"""The settings of `gateway serve`, checked before anything is started."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+
+from gateway.messages import ConfigureGatewayMsg
+from plumbing.errors import UsageError
+from plumbing.part.paths import DIRECTORY, runtime_dir
+from plumbing.service.browsers import ALLOWED_HOST
+from plumbing.service.config import Option, Resolved, duration_ms, size_bytes
+
+DAY_MS = 24 * 3_600_000
+# One answer without a stream is held whole, up to 64 MiB; with less nothing could be asked again.
+MEMORY_BYTES_MIN = 64 << 20
+MEMORY_BYTES = 1 << 30  # a few thousand streams of long contexts, or a dozen of the largest answers
+RESUMES_MAX = 32  # at once: more prefills than that delay each other and every new request
+HOLD_MS = 10_000
+PARK_MS = 300_000  # a relaunch of a large model; clients give up after ten minutes or so
+DRAIN_MS = 30_000  # as an engine's
+
+DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
+OPTIONS = (
+    DIR,
+    Option(
+        "service",
+        str,
+        "active",
+        "The lock whose service address to accept on: LOCK of the lock server's --service.",
+        env="UNDERSTUDY_GATEWAY_SERVICE",  # UNDERSTUDY_SERVICE is the lock server's, with addresses
+    ),
+    Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
+    Option("http_port", int, 9403, "Port of probes, status and metrics.", minimum=0, maximum=65535),
+    ALLOWED_HOST,
+    Option(
+        "hold_ms",
+        float,
+        float(HOLD_MS),
+        "How long new requests wait for an active engine before they get a 503.",
+        minimum=0,
+        maximum=DAY_MS,
+    ),
+    Option(
+        "park_timeout",
+        duration_ms,
+        PARK_MS,
+        "How long a stream waits to be resumed before it ends with an error, such as 300s.",
+        minimum=1,
+        maximum=DAY_MS,
+    ),
+    Option(
+        "drain_timeout",
+        duration_ms,
+        DRAIN_MS,
+        "How long streams may take to end at SIGTERM, such as 30s.",
+        minimum=0,
+        maximum=DAY_MS,
+    ),
+    Option(
+        "resumes_max",
+        int,
+        RESUMES_MAX,
+        "Number of requests that are resumed at the same time.",
+        minimum=1,
+        maximum=10_000,
+    ),
+    Option(
+        "memory_bytes",
+        size_bytes,
+        MEMORY_BYTES,
+        "Memory for journals, bodies and held answers; requests beyond it cannot be continued.",
+        minimum=MEMORY_BYTES_MIN,
+    ),
+    Option(
+        "keepalive_comments",
+        duration_ms,
+        0,
+        "Send a comment this often into a paused stream, such as 5s; 0 is off, since some clients"
+        " fail at comments.",
+        minimum=0,
+        maximum=DAY_MS,
+    ),
+    Option("access_log", bool, False, "Log one line for each request, without its body."),
+    Option("tls_cert", str, None, "Serve HTTPS with this certificate, a PEM file."),
+    Option("tls_key", str, None, "The private key of this certificate, a PEM file."),
+    Option(
+        "api_keys", str, None, "Answer only requests with a key from this file, one key per line."
+    ),
+)
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """One gateway's: `child` is what its serving process is told."""
+
+    directory: str
+    lock: str
+    http_host: str
+    http_port: int
+    allowed_hosts: tuple[str, ...]
+    drain_ms: int
+    child: ConfigureGatewayMsg
+
+
+def settle(config: Resolved) -> GatewaySettings:
+    """The settings in `config`.
+
+    Raises:
+        UsageError: the directory, a certificate, its key or the file of keys cannot be used.
+    """
+    directory = runtime_dir(config["dir"])
+    cert, key = (_absolute(config[name]) for name in ("tls_cert", "tls_key"))
+    keys = _absolute(config["api_keys"])
+    check_tls(cert, key)
+    if keys:
+        check_keys(keys)
+    return GatewaySettings(
+        directory=directory,
+        lock=config["service"],
+        http_host=config["http_host"],
+        http_port=config["http_port"],
+        allowed_hosts=config["http_allowed_host"],
+        drain_ms=config["drain_timeout"],
+        child=ConfigureGatewayMsg(
+            directory=directory,
+            hold_ms=round(config["hold_ms"]),
+            park_timeout_ms=config["park_timeout"],
+            resumes_max=config["resumes_max"],
+            memory_bytes=config["memory_bytes"],
+            keepalive_comments_ms=config["keepalive_comments"],
+            access_log=config["access_log"],
+            tls_cert=cert,
+            tls_key=key,
+            api_keys=keys,
+        ),
+    )
+
+
+def check_tls(cert: str, key: str) -> None:
+    """Raise a `UsageError` unless both are "", or a certificate and its private key."""
+    if not cert and not key:
+        return
+    if not cert or not key:
+        missing, given = ("--tls-key", "--tls-cert") if cert else ("--tls-cert", "--tls-key")
+        raise UsageError("gateway.bad_tls", f"{given} requires {missing}")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
+    except ssl.SSLError as error:
+        raise UsageError(
+            "gateway.bad_tls",
+            f"{cert} (--tls-cert) and {key} (--tls-key) are not a PEM certificate and its private"
+            f" key: {error.reason or error}",
+        ) from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError("gateway.bad_tls", f"cannot read {cert} or {key}: {why}") from error
+
+
+def check_keys(path: str) -> None:
+    """Raise a `UsageError` unless the file at `path` has a key.
+
+    Keys are secrets, so no message quotes what is in the file.
+    """
+    try:
+        with open(path, encoding="utf-8") as stream:
+            has_key = any(line.strip() for line in stream)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(
+            "gateway.bad_api_keys", f"cannot read {path} (--api-keys): {why}"
+        ) from error
+    if not has_key:
+        raise UsageError(
+            "gateway.bad_api_keys",
+            f"{path} (--api-keys) has no key, so no request could be answered; write one per line",
+        )
+
+
+def _no_password() -> str:
+    """Instead of asking at the terminal for the password of an encrypted key."""
+    raise ValueError("the key is encrypted; decrypt it first (openssl pkey)")
+
+
+def _absolute(path: str | None) -> str:
+    return os.path.abspath(path) if path else ""
