@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from plumbing.wire.tcp.address import TcpAddress
     from plumbing.wire.tcp.security import Security
 
+# The one switch between the two modes: False once a gateway serves by default.
+DIRECT = True
 SWITCHED, ALREADY_ACTIVE = "switched", "already_active"
 
 # With less, one late heartbeat on a busy machine would cost the holder its lock.
@@ -78,6 +80,13 @@ SERVE = (
         float,
         3_000.0,
         "Time without a heartbeat after which an engine counts as silent.",
+    ),
+    Option(
+        "direct",
+        bool,
+        DIRECT,
+        "Lend the service sockets to engines, which accept connections themselves, instead of to a"
+        " gateway. Implied by --listen.",
     ),
     Option("listen", _tcp, None, "tcp://HOST:PORT to listen on for engines that span hosts."),
     Option(
@@ -145,6 +154,7 @@ def serve(config: Resolved) -> None:
         window_ms=config["window_ms"],
         hold_ms=config["hold_ms"],
         silent_ms=config["silent_ms"],
+        direct=config["direct"],
     )
     http = (config["http_host"], config["http_port"], config["http_allowed_host"])
     run_async(lambda: run(settings, *http))
@@ -233,17 +243,25 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
     show_default=True,
     help="How long to wait for the switchover to finish, in seconds.",
 )
+@click.option(
+    "--drain",
+    is_flag=True,
+    help="Finish all requests first, even where the next engine could continue them.",
+)
 @json_flag
-def switchover(config: Resolved, lock: str, to: str | None, timeout: float, as_json: bool) -> None:
+def switchover(
+    config: Resolved, lock: str, to: str | None, timeout: float, drain: bool, as_json: bool
+) -> None:
     """Hand the lock over to a standby engine.
 
-    The active engine first finishes its requests.
+    The active engine first finishes its requests. Behind a gateway, it leaves the streams that the
+    standby can continue, unless --drain is given.
 
     Exit codes: 0 done (or ENGINE is active already), 1 refused, or another engine was granted the
     lock, 5 not done within the timeout: the switchover continues.
     """
     try:
-        done = _switch_over(os.path.abspath(config["dir"]), lock, to, timeout)
+        done = _switch_over(os.path.abspath(config["dir"]), lock, to, timeout, drain=drain)
     except KeyboardInterrupt:
         click.echo("the switchover continues: see `lockserver status`", err=True)
         sys.exit(INTERRUPTED)
@@ -258,7 +276,9 @@ def switchover(config: Resolved, lock: str, to: str | None, timeout: float, as_j
         )
 
 
-def _switch_over(directory: str, lock: str, to: str | None, timeout_s: float) -> dict[str, Any]:
+def _switch_over(
+    directory: str, lock: str, to: str | None, timeout_s: float, *, drain: bool
+) -> dict[str, Any]:
     """Request a switchover and wait for its end.
 
     Raises:
@@ -269,7 +289,7 @@ def _switch_over(directory: str, lock: str, to: str | None, timeout_s: float) ->
     from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
     from plumbing.wire.blocking import BlockingClient
 
-    question = SwitchOverMsg(lock, to, round(timeout_s * 1000))
+    question = SwitchOverMsg(lock, to, round(timeout_s * 1000), drain)
     with BlockingClient(lockserver_socket(directory), CATALOGUE) as client:
         try:
             wait_s = timeout_s + ANSWER_TIMEOUT_S  # the server reports its timeout first

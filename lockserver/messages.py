@@ -4,6 +4,9 @@
 every change, and whatever it no longer names is over. `granted` is the server's answer, sent to the
 holder and to every other supervisor, which is how a supervisor learns that it has lost a lock.
 There is no release and no acknowledgement: both follow from these two.
+
+A gateway is no supervisor: it sends `borrow`, never waits for a lock and never holds one. It is
+lent the listening socket and told who holds the lock, or why nobody does.
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ LOCKS_MAX = 8  # locks named in one `want`
 MEMBERS_MAX = 16  # nodes that one engine may span; all are filed in one slot of the state file
 REASON_CHARS_MAX = 512
 SWITCHOVER_MS_MAX = 24 * 3_600_000  # a long drain is a matter of hours at most
+CONTINUATION_CHARS_MAX = 128  # a digest and a version; compared, never interpreted
+NO_ERA = "0" * 16  # of a server that knows no eras
 
 Token = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 LockName = Annotated[str, Meta(min_length=1, max_length=32)]
 EngineId = Annotated[str, Meta(min_length=1, max_length=63)]
 IncarnationId = Annotated[str, Meta(min_length=18, max_length=80)]  # "<engine>-<16 hex>"
+HexId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 
 
 class WantMsg(Message, frozen=True, tag="want"):
@@ -36,7 +42,8 @@ class WantMsg(Message, frozen=True, tag="want"):
 
     `incarnation` and `witness` are None between two launches; what was named before has then been
     reaped. `tokens`: what it believes it holds. `services` names the locks whose listening
-    sockets are handed back with this message, one fd each, in that order.
+    sockets are handed back with this message, one fd each, in that order. `continuation`: the id of
+    what this incarnation would continue streams with (`plumbing.hop.Hello`); "" if it cannot.
     """
 
     FDS = (0, SERVICES_MAX)
@@ -52,28 +59,36 @@ class WantMsg(Message, frozen=True, tag="want"):
     member: Annotated[int, Meta(ge=0, le=MEMBERS_MAX - 1)] = 0
     members: Annotated[int, Meta(ge=1, le=MEMBERS_MAX)] = 1
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    continuation: Annotated[str, Meta(max_length=CONTINUATION_CHARS_MAX)] = ""
 
 
 class GrantedMsg(Message, frozen=True, tag="granted"):
-    """Server → every supervisor and observer: `incarnation` of `engine` holds `lock`.
+    """Server → every supervisor, gateway and observer: `incarnation` of `engine` holds `lock`.
 
     Sent at a grant, and again with the same token when a restarted server has found its holder.
+    Tokens grow within an `era`, which changes when a server has lost all of its state: a grant of
+    another era replaces whatever was known, and an older token of the same era is never believed.
     """
 
     lock: LockName
     engine: EngineId
     incarnation: IncarnationId
     token: Token
+    era: HexId = NO_ERA
 
 
 class StandbyMsg(Message, frozen=True, tag="standby"):
     """Server → holder of a fenced lock, after the grant and at every change: whether another engine
     waits for `lock` that could be granted it at once. To a holder that was never sent this, or has
-    lost the server, there is none."""
+    lost the server, there is none.
+
+    `continues`: behind a gateway, the engine that is next can continue the holder's streams, since
+    it has the same continuation id."""
 
     lock: LockName
     incarnation: IncarnationId  # the holder's, so that a late message is recognised
     is_ready: bool
+    continues: bool = False
 
 
 class BeatMsg(Message, frozen=True, tag="beat"):
@@ -82,12 +97,39 @@ class BeatMsg(Message, frozen=True, tag="beat"):
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class ServiceMsg(Message, frozen=True, tag="service"):
-    """Server → supervisor, with one fd: the listening socket of a lock, lent."""
+class BorrowMsg(Message, frozen=True, tag="borrow"):
+    """Gateway → server: lend the listening socket of `lock`, and tell who holds it.
 
-    FDS = (1, 1)
+    First on its connection, and again at each change of `is_accepting`. `services` as in `want`.
+    """
+
+    FDS = (0, SERVICES_MAX)
+    lock: LockName
+    gateway: HexId
+    is_accepting: bool
+    services: Annotated[tuple[str, ...], Meta(max_length=SERVICES_MAX)] = ()
+
+
+class ServiceMsg(Message, frozen=True, tag="service"):
+    """Server → supervisor or gateway: the listening socket of a lock, lent with one fd; without an
+    fd to those that have just handed theirs back.
+
+    `is_to_accept`: whether the receiver's side accepts connections from it. If not, which is what
+    supervisors are told where a gateway serves, a copy is kept only to hand it back.
+    """
+
+    FDS = (0, 1)
     lock: LockName
     address: str
+    is_to_accept: bool = True
+
+
+class IdleMsg(Message, frozen=True, tag="idle"):
+    """Server → gateway: no engine is known to serve under `lock` now, and why; again when the
+    reason changes. It proves nothing about the last holder: only a newer grant does."""
+
+    lock: LockName
+    reason: Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 
 
 class RenewedMsg(Message, frozen=True, tag="renewed"):
@@ -112,11 +154,15 @@ class MemberLostMsg(Message, frozen=True, tag="member_lost"):
 
 
 class SwitchOverMsg(Message, frozen=True, tag="switch_over"):
-    """Operator → server: have the holder of `lock` hand it over to `to` (None: any standby)."""
+    """Operator → server: have the holder of `lock` hand it over to `to` (None: any standby).
+
+    `drain`: it finishes its requests, even where the next engine could continue them.
+    """
 
     lock: LockName
     to: EngineId | None
     timeout_ms: Annotated[int, Meta(ge=1, le=SWITCHOVER_MS_MAX)]
+    drain: bool = False
 
 
 class SwitchedOverMsg(Message, frozen=True, tag="switched_over"):
@@ -130,11 +176,15 @@ class SwitchedOverMsg(Message, frozen=True, tag="switched_over"):
 
 
 class HandOverMsg(Message, frozen=True, tag="hand_over"):
-    """Server → holder: finish your requests, reap, release `lock`, come back as a standby."""
+    """Server → holder: finish your requests, reap, release `lock`, come back as a standby.
+
+    `resume`: streams that can be continued are not finished but closed: `to` continues them.
+    """
 
     lock: LockName
     incarnation: IncarnationId
     to: EngineId
+    resume: bool = False
 
 
 CATALOGUE = Catalogue(*messages_in(globals()))

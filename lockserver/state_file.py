@@ -7,6 +7,9 @@ that something was lost, perhaps the newest grant, and the holder in the other s
 trusted: the record is then *unknown*, as if the file were gone, but its token still counts. A write
 torn by a power cut looks the same and costs nothing: after a power cut every witness is free.
 
+Where no slot can be read, tokens begin again, and so does their *era*: whoever remembers a larger
+token sees by it that this is another series. A file from before there were eras is given one.
+
 Two kinds of newer version are met after a downgrade. With a newer `schema` the slots are the same,
 and whatever else a record holds, `token` is its largest token: tokens go on from there. A newer
 number after `understudy-lock` means that the slots themselves have changed, so that the token may
@@ -22,12 +25,14 @@ import errno
 import json
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lockserver import witness
 from lockserver.core.events import Holder, LockRecord
+from lockserver.messages import NO_ERA
 from plumbing.errors import UnderstudyError
 from plumbing.service.files import FILE_BYTES, SLOT_BYTES, SlotFile, SlotFormat, put_aside
 from plumbing.shortage import is_shortage
@@ -37,6 +42,7 @@ __all__ = ["FILE_BYTES", "NAME", "SLOT_BYTES", "LoadedRecord", "LockStateFile", 
 NAME = "lockserver.json"
 KIND, VERSION = "understudy-lock", 1
 FORMAT = SlotFormat(f"{KIND} {VERSION}")
+_ERA = re.compile("[0-9a-f]{16}")
 _HEAD = re.compile(rf"{KIND} (\d{{1,9}})[ \n]".encode())
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -71,7 +77,14 @@ class LockStateFile:
         try:
             self._identity = directory_identity(directory)
             self.loaded = _load(directory, tuple(locks), may_be_elsewhere=may_be_elsewhere)
-            self._file = self._open()
+            has_era = self.loaded.record.era != NO_ERA
+            if not has_era:
+                record = replace(self.loaded.record, era=secrets.token_hex(8))
+                self.loaded = replace(self.loaded, record=record)
+            self._file, is_new = self._open()
+            if not has_era and not is_new:  # on disk before any grant carries it
+                for _ in range(2):
+                    self.write(self.loaded.record)
         except BlockingIOError as error:
             raise UnderstudyError(
                 "lock.state_in_use",
@@ -86,13 +99,15 @@ class LockStateFile:
                 path=self.path,
             ) from error
 
-    def _open(self) -> SlotFile:
+    def _open(self) -> tuple[SlotFile, bool]:
+        """The file, and whether it is a new one."""
         is_there = os.path.lexists(self.path)
         if is_there and self.loaded.problem is not None:
             self.loaded = replace(self.loaded, aside=put_aside(self.path))
-        if not is_there or self.loaded.problem is not None:
+        is_new = not is_there or self.loaded.problem is not None
+        if is_new:
             FORMAT.create(self.path, _text(self.loaded.record))
-        return SlotFile(self.path, FORMAT)
+        return SlotFile(self.path, FORMAT), is_new
 
     def write(self, record: LockRecord) -> None:
         """Write the next slot and wait for the disk.
@@ -149,9 +164,11 @@ def _load(
     known = [slot for slot in slots if slot is not None]
     if len(known) == len(slots):
         return LoadedRecord(max(known, key=lambda slot: slot[0])[1])
-    token = max((_token(text[1]) for text in texts if text is not None), default=0)
+    readable = [text[1] for text in texts if text is not None]
+    token = max(map(_token, readable), default=0)
+    era = next(map(_era, readable), NO_ERA)
     problem = f"{len(slots) - len(known)} of its 2 slots cannot be read ({len(raw)} bytes)"
-    return LoadedRecord(_lost(token, locks), problem)
+    return LoadedRecord(_lost(token, locks, era), problem)
 
 
 def _check_version(path: str, raw: bytes) -> None:
@@ -170,10 +187,10 @@ def _check_version(path: str, raw: bytes) -> None:
         )
 
 
-def _lost(token: int, locks: tuple[str, ...]) -> LockRecord:
+def _lost(token: int, locks: tuple[str, ...], era: str = NO_ERA) -> LockRecord:
     """A record without holders. The next token may have been granted and lost, so it is skipped, in
     both slots of the new file, so that losing one of them again loses no token."""
-    return LockRecord(token=token + 1, unknown=frozenset(locks))
+    return LockRecord(token=token + 1, unknown=frozenset(locks), era=era)
 
 
 def _raw(path: str) -> bytes:
@@ -193,11 +210,21 @@ def _token(text: bytes) -> int:
         return 0
 
 
+def _era(text: bytes) -> str:
+    """A slot's era, likewise; `NO_ERA` where it has none."""
+    try:
+        era = str(json.loads(text)["era"])
+    except (KeyError, TypeError, ValueError):
+        return NO_ERA
+    return era if _ERA.fullmatch(era) else NO_ERA
+
+
 def _text(record: LockRecord) -> bytes:
     """Bounded by the lengths of engine ids and the numbers of locks and members: about 2 KiB."""
     body = {
         "schema": 1,
         "token": record.token,
+        "era": record.era,
         "holders": {name: holder.to_dict() for name, holder in record.holders.items()},
         "unknown": sorted(record.unknown),
     }
@@ -210,6 +237,7 @@ def _meaning(sequence: int, text: bytes) -> tuple[int, LockRecord] | None:
         if body["schema"] != 1:
             return None
         holders = {str(name): Holder.from_dict(raw) for name, raw in body["holders"].items()}
-        return sequence, LockRecord(int(body["token"]), holders, frozenset(body["unknown"]))
+        unknown = frozenset(body["unknown"])
+        return sequence, LockRecord(int(body["token"]), holders, unknown, _era(text))
     except (KeyError, TypeError, ValueError, AttributeError):
         return None  # a valid checksum with unknown contents: another version's file

@@ -104,10 +104,12 @@ class TerminateNow(EngineEvent, frozen=True):
 
 
 class HandOver(EngineEvent, frozen=True):
-    """A switchover: finish, hand the lock over to engine `to`, and relaunch as a standby."""
+    """A switchover: finish, hand the lock over to engine `to`, and relaunch as a standby. With
+    `resume`, `to` continues the streams that can be continued."""
 
     incarnation: str
     to: str
+    resume: bool = False
 
 
 class Drained(EngineEvent, frozen=True):

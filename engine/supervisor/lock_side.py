@@ -58,6 +58,7 @@ class LockSide:
     ) -> None:
         self.other: Other | None = None
         self.has_standby = False  # as far as is known: another engine could be granted `active`
+        self.is_continued = False  # … and the next one can continue this one's streams
         self.own = OwnListener(settings.service_address) if settings.is_remote else None
         self.address = self.own.name if self.own is not None else None
         self._refusal: str | None = None
@@ -100,7 +101,7 @@ class LockSide:
     def tell(self, incarnation: Incarnation | None, *, wants_active: bool) -> None:
         """`incarnation` is what runs now, None once it is reaped."""
         self._incarnation, self._wants_active, self._token = incarnation, wants_active, 0
-        self.has_standby = False
+        self.has_standby = self.is_continued = False
         if incarnation is None and self.own is not None:
             self.own.close()
         self.repeat()
@@ -165,13 +166,13 @@ class LockSide:
             self.other = Other(engine, token)
             self._post(OtherGranted(engine, token))
 
-    def _standby(self, lock: str, is_ready: bool) -> None:
+    def _standby(self, lock: str, is_ready: bool, continues: bool) -> None:
         if lock == ACTIVE:
-            self.has_standby = is_ready
+            self.has_standby, self.is_continued = is_ready, continues
 
-    def _hand_over(self, lock: str, incarnation: str, to: str) -> None:
+    def _hand_over(self, lock: str, incarnation: str, to: str, resume: bool) -> None:
         if lock == ACTIVE:
-            self._post(HandOver(incarnation, to))
+            self._post(HandOver(incarnation, to, resume))
 
     def _lent(self, lock: str, address: str) -> None:
         if lock == ACTIVE:
@@ -183,7 +184,8 @@ class LockSide:
         self._events.record("engine.lock", "connected to the lock server", data={"connected": True})
 
     def _lost(self, reason: str) -> None:
-        self.has_standby = False  # no engine is granted a lock by a server that is away
+        # No engine is granted a lock by a server that is away.
+        self.has_standby = self.is_continued = False
         lease = self.client.lease
         how_long = "continuing"
         if lease is not None and lease["is_held"]:

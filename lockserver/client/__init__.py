@@ -1,6 +1,15 @@
-"""What engines import from the lock server."""
+"""What engines and gateways import from the lock server."""
 
 from lockserver import messages, witness
+from lockserver.client.borrower import Borrower, BorrowerCallbacks
 from lockserver.client.client import HEARTBEAT_MS, LockCallbacks, LockClient
 
-__all__ = ["HEARTBEAT_MS", "LockCallbacks", "LockClient", "messages", "witness"]
+__all__ = [
+    "HEARTBEAT_MS",
+    "Borrower",
+    "BorrowerCallbacks",
+    "LockCallbacks",
+    "LockClient",
+    "messages",
+    "witness",
+]

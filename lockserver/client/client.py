@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from lockserver.client.dead_man import DeadMan
 from lockserver.client.lease import LeaseWatch
+from lockserver.client.reconnect import NewestGrants, keep_connected
 from lockserver.messages import (
     CATALOGUE,
     BeatMsg,
@@ -33,7 +34,6 @@ from lockserver.messages import (
     WantMsg,
 )
 from plumbing.errors import RemoteError, UnderstudyError
-from plumbing.wire import sockets
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
@@ -47,8 +47,6 @@ HEARTBEAT_MS = 500  # six of them fit into the server's silent_ms of 3 s
 CONNECT_DEADLINE_S = 5.0
 # Over TCP a lost packet may make one attempt hang: there must be time for another within a lease.
 TCP_CONNECT_DEADLINE_S = 1.5
-RETRY_MS_MIN = 10.0  # a restarted server is found again after a few of these
-RETRY_MS_MAX = 500.0
 FENCED = frozenset({"active"})  # the locks that no engine may act on once its lease has expired
 
 
@@ -62,15 +60,18 @@ class LockCallbacks:
 
     - `on_granted(lock, incarnation, token)`: `incarnation` (of any engine) holds `lock`. The same
       grant may arrive again. A grant to another of a lock that this engine believes to hold means
-      that it is lost.
-    - `on_standby(lock, is_ready)`: whether another engine could be granted `lock`, which this one
-      holds; what was said before counts until the connection is lost.
-    - `on_service(lock, address)`: the listening socket of `lock` was lent, and `service` copies it.
-      Arrives on every connection that did not hand it back.
+      that it is lost. An older token than one that was heard before is refused, not reported.
+    - `on_standby(lock, is_ready, continues)`: whether another engine could be granted `lock`, which
+      this one holds, and whether the next one could continue its streams; what was said before
+      counts until the connection is lost.
+    - `on_service(lock, address)`: the listening socket of `lock` was lent, and `service` copies it;
+      or `is_to_accept` has changed.
     - `on_refused(error)`: the server refuses this want (`lock.stale_claim`: the lock is lost, kill
-      the tree; `lock.engine_id_taken`, …). The same want is retried with back-off.
-    - `on_hand_over(lock, incarnation, to)`: `incarnation`, which holds `lock`, must finish its
-      requests, reap its tree and release the lock to engine `to`. May arrive again.
+      the tree; `lock.engine_id_taken`, …), or cannot be believed (`lock.old_token`). The same want
+      is retried with back-off.
+    - `on_hand_over(lock, incarnation, to, resume)`: `incarnation`, which holds `lock`, must finish
+      its requests, reap its tree and release the lock to engine `to`, which continues the streams
+      that it leaves if `resume`. May arrive again.
     - `on_connected()`, `on_lost(reason)`.
 
     Over TCP alone; the incarnation's tree must be killed and reaped at once:
@@ -83,12 +84,12 @@ class LockCallbacks:
     """
 
     on_granted: Callable[[str, str, int], object] = _ignore
-    on_standby: Callable[[str, bool], object] = _ignore
+    on_standby: Callable[[str, bool, bool], object] = _ignore
     on_service: Callable[[str, str], object] = _ignore
     on_connected: Callable[[], object] = _ignore
     on_lost: Callable[[str], object] = _ignore
     on_refused: Callable[[UnderstudyError], object] = _ignore
-    on_hand_over: Callable[[str, str, str], object] = _ignore
+    on_hand_over: Callable[[str, str, str, bool], object] = _ignore
     on_lease_lost: Callable[[str], object] = _ignore
     on_member_lost: Callable[[str], object] = _ignore
 
@@ -134,6 +135,8 @@ class LockClient:
             self.supervisor, engine, None, None, (), {}, member=member[0], members=member[1]
         )  # without `services` and `progress`, which belong to one sending
         self._services: dict[str, OwnedFd] = {}
+        self._is_to_accept: dict[str, bool] = {}
+        self._grants = NewestGrants()
         self._conn: Connection | None = None
         self._ended = asyncio.Event()
         self._progress = 0
@@ -158,12 +161,18 @@ class LockClient:
         lent = self._services.get(lock)
         return lent.duplicate() if lent is not None else None
 
+    def is_to_accept(self, lock: str) -> bool:
+        """Whether the holder of `lock` accepts from the socket that was lent: if not, a gateway
+        does, and the copy is only kept to be handed back."""
+        return self._is_to_accept.get(lock, True)
+
     def set_want(
         self,
         incarnation: str | None,
         witness: str | None,
         locks: Sequence[str] = (),
         tokens: Mapping[str, int] | None = None,
+        continuation: str = "",
     ) -> None:
         """Replace the whole want; sent at once if it is new, and first on each connection.
 
@@ -171,6 +180,7 @@ class LockClient:
             incarnation: None between two launches: the last one has been reaped.
             witness: the witness's file name inside the directory (a path's directory is ignored).
             tokens: by lock, what this incarnation believes it holds.
+            continuation: its continuation id, "" while it has none.
         """
         name = witness.rpartition("/")[2] if witness is not None else None
         want = replace(
@@ -179,6 +189,7 @@ class LockClient:
             witness=name,
             locks=tuple(locks),
             tokens=dict(tokens or {}),
+            continuation=continuation,
         )
         if want == self._want:
             return  # else a holder that answers each grant with its token would loop forever
@@ -190,26 +201,10 @@ class LockClient:
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
-        retry_ms = RETRY_MS_MIN
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._beat())
-                while True:
-                    self._ended.clear()
-                    try:
-                        await self._connect()
-                    except UnderstudyError as error:  # unreachable: retried below
-                        self.unreachable = error.message
-                    except OSError as error:
-                        self.unreachable = sockets.no_descriptors("connect", error).message
-                    else:
-                        loop = asyncio.get_running_loop()
-                        begun = loop.time()
-                        await self._ended.wait()
-                        if (loop.time() - begun) * 1000 > RETRY_MS_MAX:
-                            retry_ms = RETRY_MS_MIN
-                    await asyncio.sleep(retry_ms / 1000)
-                    retry_ms = min(retry_ms * 2, RETRY_MS_MAX)
+                await keep_connected(self._connect, self._ended, self._unreached)
         finally:
             if self._conn is not None:
                 self._conn.close("the supervisor is ending")
@@ -218,6 +213,9 @@ class LockClient:
                 self._lease.close()
             close_all(self._services.values())
             self._services.clear()
+
+    def _unreached(self, why: str) -> None:
+        self.unreachable = why
 
     async def _connect(self) -> None:
         if not self.address.startswith(SCHEME):
@@ -279,7 +277,7 @@ class LockClient:
             self._granted(message)
         elif isinstance(message, StandbyMsg):
             if message.incarnation == self._want.incarnation:
-                self._callbacks.on_standby(message.lock, message.is_ready)
+                self._callbacks.on_standby(message.lock, message.is_ready, message.continues)
         elif isinstance(message, RenewedMsg) and self._lease is not None:
             self._lease.renewed(message)
         elif isinstance(message, MemberLostMsg):
@@ -289,9 +287,11 @@ class LockClient:
                 reason = f"the lock server has lost {who}: {message.reason}"
                 self._callbacks.on_member_lost(reason)
         elif isinstance(message, ServiceMsg):
-            self._borrow(message, fds[0])
+            self._borrow(message, fds)
         elif isinstance(message, HandOverMsg):
-            self._callbacks.on_hand_over(message.lock, message.incarnation, message.to)
+            self._callbacks.on_hand_over(
+                message.lock, message.incarnation, message.to, message.resume
+            )
         elif isinstance(message, FaultMsg):
             self._callbacks.on_refused(
                 RemoteError(message.code, message.message, **message.details)
@@ -306,7 +306,11 @@ class LockClient:
         self._ended.set()
 
     def _granted(self, message: GrantedMsg) -> None:
-        """Report any grant; act on our own only under a valid lease."""
+        """Report any grant that can be believed; act on our own only under a valid lease."""
+        refusal = self._grants.check(message)
+        if refusal is not None:
+            self._callbacks.on_refused(refusal)
+            return
         if self._lease is not None and message.incarnation == self._want.incarnation:
             if not self._lease.may_act():
                 self._must_repeat = True
@@ -315,10 +319,14 @@ class LockClient:
                 self._lease.hold()
         self._callbacks.on_granted(message.lock, message.incarnation, message.token)
 
-    def _borrow(self, message: ServiceMsg, fd: OwnedFd) -> None:
+    def _borrow(self, message: ServiceMsg, fds: list[OwnedFd]) -> None:
         """Keep it to be copied, and to be handed back after a restart of the server."""
-        known = self._services.pop(message.lock, None)
-        if known is not None:
-            known.close()
-        self._services[message.lock] = fd
-        self._callbacks.on_service(message.lock, message.address)
+        is_news = self._is_to_accept.get(message.lock) != message.is_to_accept
+        self._is_to_accept[message.lock] = message.is_to_accept
+        for fd in fds:
+            known = self._services.pop(message.lock, None)
+            if known is not None:
+                known.close()
+            self._services[message.lock] = fd
+        if fds or is_news:
+            self._callbacks.on_service(message.lock, message.address)

@@ -15,7 +15,7 @@ import msgspec
 
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.terms import LeaseTerms
-from lockserver.messages import WantMsg
+from lockserver.messages import NO_ERA, WantMsg
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,15 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class LockRecord:
-    """The record on disk: the token, the holders, and the locks whose holder is unknown."""
+    """The record on disk: the token, the holders, and the locks whose holder is unknown.
+
+    `era`: which series of tokens this is; another one once no slot of the file could be read.
+    """
 
     token: int = 0
     holders: Mapping[str, Holder] = field(default_factory=dict)
     unknown: frozenset[str] = frozenset()
+    era: str = NO_ERA
 
 
 # ---------------------------------------------------------------------- inputs
@@ -131,7 +135,8 @@ class TimePassed(Input, frozen=True):
 class SwitchOverAsked(Input, frozen=True):
     """A request to hand `lock` over to engine `to`, or to the first one waiting.
 
-    `whole`: the waiting incarnations whose processes were all found alive just now.
+    `whole`: the waiting incarnations whose processes were all found alive just now. `drain`: no
+    stream may be left for the next engine to continue.
     """
 
     ask: int
@@ -140,6 +145,7 @@ class SwitchOverAsked(Input, frozen=True):
     to: str | None
     timeout_ms: float
     whole: frozenset[str]
+    drain: bool = False
 
 
 # ---------------------------------------------------------------------- effects
@@ -153,22 +159,26 @@ class SendGrant(LockEffect, frozen=True):
     conn: int
     lock: str
     holder: Holder
+    era: str
 
 
 class TellStandby(LockEffect, frozen=True):
-    """Tell the holder on this connection whether another engine could be granted `lock`."""
+    """Tell the holder on this connection whether another engine could be granted `lock`, and
+    whether the next one could continue its streams."""
 
     conn: int
     lock: str
     holder: Holder
     is_ready: bool
+    continues: bool = False
 
 
 class Announce(LockEffect, frozen=True):
-    """Send the grant to every connected supervisor but the holder's, and every observer."""
+    """Send the grant to every connected supervisor but the holder's, every gateway and observer."""
 
     lock: str
     holder: Holder
+    era: str
 
 
 class RefuseConnection(LockEffect, frozen=True):
@@ -227,6 +237,7 @@ class SendHandOver(LockEffect, frozen=True):
     lock: str
     incarnation: str
     to: str
+    resume: bool = False
 
 
 class ReportSwitchOver(LockEffect, frozen=True):

@@ -19,7 +19,7 @@ from lockserver.core.events import Holder, LockEffect
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.names import WitnessFile
 from lockserver.core.queue import Waiter, next_waiter
-from lockserver.core.supervisors import Locks, Supervisors
+from lockserver.core.supervisors import Locks, SilentOnes, Supervisors
 
 RETRY_MS = 1000.0  # a grant that cannot be written is tried again this often
 ENDED_MAX = 256  # witnesses to be removed after the next grant; more stay until a later start
@@ -36,7 +36,7 @@ class Ledger:
     """What is on disk and what will be next."""
 
     def __init__(self, record: ev.LockRecord) -> None:
-        self.token = record.token
+        self.token, self.era = record.token, record.era
         self.problem: str | None = None  # why grants cannot be written, and since when
         self.problem_ms = 0.0
         self.is_writing = False
@@ -73,10 +73,9 @@ class Ledger:
 
     def _choose(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> _Grant | None:
         for lock in locks.values():
-            if lock.state is not LockState.FREE or not lock.waiters:
-                continue  # this runs after every event and must not scan all supervisors
-            silent = {s.id for s in supervisors.values() if s.is_silent}
-            waiter = next_waiter(lock.waiters, silent, lock.preferred)
+            if lock.state is not LockState.FREE:
+                continue
+            waiter = next_waiter(lock.waiters, SilentOnes(supervisors), lock.preferred)
             if waiter is None:
                 continue
             supervisor = supervisors[waiter.supervisor]
@@ -102,7 +101,7 @@ class Ledger:
             holders[self._grant.lock.name] = self._grant.holder
             token = self._grant.holder.token
         return ev.LockRecord(
-            token, holders, frozenset(k.name for k in locks.values() if k.is_unknown)
+            token, holders, frozenset(k.name for k in locks.values() if k.is_unknown), self.era
         )
 
     def written(
@@ -131,8 +130,8 @@ class Ledger:
         self.token = holder.token
         conn = supervisors[holder.supervisor].conn
         assert conn is not None  # a closed connection leaves the queue
-        yield ev.SendGrant(conn, lock.name, holder)
-        yield ev.Announce(lock.name, holder)
+        yield ev.SendGrant(conn, lock.name, holder, self.era)
+        yield ev.Announce(lock.name, holder, self.era)
         yield event
 
     def failed(self, reason: str, now_ms: float) -> Iterable[LockEffect]:

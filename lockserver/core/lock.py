@@ -78,7 +78,7 @@ class Lock:
     is_reported: bool = False  # what this state waits for has been reported
     previous: Holder | None = None
     preferred: str | None = None  # the engine that a switchover wants the next grant to go to
-    told: tuple[int, int, bool] | None = None  # connection, token, and what it was told of standbys
+    told: tuple[int, int, bool, bool] | None = None  # connection, token, and the last `TellStandby`
 
     @property
     def is_unknown(self) -> bool:

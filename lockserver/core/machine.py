@@ -53,15 +53,20 @@ class LockMachine:
         kinds: Mapping[str, bool] = KINDS,
         silent_ms: float = SILENT_MS,
         window_ms: float = WINDOW_MS,
+        resumes: bool = False,
     ) -> None:
-        """Start from the record on disk: its holders are `recovering` until they reconnect."""
+        """Start from the record on disk: its holders are `recovering` until they reconnect.
+
+        `resumes`: there is a gateway, so that one engine may continue another's streams.
+        """
         self.ledger = Ledger(record)
         self.silent_ms, self.window_ms = silent_ms, window_ms
         self.started_ms = self._ticked_ms = now_ms
         self.locks = {name: Lock(name, is_fenced) for name, is_fenced in kinds.items()}
         self.supervisors: dict[str, SupervisorRecord] = {}
         self._by_conn: dict[int, SupervisorRecord] = {}  # heartbeats must not scan
-        self.switchovers = Switchovers()
+        self.resumes = resumes
+        self.switchovers = Switchovers(resumes=resumes)
         for name, lock in self.locks.items():
             holder = record.holders.get(name)
             if holder is not None or name in record.unknown:
@@ -76,7 +81,7 @@ class LockMachine:
             raise InvariantError(f"{type(event).__name__} while a grant is being written")
         effects = list(self._on(event, now_ms))
         effects += self.switchovers.observe(self.locks, now_ms)
-        effects += tell_standbys(self.locks, self.supervisors)
+        effects += tell_standbys(self.locks, self.supervisors, resumes=self.resumes)
         return effects + self.ledger.next_write(self.locks, self.supervisors, now_ms)
 
     def begin(self, leftovers: Iterable[WitnessFile] = ()) -> list[LockEffect]:
@@ -215,9 +220,9 @@ class LockMachine:
         was_held, holder = lock.state is LockState.HELD, lock.holder
         assert holder is not None
         lock.fire(Signal.CONFIRMED, now_ms)
-        yield ev.SendGrant(conn, lock.name, holder)
+        yield ev.SendGrant(conn, lock.name, holder, self.ledger.era)
         if not was_held:  # supervisors that connected meanwhile have not been sent the holder
-            yield ev.Announce(lock.name, holder)
+            yield ev.Announce(lock.name, holder, self.ledger.era)
             yield sentences.confirmed(lock, holder)
             yield from self.switchovers.remind(lock, conn)
 
@@ -230,8 +235,8 @@ class LockMachine:
         holder = Holder(*who, witness=file, token=token, since_mono_ms=now_ms, lease=want.lease)
         lock.fire(Signal.CLAIMED, now_ms, holder)
         self.ledger.claim(token)
-        yield ev.SendGrant(want.conn, lock.name, holder)
-        yield ev.Announce(lock.name, holder)
+        yield ev.SendGrant(want.conn, lock.name, holder, self.ledger.era)
+        yield ev.Announce(lock.name, holder, self.ledger.era)
         yield sentences.claimed(lock, holder)
 
     def _send_holders(self, supervisor: SupervisorRecord) -> Iterable[LockEffect]:
@@ -239,7 +244,7 @@ class LockMachine:
         for lock in self.locks.values():
             holder = lock.holder
             if lock.state is LockState.HELD and holder and holder.supervisor != supervisor.id:
-                yield ev.SendGrant(supervisor.conn, lock.name, holder)
+                yield ev.SendGrant(supervisor.conn, lock.name, holder, self.ledger.era)
 
     # ------------------------------------------------------------------ heartbeats and losses
 

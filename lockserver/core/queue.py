@@ -26,5 +26,8 @@ def next_waiter(
         silent: supervisors without a recent heartbeat.
         preferred: the engine that a switchover puts before all others if it is waiting.
     """
-    heard = [waiter for waiter in waiters if waiter.supervisor not in silent]
-    return next((waiter for waiter in heard if waiter.engine == preferred), next(iter(heard), None))
+    heard = (waiter for waiter in waiters if waiter.supervisor not in silent)
+    first = next(heard, None)  # without a preference nothing else is looked at
+    if first is None or preferred in (None, first.engine):
+        return first
+    return next((waiter for waiter in heard if waiter.engine == preferred), first)

@@ -191,15 +191,20 @@ def requester(pid: int) -> str:
     return f"pid {pid}" if pid else "a process that is not visible from here"
 
 
-def switchover_begun(lock: Lock, source: Holder, to: str, pid: int, timeout_ms: float) -> Happened:
+def switchover_begun(
+    lock: Lock, source: Holder, to: str, pid: int, timeout_ms: float, *, resume: bool
+) -> Happened:
     data = {
         **facts(lock, source),
         "from": source.engine,
         "to": to,
         "pid": pid,
         "timeout_ms": round(timeout_ms),
+        "resume": resume,
     }
     message = f"{requester(pid)} asked {source.engine} to hand the {lock.name} lock over to {to}"
+    if resume:
+        message += ", which continues its streams"
     return Happened("lock.switchover", message, data=data)
 
 

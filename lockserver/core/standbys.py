@@ -1,17 +1,24 @@
-"""Tells each holder whether another engine could take over from it at once.
+"""Tells each holder whether another engine could take over at once, and continue its streams.
 
-Only then is a slow holder worth killing, which its supervisor decides. It is told once per
-connection and grant, and again at every change.
+Only then is a slow holder worth killing, and only then may one that leaves close its streams; its
+supervisor decides both. It is told once per connection and grant, and again at every change.
 """
 
 from __future__ import annotations
 
 from lockserver.core.events import LockEffect, TellStandby
 from lockserver.core.lock import Lock, LockState
-from lockserver.core.supervisors import Locks, Supervisors
+from lockserver.core.queue import next_waiter
+from lockserver.core.supervisors import (
+    Locks,
+    SilentOnes,
+    SupervisorRecord,
+    Supervisors,
+    can_continue,
+)
 
 
-def tell_standbys(locks: Locks, supervisors: Supervisors) -> list[LockEffect]:
+def tell_standbys(locks: Locks, supervisors: Supervisors, *, resumes: bool) -> list[LockEffect]:
     """News for the holders of fenced locks, where there is any."""
     effects: list[LockEffect] = []
     for lock in locks.values():
@@ -19,14 +26,18 @@ def tell_standbys(locks: Locks, supervisors: Supervisors) -> list[LockEffect]:
         supervisor = supervisors.get(holder.supervisor) if holder is not None else None
         if holder is None or supervisor is None or supervisor.conn is None:
             continue
-        is_ready = _has_standby(lock, supervisors)
-        news = (supervisor.conn, holder.token, is_ready)
+        standby = _standby(lock, supervisors)
+        continues = resumes and standby is not None and can_continue(supervisor, standby)
+        news = (supervisor.conn, holder.token, standby is not None, continues)
         if news != lock.told:
             lock.told = news
-            effects.append(TellStandby(supervisor.conn, lock.name, holder, is_ready))
+            effects.append(
+                TellStandby(supervisor.conn, lock.name, holder, standby is not None, continues)
+            )
     return effects
 
 
-def _has_standby(lock: Lock, supervisors: Supervisors) -> bool:
-    """Whether a waiter was heard lately: a silent one would not be granted the lock."""
-    return any(not supervisors[waiter.supervisor].is_silent for waiter in lock.waiters)
+def _standby(lock: Lock, supervisors: Supervisors) -> SupervisorRecord | None:
+    """Who would be granted the lock next; a silent waiter would not be."""
+    waiter = next_waiter(lock.waiters, SilentOnes(supervisors), lock.preferred)
+    return supervisors[waiter.supervisor] if waiter is not None else None

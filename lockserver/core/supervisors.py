@@ -35,6 +35,7 @@ class SupervisorRecord:
     lease: LeaseTerms | None = None
     locks: tuple[str, ...] = ()
     tokens: Mapping[str, int] = field(default_factory=dict)
+    continuation: str = ""
     progress: int = -1
     is_silent: bool = False
 
@@ -52,10 +53,26 @@ class SupervisorRecord:
         self.incarnation, self.witness_name = want.msg.incarnation, want.msg.witness
         self.lease = want.lease
         self.locks, self.tokens = want.msg.locks, dict(want.msg.tokens)
+        self.continuation = want.msg.continuation
 
 
 Locks = Mapping[str, Lock]
 Supervisors = Mapping[str, SupervisorRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class SilentOnes:
+    """The ids of the silent supervisors, looked up one by one: no event may scan a thousand."""
+
+    supervisors: Supervisors
+
+    def __contains__(self, supervisor: object) -> bool:
+        return isinstance(supervisor, str) and self.supervisors[supervisor].is_silent
+
+
+def can_continue(source: SupervisorRecord, other: SupervisorRecord) -> bool:
+    """Whether the streams of one engine's backend could go on in the other's."""
+    return source.continuation != "" and source.continuation == other.continuation
 
 
 def check_want(conn: int, want: WantMsg, locks: Container[str]) -> RefuseConnection | None:

@@ -23,7 +23,7 @@ from lockserver.core import sentences
 from lockserver.core.events import Holder, LockEffect, SwitchOverAsked
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.queue import Waiter
-from lockserver.core.supervisors import Locks, Supervisors
+from lockserver.core.supervisors import Locks, SupervisorRecord, Supervisors, can_continue
 
 FORGET_MS = 3_600_000.0  # past its deadline; drains take seconds, and minutes at most
 
@@ -39,6 +39,7 @@ class Switchover:
     is_named: bool  # `to` was requested by name, so no other engine will do
     since_ms: float
     deadline_ms: float
+    resume: bool = False  # the target continues the holder's streams
     is_released: bool = False  # by the holder itself
 
     @property
@@ -60,7 +61,9 @@ class Refusal(Exception):
 class Switchovers:
     """At most one for each lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, resumes: bool = False) -> None:
+        """`resumes`: there is a gateway, so that one engine may continue another's streams."""
+        self._resumes = resumes
         self.under_way: dict[str, Switchover] = {}
 
     def begin(
@@ -85,13 +88,23 @@ class Switchovers:
             is_named=asked.to is not None,
             since_ms=now_ms,
             deadline_ms=now_ms + asked.timeout_ms,
+            resume=self._may_resume(
+                asked, supervisors[holder.supervisor], supervisors[waiter.supervisor]
+            ),
         )
         self.under_way[lock.name] = found
         lock.preferred = found.to
         conn = supervisors[holder.supervisor].conn
         assert conn is not None  # checked: it is connected
-        yield ev.SendHandOver(conn, lock.name, holder.incarnation, found.to)
-        yield sentences.switchover_begun(lock, found.source, found.to, found.pid, asked.timeout_ms)
+        yield ev.SendHandOver(conn, lock.name, holder.incarnation, found.to, found.resume)
+        yield sentences.switchover_begun(
+            lock, found.source, found.to, found.pid, asked.timeout_ms, resume=found.resume
+        )
+
+    def _may_resume(
+        self, asked: SwitchOverAsked, holder: SupervisorRecord, target: SupervisorRecord
+    ) -> bool:
+        return self._resumes and not asked.drain and can_continue(holder, target)
 
     def _check_holder(
         self, asked: SwitchOverAsked, locks: Locks, supervisors: Supervisors
@@ -126,7 +139,7 @@ class Switchovers:
         """The holder has a new connection: the request may have been lost with the old one."""
         found = self.under_way.get(lock.name)
         if found is not None and not found.is_overdue and found.is_held_by_source(lock):
-            yield ev.SendHandOver(conn, lock.name, found.source.incarnation, found.to)
+            yield ev.SendHandOver(conn, lock.name, found.source.incarnation, found.to, found.resume)
 
     def observe(self, locks: Locks, now_ms: float) -> Iterable[LockEffect]:
         """After every event: whether a switchover has ended or its deadline has passed."""

@@ -102,7 +102,10 @@ def fan_out(effect: LockEffect, members: Sequence[NodeMember]) -> list[LockEffec
         return [_grant(effect, member) for member in members if _concerns(effect, member)]
     if isinstance(effect, ev.TellStandby):
         return [
-            SendMsg(member.conn, StandbyMsg(effect.lock, member.incarnation, effect.is_ready))
+            SendMsg(
+                member.conn,
+                StandbyMsg(effect.lock, member.incarnation, effect.is_ready, effect.continues),
+            )
             for member in members
             if member.conn is not None and member.incarnation is not None
         ]
@@ -129,7 +132,7 @@ def _grant(effect: SendGrant, member: NodeMember) -> SendMsg:
     holder = effect.holder
     incarnation = member.incarnation if _is_own(effect, member) else holder.incarnation
     assert incarnation is not None
-    message = GrantedMsg(effect.lock, holder.engine, incarnation, holder.token)
+    message = GrantedMsg(effect.lock, holder.engine, incarnation, holder.token, effect.era)
     return SendMsg(member.conn, message)
 
 

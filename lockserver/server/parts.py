@@ -13,6 +13,7 @@ from lockserver.core.machine import KINDS, LockMachine
 from lockserver.core.supervisors import SupervisorRecord
 from lockserver.server.directory import LockDirectory
 from lockserver.server.event_outbox import EventOutbox
+from lockserver.server.gateway_desk import GatewayDesk
 from lockserver.server.metrics import LockMetrics
 from lockserver.server.prober import Prober, ProcessWatch
 from lockserver.server.remote import Remote
@@ -52,6 +53,7 @@ class Parts:
     shortage: Shortage
     processes: ProcessWatch
     switchovers: SwitchoverDesk
+    gateways: GatewayDesk
     prober: Prober
 
     @classmethod
@@ -76,13 +78,20 @@ class Parts:
             clock.now_ms(),
             silent_ms=settings.silent_ms,
             window_ms=settings.window_ms,
+            resumes=settings.has_gateway,
         )
         outbox = EventOutbox(events, clock)
         remote = Remote(settings, machine, clock, feed, outbox)
         reserve = Reserve(SPARE_FDS)
         witnesses = WitnessDesk(path, reserve)
         why_idle = partial(_why_idle, machine)
-        services = ServiceDesk(settings.services, settings.hold_ms, why_idle, reserve)
+        services = ServiceDesk(
+            settings.services,
+            settings.hold_ms,
+            why_idle,
+            reserve,
+            has_gateway=settings.has_gateway,
+        )
         services.open(is_first_start=state.loaded.is_first)
         reserve.refill()
         return cls(
@@ -103,6 +112,7 @@ class Parts:
             shortage=Shortage(machine, services, witnesses, (reserve, wire.reserve), events),
             processes=ProcessWatch(lambda supervisor: feed(ev.ProcessGone(supervisor))),
             switchovers=SwitchoverDesk(machine, partial(is_alive, witnesses, remote.leases)),
+            gateways=GatewayDesk(machine, services, clock, outbox.add, why_idle),
             prober=Prober(witnesses, machine, remote.leases, feed),
         )
 
@@ -111,11 +121,20 @@ class Parts:
         return self.conns.get(supervisor.conn) if supervisor.conn is not None else None
 
     def lend_to_all(self, name: str, but: int | None = None) -> None:
-        """A service socket is here now: every connected supervisor gets a copy."""
+        """A service socket is here now: every gateway and connected supervisor gets a copy."""
+        for gateway in self.gateways.gateways.values():
+            if gateway.lock == name and gateway.conn.id != but:
+                self.services.lend(name, gateway.conn, is_gateway=True)
         for supervisor in self.machine.supervisors.values():
             conn = self.conn_of(supervisor)
             if conn is not None and conn.id != but:
-                self.services.lend(name, conn)
+                self.services.lend(name, conn, is_gateway=False)
+
+    def is_accepted(self, name: str) -> bool:
+        """Whether anybody may be accepting on the service socket of this lock."""
+        if self.services.has_gateway:
+            return self.gateways.is_accepting(name)
+        return self.machine.locks[name].may_serve
 
     def close(self) -> None:
         """Stop watching and close the files; connections are closed by their own servers."""

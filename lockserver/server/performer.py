@@ -43,12 +43,12 @@ class LockPerformer:
     def _do(self, effect: ev.LockEffect) -> None:
         parts = self._parts
         match effect:
-            case ev.SendGrant(conn, lock, holder):
-                self._send(conn, granted(lock, holder))
-            case ev.TellStandby(conn, lock, holder, is_ready):
-                self._send(conn, StandbyMsg(lock, holder.incarnation, is_ready))
-            case ev.SendHandOver(conn, lock, incarnation, to):
-                self._send(conn, HandOverMsg(lock, incarnation, to))
+            case ev.SendGrant(conn, lock, holder, era):
+                self._send(conn, granted(lock, holder, era))
+            case ev.TellStandby(conn, lock, holder, is_ready, continues):
+                self._send(conn, StandbyMsg(lock, holder.incarnation, is_ready, continues))
+            case ev.SendHandOver(conn, lock, incarnation, to, resume):
+                self._send(conn, HandOverMsg(lock, incarnation, to, resume))
             case ev.RefuseConnection() | ev.Close():
                 parts.witnesses.forget(effect.conn)
                 end_connection(parts.conns.get(effect.conn), effect)
@@ -80,7 +80,8 @@ class LockPerformer:
             conn.send(message)
 
     def _announce(self, effect: ev.Announce) -> None:
-        message = granted(effect.lock, effect.holder)
+        message = granted(effect.lock, effect.holder, effect.era)
+        self._parts.gateways.announce(message)  # first: clients wait for what it resumes
         for supervisor in self._parts.machine.supervisors.values():
             conn = self._parts.conn_of(supervisor)
             if conn is not None and supervisor.id != effect.holder.supervisor:
@@ -100,5 +101,5 @@ class LockPerformer:
         self._parts.metrics.synced(took_s)
 
 
-def granted(lock: str, holder: ev.Holder) -> GrantedMsg:
-    return GrantedMsg(lock, holder.engine, holder.incarnation, holder.token)
+def granted(lock: str, holder: ev.Holder, era: str) -> GrantedMsg:
+    return GrantedMsg(lock, holder.engine, holder.incarnation, holder.token, era)

@@ -147,8 +147,8 @@ class Remote:
                 self._feed(output.event)
             case me.SendMsg():
                 self._send(output.conn, output.message)
-            case ev.SendHandOver(conn, lock, incarnation, to):
-                self._send(conn, HandOverMsg(lock, incarnation, to))
+            case ev.SendHandOver(conn, lock, incarnation, to, resume):
+                self._send(conn, HandOverMsg(lock, incarnation, to, resume))
             case ev.RefuseConnection() | ev.Close():
                 end_connection(self._conns.get(output.conn), output)
             case ev.Happened():

@@ -15,6 +15,7 @@ from plumbing.service.clock import rfc3339
 from plumbing.service.events import Event
 
 LAST_GRANTS = 20
+DIRECT, GATEWAY = "direct", "gateway"  # who accepts connections: the engines, or a gateway
 
 
 class LockReport:
@@ -55,6 +56,8 @@ class LockReport:
                 "dir": parts.settings.directory,
                 "online": True,
             },
+            "mode": GATEWAY if parts.settings.has_gateway else DIRECT,
+            "era": machine.ledger.era,
             "token": machine.ledger.token,
             "problem": next(filter(None, problems), None),
             "locks": document.lock_documents(here),
@@ -63,6 +66,7 @@ class LockReport:
             "supervisors": document.supervisor_documents(machine, clock),
             "supervisors_total": len(machine.supervisors),
             "service": parts.services.documents(),
+            "gateways": parts.gateways.documents(),
             "last_grants": list(self._last_grants),
         }
 

@@ -7,7 +7,7 @@ Owns the connections and the order of things. Must not decide who holds what: ev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockserver import witness
@@ -17,6 +17,7 @@ from lockserver.core.supervisors import SUPERVISORS_MAX
 from lockserver.messages import (
     CATALOGUE,
     BeatMsg,
+    BorrowMsg,
     StatusMsg,
     StatusReplyMsg,
     SwitchOverMsg,
@@ -128,6 +129,9 @@ class LockServer:
         match message:
             case WantMsg():
                 self._want(conn, message, fds)
+            case BorrowMsg():
+                self._take_back(conn, f"gateway {message.gateway}", message.services, fds)
+                self.parts.gateways.borrow(conn, message)
             case BeatMsg():
                 self.feed(ev.Beaten(conn.id, message.progress))
             case SwitchOverMsg():
@@ -149,21 +153,33 @@ class LockServer:
         parts.services.left(conn.id)
         parts.witnesses.forget(conn.id)
         parts.switchovers.left(conn)
+        parts.gateways.left(conn, reason)
         if conn.state is not None:
             parts.processes.look(conn.state)
         self.feed(ev.ConnectionClosed(conn.id))
 
     def _want(self, conn: Connection, want: WantMsg, fds: list[OwnedFd]) -> None:
         parts = self.parts
-        for name in parts.services.take(conn.id, want.services, fds):
-            message = f"{want.engine} returned the service socket of the {name} lock"
-            parts.outbox.add(ev.Happened("lock.service_back", message, data={"lock": name}))
-            parts.lend_to_all(name, but=conn.id)
+        if conn.id in parts.gateways.gateways:
+            close_all(fds)
+            raise ProtocolError(
+                "lock.identity_changed", "a gateway needs no lock; an engine needs its connection"
+            )
+        self._take_back(conn, want.engine, want.services, fds)
         self.feed(parts.witnesses.wanted(conn, want))
         known = parts.machine.supervisors.get(want.supervisor)
         if known is not None and known.conn == conn.id:
             conn.state = want.supervisor
             parts.processes.watch(want.supervisor, conn.peer)
+
+    def _take_back(
+        self, conn: Connection, who: str, services: Sequence[str], fds: list[OwnedFd]
+    ) -> None:
+        """After a restart: the listening sockets that the borrowers have kept."""
+        for name in self.parts.services.take(conn.id, services, fds):
+            message = f"{who} returned the service socket of the {name} lock"
+            self.parts.outbox.add(ev.Happened("lock.service_back", message, data={"lock": name}))
+            self.parts.lend_to_all(name, but=conn.id)
 
     # ------------------------------------------------------------------ time
 
@@ -180,7 +196,8 @@ class LockServer:
         self.feed(ev.TimePassed())
         now_ms = self.clock.now_ms()
         parts.shortage.tick(now_ms)
-        for name in parts.services.watch(parts.machine.locks, now_ms):
+        parts.gateways.tick(now_ms)
+        for name in parts.services.watch(parts.is_accepted, now_ms):
             parts.lend_to_all(name)
         for service in parts.services.sockets.values():
             self.metrics.service(service.lock, service.state)

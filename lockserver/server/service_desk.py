@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lockserver.core.lock import Lock
 from lockserver.messages import ServiceMsg
 from lockserver.server.service_socket import ServiceSocket
 from plumbing.errors import ProtocolError
@@ -30,14 +29,18 @@ class ServiceDesk:
         hold_ms: float,
         why_idle: Callable[[str], str],
         reserve: Reserve,
+        *,
+        has_gateway: bool = False,
     ) -> None:
+        self.has_gateway = has_gateway  # then supervisors never accept: they keep copies
         self.sockets = {
             lock: ServiceSocket(lock, address, hold_ms, partial(why_idle, lock))
             for lock, address in addresses.items()
         }
         self._reserve = reserve
         self._handed_back: dict[int, set[str]] = {}  # by connection: it keeps copies of these
-        self._unlent: dict[tuple[str, int], Connection] = {}  # by name and connection
+        # By name and connection: those that wait for a copy, and whether each is a gateway.
+        self._unlent: dict[tuple[str, int], tuple[Connection, bool]] = {}
 
     def open(self, *, is_first_start: bool) -> None:
         """Bind what can be bound; engines have the rest, unless there were never any.
@@ -77,12 +80,25 @@ class ServiceDesk:
             self._unlent.pop((name, conn), None)
 
     def lend_missing(self, conn: Connection) -> None:
-        """Lend every socket that this connection did not just hand back."""
+        """Lend every socket to a supervisor."""
         for name in self.sockets:
-            if name not in self._handed_back.get(conn.id, ()):
-                self.lend(name, conn)
+            self._lend_or_confirm(name, conn, is_gateway=False)
 
-    def lend(self, name: str, conn: Connection) -> None:
+    def lend_to_gateway(self, name: str, conn: Connection) -> None:
+        self._lend_or_confirm(name, conn, is_gateway=True)
+
+    def _lend_or_confirm(self, name: str, conn: Connection, *, is_gateway: bool) -> None:
+        """Without a descriptor where this connection has just handed the socket back."""
+        if name in self._handed_back.get(conn.id, ()):
+            conn.send(self._message(name, is_gateway=is_gateway))
+        else:
+            self.lend(name, conn, is_gateway=is_gateway)
+
+    def _message(self, name: str, *, is_gateway: bool) -> ServiceMsg:
+        is_to_accept = is_gateway or not self.has_gateway
+        return ServiceMsg(name, self.sockets[name].address, is_to_accept)
+
+    def lend(self, name: str, conn: Connection, *, is_gateway: bool) -> None:
         """Send a copy to `conn` now, or as soon as there is a descriptor for it."""
         self._unlent.pop((name, conn.id), None)
         try:
@@ -90,31 +106,34 @@ class ServiceDesk:
         except OSError as error:
             if not is_shortage(error):
                 raise
-            self._unlent[name, conn.id] = conn
+            self._unlent[name, conn.id] = conn, is_gateway
             return
         if copy is not None:
-            conn.send(ServiceMsg(name, self.sockets[name].address), fds=[copy])
+            conn.send(self._message(name, is_gateway=is_gateway), fds=[copy])
 
     def unlent(self, name: str) -> list[int]:
         """The connections that wait for a copy of this socket."""
         return [conn for each, conn in self._unlent if each == name]
 
     def _lend_again(self) -> None:
-        for (name, _), conn in tuple(self._unlent.items()):
-            self.lend(name, conn)
+        for (name, _), (conn, is_gateway) in tuple(self._unlent.items()):
+            self.lend(name, conn, is_gateway=is_gateway)
 
     def prepare(self, lock: str) -> None:
         """A grant of `lock` is about to be sent."""
         self._lend_again()
         if lock in self.sockets:
-            self.sockets[lock].prepare()
+            self.sockets[lock].prepare(is_acceptor_ready=not self.has_gateway)
 
-    def watch(self, locks: Mapping[str, Lock], now_ms: float) -> list[str]:
-        """Let time pass; the names of those whose address was bound meanwhile."""
+    def watch(self, is_accepted: Callable[[str], bool], now_ms: float) -> list[str]:
+        """Let time pass; the names of those whose address was bound meanwhile.
+
+        `is_accepted`: whether an engine or a gateway may be accepting on the socket of a lock.
+        """
         self._lend_again()
         away = self.away()
         for service in self.sockets.values():
-            service.watch(may_serve=locks[service.lock].may_serve, now_ms=now_ms)
+            service.watch(is_accepted=is_accepted(service.lock), now_ms=now_ms)
         return [name for name in away if not self.sockets[name].is_away]
 
     def away(self) -> dict[str, tuple[str, str | None]]:

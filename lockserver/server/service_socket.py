@@ -153,10 +153,11 @@ class ServiceSocket:
         """A copy to lend, unless the socket is away; OSError: no descriptor for one."""
         return None if self._sock is None else OwnedFd(self._sock.dup().detach())
 
-    def prepare(self) -> None:
-        """A grant is about to be sent: stop accepting, and undo any `shutdown`."""
-        self._stop_holding()
-        self._idle_since_ms = None
+    def prepare(self, *, is_acceptor_ready: bool = True) -> None:
+        """A grant is about to be sent: undo any `shutdown`, and stop accepting if others will."""
+        if is_acceptor_ready:
+            self._stop_holding()
+            self._idle_since_ms = None
         self._relisten()
 
     def _relisten(self) -> None:
@@ -170,8 +171,8 @@ class ServiceSocket:
             self._is_deaf = True
             self.problem = f"cannot listen on {self.address}: {error.strerror}; retrying"
 
-    def watch(self, *, may_serve: bool, now_ms: float) -> None:
-        """Start or stop answering, by the time and the lock; retry what has failed."""
+    def watch(self, *, is_accepted: bool, now_ms: float) -> None:
+        """Start or stop answering, by the time and by whether others accept; retry what failed."""
         if self._sock is None and now_ms >= self._rebind_ms:
             self._rebind_ms = now_ms + REBIND_MS
             try:
@@ -180,7 +181,7 @@ class ServiceSocket:
                 self.problem = error.message
         if self._is_deaf:
             self._relisten()
-        if may_serve:
+        if is_accepted:
             self._stop_holding()
             self._idle_since_ms = None
             return

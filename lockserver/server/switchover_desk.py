@@ -46,6 +46,7 @@ class SwitchoverDesk:
             to=message.to,
             timeout_ms=message.timeout_ms,
             whole=whole,
+            drain=message.drain,
         )
 
     def _whole(self, lock: str) -> frozenset[str]:

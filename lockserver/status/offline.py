@@ -43,6 +43,8 @@ def offline(
         "as_of_event_id": 0,
         "last_event": None,
         "server": {"pid": None, "since": None, "dir": directory, "online": False},
+        "mode": None,
+        "era": found.record.era,
         "token": found.record.token,
         "locks": {
             name: _lock_document(directory, name, found.record, written_ms, clock, silent)
@@ -53,6 +55,7 @@ def offline(
         "supervisors": [],
         "supervisors_total": 0,
         "service": {},
+        "gateways": [],
         "last_grants": [],
         "problem": found.problem,
     }

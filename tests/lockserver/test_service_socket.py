@@ -58,10 +58,10 @@ def test_service_held_answers_503_with_an_openai_error_that_names_the_state():
         with service_on(free_port(), hold_ms=1000) as service:
             port = service._sockaddr[1]
             sock = caller(port)
-            service.watch(may_serve=False, now_ms=0)
-            service.watch(may_serve=False, now_ms=999)
+            service.watch(is_accepted=False, now_ms=0)
+            service.watch(is_accepted=False, now_ms=999)
             assert service.state == "lent"
-            service.watch(may_serve=False, now_ms=1000)
+            service.watch(is_accepted=False, now_ms=1000)
             assert service.state == "holding"
             head, _, body = (await read_all(sock)).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 ")
@@ -81,7 +81,7 @@ def test_service_prepared_leaves_new_connections_to_the_engine_and_answers_accep
     async def scenario() -> None:
         with service_on(free_port()) as service:
             port = service._sockaddr[1]
-            service.watch(may_serve=False, now_ms=0)
+            service.watch(is_accepted=False, now_ms=0)
             early = caller(port, b"GET /v1/models HTTP/1.1\r\n")
             await auntil(lambda: service._callers, "the early one to be accepted")
             service.prepare()
@@ -123,7 +123,7 @@ def test_service_bad_callers_cost_nothing():
     async def scenario() -> None:
         with service_on(free_port()) as service:
             port = service._sockaddr[1]
-            service.watch(may_serve=False, now_ms=0)
+            service.watch(is_accepted=False, now_ms=0)
             before = len(open_fds())
             caller(port, b"\0\xff" * 100).close()
             caller(port, b"").close()
@@ -253,7 +253,7 @@ def test_service_holds_only_its_share_of_descriptors(monkeypatch):
         with service_on(free_port()) as service:
             port = service._sockaddr[1]
             mutes = [caller(port, b"GET") for _ in range(5)]
-            service.watch(may_serve=False, now_ms=0)
+            service.watch(is_accepted=False, now_ms=0)
             await auntil(lambda: len(service._callers) == 2, "the callers")
             assert service.state == "lent"  # the others wait in the backlog
             for mute in mutes:
@@ -261,7 +261,7 @@ def test_service_holds_only_its_share_of_descriptors(monkeypatch):
             answer = asyncio.ensure_future(read_all(caller(port)))
 
             def is_answered() -> bool:
-                service.watch(may_serve=False, now_ms=0)  # as at each tick
+                service.watch(is_accepted=False, now_ms=0)  # as at each tick
                 return answer.done()
 
             await auntil(is_answered, "an answer")

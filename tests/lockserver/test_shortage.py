@@ -258,11 +258,11 @@ def test_service_address_that_cannot_be_bound_for_now_is_retried_and_taken_from_
     async def scenario() -> None:
         service = ServiceSocket("active", f"127.0.0.1:{free_port()}", 1e9, lambda: "free")
         with room_for(0):
-            service.watch(may_serve=False, now_ms=0)
+            service.watch(is_accepted=False, now_ms=0)
             assert "open files" in str(service.problem)
         assert service.is_away
         assert not service.is_taken
-        service.watch(may_serve=False, now_ms=1000)
+        service.watch(is_accepted=False, now_ms=1000)
         assert not service.is_away
         assert service.problem is None
         service.close()
@@ -281,10 +281,10 @@ def test_service_without_a_descriptor_for_a_caller_does_not_spin_and_answers_it_
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
         sock.setblocking(False)
         with room_for(0):
-            service.watch(may_serve=False, now_ms=0)
+            service.watch(is_accepted=False, now_ms=0)
             assert service.state == "holding"
             await auntil(lambda: service.state == "lent", "it to stop accepting")
-        service.watch(may_serve=False, now_ms=100)
+        service.watch(is_accepted=False, now_ms=100)
         answer = await asyncio.get_running_loop().sock_recv(sock, 4096)
         assert b"503" in answer
         sock.close()
@@ -304,7 +304,7 @@ def test_service_that_cannot_listen_before_a_grant_is_granted_and_retried():
         service.prepare()
         assert "cannot listen" in str(service.problem)
         service._sock = real
-        service.watch(may_serve=True, now_ms=0)
+        service.watch(is_accepted=True, now_ms=0)
         assert service.problem is None
         service.close()
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lockserver import state_file
 from lockserver.core.events import Holder, LockRecord
 from lockserver.core.names import WitnessFile
+from lockserver.messages import NO_ERA
 from lockserver.state_file import FILE_BYTES, NAME, SLOT_BYTES, LockStateFile, read
 from plumbing.errors import UnderstudyError
 from tests.helpers import free_witness, open_fds
 
 LOCKS = ("active", "loader")
+ERA = "0123456789abcdef"
 HOLDER = Holder(
     engine="engine-0",
     incarnation="engine-0-00112233445566aa",
@@ -27,7 +32,7 @@ HOLDER = Holder(
 
 
 def record(token):
-    return LockRecord(token, {"active": HOLDER}, frozenset())
+    return LockRecord(token, {"active": HOLDER}, frozenset(), ERA)
 
 
 def write(directory, *tokens):
@@ -65,7 +70,8 @@ def test_state_file_first_start_is_empty_and_known(directory):
     assert read(directory, LOCKS) is None
     state = LockStateFile(directory, LOCKS)
     assert state.loaded.is_first
-    assert state.loaded.record == LockRecord()
+    first = state.loaded.record
+    assert first == LockRecord(era=first.era)
     state.close()
 
 
@@ -109,7 +115,66 @@ def test_state_file_one_bad_slot_skips_a_token(directory, slot, offset):
     found = read(directory, LOCKS)
     assert found is not None
     # 5 is in slot 0, 6 in slot 1; the token after the readable one is skipped.
-    assert found.record == LockRecord(token=(6 if slot == 0 else 5) + 1, unknown=frozenset(LOCKS))
+    token = (6 if slot == 0 else 5) + 1
+    assert found.record == LockRecord(token=token, unknown=frozenset(LOCKS), era=ERA)
+
+
+def eras(directory):
+    """The era of the server that starts here now, and what a reader finds after it."""
+    state = LockStateFile(directory, LOCKS)
+    era = state.loaded.record.era
+    state.close()
+    found = read(directory, LOCKS)
+    assert found is not None
+    return era, found.record.era
+
+
+def test_state_file_era_is_new_with_the_file_and_kept_by_restarts_and_writes(directory):
+    """Goal: grants of one era can be compared over any number of restarts. Method: start in two
+    empty directories, restart, write, restart."""
+    era, on_disk = eras(directory)
+    assert era == on_disk != NO_ERA
+    assert len(era) == 16
+    assert eras(directory) == (era, era)
+    state = LockStateFile(directory, LOCKS)
+    state.write(replace(state.loaded.record, token=9))
+    state.close()
+    assert eras(directory) == (era, era)
+    os.unlink(path_of(directory))
+    assert eras(directory)[0] != era
+
+
+@pytest.mark.parametrize("lost", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
+def test_state_file_era_changes_only_if_no_slot_could_be_read(directory, lost):
+    """Goal: where tokens begin again, whoever remembers one can tell; where they go on, nothing
+    changes. Method: damage either slot, or both."""
+    write(directory, 5, 6)
+    with open(path_of(directory), "r+b") as file:
+        for slot in lost:
+            file.seek(slot * SLOT_BYTES + 30)
+            file.write(b"damage")
+    era, on_disk = eras(directory)
+    assert era == on_disk
+    assert (era == ERA) == (len(lost) == 1)
+    assert eras(directory) == (era, era)
+
+
+def test_state_file_without_an_era_is_given_one_and_keeps_its_holder(directory):
+    """Goal: an upgrade of the lock server is no failover. Method: a file as older versions write
+    it, then with each slot damaged after the first start."""
+    slots = b""
+    for sequence in (2, 3):
+        text = {"schema": 1, "token": 7, "holders": {"active": HOLDER.to_dict()}, "unknown": []}
+        slots += state_file.FORMAT.encode(sequence, json.dumps(text).encode())
+    Path(path_of(directory)).write_bytes(slots)
+    era, on_disk = eras(directory)
+    assert era == on_disk != NO_ERA
+    found = read(directory, LOCKS)
+    assert found is not None
+    assert found.record == LockRecord(7, {"active": HOLDER}, frozenset(), era)
+    with open(path_of(directory), "r+b") as file:
+        file.write(b"\0" * SLOT_BYTES)
+    assert eras(directory) == (era, era)
 
 
 def test_state_file_token_survives_losing_a_slot_repeatedly(directory):

@@ -37,7 +37,7 @@ def command(server: ServerProcess, *flags: str) -> subprocess.Popen[str]:
 
 def hears(engine: Engine) -> list[tuple[str, str | None, str]]:
     """What `engine` is asked to hand over from now on."""
-    heard: list[tuple[str, str | None, str]] = []
+    heard: list[tuple[str, str | None, str, bool]] = []
     engine.client._callbacks = replace(
         engine.client._callbacks, on_hand_over=lambda *words: heard.append(words)
     )
@@ -80,7 +80,7 @@ def test_switchover_is_requested_shown_counted_and_answered(start_server: Any):
             conn = await connect(path, CATALOGUE, asker, 5)
             conn.send(SwitchOverMsg("active", None, 60_000), request_id=7)
             await auntil(lambda: heard, "the request to the holder")
-            assert heard == [("active", old.incarnation, "e-1")]
+            assert heard == [("active", old.incarnation, "e-1", False)]
             under_way = server.lock()["switchover"]
             assert (under_way["from"], under_way["to"], under_way["overdue"]) == (
                 "engine-0",

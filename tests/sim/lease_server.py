@@ -83,13 +83,15 @@ class Server:
             if isinstance(effect, ev.Persist):
                 self.persist(effect.record)
             elif isinstance(effect, ev.Announce):
-                self.announce(effect.lock, effect.holder)
+                self.announce(effect)
             elif is_virtual(getattr(effect, "conn", 0)):
                 self.do(self.members.fan_out(effect))
 
-    def announce(self, lock: str, holder: ev.Holder) -> None:
+    def announce(self, effect: ev.Announce) -> None:
+        holder = effect.holder
         for conn in self.members.audience(holder.engine):
-            granted = GrantedMsg(lock, holder.engine, holder.incarnation, holder.token)
+            who = (holder.engine, holder.incarnation, holder.token)
+            granted = GrantedMsg(effect.lock, *who, effect.era)
             self.world.network.send_down(conn, granted)
 
     def persist(self, record: ev.LockRecord) -> None:

@@ -107,7 +107,9 @@ class Shell:
         assert self.machine is not None, NO_MACHINE
         for known in self.machine.supervisors.values():
             if known.conn is not None and known.id != effect.holder.supervisor:
-                self.send(known.conn, ev.SendGrant(known.conn, effect.lock, effect.holder))
+                self.send(
+                    known.conn, ev.SendGrant(known.conn, effect.lock, effect.holder, effect.era)
+                )
 
     def write(self, record: ev.LockRecord) -> None:
         if self.disk_fails:

@@ -65,10 +65,14 @@ def test_grant_of_a_plain_lock_is_sent_only_to_the_members_that_want_it():
     assert shell.granted(11) == [(A1, 1)]
     told = shell.members.fan_out(
         ev.SendGrant(
-            -1, "active", ev.Holder("engine-1", B, SB, WitnessFile(name_of(B), 1, 2), 5, 0.0)
+            -1,
+            "active",
+            ev.Holder("engine-1", B, SB, WitnessFile(name_of(B), 1, 2), 5, 0.0),
+            "e" * 16,
         )
     )
     assert [(m.conn, m.message.incarnation) for m in told] == [(10, B), (11, B)]
+    assert {m.message.era for m in told} == {"e" * 16}
 
 
 def test_group_is_as_alive_as_its_slowest_member():

@@ -1,0 +1,179 @@
+"""What the gateway needs of the lock server: the listening socket, and who holds the lock.
+
+A borrower asks for no lock and has no token. It keeps a copy of the socket, tells the server
+whether it accepts from it, and hands it back when a restarted server has none: while any copy
+lives, connections wait in its backlog and none is refused.
+
+The surprising things: a lost connection says nothing about the engines, so what was heard before
+counts until something newer is; and a grant with an older token of the same era is never reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockserver.client.reconnect import NewestGrants, keep_connected
+from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg
+from plumbing.errors import RemoteError, UnderstudyError
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.limits import CONNECT_DEADLINE_S
+from plumbing.wire.messages import FaultMsg, Message
+from plumbing.wire.sockets import no_descriptors
+from plumbing.wire.unix_connection import connect
+
+
+def _ignore(*_: object) -> None:
+    """The default of every callback."""
+
+
+def _close(fd: OwnedFd, address: str) -> None:
+    fd.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BorrowerCallbacks:
+    """What a `Borrower` calls, on its loop; none may block.
+
+    - `on_service(fd, address)`: a copy of the listening socket, which the callee owns and must
+      never `shutdown()`. Once, unless the server had to bind the address anew: then the new socket
+      replaces the old one.
+    - `on_granted(engine, token, era)`: `engine` holds the lock. The same grant may arrive again.
+    - `on_idle(reason)`: no engine is known to serve, and a sentence that says why. It proves
+      nothing about the last holder: only a newer grant does.
+    - `on_connected()`, `on_lost(reason)`.
+    - `on_refused(error)`: the server refuses this gateway (`lock.direct`, `lock.no_service`,
+      `lock.too_many_gateways`), or cannot be believed (`lock.old_token`). Retried with back-off.
+    """
+
+    on_service: Callable[[OwnedFd, str], object] = _close
+    on_granted: Callable[[str, int, str], object] = _ignore
+    on_idle: Callable[[str], object] = _ignore
+    on_connected: Callable[[], object] = _ignore
+    on_lost: Callable[[str], object] = _ignore
+    on_refused: Callable[[UnderstudyError], object] = _ignore
+
+
+class Borrower:
+    """Keeps one gateway's connection to the lock server."""
+
+    def __init__(
+        self,
+        path: str,
+        callbacks: BorrowerCallbacks = BorrowerCallbacks(),
+        *,
+        lock: str = "active",
+        gateway: str | None = None,
+    ) -> None:
+        """Connect later, in `run`.
+
+        Args:
+            path: the lock server's Unix socket.
+            gateway: this gateway's id, 16 hex digits; random unless given.
+        """
+        self.path, self.lock = path, lock
+        self.gateway = gateway or secrets.token_hex(8)
+        self.problem: str | None = None  # why there is no connection, or why it is of no use
+        self._callbacks = callbacks
+        self._is_accepting = False
+        self._service: OwnedFd | None = None
+        self._grants = NewestGrants()
+        self._conn: Connection | None = None
+        self._ended = asyncio.Event()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._conn is not None
+
+    def set_accepting(self, is_accepting: bool) -> None:
+        """Tell the server whether anybody accepts: while nobody does, it answers by itself."""
+        if is_accepting != self._is_accepting:
+            self._is_accepting = is_accepting
+            if self._conn is not None:
+                self._conn.send(self._message())
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        try:
+            await keep_connected(self._connect, self._ended, self._failed)
+        finally:
+            if self._conn is not None:
+                self._conn.close("the gateway is ending")
+                self._conn = None
+            if self._service is not None:
+                self._service.close()
+                self._service = None
+
+    async def _connect(self) -> None:
+        await connect(self.path, CATALOGUE, self, CONNECT_DEADLINE_S)
+
+    def _failed(self, why: str) -> None:
+        self.problem = why
+
+    def _message(self, services: tuple[str, ...] = ()) -> BorrowMsg:
+        return BorrowMsg(self.lock, self.gateway, self._is_accepting, services)
+
+    # ------------------------------------------------------------------ as the wire's handler
+
+    def opened(self, conn: Connection) -> None:
+        """As `Handler`'s.
+
+        Raises:
+            OSError: there is no descriptor for what must be handed back; nothing has changed.
+        """
+        copies = [] if self._service is None else [self._service.duplicate()]
+        self._conn = conn
+        conn.send(self._message((self.lock,) if copies else ()), fds=copies)
+        self._callbacks.on_connected()
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        if not isinstance(message, FaultMsg):
+            self.problem = None
+        match message:
+            case GrantedMsg() if message.lock == self.lock:
+                self._granted(message)
+            case IdleMsg() if message.lock == self.lock:
+                self._callbacks.on_idle(message.reason)
+            case ServiceMsg():
+                self._lent(message, fds)
+            case FaultMsg():
+                self._refused(RemoteError(message.code, message.message, **message.details))
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if self._conn is conn:
+            self._conn = None
+            self.problem = self.problem or f"the connection ended: {reason}"
+            self._callbacks.on_lost(reason)
+        self._ended.set()
+
+    def _granted(self, message: GrantedMsg) -> None:
+        refusal = self._grants.check(message)
+        if refusal is not None:
+            self._refused(refusal)
+            return
+        self._callbacks.on_granted(message.engine, message.token, message.era)
+
+    def _refused(self, error: UnderstudyError) -> None:
+        self.problem = error.message
+        self._callbacks.on_refused(error)
+
+    def _lent(self, message: ServiceMsg, fds: list[OwnedFd]) -> None:
+        """Keep a copy to hand back, and give one away."""
+        for fd in fds:
+            try:
+                copy = fd.duplicate()
+            except OSError as error:
+                fd.close()
+                assert self._conn is not None
+                self._failed(no_descriptors("copy the listening socket", error).message)
+                self._conn.close("out of descriptors; borrowing again")  # … is lent again
+                return
+            if self._service is not None:
+                self._service.close()
+            self._service = fd
+            self._callbacks.on_service(copy, message.address)

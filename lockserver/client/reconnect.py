@@ -1,0 +1,65 @@
+"""A connection that is made again whenever it ends, and which grants heard on it are believed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from lockserver.messages import NO_ERA, GrantedMsg
+from plumbing.errors import UnderstudyError
+from plumbing.wire import sockets
+
+RETRY_MS_MIN = 10.0  # a restarted server is found again after a few of these
+RETRY_MS_MAX = 500.0
+
+
+async def keep_connected(
+    connect: Callable[[], Awaitable[object]],
+    ended: asyncio.Event,
+    unreachable: Callable[[str], object],
+) -> None:
+    """Connect, wait until `ended` is set, and again, until cancelled; `unreachable` is told why a
+    connection could not be made."""
+    loop = asyncio.get_running_loop()
+    retry_ms = RETRY_MS_MIN
+    while True:
+        ended.clear()
+        try:
+            await connect()
+        except UnderstudyError as error:
+            unreachable(error.message)
+        except OSError as error:
+            unreachable(sockets.no_descriptors("connect", error).message)
+        else:
+            begun = loop.time()
+            await ended.wait()
+            if (loop.time() - begun) * 1000 > RETRY_MS_MAX:
+                retry_ms = RETRY_MS_MIN
+        await asyncio.sleep(retry_ms / 1000)
+        retry_ms = min(retry_ms * 2, RETRY_MS_MAX)
+
+
+class NewestGrants:
+    """The newest grant of each lock. Tokens compare within an era only: a grant of another era, by
+    a server that has lost all of its state, replaces what was known."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, GrantedMsg] = {}
+
+    def check(self, grant: GrantedMsg) -> UnderstudyError | None:
+        """Remember `grant`, or why it must not be believed."""
+        known = self._newest.get(grant.lock)
+        is_comparable = known is not None and known.era == grant.era != NO_ERA
+        if known is None or not is_comparable or grant.token >= known.token:
+            self._newest[grant.lock] = grant
+            return None
+        return UnderstudyError(
+            "lock.old_token",
+            f"the lock server says that {grant.engine} holds {grant.lock} under token"
+            f" {grant.token}, but {known.engine} has held it under token {known.token} of the same"
+            " era: its state file is an old copy. Stop the lock server, move lockserver.json away"
+            " and start it again: engines that serve show it their tokens",
+            engine=grant.engine,
+            token=grant.token,
+            known_token=known.token,
+        )

@@ -1,0 +1,210 @@
+"""The gateways of one server: who has borrowed a service socket, who accepts, what each was told.
+
+A gateway holds nothing, waits for nothing and proves nothing: it is an observer that is lent the
+listening socket and tells whether it accepts from it. While none does, the server itself answers
+what waits in the backlog with 503. Owns the borrowers; must not know why a lock is granted.
+
+What a borrower is told of a lock is its newest grant, as long as that holder may be serving, and
+else a sentence. It is looked at with every tick, so a takeover within a tick is only its grant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lockserver.core import events as ev
+from lockserver.core.lock import Lock
+from lockserver.core.machine import LockMachine
+from lockserver.messages import REASON_CHARS_MAX, BorrowMsg, GrantedMsg, IdleMsg
+from lockserver.server.service_desk import ServiceDesk
+from lockserver.status.document import moment
+from plumbing.errors import ProtocolError
+from plumbing.service.clock import Clock
+from plumbing.wire.connection import Connection
+
+GATEWAYS_MAX = 8  # a pod has one, two while it is replaced; a process that loops gets no further
+TELL_MS = 1000.0  # a sentence that changes is sent no more often
+
+
+@dataclass(slots=True)
+class Gateway:
+    """One borrower, as long as its connection lasts."""
+
+    id: str
+    lock: str
+    conn: Connection
+    since_ms: float
+    accepting_ms: float | None = None  # since when; None: it does not
+    told: str | None = None  # the last sentence, None after a grant
+    told_ms: float = 0.0
+
+
+class GatewayDesk:
+    """All gateways, by connection."""
+
+    def __init__(
+        self,
+        machine: LockMachine,
+        services: ServiceDesk,
+        clock: Clock,
+        record: Callable[[ev.Happened], None],
+        why_idle: Callable[[str], str],
+    ) -> None:
+        self.gateways: dict[int, Gateway] = {}
+        self._machine, self._services, self._clock = machine, services, clock
+        self._record, self._why_idle = record, why_idle
+        self._missing_ms: dict[str, float] = {}  # by lock: since when no gateway has accepted
+
+    def borrow(self, conn: Connection, message: BorrowMsg) -> None:
+        """Take in what a gateway says; lend and tell it what it lacks.
+
+        Raises:
+            ProtocolError: `lock.direct`, `lock.no_service`, `lock.identity_changed`,
+                `lock.too_many_gateways`.
+        """
+        now_ms = self._clock.now_ms()
+        found = self.gateways.get(conn.id)
+        if found is None:
+            found = self._enter(conn, message, now_ms)
+            self._services.lend_to_gateway(message.lock, conn)
+            self._tell(found, now_ms)
+        elif (found.id, found.lock) != (message.gateway, message.lock):
+            raise ProtocolError(
+                "lock.identity_changed",
+                f"this connection belongs to gateway {found.id}, which borrows the socket of the"
+                f" {found.lock} lock, and cannot be used for another one",
+            )
+        if message.is_accepting != (found.accepting_ms is not None):
+            found.accepting_ms = now_ms if message.is_accepting else None
+            does = "accepts" if message.is_accepting else "no longer accepts"
+            self._happened("lock.gateway_accepting", found, f"{does} connections")
+
+    def _enter(self, conn: Connection, message: BorrowMsg, now_ms: float) -> Gateway:
+        self._check(conn, message)
+        for other in tuple(self.gateways.values()):
+            if other.id == message.gateway:  # its newest connection counts
+                del self.gateways[other.conn.id]
+                other.conn.close("a newer connection replaces this one")
+        found = self.gateways[conn.id] = Gateway(message.gateway, message.lock, conn, now_ms)
+        self._happened("lock.gateway_connected", found, "has connected")
+        return found
+
+    def _check(self, conn: Connection, message: BorrowMsg) -> None:
+        if not self._services.has_gateway:
+            raise ProtocolError(
+                "lock.direct",
+                "this lock server runs in direct mode (--direct), where engines accept connections"
+                " themselves and a gateway has nothing to do; restart it with --no-direct, or stop"
+                " the gateway",
+            )
+        if message.lock not in self._services.sockets:
+            raise ProtocolError(
+                "lock.no_service",
+                f"this lock server has no address for the {message.lock} lock; start it with"
+                f" --service {message.lock}=HOST:PORT",
+            )
+        if conn.state is not None:
+            raise ProtocolError(
+                "lock.identity_changed",
+                "this connection belongs to an engine's supervisor; a gateway needs one of its own",
+            )
+        known = {each.id for each in self.gateways.values()}
+        if message.gateway not in known and len(known) >= GATEWAYS_MAX:
+            raise ProtocolError(
+                "lock.too_many_gateways",
+                f"the limit of {GATEWAYS_MAX} gateways is reached; stop some of them",
+            )
+
+    def left(self, conn: Connection, reason: str) -> None:
+        """Forget this closed connection; harmless where it was no gateway's."""
+        found = self.gateways.pop(conn.id, None)
+        if found is not None:
+            self._happened("lock.gateway_lost", found, f"has left: {reason}", "warning")
+
+    # ------------------------------------------------------------------ who accepts
+
+    def is_accepting(self, lock: str) -> bool:
+        """Whether any gateway accepts on the socket of `lock`."""
+        return any(
+            each.lock == lock and each.accepting_ms is not None for each in self.gateways.values()
+        )
+
+    def missing_since_ms(self, lock: str) -> float | None:
+        """Since when no gateway has accepted, where one should."""
+        return self._missing_ms.get(lock)
+
+    # ------------------------------------------------------------------ what they are told
+
+    def announce(self, message: GrantedMsg) -> None:
+        for each in self.gateways.values():
+            if each.lock == message.lock:
+                each.told = None
+                each.conn.send(message)
+
+    def tick(self, now_ms: float) -> None:
+        for each in self.gateways.values():
+            self._tell_idle(each, now_ms)
+        for lock in self._services.sockets if self._services.has_gateway else ():
+            if self.is_accepting(lock):
+                self._missing_ms.pop(lock, None)
+            else:
+                self._missing_ms.setdefault(lock, now_ms)
+
+    def _tell(self, gateway: Gateway, now_ms: float) -> None:
+        """What a new borrower must know first."""
+        lock = self._machine.locks[gateway.lock]
+        holder = lock.holder
+        if holder is not None and _may_be_served(lock):
+            era = self._machine.ledger.era
+            grant = GrantedMsg(lock.name, holder.engine, holder.incarnation, holder.token, era)
+            gateway.conn.send(grant)
+        self._tell_idle(gateway, now_ms)
+
+    def _tell_idle(self, gateway: Gateway, now_ms: float) -> None:
+        if _may_be_served(self._machine.locks[gateway.lock]):
+            return
+        reason = self._why_idle(gateway.lock)[:REASON_CHARS_MAX]
+        if reason == gateway.told or (
+            gateway.told is not None and now_ms - gateway.told_ms < TELL_MS
+        ):
+            return
+        gateway.told, gateway.told_ms = reason, now_ms
+        gateway.conn.send(IdleMsg(gateway.lock, reason))
+
+    # ------------------------------------------------------------------ for operators
+
+    def documents(self) -> list[dict[str, Any]]:
+        """The `gateways` part of the status document."""
+        return [
+            {
+                "gateway": each.id,
+                "lock": each.lock,
+                "pid": each.conn.peer.pid,
+                **moment(each.since_ms, self._clock),
+                "accepting": _moment(each.accepting_ms, self._clock),
+            }
+            for each in self.gateways.values()
+        ]
+
+    def _happened(self, kind: str, gateway: Gateway, what: str, severity: str = "info") -> None:
+        pid = gateway.conn.peer.pid
+        data = {
+            "gateway": gateway.id,
+            "lock": gateway.lock,
+            "pid": pid,
+            "is_accepting": gateway.accepting_ms is not None,
+        }
+        who = f"gateway {gateway.id}" + (f" (pid {pid})" if pid else "")
+        self._record(ev.Happened(kind, f"{who} {what}", severity, data))
+
+
+def _moment(mono_ms: float | None, clock: Clock) -> dict[str, Any] | None:
+    return None if mono_ms is None else moment(mono_ms, clock)
+
+
+def _may_be_served(lock: Lock) -> bool:
+    """Whether the holder on file may be serving, and nothing is known to be wrong with it: after a
+    restart or a cut connection it is, until that has lasted long enough to be reported."""
+    return lock.holder is not None and lock.may_serve and not lock.is_reported
