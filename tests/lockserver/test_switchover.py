@@ -35,7 +35,7 @@ def command(server: ServerProcess, *flags: str) -> subprocess.Popen[str]:
     )
 
 
-def hears(engine: Engine) -> list[tuple[str, str | None, str]]:
+def hears(engine: Engine) -> list[tuple[str, str | None, str, bool]]:
     """What `engine` is asked to hand over from now on."""
     heard: list[tuple[str, str | None, str, bool]] = []
     engine.client._callbacks = replace(

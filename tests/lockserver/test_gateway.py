@@ -1,0 +1,191 @@
+"""Gateway mode: who is lent the service socket, who accepts, what a gateway is told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lockserver.messages import BorrowMsg, StatusMsg
+from plumbing.errors import RemoteError
+from tests.helpers import auntil
+from tests.lockserver.by_hand import Hand
+from tests.lockserver.engines import Engine
+from tests.lockserver.gateways import Gateway
+from tests.lockserver.processes import free_port
+from tests.lockserver.test_service_socket import REQUEST, caller, read_all
+
+GATEWAY = "00112233445566aa"
+
+
+@pytest.fixture
+def port():
+    return free_port()
+
+
+@pytest.fixture
+def server(start_server, port):
+    return start_server("--no-direct", "--service", f"active=127.0.0.1:{port}")
+
+
+def test_gateway_is_lent_the_socket_before_any_engine_exists_and_told_of_each_grant(
+    pod_dir, server, port
+):
+    """Goal: a gateway needs no lock: it gets the socket, why nobody serves, then who does. Method:
+    one that connects first, one that connects later; an engine takes the lock, then another."""
+
+    async def scenario() -> None:
+        async with Gateway(pod_dir) as first:
+            client = caller(port)
+            accepted = await first.accept()
+            assert await asyncio.get_running_loop().sock_recv(accepted, 4096) == REQUEST
+            accepted.close()
+            client.close()
+            assert "free" in first.reasons[0]
+            async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as other:
+                token = await holder.hold()
+                await other.stand_by()
+                await auntil(lambda: first.grants, "the grant to be told")
+                era = server.status()["era"]
+                assert first.grants == [("engine-0", token, era)]
+                async with Gateway(pod_dir) as second:
+                    await auntil(lambda: second.heard, "the holder to be told")
+                    assert second.heard == [("engine-0", token, era)]
+                    holder.reap()
+                    holder.relent()
+                    await other.granted()
+                    now = ("engine-1", other.token(), era)
+                    await auntil(lambda: {first.heard[-1], second.heard[-1]} == {now}, "the next")
+                assert [
+                    (lock, holder.client.is_to_accept(lock)) for lock, _, _ in holder.services
+                ] == [("active", False)]
+
+    asyncio.run(scenario())
+
+
+def test_gateway_hands_the_socket_back_to_a_restarted_server_and_no_connection_is_refused(
+    pod_dir, server, port
+):
+    """Goal: the lock server's death costs a gateway and its clients nothing. Method: kill it while
+    a gateway, which alone has the socket, accepts; connect meanwhile; restart it."""
+
+    async def scenario() -> None:
+        async with Gateway(pod_dir) as gateway, Engine(pod_dir, "engine-0") as holder:
+            listener = await gateway.lent()
+            gateway.borrower.set_accepting(True)
+            token = await holder.hold()
+            await auntil(lambda: gateway.grants, "the grant to be told")
+            era = server.status()["era"]
+            await holder.disconnect()  # nobody else hands it back
+            server.kill()
+            waiting = caller(port)
+            server.start()
+            await auntil(lambda: gateway.connects == 2, "the gateway to reconnect")
+            await auntil(
+                lambda: server.status()["service"]["active"]["state"] == "lent", "the hand-back"
+            )
+            assert server.status()["era"] == era
+            assert [each["gateway"] for each in server.status()["gateways"]] == [
+                gateway.borrower.gateway
+            ]
+            assert gateway.listeners == [listener]  # it has kept its copy
+            accepted = await gateway.accept()
+            assert await asyncio.get_running_loop().sock_recv(accepted, 4096) == REQUEST
+            accepted.close()
+            waiting.close()
+            # The holder on file may be serving, so the gateway is told its grant and no reason.
+            assert set(gateway.heard[1:] if gateway.reasons else gateway.heard) == {
+                ("engine-0", token, era)
+            }
+
+    asyncio.run(scenario())
+
+
+def test_server_answers_503_only_while_no_gateway_accepts(pod_dir, start_server, port):
+    """Goal: no client hangs without an answer, and none is answered in a gateway's place. Method:
+    with an active engine throughout: without a gateway, with one that does not accept, with one
+    that does, and after it has gone."""
+    address = f"active=127.0.0.1:{port}"
+    server = start_server("--no-direct", "--service", address, "--hold-ms", "100")
+
+    def state() -> str:
+        return str(server.status()["service"]["active"]["state"])
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-0") as holder:
+            await holder.hold()
+            assert b"HTTP/1.1 503 " in await read_all(caller(port))
+            async with Gateway(pod_dir) as gateway:
+                await gateway.lent()
+                assert b"HTTP/1.1 503 " in await read_all(caller(port))
+                gateway.borrower.set_accepting(True)
+                await auntil(lambda: state() == "lent", "the server to leave it to the gateway")
+                client = caller(port)
+                (await gateway.accept()).close()
+                client.close()
+            await auntil(lambda: state() == "holding", "the server to answer again")
+            assert b"HTTP/1.1 503 " in await read_all(caller(port))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"), [(("--direct",), "lock.direct"), (("--no-direct",), "lock.no_service")]
+)
+def test_gateway_that_cannot_be_served_is_told_why_and_how_to_change_it(
+    pod_dir, start_server, flags, code
+):
+    """Goal: one clear error for a gateway beside a lock server of the other mode, or without an
+    address. Method: borrow from each."""
+    server = start_server(*flags)
+
+    async def scenario() -> None:
+        async with Gateway(pod_dir) as gateway:
+            await auntil(lambda: gateway.refused, "the refusal")
+            assert set(gateway.refused) == {code}
+            assert "--" in str(gateway.borrower.problem)
+            assert gateway.listeners == []
+        assert server.status()["gateways"] == []
+
+    asyncio.run(scenario())
+
+
+def test_gateway_cannot_be_a_supervisor_and_is_one_of_a_handful(pod_dir, server):
+    """Goal: a borrower never queues, and many cost the server nothing. Method: a want on a
+    gateway's connection and the reverse, another gateway's id, nine gateways, one that returns."""
+
+    def code_of(client, message) -> str:
+        client.notify(message)
+        while True:
+            try:
+                client.receive(30.0)
+            except RemoteError as error:
+                return error.code
+
+    with Hand(pod_dir, "engine-0") as hand:
+        with hand.connect() as client:
+            client.notify(BorrowMsg("active", GATEWAY, False))
+            assert code_of(client, hand.want()) == "lock.identity_changed"
+        with hand.connect() as client:
+            client.notify(hand.want())
+            hand.granted(client)
+            assert code_of(client, BorrowMsg("active", GATEWAY, False)) == "lock.identity_changed"
+        with hand.connect() as client:
+            client.notify(BorrowMsg("active", GATEWAY, False))
+            other = BorrowMsg("active", "f" * 16, False)
+            assert code_of(client, other) == "lock.identity_changed"
+        clients = [hand.connect() for _ in range(9)]
+        for number, client in enumerate(clients[:8]):
+            client.notify(BorrowMsg("active", f"{number:016x}", False))
+            client.request(StatusMsg())
+        full = BorrowMsg("active", f"{8:016x}", False)
+        assert code_of(clients[8], full) == "lock.too_many_gateways"
+        with hand.connect() as again:
+            again.notify(BorrowMsg("active", f"{0:016x}", True))
+            reply = again.request(StatusMsg()).message
+            assert len(reply.document["gateways"]) == 8
+            assert [
+                each["gateway"] for each in reply.document["gateways"] if each["accepting"]
+            ] == [f"{0:016x}"]
+        for client in clients:
+            client.close()
