@@ -19,8 +19,9 @@ GATEWAY_SOCKET = "gateway.sock"
 HTTP_SUFFIX = ".http.sock"  # of an engine's private socket; an engine's id has no dot
 WEIGHTS = "weights"  # a memory server's first tag; `kv` comes later
 
-# The longest name that every pod needs. A device with a longer name is caught by `socket_path`.
-LONGEST_COMMON_NAME = f"gms_HOST-0_{WEIGHTS}.sock"
+# The longest name that every pod needs. An engine or a device with a longer one is caught by
+# `socket_path`.
+LONGEST_COMMON_NAME = f"engine_engine-0{HTTP_SUFFIX}"
 
 
 def lockserver_socket(directory: str) -> str:

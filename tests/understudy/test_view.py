@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from understudy.status.gateway_view import has_gateway
 from understudy.status.view import is_reachable, lines, pod_view
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
@@ -190,3 +191,66 @@ def test_busy_machine_is_shown_with_what_it_does_to_the_budget():
         text = lines(view, NOW)
         assert (f"busy   engine-0: hang {budget}" in text) is is_shown
     assert not any("busy" in line for line in lines(pod_view("/d", {}, [], [ACTIVE]), NOW))
+
+
+def gateway(**differences: object) -> dict:
+    load = {"in_flight": 12, "parked": 2, "parked_oldest_ms": 1200.0, "replaying": 1}
+    return {"schema": 1, "accepting": True, "load": load, "pid": 77, **differences}
+
+
+def through(found: dict | None, **lock: object) -> tuple[dict, str]:
+    """The view of a sound pod whose clients come through the gateway `found`."""
+    server = {**lockserver(), "direct": False, **lock}
+    view = pod_view("/d", server, [memory()], [ACTIVE, STANDBY], found)
+    return view, "\n".join(lines(view, NOW))
+
+
+def test_gateway_has_a_line_with_what_waits_in_it():
+    """Goal: a failover seen from the door. Method: streams that are parked; direct mode."""
+    view, text = through(gateway())
+    assert view["state"] == "healthy"
+    assert (
+        "gateway accepting   12 in flight   2 parked (oldest 1.2s)   1 replaying   pid 77" in text
+    )
+    assert "gateway" not in through(None, direct=True)[1]
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "word"),
+    [
+        ({"name": "gateway", "error": "nobody listens"}, "down", "gateway: nobody listens; requ"),
+        (gateway(accepting=False, problems=["no descriptors"]), "down", "! no descriptors"),
+        (gateway(accepting=False), "down", "! the gateway does not accept connections"),
+        (gateway(load={"parked_oldest_ms": 25_000}), "degraded", "has been parked for 25s"),
+    ],
+)
+def test_what_keeps_requests_out_is_a_fault(found, state, word):
+    """Goal: a pod that answers nobody is never called healthy. Method: one thing amiss at a
+    time."""
+    view, text = through(found)
+    assert view["state"] == state
+    assert word in text
+
+
+def test_gateway_beside_direct_mode_is_a_fault():
+    """Goal: two parts that contradict each other are seen. Method: both answer."""
+    assert (
+        "! a gateway runs, but the lock server is in direct mode"
+        in through(gateway(), direct=True)[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("lock", "document", "has_socket", "is_one"),
+    [
+        ({"direct": False}, {"error": "gone"}, False, True),  # it is missed
+        ({"direct": True}, {"error": "gone"}, True, False),  # a stale socket means nothing
+        ({}, {"error": "gone"}, True, False),  # an older server knows no gateway
+        (NO_LOCKSERVER, {"error": "gone"}, True, True),
+        (NO_LOCKSERVER, {"error": "gone"}, False, False),
+        ({"direct": True}, {"pid": 1}, True, True),
+    ],
+)
+def test_whether_a_pod_has_a_gateway(lock, document, has_socket, is_one):
+    """Goal: none is missed in direct mode. Method: what each of the two says, and the socket."""
+    assert has_gateway(lock, document, has_socket=has_socket) is is_one

@@ -8,7 +8,9 @@ from plumbing.part.format import size
 from plumbing.service.process import FDS_ADVISED
 from understudy.doctor.facts import FdUse, PodFacts, Port
 from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
+from understudy.status.gateway_view import is_direct
 from understudy.status.memory_view import Document, devices
+from understudy.status.view import parts_of
 
 # Two epochs (committed, loading) of 250 slabs each, one more set in flight, and a server's 128
 # connections. A receiver at its limit loses descriptors without an error.
@@ -208,16 +210,19 @@ def _is_strange(port: Port, facts: PodFacts) -> bool:
     bound its ports, whatever their numbers."""
     if not port.is_taken or (port.owner is not None and port.owner.pid in facts.pids):
         return False
-    parts = [facts.view["lockserver"], *facts.view["gms"], *facts.view["engines"]]
-    up = {_name(part) for part in parts if "error" not in part}
+    if port.part == "gateway" and is_direct(facts.view["lockserver"]):
+        return False  # a pod in direct mode does not use it
+    up = {_name(part) for part in parts_of(facts.view) if "error" not in part}
     return port.part not in up
 
 
 def _name(part: Document) -> str:
-    """`lockserver`, `gms`, or an engine's id."""
+    """`lockserver`, `gateway`, `gms`, or an engine's id."""
     if "engine" in part:
         return str(part["engine"].get("id"))
-    return "lockserver" if "locks" in part else "gms"
+    if "locks" in part:
+        return "lockserver"
+    return "gateway" if "load" in part else "gms"
 
 
 CHECKS = (

@@ -10,13 +10,18 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from understudy.doctor import check_devices, check_directory, check_machine
+from understudy.doctor import check_devices, check_directory, check_gateway, check_machine
 from understudy.doctor.facts import PodFacts
 from understudy.doctor.findings import CheckResult, FindingStatus
 
 SCHEMA = 1
 
-CHECKS = (*check_directory.CHECKS, *check_machine.CHECKS, *check_devices.CHECKS)
+CHECKS = (
+    *check_directory.CHECKS,
+    *check_gateway.CHECKS,
+    *check_machine.CHECKS,
+    *check_devices.CHECKS,
+)
 
 COUNTED = {
     FindingStatus.FAIL: "failed",

@@ -44,6 +44,7 @@ class SocketFile(Struct, frozen=True):
     name: str
     is_answered: bool
     pid: int | None = None
+    mode: int | None = None  # of the file
 
 
 class SocketListener(Struct, frozen=True):
@@ -94,6 +95,14 @@ class MachineFacts(Struct, frozen=True):
     termination_log: str = ""
     termination_log_problem: str | None = None
     has_termination_log: bool = False
+
+
+class TlsFile(Struct, frozen=True):
+    """A file of the gateway's TLS that `variable` of the environment names."""
+
+    variable: str
+    path: str
+    problem: str | None = None
 
 
 class HeldMemory(Struct, frozen=True):
@@ -153,6 +162,7 @@ class PodFacts(Struct, frozen=True):
     mps: str | None = None  # evidence of the Multi-Process Service
     packages: Mapping[str, str] = {}
     environ: Mapping[str, str] = {}
+    tls_files: Sequence[TlsFile] = ()
 
     def answered(self) -> list[SocketFile]:
         """The sockets of the directory that have a listener."""

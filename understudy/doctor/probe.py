@@ -21,7 +21,16 @@ from plumbing.part.paths import gms_sockets
 from plumbing.service import procfs
 from plumbing.wire.peer import SO_PEERPIDFD
 from understudy.doctor import probe_devices, probe_directory
-from understudy.doctor.facts import FdUse, Kernel, MachineFacts, PodFacts, Port, Process, SocketFile
+from understudy.doctor.facts import (
+    FdUse,
+    Kernel,
+    MachineFacts,
+    PodFacts,
+    Port,
+    Process,
+    SocketFile,
+    TlsFile,
+)
 from understudy.host import fd_count, installed
 from understudy.status.gather import gather
 from understudy.up.ports import Ports
@@ -29,6 +38,8 @@ from understudy.up.ports import Ports
 ANSWER_S = 2.0  # a healthy part answers in milliseconds; one that hangs must not delay the others
 INIT = 1
 PACKAGES = ("vllm", "torch", "cuda-python", "nvidia-ml-py")
+# Of the gateway, and of a lock server over TCP.
+TLS_VARIABLES = ("UNDERSTUDY_TLS_CERT", "UNDERSTUDY_TLS_KEY", "UNDERSTUDY_TLS_CA")
 CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 UNLIMITED = 2**31  # in place of RLIM_INFINITY, which is -1: more than any kernel allows
 
@@ -56,6 +67,7 @@ async def look(directory: Path, ports: Ports, environ: Mapping[str, str]) -> Pod
         mps=probe_devices.look_for_mps(environ),
         packages=installed(PACKAGES),
         environ=environ,
+        tls_files=look_at_tls(environ),
     )
 
 
@@ -105,6 +117,15 @@ def look_at_ports(ports: Ports) -> list[Port]:
     return found
 
 
+def look_at_tls(environ: Mapping[str, str]) -> list[TlsFile]:
+    """The files that the environment names, opened as a part would open them."""
+    return [
+        TlsFile(name, environ[name], _why_unreadable(environ[name]))
+        for name in TLS_VARIABLES
+        if environ.get(name)
+    ]
+
+
 def look_at_machine(environ: Mapping[str, str]) -> MachineFacts:
     """Memory, /dev/shm and the termination log."""
     room = read_room()
@@ -130,6 +151,14 @@ def _pod(sockets: Sequence[SocketFile]) -> frozenset[int]:
         if each.name.startswith("gms_") and above is not None and above > INIT:
             found.add(above)  # the supervisor of the devices' servers has no socket of its own
     return frozenset(found)
+
+
+def _why_unreadable(path: str) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return None if file.read(1) else "it is empty"
+    except OSError as error:
+        return os.strerror(error.errno or 0)
 
 
 def _has_peer_pidfd() -> bool:

@@ -62,19 +62,27 @@ def look_at_sockets(directory: str) -> list[SocketFile]:
 
 def look_at_socket(path: str) -> SocketFile:
     """Whether a process listens there, and which, where that is visible."""
-    name = os.path.basename(path)
+    name, mode = os.path.basename(path), _mode_of(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)  # EAGAIN means a full backlog: it listens
         try:
             probe.connect(path)
         except BlockingIOError:
-            return SocketFile(name, is_answered=True)
+            return SocketFile(name, is_answered=True, mode=mode)
         except OSError as error:
             # Only ECONNREFUSED proves that there is no listener; EACCES does not.
-            return SocketFile(name, is_answered=error.errno != errno.ECONNREFUSED)
+            is_answered = error.errno != errno.ECONNREFUSED
+            return SocketFile(name, is_answered=is_answered, mode=mode)
         raw = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid = _UCRED.unpack(raw)[0]
-    return SocketFile(name, is_answered=True, pid=pid or None)
+    return SocketFile(name, is_answered=True, pid=pid or None, mode=mode)
+
+
+def _mode_of(path: str) -> int | None:
+    try:
+        return stat.S_IMODE(os.lstat(path).st_mode)
+    except OSError:  # its engine has just removed it
+        return None
 
 
 def listeners(directory: str) -> list[SocketListener]:

@@ -20,6 +20,7 @@ from plumbing.wire.messages import Message
 from understudy.status.gather import (
     PodPart,
     engine_parts,
+    gateway_part,
     lockserver_part,
     memory_parts,
     start_hint,
@@ -103,8 +104,8 @@ class _KeptEvents:
 
 def _parts(directory: Path) -> list[PodPart]:
     """Every part that has a socket in `directory`."""
-    lockserver = lockserver_part(directory)
-    found = [lockserver] if Path(lockserver.path).exists() else []
+    single = (lockserver_part(directory), gateway_part(directory))
+    found = [part for part in single if Path(part.path).exists()]
     return [*found, *memory_parts(directory), *engine_parts(directory)]
 
 

@@ -19,11 +19,12 @@ from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.absence import absences
-from plumbing.part.observe import StatusMsg, StatusReplyMsg
+from plumbing.part.observe import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
 from plumbing.part.paths import (
     LOCKSERVER_SOCKET,
     engine_sockets,
     engine_states,
+    gateway_socket,
     gms_socket,
     gms_sockets,
     lockserver_socket,
@@ -31,7 +32,10 @@ from plumbing.part.paths import (
 from plumbing.part.peers import ASK_TIMEOUT_S, ask
 from plumbing.service.files import read_json
 from plumbing.wire.messages import Catalogue
+from understudy.status.gateway_view import has_gateway
 from understudy.status.view import is_reachable, pod_view
+
+GATEWAY = Catalogue(StatusMsg, StatusReplyMsg, WatchMsg, EventMsg)  # observers say no more to it
 
 
 def start_hint(directory: Path) -> str:
@@ -67,7 +71,7 @@ def states_on_file(directory: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class PodPart:
-    """A part of a pod by its socket. `name`: `lockserver`, a device, or an engine's id."""
+    """A part of a pod by its socket. `name`: `lockserver`, `gateway`, a device, an engine's id."""
 
     name: str
     path: str
@@ -83,6 +87,11 @@ def lockserver_part(directory: Path) -> PodPart:
     """The lock server, whether or not it has a socket."""
     path = lockserver_socket(str(directory))
     return PodPart("lockserver", path, lock_messages.CATALOGUE)
+
+
+def gateway_part(directory: Path) -> PodPart:
+    """The gateway, whether or not it has a socket: a pod in direct mode has none."""
+    return PodPart("gateway", gateway_socket(str(directory)), GATEWAY)
 
 
 def memory_parts(directory: Path) -> list[PodPart]:
@@ -119,21 +128,23 @@ class Pids:
     lockserver: int | None
     gms: dict[str, int]  # a device's server, by device
     engines: dict[str, int]  # a supervisor, by engine
+    gateway: int | None = None  # the parent, whose child has the clients' connections
 
     def named(self) -> list[str]:
         """`pid 17 is lockserver`, …: every part that answers here."""
-        lock = {"lockserver": self.lockserver} if self.lockserver else {}
-        return [f"pid {pid} is {name}" for name, pid in (lock | self.gms | self.engines).items()]
+        single = {"lockserver": self.lockserver, "gateway": self.gateway}
+        found = single | self.gms | self.engines
+        return [f"pid {pid} is {name}" for name, pid in found.items() if pid]
 
 
 async def pids_of(directory: Path) -> Pids:
     """The pids of the parts that answer in `directory`, from the kernel."""
-    lock, gms, engines = await asyncio.gather(
-        _pids([lockserver_part(directory)]),
+    single, gms, engines = await asyncio.gather(
+        _pids([lockserver_part(directory), gateway_part(directory)]),
         _pids(memory_parts(directory)),
         _pids(engine_parts(directory)),
     )
-    return Pids(lock.get("lockserver"), gms, engines)
+    return Pids(single.get("lockserver"), gms, engines, single.get("gateway"))
 
 
 async def _pids(parts: Sequence[PodPart]) -> dict[str, int]:
@@ -151,9 +162,12 @@ async def _pid(part: PodPart) -> int:
 async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
     """The whole pod's view (`view.pod_view`): every part is asked once, all at the same time."""
     gms, engines = memory_parts(directory), engine_parts(directory)
-    parts = (lockserver_part(directory), *gms, *engines)
-    lock, *others = await asyncio.gather(*(status_of(part, timeout_s) for part in parts))
-    return pod_view(str(directory), lock, others[: len(gms)], others[len(gms) :])
+    parts = (lockserver_part(directory), gateway_part(directory), *gms, *engines)
+    answers = await asyncio.gather(*(status_of(part, timeout_s) for part in parts))
+    lock, gateway, *others = answers
+    has_socket = os.path.exists(gateway_socket(str(directory)))
+    found = gateway if has_gateway(lock, gateway, has_socket=has_socket) else None
+    return pod_view(str(directory), lock, others[: len(gms)], others[len(gms) :], found)
 
 
 async def require_pod(directory: Path) -> None:

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from plumbing.part.format import since, table
+from understudy.status.gateway_view import gateway_faults, gateway_lines, is_open
 from understudy.status.memory_view import Document, engines_by_pid, memory_faults, memory_lines
 
 SCHEMA = 1
@@ -21,11 +22,16 @@ ENGINE_HEADER = ("engine", "role", "state", "since", "in flight", "last canary",
 
 
 def pod_view(
-    directory: str, lockserver: Document, gms: Sequence[Document], engines: Sequence[Document]
+    directory: str,
+    lockserver: Document,
+    gms: Sequence[Document],
+    engines: Sequence[Document],
+    gateway: Document | None = None,
 ) -> dict[str, Any]:
     """The document of `understudy status --json`.
 
-    Each part is its own status document, or `{"name", "error"}` where it did not answer.
+    Each part is its own status document, or `{"name", "error"}` where it did not answer. `gateway`:
+    None in direct mode.
     """
     states = [str(_engine(engine).get("state", "unreachable")) for engine in engines]
     lock = _active(lockserver)
@@ -34,7 +40,7 @@ def pod_view(
     standbys = states.count(PARKED)
     # A standby alone is not enough: the lock server must be able to grant it the lock.
     ready = standbys > 0 and lock.get("state") == "held" and not lock.get("problem")
-    faults = _faults(lockserver, gms, engines, states)
+    faults = _faults(lockserver, gms, engines, states) + gateway_faults(gateway, lockserver)
     if serving and not standbys:
         faults.append("no standby: if the active engine dies now, the pod stops serving")
     elif serving and not ready and not faults:
@@ -43,13 +49,14 @@ def pod_view(
     return {
         "schema": SCHEMA,
         "dir": directory,
-        "state": soundness if serving else "down",
+        "state": soundness if serving and is_open(gateway) else "down",
         "active": serving,
         "token": holder.get("token"),
         "standbys": standbys,
         "failover_ready": ready,
         "problems": faults,
         "lockserver": dict(lockserver),
+        "gateway": dict(gateway) if gateway is not None else None,
         "gms": [dict(part) for part in gms],
         "engines": [dict(engine) for engine in engines],
     }
@@ -57,8 +64,14 @@ def pod_view(
 
 def is_reachable(view: Document) -> bool:
     """Whether any part answered."""
-    parts = [view["lockserver"], *view["gms"], *view["engines"]]
-    return any("error" not in part for part in parts)
+    return any("error" not in part for part in parts_of(view))
+
+
+def parts_of(view: Document) -> list[Document]:
+    """The documents of all parts of a view."""
+    gateway = view.get("gateway")
+    single = [view["lockserver"], *([] if gateway is None else [gateway])]
+    return [*single, *view["gms"], *view["engines"]]
 
 
 def lines(view: Document, now: datetime) -> list[str]:
@@ -70,6 +83,7 @@ def lines(view: Document, now: datetime) -> list[str]:
     if view["engines"]:
         out += table([ENGINE_HEADER, *(_engine_row(part, now) for part in view["engines"])])
     out += [line for engine in view["engines"] for line in _busy(engine)]
+    out += gateway_lines(view["gateway"])
     named = engines_by_pid(view["engines"])
     out += [line for part in view["gms"] for line in memory_lines(part, now, named)]
     out += [f"! {problem}" for problem in view["problems"][:4]]
@@ -95,8 +109,7 @@ def _offline_row(engine: Document, now: datetime) -> tuple[str, ...]:
 
 def _last_event(view: Document, now: datetime) -> str:
     """The newest event of all parts that answered."""
-    parts = [view["lockserver"], *view["gms"], *view["engines"]]
-    events = [part["last_event"] for part in parts if part.get("last_event")]
+    events = [part["last_event"] for part in parts_of(view) if part.get("last_event")]
     if not events:
         return "no events yet"
     newest = max(events, key=lambda event: float(event["mono_ms"]))

@@ -19,21 +19,24 @@ from understudy.doctor.facts import (
     Process,
     SocketFile,
     SocketListener,
+    TlsFile,
 )
 from understudy.doctor.findings import Finding
 
 HERE = (1, 2)
 GPU = "GPU-5a0f1b2c-0000-4000-8000-00000000000a"
 OTHER_GPU = "GPU-5a0f1b2c-1111-4111-8111-11111111111b"
-LOCKSERVER, GMS, ENGINE = (
+LOCKSERVER, GMS, ENGINE, GATEWAY = (
     Process(10, "lockserver"),
     Process(20, "gms"),
     Process(30, "engine"),
+    Process(40, "gateway"),
 )
 STRANGER = Process(99, "jupyter")
 
 VIEW: dict[str, Any] = {
-    "lockserver": {"locks": {}, "service": {}, "supervisors": []},
+    "lockserver": {"locks": {}, "service": {}, "supervisors": [], "direct": False},
+    "gateway": {"load": {}, "accepting": True, "problems": []},
     "gms": [{"device_uuid": "HOST-0", "capacity_bytes": 4 << 30, "epoch": "e"}],
     "engines": [{"engine": {"id": "engine-0"}, "lock": {"connected": True}}],
 }
@@ -48,12 +51,16 @@ WELL = PodFacts(
     ),
     view=VIEW,
     sockets=(
+        SocketFile("engine_engine-0.http.sock", True, ENGINE.pid, 0o600),
         SocketFile("engine_engine-0.sock", True, ENGINE.pid),
+        SocketFile("gateway.sock", True, GATEWAY.pid),
         SocketFile("gms_HOST-0_weights.sock", True, GMS.pid),
         SocketFile("lockserver.sock", True, LOCKSERVER.pid),
     ),
     listeners=(
+        SocketListener("engine_engine-0.http.sock", ENGINE, HERE),
         SocketListener("engine_engine-0.sock", ENGINE, HERE),
+        SocketListener("gateway.sock", GATEWAY, HERE),
         SocketListener("gms_HOST-0_weights.sock", GMS, HERE),
         SocketListener("lockserver.sock", LOCKSERVER, HERE),
     ),
@@ -64,19 +71,26 @@ WELL = PodFacts(
         16 << 30, "this machine's memory", 8 << 30, "/dev/termination-log", None, True
     ),
     gpus=Gpus((GpuFacts(GPU, is_persistent=True, compute_mode="default"),), "580.00"),
-    pids=frozenset({10, 20, 21, 30, 31}),
+    pids=frozenset({10, 20, 21, 30, 31, 40, 41}),
     served=("HOST-0",),
     packages={"vllm": "0.32.0"},
+    tls_files=(TlsFile("UNDERSTUDY_TLS_CERT", "/etc/tls.crt"),),
 )
 
 NO_POD = replace(
     WELL,
-    view={"lockserver": {"name": "lockserver", "error": "gone"}, "gms": [], "engines": []},
+    view={
+        "lockserver": {"name": "lockserver", "error": "gone"},
+        "gateway": None,
+        "gms": [],
+        "engines": [],
+    },
     sockets=(),
     listeners=(),
     ports=(),
     pids=frozenset(),
     served=(),
+    tls_files=(),
 )
 
 _BY_ID = {check.id: check for check in CHECKS}

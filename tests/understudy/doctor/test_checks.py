@@ -33,6 +33,7 @@ from understudy.doctor.facts import (
     Process,
     SocketFile,
     SocketListener,
+    TlsFile,
 )
 from understudy.doctor.findings import FindingStatus
 
@@ -47,6 +48,11 @@ REPLACED = SocketListener("engine_engine-1.sock", Process(40, "engine"), HERE)
 UNSEEN = SocketListener("engine_engine-1.sock")
 SECOND = SocketListener("lockserver.sock", Process(50, "lockserver"), HERE)
 NO_DRIVER = Gpus(problem="no driver here")
+TWIN = SocketListener("gateway.sock", Process(60, "gateway"), HERE)
+OPENED = SocketFile("engine_engine-0.http.sock", True, 30, 0o666)
+DIRECT_LOCK = {"lockserver": {**VIEW["lockserver"], "direct": True}}
+DIRECT = {**VIEW, **DIRECT_LOCK, "gateway": None}
+CLOSED = {**VIEW, "gateway": {"accepting": False, "problems": ["no descriptors"]}}
 DEAF = {**VIEW, "engines": [{"engine": {"id": "engine-1"}, "lock": {"connected": False}}]}
 AWAY = {**VIEW, "lockserver": {"locks": {}, "service": {"active": {"problem": "pid 9 has it"}}}}
 BLIND = {
@@ -92,7 +98,7 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
         ("directory", spoilt(directory__kind="a symbolic link"), FAIL, "is a symbolic link"),
         ("directory", spoilt(directory__owner_uid=0), FAIL, "uid 0, but this process is uid 10"),
         ("directory", spoilt(directory__mode=0o755), FAIL, "mode 0755"),
-        ("path_length", WELL, PASS, "gms_HOST-0_weights.sock"),
+        ("path_length", WELL, PASS, "engine_engine-0.http.sock"),
         ("path_length", spoilt(directory__path="/" + 84 * "x"), FAIL, "of 107 bytes"),
         # The GPU's UUID makes the path too long before any server has tried.
         (
@@ -101,7 +107,7 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
             FAIL,
             f"gms_{GPU}_weights.sock",
         ),
-        ("shared", WELL, PASS, "all 3 listening sockets"),
+        ("shared", WELL, PASS, "all 5 listening sockets"),
         ("shared", listens(ELSEWHERE), FAIL, "pid 40 (engine) has engine_engine-1.sock in another"),
         ("shared", listens(ELSEWHERE), FAIL, "device 7 inode 8 there, device 1 inode 2 here"),
         ("shared", listens(REPLACED), FAIL, "removed or replaced"),
@@ -134,8 +140,25 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
         ("flock", spoilt(directory__flock_problem="No locks available"), FAIL, "No locks"),
         ("flock", spoilt(directory__kind="missing"), SKIP, "does not exist"),
         ("flock", spoilt(directory__owner_uid=0), SKIP, "cannot be read"),
-        ("stale_sockets", WELL, PASS, "none (3 sockets"),
+        ("stale_sockets", WELL, PASS, "none (5 sockets"),
         ("stale_sockets", spoilt(sockets=(SocketFile("x.sock", False),)), WARN, "x.sock"),
+        ("gateway", WELL, PASS, "accepts"),
+        ("gateway", NO_POD, SKIP, "not known"),
+        ("gateway", spoilt(view=DIRECT), SKIP, "direct mode"),
+        ("gateway", spoilt(view={**VIEW, **DIRECT_LOCK}), FAIL, "beside a lock server in direct"),
+        ("gateway", spoilt(view={**VIEW, "gateway": None}), FAIL, "requests get a 503"),
+        ("gateway", spoilt(view={**VIEW, "gateway": {"error": "gone"}}), FAIL, "503: gone"),
+        ("gateway", spoilt(view=CLOSED), FAIL, "does not accept connections: no descriptors"),
+        ("one_gateway", WELL, PASS, "pid 40 (gateway)"),
+        ("one_gateway", NO_POD, SKIP, "no gateway is running"),
+        ("one_gateway", listens(TWIN), FAIL, "pid 40 (gateway), pid 60 (gateway)"),
+        ("private_sockets", WELL, PASS, "engine_engine-0.http.sock: private"),
+        ("private_sockets", NO_POD, SKIP, "no engine is active behind"),
+        ("private_sockets", spoilt(view=DIRECT), FAIL, "engines serve a gateway, and the lock"),
+        ("private_sockets", spoilt(NO_POD, sockets=(OPENED,)), FAIL, "has mode 0666"),
+        ("tls_files", WELL, PASS, "/etc/tls.crt"),
+        ("tls_files", spoilt(tls_files=()), SKIP, "names no certificate"),
+        ("tls_files", spoilt(tls_files=(TlsFile("A", "/c", "gone"),)), FAIL, "A is /c: gone"),
         ("peer_pidfd", WELL, PASS, "6.18"),
         ("peer_pidfd", spoilt(kernel__has_peer_pidfd=False), WARN, "no SO_PEERPIDFD"),
         (
@@ -262,6 +285,7 @@ def test_ids_are_stable_and_unique():
     """Goal: programs may rely on them. Method: the list, to the letter."""
     assert [check.id for check in CHECKS] == [
         *("directory", "path_length", "shared", "one_lockserver", "flock", "stale_sockets"),
+        *("gateway", "one_gateway", "private_sockets", "tls_files"),
         *("peer_pidfd", "pidfd_open", "start_method", "descriptors", "clock_source"),
         *("shared_memory", "host_memory", "termination_log", "ports", "vllm_version"),
         *("driver", "device_uuid", "persistence_mode", "mig_mode", "sharing_mode"),

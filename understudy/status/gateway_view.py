@@ -1,0 +1,72 @@
+"""The gateway in a pod's view: its document in, a line and faults out.
+
+Pure. A pod in direct mode has no gateway, and its view says so with None. Streams that are parked
+are no fault by themselves, because a failover parks them all; one that has been parked for longer
+than a failover may take is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plumbing.part.format import duration
+from understudy.status.memory_view import Document
+
+PARKED_LONG_MS = 10_000  # the time for which new requests wait; a failover takes far less
+
+
+def has_gateway(lockserver: Document, gateway: Document, *, has_socket: bool) -> bool:
+    """Whether the pod has one, or should: what the lock server says counts, then what is there."""
+    mode = is_direct(lockserver)
+    return "error" not in gateway or (has_socket if mode is None else not mode)
+
+
+def is_direct(lockserver: Document) -> bool | None:
+    """The lock server's mode; None where it does not answer. Older ones know no other."""
+    return None if "error" in lockserver else bool(lockserver.get("direct", True))
+
+
+def is_open(gateway: Document | None) -> bool:
+    """Whether requests can come in: through the gateway, or without one."""
+    return gateway is None or bool(gateway.get("accepting"))
+
+
+def gateway_lines(gateway: Document | None) -> list[str]:
+    """One line, or none in direct mode."""
+    if gateway is None:
+        return []
+    if "error" in gateway:
+        return ["gateway down"]
+    found = load_of(gateway)
+    oldest_ms = found.get("parked_oldest_ms")
+    oldest = f" (oldest {duration(oldest_ms)})" if found.get("parked") and oldest_ms else ""
+    restarts = gateway.get("restarts_total")
+    return [
+        f"gateway {'accepting' if is_open(gateway) else 'not accepting'}   "
+        f"{found.get('in_flight', 0)} in flight   {found.get('parked', 0)} parked{oldest}   "
+        f"{found.get('replaying', 0)} replaying   "
+        f"{f'child restarts {restarts}   ' if restarts else ''}pid {gateway.get('pid', '-')}"
+    ]
+
+
+def gateway_faults(gateway: Document | None, lockserver: Document) -> list[str]:
+    """What is wrong with it, as sentences."""
+    if gateway is None:
+        return []
+    if "error" in gateway:
+        return [f"gateway: {gateway['error']}; requests wait, and get a 503 after 10 s"]
+    faults = [str(each) for each in gateway.get("problems") or ()]
+    if is_direct(lockserver):
+        faults.append("a gateway runs, but the lock server is in direct mode: stop one of the two")
+    elif not is_open(gateway) and not faults:
+        faults.append("the gateway does not accept connections")
+    oldest_ms = load_of(gateway).get("parked_oldest_ms") or 0
+    if oldest_ms > PARKED_LONG_MS:
+        faults.append(f"a request has been parked for {duration(oldest_ms)}")
+    return faults
+
+
+def load_of(gateway: Document) -> dict[str, Any]:
+    """The counts of requests that the gateway has now."""
+    found = gateway.get("load")
+    return dict(found) if isinstance(found, dict) else {}
