@@ -200,7 +200,7 @@ def gateway(**differences: object) -> dict:
 
 def through(found: dict | None, **lock: object) -> tuple[dict, str]:
     """The view of a sound pod whose clients come through the gateway `found`."""
-    server = {**lockserver(), "direct": False, **lock}
+    server = {**lockserver(), "mode": "gateway", **lock}
     view = pod_view("/d", server, [memory()], [ACTIVE, STANDBY], found)
     return view, "\n".join(lines(view, NOW))
 
@@ -212,7 +212,7 @@ def test_gateway_has_a_line_with_what_waits_in_it():
     assert (
         "gateway accepting   12 in flight   2 parked (oldest 1.2s)   1 replaying   pid 77" in text
     )
-    assert "gateway" not in through(None, direct=True)[1]
+    assert "gateway" not in through(None, mode="direct")[1]
 
 
 @pytest.mark.parametrize(
@@ -236,19 +236,19 @@ def test_gateway_beside_direct_mode_is_a_fault():
     """Goal: two parts that contradict each other are seen. Method: both answer."""
     assert (
         "! a gateway runs, but the lock server is in direct mode"
-        in through(gateway(), direct=True)[1]
+        in through(gateway(), mode="direct")[1]
     )
 
 
 @pytest.mark.parametrize(
     ("lock", "document", "has_socket", "is_one"),
     [
-        ({"direct": False}, {"error": "gone"}, False, True),  # it is missed
-        ({"direct": True}, {"error": "gone"}, True, False),  # a stale socket means nothing
+        ({"mode": "gateway"}, {"error": "gone"}, False, True),  # it is missed
+        ({"mode": "direct"}, {"error": "gone"}, True, False),  # a stale socket means nothing
         ({}, {"error": "gone"}, True, False),  # an older server knows no gateway
         (NO_LOCKSERVER, {"error": "gone"}, True, True),
         (NO_LOCKSERVER, {"error": "gone"}, False, False),
-        ({"direct": True}, {"pid": 1}, True, True),
+        ({"mode": "direct"}, {"pid": 1}, True, True),
     ],
 )
 def test_whether_a_pod_has_a_gateway(lock, document, has_socket, is_one):

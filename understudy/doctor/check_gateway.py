@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from plumbing.part.paths import GATEWAY_SOCKET, HTTP_SUFFIX
 from understudy.doctor.facts import PodFacts
-from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped
+from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
 from understudy.status.gateway_view import is_direct, is_open
 
 NO_POD = "no lock server answers, so the mode is not known"
@@ -46,6 +46,13 @@ def one_gateway(facts: PodFacts) -> Finding:
         return failed(
             f"{len(found)} gateways listen on {facts.directory.path}/{GATEWAY_SOCKET}: {who}",
             "stop all of them, then start one; new requests wait meanwhile",
+        )
+    borrowers = facts.view["lockserver"].get("gateways") or ()
+    if len(borrowers) > 1:
+        pids = ", ".join(str(each.get("pid") or "not visible here") for each in borrowers)
+        return warned(
+            f"the lock server has lent its socket to {len(borrowers)} gateways: pids {pids}",
+            "stop the one that is too many, unless one replaces the other just now",
         )
     if found:
         return passed(str(found[0].process or "a process not visible here"))

@@ -23,7 +23,7 @@ def has_gateway(lockserver: Document, gateway: Document, *, has_socket: bool) ->
 
 def is_direct(lockserver: Document) -> bool | None:
     """The lock server's mode; None where it does not answer. Older ones know no other."""
-    return None if "error" in lockserver else bool(lockserver.get("direct", True))
+    return None if "error" in lockserver else lockserver.get("mode", "direct") == "direct"
 
 
 def is_open(gateway: Document | None) -> bool:

@@ -50,8 +50,10 @@ SECOND = SocketListener("lockserver.sock", Process(50, "lockserver"), HERE)
 NO_DRIVER = Gpus(problem="no driver here")
 TWIN = SocketListener("gateway.sock", Process(60, "gateway"), HERE)
 OPENED = SocketFile("engine_engine-0.http.sock", True, 30, 0o666)
-DIRECT_LOCK = {"lockserver": {**VIEW["lockserver"], "direct": True}}
+DIRECT_LOCK = {"lockserver": {**VIEW["lockserver"], "mode": "direct"}}
 DIRECT = {**VIEW, **DIRECT_LOCK, "gateway": None}
+BORROWERS = [{"gateway": "a", "pid": 40}, {"gateway": "b", "pid": 60}]
+TWO_BORROW = {**VIEW, "lockserver": {**VIEW["lockserver"], "gateways": BORROWERS}}
 CLOSED = {**VIEW, "gateway": {"accepting": False, "problems": ["no descriptors"]}}
 DEAF = {**VIEW, "engines": [{"engine": {"id": "engine-1"}, "lock": {"connected": False}}]}
 AWAY = {**VIEW, "lockserver": {"locks": {}, "service": {"active": {"problem": "pid 9 has it"}}}}
@@ -152,6 +154,7 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
         ("one_gateway", WELL, PASS, "pid 40 (gateway)"),
         ("one_gateway", NO_POD, SKIP, "no gateway is running"),
         ("one_gateway", listens(TWIN), FAIL, "pid 40 (gateway), pid 60 (gateway)"),
+        ("one_gateway", spoilt(view=TWO_BORROW), WARN, "2 gateways: pids 40, 60"),
         ("private_sockets", WELL, PASS, "engine_engine-0.http.sock: private"),
         ("private_sockets", NO_POD, SKIP, "no engine is active behind"),
         ("private_sockets", spoilt(view=DIRECT), FAIL, "engines serve a gateway, and the lock"),
