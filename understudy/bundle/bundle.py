@@ -45,6 +45,7 @@ BUNDLE_BYTES_MAX = 32 << 20  # before compression: the result fits mail and issu
 COMMANDS = {
     "lockserver-status.json": ("lockserver.cli", "status"),
     "gms-status.json": ("gms.cli", "status"),
+    "gateway-status.json": ("gateway.cli", "status"),
 }
 
 
