@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -28,13 +28,17 @@ PROMPT_BYTES_MAX = PROMPT_TOKENS_MAX * TOKEN_BYTES
 # Prompts of all unfinished requests together. A connection is dropped when it holds two frames'
 # worth of unread bytes, and a client must never be able to cause that.
 PROMPT_BYTES_UNFINISHED_MAX = PROMPT_BYTES_MAX + (1 << 20)
-FRAME_BYTES_MAX = PROMPT_BYTES_MAX + (64 << 10)
+# Prompt and journal together fit the context; beside them are a grammar and the sampling's lists.
+FRAME_BYTES_MAX = PROMPT_BYTES_MAX + (256 << 10)
+
+FinishReason = Literal["stop", "length"]
 
 # The code of a failure that is only the effect of another rank's.
 RANK_LOST = "engine.rank_lost"
 
 PackedPrompt = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=PROMPT_BYTES_MAX)]
 """See `pack`."""
+PackedTokens = Annotated[bytes, Meta(max_length=PROMPT_BYTES_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -79,21 +83,37 @@ class CheckedMsg(Message, frozen=True, tag="checked"):
 
 
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
-    """How to choose a token. `temperature` 0 is greedy; the same seed gives the same tokens."""
+    """How to choose a token. `temperature` 0 is greedy; the same seed gives the same tokens.
+
+    All but the first three depend on what was generated so far: `model/constraints.py`. `grammar`
+    is a source of `grammar.py`, or "".
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""
 
 
 class SubmitMsg(Message, frozen=True, tag="submit"):
-    """Generate; answered by one `token` message per token."""
+    """Generate; answered by one `token` message per token.
+
+    `made` are tokens of the answer that exist already: the request is resumed behind them. They
+    count as generated in every respect, and none of them is sent again.
+    """
 
     request: Count
     prompt: PackedPrompt
     max_tokens: Count
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
+    made: PackedTokens = b""
 
 
 class CancelMsg(Message, frozen=True, tag="cancel"):
@@ -149,3 +169,12 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 def unpack(packed: bytes) -> tuple[int, ...]:
     return tuple(array("I", packed))
+
+
+def finish_reason(
+    token: int, made: int, max_tokens: int, stop_token_ids: Sequence[int]
+) -> FinishReason | None:
+    """Why an answer ends with `token`, its `made`-th one; None: it goes on."""
+    if token in stop_token_ids:
+        return "stop"
+    return "length" if made >= max_tokens else None

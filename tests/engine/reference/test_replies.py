@@ -55,8 +55,8 @@ def test_chat_stream_opens_with_the_role_and_ends_with_the_reason():
     opening = reply.opening()
     assert opening is not None
     assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert reply.chunk("a")["choices"][0]["delta"] == {"content": "a"}
-    last = reply.last_chunk("stop")
+    assert reply.chunk("a", USAGE)["choices"][0]["delta"] == {"content": "a"}
+    last = reply.last_chunk("stop", USAGE)
     assert last["choices"][0] == {
         "index": 0,
         "delta": {},
@@ -71,17 +71,27 @@ def test_completion_stream_has_text_and_no_opening():
     """A completion's chunks look like its whole answer: build both."""
     assert completion().opening() is None
     whole = completion().whole("a", "stop", USAGE)
-    assert completion().chunk("a")["object"] == whole["object"]
-    assert completion().chunk("a")["choices"][0] == {**whole["choices"][0], "finish_reason": None}
+    assert completion().chunk("a", USAGE)["object"] == whole["object"]
+    assert completion().chunk("a", USAGE)["choices"][0] == {
+        **whole["choices"][0],
+        "finish_reason": None,
+    }
 
 
 def test_usage_chunk_has_no_choices_and_the_others_say_null():
     """stream_options.include_usage as documented: build the chunks."""
     for reply in (chat(wants_usage=True), completion(wants_usage=True)):
-        assert reply.chunk("a")["usage"] is None
-        assert reply.last_chunk("stop")["usage"] is None
+        assert reply.chunk("a", USAGE)["usage"] is None
+        assert reply.last_chunk("stop", USAGE)["usage"] is None
         final = reply.usage_chunk(USAGE)
         assert (final["choices"], final["usage"]) == ([], USAGE_BODY)
+
+
+def test_continuous_usage_is_in_every_chunk_with_text():
+    """vLLM's continuous_usage_stats: the usage so far, and once more at the end."""
+    reply = OpenAiReply(False, "cmpl-1", "m", 7, wants_usage=True, has_usage=True)
+    assert reply.chunk("a", USAGE)["usage"] == USAGE_BODY
+    assert reply.last_chunk("stop", USAGE)["usage"] == USAGE_BODY
 
 
 def test_sse_is_one_data_line():

@@ -163,13 +163,16 @@ class ModelLink(Handler):
         max_tokens: int,
         sampling: SamplingParams,
         stop_token_ids: tuple[int, ...],
+        made: Sequence[int] = (),
     ) -> Generation:
         """Ask for tokens; use the result in a `with` block, which cancels an unfinished request.
+
+        `made`: the first tokens of the answer, which exist already and are not sent again.
 
         Raises:
             UnderstudyError: `engine.queue_full`.
         """
-        size_bytes = len(prompt) * TOKEN_BYTES
+        size_bytes = (len(prompt) + len(made)) * TOKEN_BYTES + _size_bytes(sampling)
         if (
             len(self._unfinished) >= self._requests_max
             or self._prompt_bytes + size_bytes > PROMPT_BYTES_UNFINISHED_MAX
@@ -184,7 +187,9 @@ class ModelLink(Handler):
         self._unfinished[generation.number] = generation
         self._prompt_bytes += size_bytes
         self._conn.send(
-            SubmitMsg(generation.number, pack(prompt), max_tokens, sampling, stop_token_ids)
+            SubmitMsg(
+                generation.number, pack(prompt), max_tokens, sampling, stop_token_ids, pack(made)
+            )
         )
         return generation
 
@@ -267,6 +272,12 @@ class Generation:
 
     def __exit__(self, *error: object) -> None:
         self._link.cancel(self.number)
+
+
+def _size_bytes(sampling: SamplingParams) -> int:
+    """About what the parts take that can be large: a grammar and lists, on the wire."""
+    words = sum(len(word) for word in sampling.bad_words)
+    return len(sampling.grammar) + 2 * TOKEN_BYTES * (words + 2 * len(sampling.logit_bias))
 
 
 def _settle(future: asyncio.Future[T] | None, message: T) -> None:

@@ -41,16 +41,19 @@ class OpenAiReply:
     model: str
     created: int
     wants_usage: bool = False  # then every other chunk of the stream says `"usage": null`
+    has_usage: bool = False  # or the usage so far, in every one with text
 
     def opening(self) -> dict[str, Any] | None:
         """The chunk before any text; a completion has none."""
         return self._delta({"role": "assistant", "content": ""}, None) if self.is_chat else None
 
-    def chunk(self, text: str) -> dict[str, Any]:
-        return self._delta({"content": text}, None) if self.is_chat else self._text(text, None)
+    def chunk(self, text: str, so_far: TokenUsage) -> dict[str, Any]:
+        made = self._delta({"content": text}, None) if self.is_chat else self._text(text, None)
+        return self._with_usage(made, so_far)
 
-    def last_chunk(self, reason: str) -> dict[str, Any]:
-        return self._delta({}, reason) if self.is_chat else self._text("", reason)
+    def last_chunk(self, reason: str, so_far: TokenUsage) -> dict[str, Any]:
+        made = self._delta({}, reason) if self.is_chat else self._text("", reason)
+        return self._with_usage(made, so_far)
 
     def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
@@ -64,6 +67,9 @@ class OpenAiReply:
         else:
             envelope = self._text(text, finish_reason)
         return {**envelope, "usage": usage.body()}
+
+    def _with_usage(self, chunk: dict[str, Any], so_far: TokenUsage) -> dict[str, Any]:
+        return {**chunk, "usage": so_far.body()} if self.has_usage else chunk
 
     def _text(self, text: str, finish_reason: str | None) -> dict[str, Any]:
         """A completion's chunk, which has the same shape as the whole answer."""

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from engine.backends.reference.http.constraints import ConstraintFields, StructuredOutputs
 from engine.backends.reference.http.replies import ApiError, bad_value
 from engine.backends.reference.link import SamplingParams
 
@@ -36,9 +37,10 @@ StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class CommonBody(Struct, kw_only=True):
+class CommonBody(ConstraintFields, Struct, kw_only=True):
     """The parameters of both endpoints, with OpenAI's defaults."""
 
     model: str | None = None
@@ -46,14 +48,16 @@ class CommonBody(Struct, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] = []
+    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] = msgspec.field(
+        default_factory=list
+    )
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
 
     @property
     def sampling(self) -> SamplingParams:
-        """With a new seed where the client has sent none."""
+        """Without constraints; with a new seed where the client has sent none."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
         return SamplingParams(self.temperature, self.top_p, seed)
 
@@ -98,21 +102,19 @@ Body = TypeVar("Body", bound=CommonBody)
 # it asks for the chosen token's.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "chat_template", "prompt_logprobs", "tool_call_id"), ()),
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
-    **dict.fromkeys(("structured_outputs", "truncate_prompt_tokens"), ()),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
-    **dict.fromkeys(("min_p", "min_tokens", "top_logprobs"), (0,)),
-    **dict.fromkeys(("best_of", "n", "length_penalty", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("grammar", "guided_grammar", "structural_tag", "whitespace_pattern"), ()),
+    "truncate_prompt_tokens": (),
+    **dict.fromkeys(("min_p", "top_logprobs"), (0,)),
+    **dict.fromkeys(("best_of", "n", "length_penalty"), (1,)),
     **dict.fromkeys(("continue_final_message", "echo", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("continuous_usage_stats", "logprobs", "return_token_ids"), (False,)),
+    **dict.fromkeys(("logprobs", "return_token_ids"), (False,)),
+    **dict.fromkeys(("disable_additional_properties", "disable_any_whitespace"), (False,)),
     **dict.fromkeys(("return_tokens_as_token_ids", "use_beam_search"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
-    **dict.fromkeys(("allowed_token_ids", "bad_words", "documents", "functions"), ([],)),
-    **dict.fromkeys(("stop_token_ids", "tool_calls", "tools"), ([],)),
-    **dict.fromkeys(("chat_template_kwargs", "logit_bias"), ({},)),
+    **dict.fromkeys(("allowed_token_ids", "documents", "functions", "tool_calls", "tools"), ([],)),
+    "chat_template_kwargs": ({},),
     **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "top_k": (-1, 0),
 }
@@ -178,6 +180,8 @@ def _convert(document: Mapping[str, Any], kind: type[Body], required: str) -> Bo
         raise bad_value(param, f"{param}: {what[:ERROR_CHARS_MAX]}.") from None
     _check_others(document, kind)
     _check_others(document.get("stream_options", {}), StreamOptions, "stream_options.")
+    outputs = document.get("structured_outputs", {})
+    _check_others(outputs, StructuredOutputs, "structured_outputs.")
     return body
 
 

@@ -16,9 +16,12 @@ from aiohttp import web
 from engine.backends import process
 from engine.backends.channel import Channel, Phases
 from engine.backends.drain import until_done
+from engine.backends.reference.grammar import Grammars
+from engine.backends.reference.http.continuation import continuation_id
 from engine.backends.reference.http.listener import SharedListener
 from engine.backends.reference.http.model_link import join_ranks
-from engine.backends.reference.http.routes import ServedModel, make_app
+from engine.backends.reference.http.routes import make_app
+from engine.backends.reference.http.served import ServedModel
 from engine.backends.reference.http.text import Tokenizer
 from engine.backends.reference.link import ConfigureMsg, FailedMsg, ReadyMsg
 from engine.messages import CanaryMsg, FaultReportMsg, HealthyMsg, PreparedMsg
@@ -44,13 +47,18 @@ async def serve(
     link = join_ranks(models, settings.slots, lambda failed: channel.end(_report_of(failed)), page)
     try:
         tokenizer = Tokenizer.load(settings.directory)
-        backend = ReferenceBackend(ServedModel(model_name, tokenizer, link))
+        backend = ReferenceBackend(ServedModel(model_name, tokenizer, link), settings.directory)
         ready = await backend.prepare()
     except UnderstudyError as error:
         channel.end(process.fault_report(error))
-    channel.prepared(
-        backend, PreparedMsg(ready.weights_bytes, ready.kv_bytes, ready.epoch, ready.identity)
+    prepared = PreparedMsg(
+        ready.weights_bytes,
+        ready.kv_bytes,
+        ready.epoch,
+        ready.identity,
+        continuation=backend.continuation_id,
     )
+    channel.prepared(backend, prepared)
     await asyncio.Event().wait()
 
 
@@ -62,9 +70,10 @@ def _report_of(failed: FailedMsg) -> FaultReportMsg:
 class ReferenceBackend:
     """One incarnation's model service: what `channel.Backend` asks for."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModel, directory: str) -> None:
         self._phases = Phases()
         self._served = served
+        self._directory = directory
         self._listener: SharedListener | None = None
         self._runner = web.AppRunner(
             make_app(served),
@@ -76,10 +85,17 @@ class ReferenceBackend:
     async def prepare(self) -> ReadyMsg:
         """Build the HTTP server while the model loads, so that waking need not; wait for both."""
         await self._runner.setup()
-        ready = await self._served.link.ready()
+        served = self._served
+        ready = await served.link.ready()
         self._phases.step("ready")
-        self._served.ready = ready
+        served.ready = ready
+        served.grammars = Grammars(self._directory, ready.vocab_size, ready.stop_token_ids)
+        served.continuation_id = continuation_id(self._directory, served.model_name, ready)
         return ready
+
+    @property
+    def continuation_id(self) -> str:
+        return self._served.continuation_id
 
     async def wake(
         self, engine: str, token: int, listening: OwnedFd, *, is_behind_gateway: bool = False
@@ -89,6 +105,7 @@ class ReferenceBackend:
             self._phases.step("wake")
             server = self._server
             self._served.engine, self._served.token = engine, token
+            self._served.is_behind_gateway = is_behind_gateway
             self._listener = SharedListener(
                 listening.duplicate(), server, lambda: len(server.connections)
             )
@@ -116,12 +133,18 @@ class ReferenceBackend:
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:
         """Accept no more, answer requests on open connections, cut them when the budget is spent.
 
-        Connections in the backlog stay there for the next engine.
+        Connections in the backlog stay there for the next engine. With `resume` so do streams that
+        the gateway continues: their connections are closed at once, which is behind a whole group,
+        since each is one write.
         """
         self._phases.step("drain")
         self._served.is_draining = True
+        self._served.is_continued = resume
         if self._listener is not None:
             self._listener.stop()
+        if resume:
+            for transport in list(self._served.streams):
+                transport.close()
         server = self._server
         await until_done(
             lambda: [connection.transport for connection in server.connections],

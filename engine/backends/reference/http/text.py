@@ -140,12 +140,20 @@ class Piece:
 class AnswerText:
     """The text of one answer. After a piece with a `finish_reason`, push no more.
 
-    A client sees nothing of a stop token or a stop string, and never half a character.
+    A client sees nothing of a stop token or a stop string, and never half a character. Stop strings
+    are looked for behind the first `min_tokens` tokens only.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], prompt_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        prompt_tokens: int = 0,
+        min_tokens: int = 0,
+    ) -> None:
         self._stream = TextStream(tokenizer)
         self._stops = StopStrings(stop)
+        self._min_tokens = min_tokens
         self.usage = TokenUsage(prompt_tokens)
 
     def push(self, token: TokenMsg) -> Piece:
@@ -153,6 +161,8 @@ class AnswerText:
         text = "" if token.finish_reason == "stop" else self._stream.push(token.token)
         if token.finish_reason is not None:
             text += self._stream.finish()
+        if self.usage.completion_tokens <= self._min_tokens:
+            return Piece(text, token.finish_reason)
         text, is_stopped = self._stops.push(text)
         if is_stopped:
             return Piece(text, "stop")

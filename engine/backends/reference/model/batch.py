@@ -7,19 +7,17 @@ so a long prompt never delays the others by more than one chunk.
 
 The surprising thing: work is cut by *position in the sequence* only, never by what else is
 running. Float sums depend on how a matrix product is cut, so this is what makes a sequence's
-logits bit-identical alone and in a batch.
+logits bit-identical alone and in a batch. For the same reason the tokens of an answer that is
+resumed are run one at a time, as when they were made, and not in the chunks of a prompt.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
 
-from engine.backends.reference.link import SamplingParams
+from engine.backends.reference.link import FinishReason, SamplingParams, finish_reason
 from plumbing.errors import InvariantError
-
-FinishReason = Literal["stop", "length"]
 
 # Tokens per prefill unit: large enough that a matrix product is efficient, small enough that a
 # 1 B model on one core shows progress well within the 3 s after which generation counts as hung.
@@ -35,13 +33,14 @@ class Request:
     max_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: tuple[int, ...] = ()
+    made: tuple[int, ...] = ()  # resumed: the tokens of the answer so far, which did not end it
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """Run `tokens` of a request's sequence, the first at position `start`, through slot `slot`.
 
-    `samples`: the last token's logits choose the next token, the `index`-th new one.
+    `samples`: the last token's logits choose the next token, the `index`-th of the answer.
     """
 
     request: Request
@@ -57,7 +56,7 @@ class _Running:
     request: Request
     slot: int
     position: int = 0  # tokens of this sequence that are in the KV cache
-    made: int = 0  # new tokens so far
+    made: int = 0  # tokens of the answer so far
     last: int = -1  # the newest of them
 
 
@@ -78,7 +77,9 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Start a request, or queue it. The HTTP process has checked it and limits their number."""
-        fits = 0 < len(request.prompt) < self._max_context and request.max_tokens > 0
+        total = len(request.prompt) + len(request.made)
+        fits = len(request.prompt) > 0 and total < self._max_context
+        fits = fits and request.max_tokens > len(request.made)
         if not fits or request.id in self._waiting or request.id in self._running:
             raise InvariantError(f"request {request.id} is a duplicate or does not fit the context")
         if self._free:
@@ -119,22 +120,15 @@ class Scheduler:
             return None
         sequence.made += 1
         sequence.last = token
-        reason = self._finish_reason(sequence)
+        request = work.request
+        most = min(request.max_tokens, self._max_context - len(request.prompt))
+        reason = finish_reason(token, sequence.made, most, request.stop_token_ids)
         if reason is not None:
-            self._finish(work.request.id)
+            self._finish(request.id)
         return reason
 
-    def _finish_reason(self, sequence: _Running) -> FinishReason | None:
-        request = sequence.request
-        if sequence.last in request.stop_token_ids:
-            return "stop"
-        total = len(request.prompt) + sequence.made
-        if sequence.made >= request.max_tokens or total >= self._max_context:
-            return "length"
-        return None
-
     def _start(self, request: Request) -> None:
-        self._running[request.id] = _Running(request, self._free.pop())
+        self._running[request.id] = _Running(request, self._free.pop(), made=len(request.made))
         self._turns.append(request.id)
 
     def _finish(self, request_id: int) -> None:
@@ -151,8 +145,12 @@ def prefill_end(start: int, prompt_tokens: int) -> int:
 
 def _work(sequence: _Running) -> Work:
     request, start = sequence.request, sequence.position
-    if start >= len(request.prompt):
-        return Work(request, sequence.slot, (sequence.last,), start, True, sequence.made)
-    end = prefill_end(start, len(request.prompt))
-    samples = end == len(request.prompt)
-    return Work(request, sequence.slot, request.prompt[start:end], start, samples, 0)
+    behind_prompt = start - len(request.prompt)
+    if behind_prompt < 0:
+        end = prefill_end(start, len(request.prompt))
+        samples = end == len(request.prompt) and not request.made
+        return Work(request, sequence.slot, request.prompt[start:end], start, samples, 0)
+    is_replayed = behind_prompt < len(request.made)
+    token = request.made[behind_prompt] if is_replayed else sequence.last
+    samples = behind_prompt + 1 >= len(request.made)
+    return Work(request, sequence.slot, (token,), start, samples, sequence.made)

@@ -1,7 +1,8 @@
 """One step of the model process's loop: a unit of work from the scheduler through the decoder.
 
-Connects batch (whose turn), decoder (logits) and sampling (which token). Knows no sockets: the
-caller asks for a step, sends the result, and reads its messages between steps.
+Connects batch (whose turn), decoder (logits), constraints (which tokens may be) and sampling (which
+one is). Knows no sockets: the caller asks for a step, sends the result, and reads its messages
+between steps.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.reference.model.batch import FinishReason, Request, Scheduler
-from engine.backends.reference.model.decoder import Decoder, KVCache
-from engine.backends.reference.model.sampling import choose
+from engine.backends.reference.grammar import Grammars
+from engine.backends.reference.link import FinishReason
+from engine.backends.reference.model.batch import Request, Scheduler, Work
+from engine.backends.reference.model.constraints import Constraints, is_constrained
+from engine.backends.reference.model.decoder import Array, Decoder, KVCache
+from engine.backends.reference.model.sampling import check_finite, choose
 from plumbing.errors import UnderstudyError
 
 CANARY_FAILED = "engine.canary_failed"
@@ -32,12 +36,16 @@ class Produced:
 class Generator:
     """Serves requests over one decoder and one KV cache; not thread-safe, never blocks."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, grammars: Grammars | None = None) -> None:
+        """Without `grammars`, no request may have a grammar."""
         self._decoder = decoder
         self._cache = cache
+        self._grammars = grammars
         self._scheduler = Scheduler(cache.slots, cache.max_context)
+        self._constraints: dict[int, Constraints] = {}  # of those that have made their first token
         self.progress = 0
-        """Grows with every prefill chunk and every token: what "not hung" means."""
+        """Grows with every prefill chunk and every token, also of what is only computed again: what
+        "not hung" means."""
 
     @property
     def has_work(self) -> bool:
@@ -49,6 +57,7 @@ class Generator:
 
     def cancel(self, request_id: int) -> bool:
         """Drop a request; its slot is free when this returns. False if unknown or finished."""
+        self._constraints.pop(request_id, None)
         return self._scheduler.cancel(request_id)
 
     def step(self) -> Produced | None:
@@ -58,9 +67,33 @@ class Generator:
             return None
         logits = self._decoder.forward(self._cache, work.slot, work.tokens, work.start)
         self.progress += 1
-        token = choose(logits, work.request.sampling, work.index) if work.samples else None
+        token = self._choose(work, logits) if work.samples else None
         reason = self._scheduler.done(work, token)
+        if reason is not None:
+            self._constraints.pop(work.request.id, None)
         return None if token is None else Produced(work.request.id, token, reason)
+
+    def _choose(self, work: Work, logits: Array) -> int:
+        request = work.request
+        if not is_constrained(request.sampling):
+            return choose(logits, request.sampling, work.index)
+        check_finite(logits)
+        constraints = self._constraints.get(request.id)
+        if constraints is None:
+            constraints = self._constrain(request, len(logits))
+        tokens, changed = constraints.apply(logits)
+        token = int(tokens[choose(changed, request.sampling, work.index)])
+        constraints.take(token)
+        return token
+
+    def _constrain(self, request: Request, vocab_size: int) -> Constraints:
+        matcher = None
+        if request.sampling.grammar:
+            assert self._grammars is not None
+            matcher = self._grammars.matcher(request.sampling.grammar)
+        made = Constraints(request, vocab_size, matcher)
+        self._constraints[request.id] = made
+        return made
 
 
 def canary(decoder: Decoder, cache: KVCache) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ import socket
 import sys
 from typing import NoReturn
 
+from engine.backends.reference.grammar import Grammars
 from engine.backends.reference.link import (
     LINK,
     LINK_ENV,
@@ -65,7 +66,7 @@ def main() -> int:
         rank = Rank(settings, peers)
         if settings.rank:
             follow(link, rank)
-        ModelLoop(link, rank).run()
+        ModelLoop(link, rank, settings.directory).run()
     except UnderstudyError as error:
         logger.error("%s", error)
         with contextlib.suppress(UnderstudyError):  # the HTTP process may be the one that is gone
@@ -81,9 +82,10 @@ def _socket(number: str) -> socket.socket:
 class ModelLoop:
     """Rank 0, and with one rank the whole model: generates until a peer is gone."""
 
-    def __init__(self, link: BlockingClient, rank: Rank) -> None:
+    def __init__(self, link: BlockingClient, rank: Rank, directory: str) -> None:
         self._link = link
         self._rank = rank
+        self._directory = directory
         self._generator: Generator | None = None
         self._canary_tokens: tuple[int, ...] = ()
 
@@ -129,6 +131,7 @@ class ModelLoop:
                         message.max_tokens,
                         message.sampling,
                         message.stop_token_ids,
+                        unpack(message.made),
                     )
                 )
             case CancelMsg() if self._generator is not None:
@@ -139,7 +142,10 @@ class ModelLoop:
     def _take_memory(self) -> None:
         self._rank.take_memory()
         if self._generator is None:
-            self._generator = Generator(self._rank.decoder, self._rank.cache(SERVING))
+            ready = self._rank.ready
+            grammars = Grammars(self._directory, ready.vocab_size, ready.stop_token_ids)
+            cache = self._rank.cache(SERVING)
+            self._generator = Generator(self._rank.decoder, cache, grammars)
         self._link.notify(TakenMsg(self._rank.kv_bytes))
 
     def _check(self) -> None:

@@ -18,17 +18,12 @@ from plumbing.errors import UnderstudyError
 
 
 def choose(logits: NDArray[np.float32], params: SamplingParams, index: int) -> int:
-    """The token at `index` of a request's new tokens. `logits` is (vocab_size,), only read.
+    """The token at `index` of a request's answer. `logits` is (vocab_size,), only read.
 
     Raises:
         UnderstudyError: `engine.logits_not_finite`: the weights or the memory under them are bad.
     """
-    if not np.isfinite(logits).all():
-        raise UnderstudyError(
-            "engine.logits_not_finite",
-            "The model's logits are not finite: its weights are damaged in the checkpoint or in "
-            "memory; check the checkpoint and load it again.",
-        )
+    check_finite(logits)
     if params.temperature == 0:
         return int(logits.argmax())  # the lowest id among equals
     tokens, weights = _candidates(logits, params)
@@ -37,6 +32,16 @@ def choose(logits: NDArray[np.float32], params: SamplingParams, index: int) -> i
         cumulative.searchsorted(uniform(params.seed, index) * cumulative[-1], side="right")
     )
     return int(tokens[min(chosen, len(tokens) - 1)])
+
+
+def check_finite(logits: NDArray[np.float32]) -> None:
+    """Raises as `choose`."""
+    if not np.isfinite(logits).all():
+        raise UnderstudyError(
+            "engine.logits_not_finite",
+            "The model's logits are not finite: its weights are damaged in the checkpoint or in "
+            "memory; check the checkpoint and load it again.",
+        )
 
 
 def uniform(seed: int, index: int) -> float:

@@ -1,0 +1,60 @@
+"""The model that is served, and the state of its engine: what the routes are given."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from engine.backends.reference.grammar import Grammars
+from engine.backends.reference.http.model_link import ModelLink
+from engine.backends.reference.http.replies import ApiError
+from engine.backends.reference.http.text import Tokenizer
+from engine.backends.reference.link import ReadyMsg
+from plumbing import hop
+
+
+@dataclass
+class ServedModel:
+    """The backend keeps it up to date.
+
+    `is_behind_gateway`: the connections are the gateway's, whose headers are obeyed.
+    `is_continued`: a drain leaves streams to the next engine.
+    """
+
+    model_name: str
+    tokenizer: Tokenizer
+    link: ModelLink
+    engine: str = ""
+    token: int = 0
+    is_behind_gateway: bool = False
+    is_draining: bool = False
+    is_continued: bool = False
+    rejected: int = 0
+    ready: ReadyMsg | None = None
+    grammars: Grammars | None = None
+    continuation_id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    requests_open: int = 0  # between their headers and the end of their answer
+    # Connections of the streams that another engine can continue.
+    streams: set[asyncio.Transport] = field(default_factory=set)
+    on_request: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
+
+    @property
+    def limits(self) -> ReadyMsg:
+        assert self.ready is not None  # connections are accepted only afterwards
+        return self.ready
+
+    def check_model(self, asked: str | None) -> None:
+        """Raises ApiError 404."""
+        if asked not in (None, self.model_name):
+            what = f"The model {asked!r:.500} does not exist; this engine serves"
+            what = f"{what} {self.model_name!r}."
+            raise ApiError(404, what, code="model_not_found", param="model")
+
+    def is_marked(self, request: web.Request) -> bool:
+        """Whether a gateway asks, and so can continue the answer."""
+        return self.is_behind_gateway and hop.GATEWAY in request.headers

@@ -1,0 +1,85 @@
+"""An answer as groups: the tokens of one output of the model with their text, and as events.
+
+Owns the order of events and what is one write. Behind a gateway every group ends with the comment
+that the private hop asks for (`plumbing/hop.py`), in the same write as its events, also where it
+has none: then its tokens made half a character, or what may begin a stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from engine.backends.reference.http.model_link import Generation
+from engine.backends.reference.http.replies import DONE, OpenAiReply, TokenUsage, sse
+from engine.backends.reference.http.text import AnswerText, Piece
+from plumbing import hop
+
+SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    tokens: Sequence[int]
+    piece: Piece
+
+
+async def groups_of(
+    replayed: Group | None, generation: Generation | None, answer: AnswerText
+) -> AsyncIterator[Group]:
+    """The whole answer: what existed before, then what the model makes, up to and including the
+    group with the finish reason. `generation` may be None if `replayed` has that."""
+    reason = None
+    if replayed is not None:
+        reason = replayed.piece.finish_reason
+        yield replayed
+    while reason is None:
+        assert generation is not None
+        token = await generation.next()
+        piece = answer.push(token)
+        reason = piece.finish_reason
+        yield Group((token.token,), piece)
+
+
+async def send_stream(
+    request: web.Request,
+    groups: AsyncIterator[Group],
+    usage: TokenUsage,
+    reply: OpenAiReply,
+    is_marked: bool,
+) -> web.StreamResponse:
+    """`usage` is that of the newest group. `is_marked`: for a gateway, which continues the stream
+    if this engine dies."""
+    response = web.StreamResponse(headers=SSE_HEADERS)
+    if is_marked:
+        response.headers[hop.CONTINUATION] = hop.Continuation.EXACT
+    async for group in groups:
+        events = b""
+        if not response.prepared:
+            await response.prepare(request)
+            if opening := reply.opening():
+                events += sse(opening)
+        events += _events(group, usage, reply, is_marked)
+        if events:
+            await response.write(events)
+    await response.write_eof()
+    return response
+
+
+def _events(group: Group, usage: TokenUsage, reply: OpenAiReply, is_marked: bool) -> bytes:
+    piece = group.piece
+    events = sse(reply.chunk(piece.text, usage)) if piece.text else b""
+    if piece.finish_reason is not None:
+        events += sse(reply.last_chunk(piece.finish_reason, usage))
+    if is_marked:
+        events += hop.group_end(group.tokens, (len(group.tokens),))
+    if piece.finish_reason is not None:
+        events += sse(reply.usage_chunk(usage)) if reply.wants_usage else b""
+        events += DONE + (hop.END if is_marked else b"")
+    return events

@@ -1,0 +1,164 @@
+"""Answers that are cut and resumed in one process: the app behind a gateway, a real decoder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+from aiohttp.test_utils import TestClient, TestServer
+
+from engine.backends.reference.grammar import Grammars
+from engine.backends.reference.http.routes import make_app
+from engine.backends.reference.http.served import ServedModel
+from engine.backends.reference.http.text import Tokenizer
+from engine.backends.reference.link import ReadyMsg, SamplingParams, TokenMsg
+from engine.backends.reference.model.batch import Request
+from engine.backends.reference.model.generation import Generator
+from plumbing import hop
+from tests.engine.reference.support import cache_for, decoder_of
+
+MAX_CONTEXT = 160
+REQUEST_ID = "the-request"
+
+
+class Link:
+    """In place of `ModelLink`: the model's steps are done when a token is asked for."""
+
+    def __init__(self, directory: str, grammars: Grammars) -> None:
+        decoder = decoder_of(directory)
+        self.generator = Generator(decoder, cache_for(decoder, 2, MAX_CONTEXT), grammars)
+        self.started = 0
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingParams,
+        stop_token_ids: tuple[int, ...],
+        made: Sequence[int] = (),
+    ) -> Link:
+        self.started += 1
+        self.generator.submit(
+            Request(self.started, tuple(prompt), max_tokens, sampling, stop_token_ids, tuple(made))
+        )
+        return self
+
+    async def next(self) -> TokenMsg:
+        while True:
+            made = self.generator.step()
+            if made is not None:
+                return TokenMsg(made.request_id, made.token, 0, made.finish_reason)
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None
+    ) -> None:
+        self.generator.cancel(self.started)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One group of a stream: its tokens, and its events without the time they were made at."""
+
+    tokens: tuple[int, ...]
+    events: tuple[Any, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(map(text_of, self.events))
+
+
+@dataclass(frozen=True)
+class Stream:
+    groups: list[Seen]
+    rest: tuple[Any, ...]  # behind the last group: usage, "[DONE]"
+    is_whole: bool
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for group in self.groups for token in group.tokens]
+
+
+def text_of(event: Any) -> str:
+    choices = [] if event == "[DONE]" else event["choices"]
+    return "".join(
+        choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        for choice in choices
+    )
+
+
+def read_stream(body: bytes) -> Stream:
+    """As a gateway reads it: a group counts when its comment has come whole."""
+    groups: list[Seen] = []
+    events: list[Any] = []
+    is_whole = False
+    for part in body.split(b"\n\n")[:-1]:  # what follows the last empty line is not whole
+        if part.startswith(b"data: "):
+            events.append(_event(part.removeprefix(b"data: ")))
+        elif part + b"\n\n" == hop.END:
+            is_whole = True
+        else:
+            tokens, _ = hop.read_group_end(part + b"\n\n")
+            groups.append(Seen(tuple(tokens), tuple(events)))
+            events = []
+    return Stream(groups, tuple(events), is_whole)
+
+
+def _event(data: bytes) -> Any:
+    if data == b"[DONE]":
+        return "[DONE]"
+    document = json.loads(data)
+    del document["created"]
+    return document
+
+
+class Pod:
+    """An engine behind a gateway; every request is resumed at the same one, with nothing kept."""
+
+    def __init__(self, served: ServedModel, link: Link, client: TestClient[Any, Any]) -> None:
+        self.served = served
+        self.link = link
+        self._client = client
+
+    async def ask(
+        self, path: str, document: Any, journal: Sequence[int] | None = None
+    ) -> tuple[int, aiohttp.typedefs.LooseHeaders, bytes]:
+        """Status, headers and body, as the gateway gets them."""
+        headers = {hop.GATEWAY: "1", "X-Request-Id": REQUEST_ID}
+        body = json.dumps(document).encode()
+        if journal is not None:
+            chunks = [len(journal)] if journal else []
+            body, headers[hop.JOURNAL] = hop.with_journal(body, hop.Journal(journal, chunks))
+        async with self._client.post(path, data=body, headers=headers) as response:
+            return response.status, response.headers, await response.read()
+
+    async def stream(
+        self, path: str, document: Any, journal: Sequence[int] | None = None
+    ) -> tuple[Stream, bytes]:
+        status, headers, body = await self.ask(path, {**document, "stream": True}, journal)
+        assert status == 200, body
+        assert headers[hop.CONTINUATION] == "exact"
+        return read_stream(body), body
+
+
+@asynccontextmanager
+async def pod(directory: Path) -> AsyncIterator[Pod]:
+    tokenizer = Tokenizer.load(str(directory))
+    ends = (257, 261)
+    grammars = Grammars(str(directory), 262, ends)
+    link = Link(str(directory), grammars)
+    served = ServedModel("tiny", tokenizer, link)  # type: ignore[arg-type]
+    served.ready = ReadyMsg(1, 1, MAX_CONTEXT, 262, ends, "epoch", {})
+    served.grammars = grammars
+    served.is_behind_gateway = True
+    served.engine, served.token = "engine-0", 7
+    async with TestClient(TestServer(make_app(served))) as client:
+        yield Pod(served, link, client)
