@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockserver.core import events as ev
-from lockserver.core.lock import Lock
+from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import LockMachine
 from lockserver.messages import REASON_CHARS_MAX, BorrowMsg, GrantedMsg, IdleMsg
 from lockserver.server.service_desk import ServiceDesk
+from lockserver.server.settings import LockSettings
 from lockserver.status.document import moment
+from lockserver.status.waits import MissingGateway, no_gateway_wait
 from plumbing.errors import ProtocolError
 from plumbing.service.clock import Clock
 from plumbing.wire.connection import Connection
@@ -40,6 +42,10 @@ class Gateway:
     told: str | None = None  # the last sentence, None after a grant
     told_ms: float = 0.0
 
+    def __str__(self) -> str:
+        pid = self.conn.peer.pid
+        return f"gateway {self.id}" + (f" (pid {pid})" if pid else "")
+
 
 class GatewayDesk:
     """All gateways, by connection."""
@@ -50,12 +56,12 @@ class GatewayDesk:
         services: ServiceDesk,
         clock: Clock,
         record: Callable[[ev.Happened], None],
-        why_idle: Callable[[str], str],
+        settings: LockSettings,
     ) -> None:
         self.gateways: dict[int, Gateway] = {}
+        self.missing: dict[str, MissingGateway] = {}  # by lock: where no gateway accepts
         self._machine, self._services, self._clock = machine, services, clock
-        self._record, self._why_idle = record, why_idle
-        self._missing_ms: dict[str, float] = {}  # by lock: since when no gateway has accepted
+        self._record, self._settings = record, settings
 
     def borrow(self, conn: Connection, message: BorrowMsg) -> None:
         """Take in what a gateway says; lend and tell it what it lacks.
@@ -131,9 +137,27 @@ class GatewayDesk:
             each.lock == lock and each.accepting_ms is not None for each in self.gateways.values()
         )
 
-    def missing_since_ms(self, lock: str) -> float | None:
-        """Since when no gateway has accepted, where one should."""
-        return self._missing_ms.get(lock)
+    @property
+    def problem(self) -> str | None:
+        """That no gateway has accepted for too long, for operators; or None."""
+        directory = self._settings.directory
+        waits = [no_gateway_wait(each, directory) for each in self.missing.values()]
+        return next((f"{each.message}; {each.fix}" for each in waits if each.is_fault), None)
+
+    def _look_for_missing(self, now_ms: float) -> None:
+        for name, service in self._services.sockets.items():
+            if self.is_accepting(name):
+                self.missing.pop(name, None)
+                continue
+            before = self.missing.get(name)
+            since_ms = before.since_ms if before is not None else now_ms
+            is_overdue = now_ms - since_ms >= self._settings.hold_ms
+            who = [str(each) for each in self.gateways.values() if each.lock == name]
+            found = MissingGateway(service.address, since_ms, who, is_overdue)
+            self.missing[name] = found
+            if is_overdue and before is not None and not before.is_overdue:
+                message = no_gateway_wait(found, self._settings.directory).message
+                self._record(ev.Happened("lock.gateway_missing", message, "error", {"lock": name}))
 
     # ------------------------------------------------------------------ what they are told
 
@@ -146,11 +170,8 @@ class GatewayDesk:
     def tick(self, now_ms: float) -> None:
         for each in self.gateways.values():
             self._tell_idle(each, now_ms)
-        for lock in self._services.sockets if self._services.has_gateway else ():
-            if self.is_accepting(lock):
-                self._missing_ms.pop(lock, None)
-            else:
-                self._missing_ms.setdefault(lock, now_ms)
+        if self._services.has_gateway:
+            self._look_for_missing(now_ms)
 
     def _tell(self, gateway: Gateway, now_ms: float) -> None:
         """What a new borrower must know first."""
@@ -165,7 +186,7 @@ class GatewayDesk:
     def _tell_idle(self, gateway: Gateway, now_ms: float) -> None:
         if _may_be_served(self._machine.locks[gateway.lock]):
             return
-        reason = self._why_idle(gateway.lock)[:REASON_CHARS_MAX]
+        reason = why_idle(self._machine, gateway.lock)[:REASON_CHARS_MAX]
         if reason == gateway.told or (
             gateway.told is not None and now_ms - gateway.told_ms < TELL_MS
         ):
@@ -189,19 +210,30 @@ class GatewayDesk:
         ]
 
     def _happened(self, kind: str, gateway: Gateway, what: str, severity: str = "info") -> None:
-        pid = gateway.conn.peer.pid
         data = {
             "gateway": gateway.id,
             "lock": gateway.lock,
-            "pid": pid,
-            "is_accepting": gateway.accepting_ms is not None,
+            "pid": gateway.conn.peer.pid,
+            "accepting": gateway.accepting_ms is not None,
         }
-        who = f"gateway {gateway.id}" + (f" (pid {pid})" if pid else "")
-        self._record(ev.Happened(kind, f"{who} {what}", severity, data))
+        self._record(ev.Happened(kind, f"{gateway} {what}", severity, data))
 
 
 def _moment(mono_ms: float | None, clock: Clock) -> dict[str, Any] | None:
     return None if mono_ms is None else moment(mono_ms, clock)
+
+
+def why_idle(machine: LockMachine, name: str) -> str:
+    """A sentence for clients on why no engine is active."""
+    lock = machine.locks[name]
+    holder = lock.holder.engine if lock.holder is not None else "the last holder"
+    why = {
+        LockState.FREE: "no engine is ready yet",
+        LockState.RELEASING: f"processes of {holder} are not gone yet",
+        LockState.RECOVERING: f"{holder} has not reconnected since the lock server's restart",
+        LockState.HELD: f"{holder} holds it",
+    }[lock.state]
+    return f"no engine is active (the {name} lock is {lock.state}: {why}); retry in a moment"
 
 
 def _may_be_served(lock: Lock) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import Counter
 
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
 from lockserver.members.members import Members
+from lockserver.server.gateway_desk import Gateway
 from lockserver.server.service_socket import STATES
 from lockserver.status.document import longest_left_ms, missing_of
 from plumbing.service.events import Event
@@ -25,6 +28,8 @@ GAUGES = {
         "Over TCP: how long the holder may live at most without another message."
     ),
     "lock_members_missing": "Over TCP: members of the holder that are not connected.",
+    "lock_gateways": "Gateways that have borrowed the lock's service socket.",
+    "lock_gateways_accepting": "Those of them that accept connections.",
 }
 # The events that end a switchover, or report it overdue, and how they are counted.
 SWITCHOVER_RESULTS = {
@@ -86,7 +91,9 @@ class LockMetrics:
     def service(self, lock: str, state: str) -> None:
         self._services.set(state, lock=lock)
 
-    def update(self, machine: LockMachine, members: Members, now_ms: float) -> None:
+    def update(
+        self, machine: LockMachine, members: Members, gateways: Sequence[Gateway], now_ms: float
+    ) -> None:
         for lock in machine.locks.values():
             holder = lock.holder
             supervisor = machine.supervisors.get(holder.supervisor) if holder else None
@@ -99,6 +106,10 @@ class LockMetrics:
                 "lock_switchover": lock.name in machine.switchovers.under_way,
                 "lock_lease_remaining_seconds": longest_left_ms(holder, members, now_ms) / 1000,
                 "lock_members_missing": missing_of(holder, members),
+                "lock_gateways": sum(each.lock == lock.name for each in gateways),
+                "lock_gateways_accepting": sum(
+                    each.lock == lock.name and each.accepting_ms is not None for each in gateways
+                ),
             }
             for name, value in values.items():
                 self._gauges[name].labels(lock=lock.name).set(value)

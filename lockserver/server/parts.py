@@ -13,7 +13,7 @@ from lockserver.core.machine import KINDS, LockMachine
 from lockserver.core.supervisors import SupervisorRecord
 from lockserver.server.directory import LockDirectory
 from lockserver.server.event_outbox import EventOutbox
-from lockserver.server.gateway_desk import GatewayDesk
+from lockserver.server.gateway_desk import GatewayDesk, why_idle
 from lockserver.server.metrics import LockMetrics
 from lockserver.server.prober import Prober, ProcessWatch
 from lockserver.server.remote import Remote
@@ -84,14 +84,14 @@ class Parts:
         remote = Remote(settings, machine, clock, feed, outbox)
         reserve = Reserve(SPARE_FDS)
         witnesses = WitnessDesk(path, reserve)
-        why_idle = partial(_why_idle, machine)
         services = ServiceDesk(
             settings.services,
             settings.hold_ms,
-            why_idle,
+            partial(why_idle, machine),
             reserve,
             has_gateway=settings.has_gateway,
         )
+        gateways = GatewayDesk(machine, services, clock, outbox.add, settings)
         services.open(is_first_start=state.loaded.is_first)
         reserve.refill()
         return cls(
@@ -109,10 +109,12 @@ class Parts:
             reserve=reserve,
             services=services,
             witnesses=witnesses,
-            shortage=Shortage(machine, services, witnesses, (reserve, wire.reserve), events),
+            shortage=Shortage(
+                machine, services, gateways, witnesses, (reserve, wire.reserve), events
+            ),
             processes=ProcessWatch(lambda supervisor: feed(ev.ProcessGone(supervisor))),
             switchovers=SwitchoverDesk(machine, partial(is_alive, witnesses, remote.leases)),
-            gateways=GatewayDesk(machine, services, clock, outbox.add, why_idle),
+            gateways=gateways,
             prober=Prober(witnesses, machine, remote.leases, feed),
         )
 
@@ -143,8 +145,3 @@ class Parts:
         self.services.close()
         self.state.close()
         self.reserve.close()
-
-
-def _why_idle(machine: LockMachine, lock: str) -> str:
-    state = machine.locks[lock].state
-    return f"no engine is active (the {lock} lock is {state}); retry in a moment"

@@ -44,8 +44,9 @@ class LockReport:
             away=parts.services.away(),
             unreachable=directory.unreachable,
             undone=parts.shortage.undone(),
+            no_gateway=parts.gateways.missing,
         )
-        sources = (machine.ledger, directory, parts.remote, parts.shortage)
+        sources = (machine.ledger, directory, parts.remote, parts.shortage, parts.gateways)
         problems = (*(each.problem for each in sources), http_problem)
         return {
             "schema": document.SCHEMA,

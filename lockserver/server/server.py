@@ -209,5 +209,7 @@ class LockServer:
             self.failed.set_exception(error)
 
     def _refresh_metrics(self) -> None:
-        self.parts.outbox.flush()
-        self.metrics.update(self.parts.machine, self.parts.remote.members, self.clock.now_ms())
+        parts = self.parts
+        parts.outbox.flush()
+        gateways = tuple(parts.gateways.gateways.values())
+        self.metrics.update(parts.machine, parts.remote.members, gateways, self.clock.now_ms())

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from lockserver.messages import ServiceMsg
-from lockserver.server.service_socket import ServiceSocket
+from lockserver.server.service_socket import NO_ENGINE, NO_GATEWAY, ServiceSocket
 from plumbing.errors import ProtocolError
 from plumbing.shortage import is_shortage
 from plumbing.wire.connection import Connection
@@ -33,8 +33,11 @@ class ServiceDesk:
         has_gateway: bool = False,
     ) -> None:
         self.has_gateway = has_gateway  # then supervisors never accept: they keep copies
+        describe, code = why_idle, NO_ENGINE
+        if has_gateway:
+            describe, code = _why_no_gateway, NO_GATEWAY
         self.sockets = {
-            lock: ServiceSocket(lock, address, hold_ms, partial(why_idle, lock))
+            lock: ServiceSocket(lock, address, hold_ms, partial(describe, lock), code)
             for lock, address in addresses.items()
         }
         self._reserve = reserve
@@ -149,3 +152,7 @@ class ServiceDesk:
     def close(self) -> None:
         for service in self.sockets.values():
             service.close()
+
+
+def _why_no_gateway(lock: str) -> str:
+    return "the gateway, which accepts requests, is not running; retry in a moment"

@@ -34,6 +34,7 @@ LINGER_S = 1.0  # to read the rest of the request, else the answer would be lost
 RETRY_AFTER_S = 1  # a takeover takes milliseconds, a relaunch seconds
 REBIND_MS = 1000.0
 
+NO_ENGINE, NO_GATEWAY = "no_active_engine", "no_gateway"  # the codes of a 503
 LENT, HOLDING, AWAY = STATES = ("lent", "holding", "waiting_for_hand_back")
 
 
@@ -41,16 +42,21 @@ class ServiceSocket:
     """One service address. `prepare` is called before each grant, `watch` with every tick."""
 
     def __init__(
-        self, lock: str, address: str, hold_ms: float, describe: Callable[[], str]
+        self,
+        lock: str,
+        address: str,
+        hold_ms: float,
+        describe: Callable[[], str],
+        code: str = NO_ENGINE,
     ) -> None:
-        """`describe` returns a sentence on why no engine is active."""
+        """`describe` returns a sentence on why nobody accepts, `code` a word for it."""
         self.lock = lock
         self.address = address
         self.problem: str | None = None
         self.is_taken = False  # another process has the address
         self._family, self._sockaddr = _resolve(address)
         self._hold_ms = hold_ms
-        self._describe = describe
+        self._describe, self._code = describe, code
         self._sock: socket.socket | None = None
         self._idle_since_ms: float | None = None
         self._rebind_ms = 0.0
@@ -233,7 +239,7 @@ class ServiceSocket:
             "message": self._describe(),
             "type": "service_unavailable",
             "param": None,
-            "code": "no_active_engine",
+            "code": self._code,
         }
         body = json.dumps({"error": error}).encode() + b"\n"
         head = (

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockserver.core.machine import LockMachine
+from lockserver.server.gateway_desk import GatewayDesk
 from lockserver.server.service_desk import ServiceDesk
 from lockserver.server.witness_desk import WitnessDesk
-from lockserver.status.waits import Undone
+from lockserver.status.waits import Undone, Who
 from plumbing.service.events import EventLog
 from plumbing.wire.fds import Reserve
 from plumbing.wire.sockets import no_descriptors
@@ -27,6 +28,7 @@ class Shortage:
         self,
         machine: LockMachine,
         services: ServiceDesk,
+        gateways: GatewayDesk,
         witnesses: WitnessDesk,
         reserves: Sequence[Reserve],
         events: EventLog,
@@ -34,6 +36,7 @@ class Shortage:
         self.problem: str | None = None
         self.since_ms = self._last_ms = 0.0
         self._machine, self._services, self._witnesses = machine, services, witnesses
+        self._gateways = gateways
         self._reserves, self._events = reserves, events
 
     def tick(self, now_ms: float) -> None:
@@ -61,14 +64,20 @@ class Shortage:
 
     def undone(self) -> Undone | None:
         """What is not done yet, for the status; None if nothing."""
-        supervisors = self._machine.supervisors.values()
         unlent = {}
         for lock in self._services.sockets:
-            conns = self._services.unlent(lock)
-            who = [(each.engine, each.incarnation) for each in supervisors if each.conn in conns]
+            who = self._unlent(self._services.unlent(lock))
             if who:
                 unlent[lock] = who
         unseen = [(want.msg.engine, want.msg.incarnation) for want in self._witnesses.unseen]
         if not unlent and not unseen:
             return None
         return Undone(self.problem or NO_MEMORY, self.since_ms, unlent, unseen)
+
+    def _unlent(self, conns: Sequence[int]) -> list[Who]:
+        """Who cannot serve without a copy. Beside a gateway, engines can."""
+        if self._services.has_gateway:
+            gateways = self._gateways.gateways.values()
+            return [(f"gateway {each.id}", None) for each in gateways if each.conn.id in conns]
+        supervisors = self._machine.supervisors.values()
+        return [(each.engine, each.incarnation) for each in supervisors if each.conn in conns]

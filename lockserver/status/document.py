@@ -22,8 +22,10 @@ from lockserver.members.group import Group
 from lockserver.members.members import Members
 from lockserver.status.wait import NAMED_MAX, LockWait, Seen, since_ms
 from lockserver.status.waits import (
+    MissingGateway,
     Undone,
     address_away_wait,
+    no_gateway_wait,
     see_members,
     undone_waits,
     unreachable_wait,
@@ -60,6 +62,7 @@ class Here:
     away: Mapping[str, tuple[str, str | None]]  # by lock: a service address in use, and why
     unreachable: tuple[str, float, bool] | None  # why no engine can connect, since when; no fds?
     undone: Undone | None
+    no_gateway: Mapping[str, MissingGateway]  # by lock
 
 
 def lock_documents(here: Here) -> dict[str, Any]:
@@ -77,6 +80,8 @@ def _lock_document(lock: Lock, here: Here) -> dict[str, Any]:
     problem = next((each.sentence for each in found if each.is_fault), None)
     if lock.name in here.away:  # not the lock's problem: see `service`
         found.append(address_away_wait(*here.away[lock.name], machine))
+    if lock.name in here.no_gateway:
+        found.append(no_gateway_wait(here.no_gateway[lock.name], here.directory))
     if here.unreachable is not None and lock.is_fenced:  # reported once, for the whole document
         found.append(unreachable_wait(*here.unreachable, here.directory))
     window_ms = max(0.0, machine.started_ms + machine.window_ms - now_ms)

@@ -21,6 +21,11 @@ SERVICE = {
     "holding": "no active engine; the lock server answers 503",
     "waiting_for_hand_back": "waiting for an engine to hand the socket back",
 }
+BEHIND_GATEWAY = {
+    "lent": "for gateways to accept connections",
+    "holding": "no gateway accepts; the lock server answers 503",
+    "waiting_for_hand_back": "waiting for a gateway or an engine to hand the socket back",
+}
 TOGETHER = "\u00a0"  # a space at which no line is broken
 
 
@@ -50,7 +55,10 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
     for engine, found in document["members"].items():
         yield from _members(engine, found)
     for name, service in document["service"].items():
-        yield _head("service", f"{name} on {service['address']}: {SERVICE[service['state']]}")
+        words = SERVICE if document["mode"] == "direct" else BEHIND_GATEWAY
+        yield _head("service", f"{name} on {service['address']}: {words[service['state']]}")
+    for gateway in document["gateways"]:
+        yield _head("gateway", _gateway(gateway))
     if document.get("problem"):
         yield _head("problem", document["problem"])
 
@@ -61,6 +69,13 @@ def _who(lock: Document) -> str:
         return f"no holder  {_since(lock)}"
     pid = f"pid {holder['pid']}  " if holder.get("pid") else ""
     return f"{holder['engine']}  token {holder['token']}  {pid}{_since(lock)}"
+
+
+def _gateway(gateway: Document) -> str:
+    pid = f"pid {gateway['pid']}  " if gateway["pid"] else ""
+    accepting = gateway["accepting"]
+    does = "does not accept" if accepting is None else f"accepts  {_since(accepting)}"
+    return f"{gateway['gateway']}  {pid}{does}"
 
 
 def _tcp(tcp: Document) -> Iterator[tuple[str, str]]:

@@ -35,6 +35,7 @@ SCENES = Path(__file__).resolve().parent / "wait_scenes"
 COLUMNS = 80
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
 UNREACHABLE = 3
+ELSEWHERE = {"address_away", "unreachable", "no_gateway"}  # no lock's problems: shown beside them
 
 STATES = (
     holder.silent_holder,
@@ -59,6 +60,8 @@ STATES = (
     line.queue_behind_the_dead,
     surroundings.address_of_a_stranger,
     surroundings.socket_of_a_stranger,
+    surroundings.gateway_that_does_not_accept,
+    surroundings.gateway_that_is_gone,
     over_tcp.member_missing,
     over_tcp.member_that_does_not_end,
     over_tcp.leases_on_file,
@@ -127,7 +130,7 @@ def check_document(document: Any, told: Told) -> None:
     assert [words for words in told.fix if words not in wait["fix"]] == [], wait["fix"]
     assert wait["is_fault"] == told.is_fault
     faults = [each for each in lock["waits"] if each["is_fault"]]
-    if told.reason not in ("address_away", "unreachable"):  # which are also shown elsewhere
+    if told.reason not in ELSEWHERE:
         assert bool(lock["problem"]) == bool(faults)
     assert TIME.fullmatch(lock["since"])
 

@@ -32,6 +32,7 @@ class Law:
         self.old_tokens: set[int] = set()  # sent before the file that named them was lost
         self.token_max = 0  # the largest on disk
         self.sent_max: dict[str, int] = {}  # the largest that was sent, by lock
+        self.eras: list[str] = []  # the last one is that of the present file
         self.last: Tree | None = None  # the last incarnation that was granted `active`
         self.asked: dict[tuple[str, Sup], tuple[Tree, int]] = {}  # each waiter and its place
         self.known: dict[str, Sup] = {}  # engine → the supervisor that this server knows for it
@@ -53,6 +54,11 @@ class Law:
         if is_whole:
             self.old_tokens.update(self.sent)
             self.token_max, self.sent_max = 0, {}
+
+    def era_began(self, era: str, *, is_new: bool) -> None:
+        """The server starts with `era`, which is a new one if no slot could be read."""
+        assert (era not in self.eras) if is_new else (era == self.eras[-1]), f"era {era}"
+        self.eras += [era] if is_new else []
 
     # ------------------------------------------------------------------ what the server receives
 
@@ -167,8 +173,11 @@ class Law:
                 assert not other.is_told, f"granted while {name} lives and believes it is active"
         self.last = tree
 
-    def granted(self, lock: str, holder: ev.Holder) -> None:
-        """A grant is about to be sent to its holder."""
+    def granted(self, lock: str, holder: ev.Holder, era: str) -> None:
+        """A grant is about to be sent to its holder, or repeated to anybody."""
+        assert era == self.eras[-1], f"{lock} is granted in era {era}, not {self.eras[-1]}"
+        newest = self.sent_max.get(lock, 0)
+        assert holder.token >= newest, f"{lock}: token {holder.token} is repeated after {newest}"
         who = (lock, holder.incarnation)
         is_owed = (lock, holder) in self.owed
         if is_owed:
@@ -180,8 +189,8 @@ class Law:
         self.old_tokens.discard(holder.token)
         before = self.sent_max.get(lock, 0)
         assert holder.token > before, f"{lock}: token {holder.token} is sent after {before}"
-        newest = self.world.shell.slots[1]
-        on_disk = newest.holders.get(lock) if newest is not None else None
+        slot = self.world.shell.slots[1]
+        on_disk = slot.holders.get(lock) if slot is not None else None
         assert on_disk == holder, f"{who} is not on disk"
         self.sent[holder.token], self.sent_max[lock] = who, holder.token
         if not is_owed:

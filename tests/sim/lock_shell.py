@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tests.sim.lock_world import World
 
 TICK = ev.TimePassed()
+FIRST_ERA = f"{1:016x}"
 NO_MACHINE = "the server is down"
 
 
@@ -30,9 +31,10 @@ class Shell:
         self.world, self.kinds = world, {name: KINDS[name] for name in locks}
         self.machine: LockMachine | None = None
         self.slots: list[ev.LockRecord | None] = [
-            ev.LockRecord(),
-            ev.LockRecord(),
+            ev.LockRecord(era=FIRST_ERA),
+            ev.LockRecord(era=FIRST_ERA),
         ]  # the newest is the last
+        self.starts = 1  # after a loss: a new era each, in names
         self.disk_fails = False
         self.is_short = False  # of descriptors: no witness can be looked at
         self.unseen: dict[Conn, tuple[Said, ev.Wanted]] = {}  # wants to be handed in again
@@ -45,11 +47,18 @@ class Shell:
 
     def start(self) -> None:
         record = self.slots[1]
-        readable = [slot.token for slot in self.slots if slot is not None]
+        readable = [slot for slot in self.slots if slot is not None]
         if len(readable) < 2 or record is None:  # like the state file: one bad slot is a lost slot
-            record = ev.LockRecord(max(readable, default=0) + 1, unknown=frozenset(self.kinds))
+            self.starts += 1
+            record = ev.LockRecord(
+                max((slot.token for slot in readable), default=0) + 1,
+                unknown=frozenset(self.kinds),
+                era=readable[0].era if readable else f"{self.starts:016x}",
+            )
             self.slots = [record, record]
             self.world.law.state_lost(is_whole=not readable)
+        is_first = not self.world.law.eras
+        self.world.law.era_began(record.era, is_new=is_first or not readable)
         self.machine = LockMachine(record, self.world.now_ms, kinds=self.kinds)
         self.world.law.server_started()
         trees = self.world.trees.values()
@@ -83,7 +92,7 @@ class Shell:
                 assert effect is effects[-1], "something happens after a write is begun"
                 self.write(effect.record)
             elif isinstance(effect, ev.SendGrant):
-                law.granted(effect.lock, effect.holder)
+                law.granted(effect.lock, effect.holder, effect.era)
                 self.send(effect.conn, effect)
             elif isinstance(effect, ev.Announce):
                 self.announce(effect)

@@ -61,7 +61,8 @@ def want(conn, incarnation, *locks, engine=None, supervisor=None, **fields) -> e
     supervisor = supervisor or f"{engine:0>16}"
     witness = name_of(incarnation) if incarnation else None
     msg = WantMsg(supervisor, engine, incarnation, witness, locks, {})
-    msg = replace(msg, **{key: fields.pop(key) for key in ("witness", "tokens") if key in fields})
+    said = ("witness", "tokens", "continuation")
+    msg = replace(msg, **{key: fields.pop(key) for key in said if key in fields})
     base = ev.Wanted(
         conn,
         msg,

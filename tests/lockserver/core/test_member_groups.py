@@ -106,8 +106,8 @@ def test_effects_of_the_machine_reach_the_right_members():
     hand-over goes to member 0, an end to all, a loan to none."""
     shell = held()
     conn = shell.group.conn
-    told = shell.members.fan_out(ev.SendHandOver(conn, "active", A0, "engine-1"))
-    assert [(type(m).__name__, m.conn) for m in told] == [("SendHandOver", 10)]
+    told = shell.members.fan_out(ev.SendHandOver(conn, "active", A0, "engine-1", True))
+    assert [(type(m).__name__, m.conn, m.resume) for m in told] == [("SendHandOver", 10, True)]
     assert [m.conn for m in shell.members.fan_out(ev.Close(conn, "why"))] == [10, 11]
     assert [m.conn for m in shell.members.fan_out(ev.RefuseConnection(conn, "c", "m"))] == [10, 11]
     assert shell.members.fan_out(ev.Lend(conn)) == []

@@ -57,6 +57,50 @@ def test_holder_that_reconnects_is_told_again():
     assert told(shell.feed(confirmed)) == [(3, "active", True)]
 
 
+def continues(effects) -> list[bool]:
+    return [effect.continues for effect in effects if isinstance(effect, ev.TellStandby)]
+
+
+def test_holder_is_told_whether_the_engine_that_is_next_can_continue_its_streams():
+    """Goal: no stream is left for an engine that cannot go on with it. Method: behind a gateway,
+    engines with another continuation id, the same one, and none wait behind each other; the first
+    leaves, the next falls silent; the holder's own id changes."""
+    shell = Shell(resumes=True, silent_ms=3000.0)
+    shell.feed(want(1, A, "active", continuation="x"))
+    assert continues(shell.feed(want(2, B, "active", continuation="y"))) == [False]
+    assert continues(shell.feed(want(3, C, "active", continuation="x"))) == []
+    assert continues(shell.feed(want(2, B, continuation="y"))) == [True]
+    assert continues(shell.feed(want(2, B, "active", continuation="x"))) == []
+    assert continues(shell.feed(want(1, A, "active", tokens={"active": 1}))) == [False]
+    again = want(1, A, "active", tokens={"active": 1}, continuation="x")
+    assert continues(shell.feed(again)) == [True]
+    effects = []
+    for beat in range(1, 9):
+        effects += shell.feed(ev.Beaten(1, beat)) + shell.pass_ms(500)
+    assert continues(effects) == [False]
+
+
+def test_engine_that_a_switchover_prefers_is_the_one_whose_continuation_counts():
+    """Goal: what the holder is told is about the engine that will be granted. Method: a switchover
+    to the second in the queue, which has the holder's id; the first has none."""
+    shell = Shell(resumes=True)
+    shell.feed(want(1, A, "active", continuation="x"))
+    shell.feed(want(2, B, "active"))
+    shell.feed(want(3, C, "active", continuation="x"))
+    asked = ev.SwitchOverAsked(1, 77, "active", "engine-2", 10_000, frozenset({B, C}))
+    assert continues(shell.feed(asked)) == [True]
+
+
+def test_holder_without_an_id_or_a_gateway_is_never_told_that_it_is_continued():
+    """Goal: two engines that cannot continue anything are not taken for alike. Method: both without
+    an id behind a gateway; both with one in direct mode."""
+    for options, continuation in (({"resumes": True}, ""), ({}, "x")):
+        shell = Shell(**options)
+        effects = shell.feed(want(1, A, "active", continuation=continuation))
+        effects += shell.feed(want(2, B, "active", continuation=continuation))
+        assert continues(effects) == [False, False]
+
+
 events = st.one_of(
     st.tuples(st.just("want"), st.integers(0, 2), st.booleans()),
     st.tuples(st.just("close"), st.integers(0, 2), st.just(False)),
@@ -102,7 +146,7 @@ def test_every_node_of_a_group_is_told_by_its_own_name():
     shell = held()
     holder = shell.active.holder
     group = shell.members.groups[holder.engine]
-    messages = shell.members.fan_out(ev.TellStandby(group.conn, "active", holder, True))
+    messages = shell.members.fan_out(ev.TellStandby(group.conn, "active", holder, True, True))
     assert [sent.message for sent in messages] == [
-        StandbyMsg("active", who.incarnation, True) for who in group.terms.members
+        StandbyMsg("active", who.incarnation, True, True) for who in group.terms.members
     ]

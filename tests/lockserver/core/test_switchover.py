@@ -96,6 +96,38 @@ def test_incomplete_standby_is_skipped():
     assert sent(give_up(shell)) == [(3, C, 2)]
 
 
+def resumes(effects) -> list[bool]:
+    return [effect.resume for effect in effects if isinstance(effect, ev.SendHandOver)]
+
+
+@pytest.mark.parametrize(
+    ("gateway", "ids", "drain", "is_resumed"),
+    [
+        (True, ("x", "x"), False, True),
+        (True, ("x", "x"), True, False),
+        (True, ("x", "y"), False, False),
+        (True, ("", ""), False, False),
+        (False, ("x", "x"), False, False),
+    ],
+    ids=["same", "drain", "other", "none", "direct"],
+)
+def test_streams_are_left_to_a_target_that_can_continue_them(gateway, ids, drain, is_resumed):
+    """Goal: behind a gateway, a switchover waits for no stream that can go on; in any other case it
+    drains. Method: each condition alone; the holder reconnects and is asked the same again."""
+    shell = Shell(resumes=gateway)
+    shell.feed(want(1, A, "active", continuation=ids[0]))
+    shell.feed(want(2, B, "active", continuation="z"))
+    shell.feed(want(3, C, "active", continuation=ids[1]))
+    effects = ask(shell, to="engine-2", drain=drain)
+    assert resumes(effects) == [is_resumed]
+    (event,) = [effect for effect in effects if isinstance(effect, ev.Happened)]
+    assert event.data["resume"] is is_resumed
+    assert ("continues" in event.message) is is_resumed
+    shell.feed(ev.ConnectionClosed(1))
+    back = want(9, A, "active", tokens={"active": 1}, continuation=ids[0])
+    assert resumes(shell.feed(back)) == [is_resumed]
+
+
 def test_switchover_to_the_holder_is_not_an_error():
     """Goal: asking twice is harmless. Method: name the holder: answered at once, nothing begins."""
     shell = pod(B)

@@ -1,5 +1,5 @@
 """What the lock server stands on fails or is taken away: witnesses, its disk, its socket, its
-service address."""
+service address, its gateway."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lockserver.messages import StatusMsg
 from tests.helpers import auntil
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.engines import Engine
+from tests.lockserver.gateways import Gateway
 from tests.lockserver.processes import ServerProcess, free_port
 from tests.lockserver.wait_scenes.scene import Scene, Told, lives
 
@@ -109,3 +110,28 @@ async def address_of_a_stranger(scene: Scene) -> AsyncIterator[Told]:
         assert server.status()["service"]["active"]["state"] == "waiting_for_hand_back"
         evidence = (f"127.0.0.1:{port} is in use by pid {os.getpid()}",)
         yield Told("address_away", None, evidence, ("stop that process", "--service"))
+
+
+@asynccontextmanager
+async def without_gateway(scene: Scene, *, is_connected: bool) -> AsyncIterator[Told]:
+    """Clients have waited for longer than `--hold-ms`."""
+    address = f"127.0.0.1:{free_port()}"
+    server = scene.server("--no-direct", "--service", f"active={address}", "--hold-ms", "10")
+    async with Gateway(scene.directory) as gateway:
+        who = gateway.borrower.gateway
+        await gateway.lent()
+        if is_connected:
+            await auntil(lambda: "no gateway accepts" in str(server.status()["problem"]), "it")
+            yield Told("no_gateway", None, (who, "does not accept"), ("gateway status --dir",))
+    if not is_connected:
+        await auntil(lambda: not server.status()["gateways"], "its end to be seen")
+        fix = (f"gateway serve --dir {scene.directory}", "--direct")
+        yield Told("no_gateway", None, ("no gateway is connected",), fix)
+
+
+def gateway_that_does_not_accept(scene: Scene) -> AbstractAsyncContextManager[Told]:
+    return without_gateway(scene, is_connected=True)
+
+
+def gateway_that_is_gone(scene: Scene) -> AbstractAsyncContextManager[Told]:
+    return without_gateway(scene, is_connected=False)

@@ -1,0 +1,140 @@
+"""Which grants a client believes: tokens compare within an era only."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from lockserver import state_file
+from lockserver.client import Borrower, BorrowerCallbacks, LockCallbacks, LockClient
+from lockserver.client.reconnect import NewestGrants
+from lockserver.messages import CATALOGUE, NO_ERA, GrantedMsg
+from plumbing.wire.server import Server
+from tests.helpers import auntil
+from tests.lockserver.engines import Engine
+from tests.lockserver.gateways import Gateway
+from tests.lockserver.processes import free_port
+
+A, B = "a" * 16, "b" * 16
+
+
+def grant(token: int, era: str, lock: str = "active") -> GrantedMsg:
+    return GrantedMsg(lock, "engine-0", "engine-0-00112233445566aa", token, era)
+
+
+def test_older_token_is_believed_only_under_another_era():
+    """Goal: a server that lost everything is never refused, and an old copy of its state never
+    believed. Method: the same, a larger and a smaller token in one era, another lock's, another
+    era's, and those of a server that knows no eras."""
+    grants = NewestGrants()
+    assert grants.check(grant(5, A)) is None
+    assert grants.check(grant(5, A)) is None
+    assert grants.check(grant(7, A)) is None
+    refusal = grants.check(grant(6, A))
+    assert refusal is not None
+    assert refusal.code == "lock.old_token"
+    assert grants.check(grant(1, A, "loader")) is None
+    assert grants.check(grant(2, B)) is None
+    assert grants.check(grant(1, B)) is not None
+    for token in (9, 3):
+        assert grants.check(grant(token, NO_ERA)) is None
+
+
+class OldServer:
+    """It answers each first message with a newer grant, and then with an older one."""
+
+    def __init__(self) -> None:
+        self.answers = [grant(7, A), grant(6, A), grant(8, A)]
+
+    def opened(self, conn: Any) -> None:
+        """Nothing is known of it yet."""
+
+    def received(self, conn: Any, message: Any, request_id: int, fds: Any) -> None:
+        for each in self.answers:
+            conn.send(each)
+        self.answers = []
+
+    def closed(self, conn: Any, reason: str) -> None:
+        """Nothing is kept of it."""
+
+
+@pytest.mark.parametrize("kind", ["supervisor", "gateway"])
+def test_client_reports_an_old_token_as_a_refusal_and_never_as_a_grant(pod_dir, kind):
+    """Goal: neither an engine nor a gateway follows an old copy of the state, and both say so.
+    Method: a server that goes back by one token between two newer grants."""
+    path = os.path.join(pod_dir, "lockserver.sock")
+    tokens: list[int] = []
+    refused: list[str] = []
+
+    async def scenario() -> None:
+        server = Server(path, CATALOGUE, OldServer(), service="stub")
+        await server.start()
+        client: LockClient | Borrower = LockClient(
+            path,
+            LockCallbacks(
+                on_granted=lambda lock, who, token: tokens.append(token),
+                on_refused=lambda error: refused.append(error.code),
+            ),
+            engine="engine-1",
+        )
+        if kind == "gateway":
+            client = Borrower(
+                path,
+                BorrowerCallbacks(
+                    on_granted=lambda engine, token, era: tokens.append(token),
+                    on_refused=lambda error: refused.append(error.code),
+                ),
+            )
+        running = asyncio.create_task(client.run())
+        await auntil(lambda: tokens[-1:] == [8], "the last grant")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.close()
+
+    asyncio.run(scenario())
+    assert tokens == [7, 8]
+    assert refused == ["lock.old_token"]
+
+
+def damage(path: str) -> None:
+    """Make both slots unreadable."""
+    with open(path, "r+b") as file:
+        for slot in range(2):
+            file.seek(slot * state_file.SLOT_BYTES + 30)
+            file.write(b"damage")
+
+
+def test_server_that_lost_everything_begins_an_era_that_engine_and_gateway_believe(
+    pod_dir, start_server
+):
+    """Goal: nobody refuses a lock server whose tokens begin again. Method: let tokens grow to 5;
+    kill the server and the holder, damage both slots; the standby, which has heard of token 5, is
+    granted a smaller one, and the gateway told it."""
+    address = f"active=127.0.0.1:{free_port()}"
+    server = start_server("--no-direct", "--service", address)
+
+    async def scenario() -> None:
+        async with Gateway(pod_dir) as gateway, Engine(pod_dir, "engine-1") as standby:
+            async with Engine(pod_dir, "engine-0") as holder:
+                for _ in range(5):
+                    token = await holder.hold()
+                    holder.reap()
+                    holder.relent()
+                await holder.hold()
+                await standby.stand_by()
+                await auntil(lambda: gateway.grants[-1:], "the grant to be told")
+                era = server.status()["era"]
+                server.kill()
+            damage(os.path.join(pod_dir, state_file.NAME))
+            server.start()
+            await standby.granted()
+            assert standby.token() < token
+            now = ("engine-1", standby.token(), server.status()["era"])
+            await auntil(lambda: gateway.grants[-1] == now, "the gateway to be told")
+            assert now[2] != era
+            assert standby.refused == gateway.refused == []
+
+    asyncio.run(scenario())
