@@ -30,6 +30,12 @@ DRAIN_TIMEOUT_S = 60.0  # more than the drain and reap budgets together
 WHERE = tuple(option for option in OPTIONS if option.name in ("dir", "engine_id"))
 DRAIN = (
     *WHERE,
+    Option(
+        "finish",
+        bool,
+        False,
+        "Finish streams here, even those that the next engine could continue behind a gateway.",
+    ),
     Option("timeout_s", float, DRAIN_TIMEOUT_S, "How long to wait, in seconds.", minimum=0),
 )
 
@@ -54,7 +60,8 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
     log.configure("engine", engine_id=config["engine_id"], role=config["role"])
     directory = runtime_dir(config["dir"])
     settings = settle(config, command_line(config["backend"], arguments), directory)
-    socket_path(directory, settings.control_path.rpartition("/")[2])
+    longest = settings.control_path if settings.is_remote else settings.private_path
+    socket_path(directory, longest.rpartition("/")[2])
     run_async(lambda: _supervise(settings))
 
 
@@ -103,11 +110,13 @@ def _look(directory: str, engine: str) -> Look:
 def drain(config: Resolved, as_json: bool) -> None:
     """Finish the requests in flight, then exit, as on SIGTERM.
 
-    Returns when the engine has exited.
+    Behind a gateway, streams that the next engine can continue are left to it. Returns when the
+    engine has exited.
     """
     begun = time.monotonic()
     with BlockingClient(engine_socket(config["dir"], config["engine_id"]), CONTROL) as client:
-        reply = client.request(LeaveMsg(), timeout_s=ANSWER_TIMEOUT_S).message
+        leave = LeaveMsg(finish=config["finish"])
+        reply = client.request(leave, timeout_s=ANSWER_TIMEOUT_S).message
         assert isinstance(reply, OkMsg)
         _wait_for_exit(client, begun + config["timeout_s"])
     took_ms = round((time.monotonic() - begun) * 1000)
@@ -141,6 +150,9 @@ def _text(document: dict[str, Any]) -> str:
         f"backend  {backend['name']}, launch {engine['number']}; processes: {pids}",
         f"load     {document['inflight']} requests in flight",
     ]
+    if backend.get("serves_on"):
+        through = ", behind the gateway" if lock["is_behind_gateway"] else ""
+        lines.append(f"serves   {backend['serves_on']}{through}")
     health = document.get("health") or {}
     if health.get("hang_budget"):
         lines.append(f"health   {_health(health)}")

@@ -197,7 +197,10 @@ class LeftoverMsg(Message, frozen=True, tag="leftover"):
 
 
 class LeaveMsg(Message, frozen=True, tag="drain"):
-    """As SIGTERM: leave the queue, or drain, then exit. Answered by `ok` at once."""
+    """As SIGTERM: leave the queue, or drain, then exit. Answered by `ok` at once. `finish`: no
+    stream is left to the next engine."""
+
+    finish: bool = False
 
 
 class KillMsg(Message, frozen=True, tag="kill"):

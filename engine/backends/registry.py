@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -32,6 +33,9 @@ def _command(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
+# vLLM's flags for TLS; its parser takes underscores, too.
+TLS_FLAG = re.compile(r"--(enable[-_])?ssl[-_]")
+
 HELP = frozenset({"-h", "--help"})
 REGISTRY: Mapping[str, Launcher] = {"reference": _reference, "vllm": _vllm, "command": _command}
 
@@ -56,3 +60,15 @@ def command_line(backend: str, arguments: Sequence[str]) -> list[str]:
             backend=backend,
         )
     return launcher(arguments)
+
+
+def objection_behind_gateway(backend: str, command: Sequence[str]) -> tuple[str, str] | None:
+    """Why `command` of `backend` cannot serve a gateway: a code and a sentence, None if it can."""
+    flag = next((each for each in command if TLS_FLAG.match(each)), None)
+    if backend != "vllm" or flag is None:
+        return None
+    return (
+        "engine.tls_behind_gateway",
+        f"{flag.partition('=')[0]}: behind a gateway TLS ends there; leave vLLM's --ssl flags out,"
+        " and give --tls-cert and --tls-key to the gateway, or start the lock server with --direct",
+    )

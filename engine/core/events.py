@@ -84,7 +84,7 @@ class Failed(EngineEvent, frozen=True):
 
 # Causes outside of the incarnation, which may have been healthy: they do not count against the next
 # launch, and do not explain a death that has another cause.
-FROM_OUTSIDE = frozenset({"lease_lost", "member_lost"})
+FROM_OUTSIDE = frozenset({"lease_lost", "member_lost", "mode_changed"})
 
 
 class BudgetSpent(EngineEvent, frozen=True):
@@ -94,9 +94,13 @@ class BudgetSpent(EngineEvent, frozen=True):
 
 
 class Terminate(EngineEvent, frozen=True):
-    """SIGTERM, or `engine drain`: finish the requests in flight and exit."""
+    """SIGTERM, or `engine drain`: finish the requests in flight and exit.
+
+    `resume`: streams that can be continued are left to the next engine instead.
+    """
 
     cause: str = "sigterm"
+    resume: bool = False
 
 
 class TerminateNow(EngineEvent, frozen=True):
@@ -104,8 +108,10 @@ class TerminateNow(EngineEvent, frozen=True):
 
 
 class HandOver(EngineEvent, frozen=True):
-    """A switchover: finish, hand the lock over to engine `to`, and relaunch as a standby. With
-    `resume`, `to` continues the streams that can be continued."""
+    """A switchover: finish, hand the lock over to engine `to`, and relaunch as a standby.
+
+    `resume`: streams that can be continued are left to `to` instead.
+    """
 
     incarnation: str
     to: str
@@ -148,7 +154,12 @@ class Ask(EngineEffect, frozen=True):
 
 
 class DrainBackend(EngineEffect, frozen=True):
-    """Let the backend refuse new requests and finish those in flight."""
+    """Let the backend refuse new requests and finish those in flight.
+
+    `resume`: only those that the next engine cannot continue.
+    """
+
+    resume: bool
 
 
 class KillTree(EngineEffect, frozen=True):
@@ -194,12 +205,16 @@ def explain(event: EngineEvent) -> tuple[str, str]:
             return "budget_exceeded", f"exceeded the budget of {event.budget_ms / 1000:g} s"
         case Terminate():
             by = "SIGTERM" if event.cause == "sigterm" else event.cause
-            return event.cause, f"asked to exit ({by})"
+            return event.cause, f"asked to exit ({by}){_left(event)}"
         case TerminateNow():
             return "second_signal", "asked to exit at once (second signal)"
         case HandOver():
-            return "hand_over", f"asked to hand over to {event.to}"
+            return "hand_over", f"asked to hand over to {event.to}{_left(event)}"
         case Drained():
             return "drained", "drained"
         case _:
             raise ValueError(f"{event} moves no engine")
+
+
+def _left(event: Terminate | HandOver) -> str:
+    return ", streams continue at the next engine" if event.resume else ""

@@ -20,6 +20,7 @@ What a reader may not expect:
   incarnation: it may have been granted the lock a moment ago.
 - A hand-over drains like a departure and ends in a relaunch. One that arrives while waking begins
   once active, so that requests accepted by then are answered. SIGTERM wins over it at any time.
+- Behind a gateway both may leave streams to the next engine (`resume`); the drain is for the rest.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Situation:
     token: int = 0
     is_reaped: bool = True
     is_leaving: bool = False
+    resumes: bool = False  # leaving, or handing over: streams are left to the next engine
     hand_over: ev.HandOver | None = None  # what this incarnation drains for, or will once active
     is_handed_over: bool = False  # it ended by that hand-over, which is not a failure
     exit_code: int | None = None
@@ -86,6 +88,10 @@ def _exit_or_relaunch(now: Situation) -> list[EngineEffect]:
     return [ev.ScheduleRelaunch()]
 
 
+def _drain(now: Situation) -> list[EngineEffect]:
+    return [ev.DrainBackend(now.resumes)]
+
+
 UNNAMED = ev.TellLockServer(names_incarnation=False, wants_active=False)
 NAMED = ev.TellLockServer(names_incarnation=True, wants_active=False)
 QUEUED = ev.TellLockServer(names_incarnation=True, wants_active=True)
@@ -106,7 +112,7 @@ class Row:
 
 KILLED = Row(State.DEAD, (ev.KillTree(),))
 WITHDRAWN = Row(State.DEAD, (NAMED, ev.KillTree()))
-DRAINED = Row(State.DRAINING, (ev.DrainBackend(),))
+DRAINED = Row(State.DRAINING, then=_drain)
 
 TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.DEAD, ev.Launch): Row(State.INIT, then=_start, guard=_may_launch),
@@ -232,8 +238,10 @@ def _learn(now: Situation, event: EngineEvent) -> Situation:
         case ev.CanaryPassed():
             return replace(now, step=WakingStep.SERVE)
         case ev.HandOver():
-            return replace(now, hand_over=event)
-        case ev.Terminate() | ev.TerminateNow():
+            return replace(now, hand_over=event, resumes=event.resume)
+        case ev.Terminate():
+            return replace(now, is_leaving=True, resumes=event.resume)
+        case ev.TerminateNow():
             return replace(now, is_leaving=True)
         case ev.Drained() | ev.BudgetSpent() if now.state is State.DRAINING:
             return replace(now, is_handed_over=now.hand_over is not None)

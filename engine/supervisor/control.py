@@ -77,7 +77,8 @@ class Control(Handler):
                 self._observers.join(conn, message.since, request_id)
             case msg.LeaveMsg():
                 before = self._engine.lifecycle.state
-                self._engine.post(Terminate("drain"))
+                resume = self._engine.lock.is_continued and not message.finish
+                self._engine.post(Terminate("drain", resume))
                 now = self._engine.lifecycle.state
                 conn.send(msg.OkMsg(f"{before.value} → {now.value}"), request_id)
             case msg.KillMsg(target="supervisor"):

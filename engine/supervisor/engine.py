@@ -85,7 +85,7 @@ class Engine:
             self.log,
             post=self.post,
             on_loader=self._loader_granted,
-            on_listener=self._wake,
+            on_listener=self._lent,
         )
         if settings.is_remote:
             self.metrics.watch_lease(lambda: self.lock.client.lease)
@@ -107,6 +107,7 @@ class Engine:
             )
             self.log.record("engine.members", text, "warning")
         self.leftovers.start()
+        self.lock.stop_listening()  # a socket file that a killed predecessor has left
         self._tick()
         self._launch_first()
 
@@ -130,7 +131,7 @@ class Engine:
         if self.incarnation is not None:
             self.incarnation.tree.kill()
         self._timers.close()
-        self.lock.close()
+        self.lock.stop_listening()
         self.layout.close()
         self.pressure.close()
 
@@ -200,8 +201,10 @@ class Engine:
                 self._ask(effect.step)
             case ev.DrainBackend():
                 self.lock.stop_listening()
-                self._running.drain(self.settings.budgets_ms[State.DRAINING])
+                budget_ms = self.settings.budgets_ms[State.DRAINING]
+                self._running.drain(budget_ms, resume=effect.resume)
             case ev.KillTree():
+                self.lock.stop_listening()
                 self._running.tree.kill()
             case ev.ScheduleRelaunch():
                 self.relauncher.schedule()
@@ -263,7 +266,8 @@ class Engine:
             on_gone=self._gone,
             on_loader=self.lock.repeat,
         )
-        self.incarnation.start()
+        if not (self.lock.is_behind_gateway and self.incarnation.refuses_gateway()):
+            self.incarnation.start()
 
     def _gone(self) -> None:
         """The last process is reaped and the last message read."""
@@ -292,13 +296,28 @@ class Engine:
             self.history.asked(step)
             self._running.ask(step)
 
+    def _lent(self) -> None:
+        """The listening socket was lent, or another side accepts from it now."""
+        running, is_behind = self.incarnation, self.lock.is_behind_gateway
+        if running is None:
+            return
+        is_serving = self.lifecycle.state in (State.WAKING, State.ACTIVE) and running.is_wake_asked
+        if is_serving and (running.private_path is not None) is not is_behind:
+            now = "behind a gateway" if is_behind else "in direct mode"
+            text = f"the lock server was restarted {now}, and this engine serves the other way"
+            self.post(Failed("mode_changed", text))
+        elif not (is_behind and running.refuses_gateway()):
+            self._wake()
+
     def _wake(self) -> None:
         """Once there are both a grant and the listening socket, whichever comes last."""
         now, waking = self.lifecycle.now, self.incarnation
         if now.step is WakingStep.WAKE and waking is not None and not waking.is_wake_asked:
             listener = self.lock.borrow_listener()
             if listener is not None:
-                waking.wake(now.token, listener)
+                is_behind = self.lock.is_behind_gateway
+                waking.wake(now.token, listener, self.lock.private.path if is_behind else None)
+                self.metrics.woken(is_behind_gateway=is_behind)
             else:
                 self._timers.after("listener", LISTENER_RETRY_MS, self._wake)
 

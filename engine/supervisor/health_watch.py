@@ -56,6 +56,7 @@ class HealthWatch:
     def close(self) -> None:
         """Ignore answers that still arrive."""
         self._is_over = True
+        self._incarnation.canaries.stop()
         self._timers.cancel(TIMER)
 
     @property
@@ -72,7 +73,7 @@ class HealthWatch:
             if action is Action.ASK:
                 self._incarnation.ask_health(self._answered)
             else:
-                self._incarnation.run_canary(self._canary_done, is_idle=True)
+                self._incarnation.canaries.check(self._canary_done)
         self._timers.after(TIMER, self._health.next_ms() - self._clock.now_ms(), self._tick)
 
     def _answered(self, healthy: HealthyMsg) -> None:
@@ -93,5 +94,6 @@ class HealthWatch:
             self._tick()
 
     def _fail(self, verdict: Unhealthy) -> None:
+        problem = self._incarnation.canaries.problem
         self.close()
-        self._on_unhealthy(verdict.reason)
+        self._on_unhealthy(f"{verdict.reason}; {problem}" if problem else verdict.reason)

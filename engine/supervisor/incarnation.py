@@ -16,10 +16,12 @@ from typing import Any
 
 from engine import messages
 from engine.backends import process
+from engine.backends.registry import objection_behind_gateway
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, WakingStep
 from engine.core.loading import Loading, LoadPermit
 from engine.progress_page import PROGRESS_ENV, ProgressPage
+from engine.supervisor.canaries import Canaries
 from engine.supervisor.channel import BackendChannel
 from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.kv_layout import KvLayout
@@ -29,7 +31,6 @@ from engine.supervisor.settings import EngineSettings
 from engine.supervisor.tree import Tree
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError
-from plumbing.service.clock import rfc3339
 from plumbing.service.events import EventLog
 from plumbing.service.process import parent_environment
 from plumbing.wire.fds import OwnedFd
@@ -83,7 +84,6 @@ class Incarnation:
         self.prepared: messages.PreparedMsg | None = None
         self.fault: messages.FaultReportMsg | None = None
         self.rehearsed_ms: float | None = None
-        self.last_canary: dict[str, Any] | None = None
         self.exit: str | None = None
         self.is_wake_asked = False
         self.cpus = cpus
@@ -105,6 +105,7 @@ class Incarnation:
             on_fault=lambda text: self._post(Failed("backend_fault", text)),
             on_closed=self._settle,
         )
+        self.canaries = Canaries(self.channel, log)
 
     # ------------------------------------------------------------------ its life
 
@@ -209,6 +210,13 @@ class Incarnation:
         if self.fault is None:
             self._post(self._failed("backend_fault", fault))
 
+    def refuses_gateway(self) -> bool:
+        """Whether the backend cannot serve a gateway, which ends this engine for good."""
+        objection = objection_behind_gateway(self._settings.backend, self._settings.command)
+        if objection is not None:
+            self.broken(messages.FaultReportMsg(*objection, permanent=True, exit_code=2))
+        return objection is not None
+
     def _failed(self, cause: str, fault: messages.FaultReportMsg) -> Failed:
         self.fault = fault
         data = {"error_code": fault.code, "permanent": fault.permanent}
@@ -251,15 +259,22 @@ class Incarnation:
 
     # ------------------------------------------------------------------ what it is asked
 
-    def wake(self, token: int, listener: OwnedFd) -> None:
-        """Takes `listener`, the socket that the backend will accept from."""
+    def wake(self, token: int, listener: OwnedFd, private_path: str | None) -> None:
+        """Takes `listener`, the socket that the backend will accept from; behind a gateway it is
+        the private one, at `private_path`."""
         self.is_wake_asked = True
-        wake = messages.WakeMsg(token, self._settings.engine)
+        self.canaries.private_path = private_path
+        wake = messages.WakeMsg(token, self._settings.engine, private_path is not None)
         self.channel.ask(wake, messages.WokenMsg, lambda reply: self._post(ev.Woken()), [listener])
+
+    @property
+    def private_path(self) -> str | None:
+        """Since the wake, and behind a gateway: where the backend serves."""
+        return self.canaries.private_path
 
     def ask(self, step: WakingStep) -> None:
         if step is WakingStep.CANARY:
-            self.run_canary(self._gate, is_idle=False)
+            self.canaries.gate(self._gate)
         elif step is WakingStep.SERVE:
             serve = messages.ServeMsg()
             self.channel.ask(serve, messages.ServingMsg, lambda reply: self._post(ev.Serving()))
@@ -270,25 +285,11 @@ class Incarnation:
         else:
             self._post(Failed("canary_failed", f"the canary failed: {detail or 'wrong tokens'}"))
 
-    def run_canary(self, on_done: Callable[[bool, str], None], *, is_idle: bool) -> None:
-        def done(reply: messages.CanaryMsg) -> None:
-            verdict = "passed" if reply.ok else "failed"
-            event = self._log.record(
-                "engine.canary",
-                f"canary {verdict}" + (f": {reply.detail}" if reply.detail else ""),
-                "info" if reply.ok else "error",
-                {"ok": reply.ok, "detail": reply.detail, "is_idle": is_idle},
-            )
-            self.last_canary = {"ok": reply.ok, "at": rfc3339(event.ts)}
-            on_done(reply.ok, reply.detail)
-
-        self.channel.ask(messages.RunCanaryMsg(), messages.CanaryMsg, done)
-
     def ask_health(self, on_reply: Callable[[messages.HealthyMsg], None]) -> None:
         self.channel.ask(messages.HealthMsg(), messages.HealthyMsg, on_reply)
 
-    def drain(self, budget_ms: int) -> None:
-        drain = messages.DrainMsg(budget_ms)
+    def drain(self, budget_ms: int, *, resume: bool) -> None:
+        drain = messages.DrainMsg(budget_ms, resume)
         self.channel.ask(drain, messages.DrainedMsg, lambda reply: self._post(ev.Drained()))
 
     # ------------------------------------------------------------------ access to the weights

@@ -1,9 +1,10 @@
 """The supervisor's side of the lock: what is wanted, what was granted, the listening socket.
 
-Owns the content of `want`, and over TCP, where the lock server can lend nothing, a listening socket
-of our own. Must not know what a grant leads to. The
-surprising thing: nothing is sent between a failure and the reaping, so a call of `tell` in that
-time is a bug; a reconnect repeats the last want, which still protects the dying tree.
+Owns the content of `want`, and which socket the backend accepts from: the lent one, behind a
+gateway a private one, and over TCP, where the lock server can lend nothing, one of our own. Must
+not know what a grant leads to. The surprising thing: nothing is sent between a failure and the
+reaping, so a call of `tell` in that time is a bug; a reconnect repeats the last want, which still
+protects the dying tree.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from engine.core.events import EngineEvent, Failed, Granted, HandOver, OtherGranted
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.over_tcp import OwnListener
+from engine.supervisor.private_socket import PrivateSocket
 from engine.supervisor.settings import EngineSettings
 from lockserver.client import LockCallbacks, LockClient
 from plumbing.errors import UnderstudyError
@@ -33,7 +35,7 @@ FATAL_REFUSALS = {
 }
 
 
-_Want = tuple[str | None, tuple[str, ...], dict[str, int]]
+_Want = tuple[str | None, tuple[str, ...], dict[str, int], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class LockSide:
     ) -> None:
         self.other: Other | None = None
         self.has_standby = False  # as far as is known: another engine could be granted `active`
-        self.is_continued = False  # … and the next one can continue this one's streams
+        self._continues = False  # … and the next one can continue this one's streams
+        self.private = PrivateSocket(settings.private_path)
         self.own = OwnListener(settings.service_address) if settings.is_remote else None
         self.address = self.own.name if self.own is not None else None
         self._refusal: str | None = None
@@ -94,14 +97,25 @@ class LockSide:
     def problem(self) -> str | None:
         """What keeps this engine from getting the lock, or from serving under it."""
         own = self.own.problem if self.own is not None else None
-        return self._refusal or self.client.unreachable or self._shortage or own
+        socket = self._shortage or self.private.problem or own
+        return self._refusal or self.client.unreachable or socket
+
+    @property
+    def is_behind_gateway(self) -> bool:
+        """Whether a gateway accepts from the lent socket, as far as the lock server has said."""
+        return self.own is None and not self.client.is_to_accept(ACTIVE)
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether a drain may leave streams to the next engine."""
+        return self._continues and self.is_behind_gateway
 
     # ------------------------------------------------------------------ what is wanted
 
     def tell(self, incarnation: Incarnation | None, *, wants_active: bool) -> None:
         """`incarnation` is what runs now, None once it is reaped."""
         self._incarnation, self._wants_active, self._token = incarnation, wants_active, 0
-        self.has_standby = self.is_continued = False
+        self.has_standby = self._continues = False
         if incarnation is None and self.own is not None:
             self.own.close()
         self.repeat()
@@ -115,7 +129,7 @@ class LockSide:
         """Send the want if it differs from the last one."""
         named = self._incarnation
         if named is None:
-            want: _Want = (None, (), {})
+            want: _Want = (None, (), {}, "")
         else:
             wanted = {ACTIVE: self._wants_active, LOADER: named.loading.wants_loader}
             tokens = {ACTIVE: self._token, LOADER: named.loading.token}
@@ -123,11 +137,13 @@ class LockSide:
                 named.id,
                 tuple(lock for lock, is_wanted in wanted.items() if is_wanted),
                 {lock: token for lock, token in tokens.items() if token},
+                named.prepared.continuation if named.prepared is not None else "",
             )
         if want != self._sent:
             self._sent = want
-            incarnation, locks, held = want
-            self.client.set_want(incarnation, named.witness_path if named else None, locks, held)
+            incarnation, locks, held, continuation = want
+            witness = named.witness_path if named else None
+            self.client.set_want(incarnation, witness, locks, held, continuation)
 
     # ------------------------------------------------------------------ the socket
 
@@ -136,6 +152,8 @@ class LockSide:
         cannot be bound yet, or there is no descriptor for it: ask again."""
         if self.own is not None:
             return self.own.copy()
+        if self.is_behind_gateway:
+            return self.private.listen()
         try:
             listener = self.client.service(ACTIVE)
         except OSError as error:
@@ -145,12 +163,10 @@ class LockSide:
         return listener
 
     def stop_listening(self) -> None:
-        """The backend stops accepting. On a socket of our own no other engine will accept: new
-        clients are better refused at once. A lent one is for the next engine."""
-        if self.own is not None:
-            self.own.close()
-
-    def close(self) -> None:
+        """The backend stops accepting, or is dead. On a socket of our own no other engine will
+        accept: new clients are better refused at once. A lent one is for the next engine. Harmless
+        to repeat."""
+        self.private.remove()
         if self.own is not None:
             self.own.close()
 
@@ -168,7 +184,7 @@ class LockSide:
 
     def _standby(self, lock: str, is_ready: bool, continues: bool) -> None:
         if lock == ACTIVE:
-            self.has_standby, self.is_continued = is_ready, continues
+            self.has_standby, self._continues = is_ready, continues
 
     def _hand_over(self, lock: str, incarnation: str, to: str, resume: bool) -> None:
         if lock == ACTIVE:
@@ -185,7 +201,7 @@ class LockSide:
 
     def _lost(self, reason: str) -> None:
         # No engine is granted a lock by a server that is away.
-        self.has_standby = self.is_continued = False
+        self.has_standby = self._continues = False
         lease = self.client.lease
         how_long = "continuing"
         if lease is not None and lease["is_held"]:

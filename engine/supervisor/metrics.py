@@ -87,6 +87,14 @@ class EngineMetrics:
             {"reason": ("backend",)},
         )
         self._rejected_known = 0
+        self._behind_gateway = page.gauge(
+            "engine_behind_gateway",
+            "1 if the engine was last woken to serve a gateway on its private socket, 0 if clients"
+            " connect to it themselves.",
+        )
+
+    def woken(self, *, is_behind_gateway: bool) -> None:
+        self._behind_gateway.set(int(is_behind_gateway))
 
     def watch_lease(self, lease: Callable[[], dict[str, Any] | None]) -> None:
         """Over TCP: how long the lease is valid, at the time of the scrape."""

@@ -15,7 +15,7 @@ from engine.core.events import State
 from engine.core.loading import Role
 from lockserver.client import messages as lock
 from plumbing.errors import UsageError
-from plumbing.part.paths import DIRECTORY, engine_socket, lockserver_socket
+from plumbing.part.paths import DIRECTORY, engine_http_socket, engine_socket, lockserver_socket
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved
 from plumbing.wire.tcp.address import SCHEME, TcpAddress
@@ -206,6 +206,11 @@ class EngineSettings:
     @property
     def control_path(self) -> str:
         return engine_socket(self.directory, self.engine)
+
+    @property
+    def private_path(self) -> str:
+        """Where the backend answers the gateway, if there is one."""
+        return engine_http_socket(self.directory, self.engine)
 
 
 def settle(config: Resolved, command: list[str], directory: str) -> EngineSettings:

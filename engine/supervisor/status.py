@@ -24,6 +24,7 @@ from plumbing.service.http import Probe
 from plumbing.wire.server import Server
 
 SCHEMA = 1
+SERVING = frozenset({State.WAKING, State.ACTIVE})
 
 
 class EngineStatus:
@@ -85,6 +86,7 @@ class EngineStatus:
             "waiting_since": wanted_since if now.state is State.STANDBY else None,
             "other": asdict(lock.other) if lock.other else None,
             "address": lock.address,
+            "is_behind_gateway": lock.is_behind_gateway,
             "problem": lock.problem,
             "lease": lock.client.lease,
         }
@@ -100,8 +102,16 @@ class EngineStatus:
             "weights_bytes": prepared.weights_bytes if prepared else None,
             "kv_bytes": prepared.kv_bytes if prepared else None,
             "epoch": prepared.epoch if prepared else None,
-            "last_canary": incarnation.last_canary if incarnation else None,
+            "serves_on": self._serves_on(),
+            "last_canary": incarnation.canaries.last if incarnation else None,
         }
+
+    def _serves_on(self) -> str | None:
+        """Where the backend accepts, or will once it is awake; None while it is not to."""
+        incarnation, state = self._engine.incarnation, self._engine.lifecycle.state
+        if incarnation is None or state not in SERVING or not incarnation.is_wake_asked:
+            return None
+        return incarnation.private_path or self._engine.lock.address
 
     def _health(self) -> dict[str, Any]:
         engine, pressure = self._engine, self._engine.pressure
@@ -138,6 +148,7 @@ class EngineStatus:
         ]
         if engine.incarnation is not None:
             problems.append(engine.incarnation.tree.problem)
+            problems.append(engine.incarnation.canaries.problem)
             if engine.incarnation.prepared is not None:
                 problems += engine.incarnation.prepared.warnings
         return [problem for problem in problems if problem]

@@ -93,7 +93,7 @@ class EngineSupervisor:
 
     async def _heed(self, signals: SignalInbox) -> None:
         await signals.get()
-        self._engine.post(Terminate())
+        self._engine.post(Terminate(resume=self._engine.lock.is_continued))
         while True:
             await signals.get()
             self._engine.post(TerminateNow())

@@ -1,7 +1,8 @@
 """A backend of real processes that does everything a backend does, except inference.
 
 Run by `engine run --backend command -- python fake_backend.py SWITCHES`. Each switch makes it bad
-in one way. When it serves, it answers every connection with one line: engine and token.
+in one way. When it serves, it answers every connection with one line: engine and token; behind a
+gateway only after a request, and the canary with a verdict.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import _multiprocessing
 import argparse
 import contextlib
 import ctypes
+import json
 import mmap
 import os
 import platform
@@ -25,6 +27,7 @@ from collections.abc import Callable
 from engine import messages as m
 from engine.backends import process
 from engine.progress_page import ProgressPage
+from plumbing import hop
 from plumbing.errors import UnreachableError
 from plumbing.wire.blocking import BlockingClient, Reply
 
@@ -42,6 +45,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hang-generation-if", default="", help="while this file exists")
     parser.add_argument("--answer-late-if", default="", help="only once this file is gone")
     parser.add_argument("--advance", action="store_true", help="the counter of the shared page")
+    parser.add_argument("--accept-none-if", default="", help="while this file exists")
+    parser.add_argument("--continuation", default="")
+    parser.add_argument("--note-drain", default="", help="write here whether the drain resumes")
     parser.add_argument("--serve-early", action="store_true", help="answer run_canary wrongly")
     parser.add_argument("--load", action="store_true", help="ask for leave to load")
     parser.add_argument("--load-until", default="", help="hold the loader lock until this exists")
@@ -67,19 +73,25 @@ class Backend:
         self.listener: socket.socket | None = None
         self.token = 0
         self.serving = False
+        self.is_behind_gateway = False
         self.served = 0
 
     def run(self) -> None:
         while True:
             waiting = [self.channel.fileno()]
-            if self.serving and self.listener is not None:
+            pause_s = 0.01 if self.is_stuck else None
+            if self.serving and self.listener is not None and not self.is_stuck:
                 waiting.append(self.listener.fileno())
             # What was read along with the frame before is announced by no descriptor.
-            ready, _, _ = select.select(waiting, [], [], 0 if self.channel.has_pending else None)
+            ready, _, _ = select.select(waiting, [], [], 0 if self.channel.has_pending else pause_s)
             if self.channel.has_pending or self.channel.fileno() in ready:
                 self.answer(self.channel.receive())
-            else:
+            elif ready and not self.is_stuck:
                 self.accept()
+
+    @property
+    def is_stuck(self) -> bool:
+        return os.path.exists(self.switches.accept_none_if)
 
     def answer(self, asked: Reply) -> None:
         kind = asked.message.TYPE
@@ -98,31 +110,58 @@ class Backend:
         match asked.message:
             case m.WakeMsg(token=token):
                 self.listener = socket.socket(fileno=asked.fds[0].detach())
-                self.token = token
+                self.token, self.is_behind_gateway = token, asked.message.is_behind_gateway
                 return m.WokenMsg(kv_bytes=switches.kv_bytes)
             case m.RunCanaryMsg():
                 if switches.serve_early:
                     return m.ServingMsg()
-                bad = switches.fail_canary or os.path.exists(switches.fail_canary_if)
-                return m.CanaryMsg(ok=not bad, detail="token 7 is 8" if bad else "")
+                return m.CanaryMsg(*self.verdict())
             case m.ServeMsg():
                 self.serving = True
                 return m.ServingMsg()
             case m.HealthMsg():
                 hung = os.path.exists(switches.hang_generation_if)
-                progress = self.served if hung else time.monotonic_ns()
+                is_still = hung or self.is_behind_gateway  # there it is idle
+                progress = self.served if is_still else time.monotonic_ns()
                 return m.HealthyMsg(in_flight=int(hung), progress=progress, accepting=self.serving)
-            case m.DrainMsg():
+            case m.DrainMsg(resume=resume):
                 self.serving = False
+                if self.listener is not None:
+                    self.listener.close()
+                if switches.note_drain:
+                    with open(switches.note_drain, "w") as note:
+                        note.write("resume" if resume else "finish")
                 return m.DrainedMsg()
         raise AssertionError(asked.message)
+
+    def verdict(self) -> tuple[bool, str]:
+        bad = self.switches.fail_canary or os.path.exists(self.switches.fail_canary_if)
+        return not bad, "token 7 is 8" if bad else ""
 
     def accept(self) -> None:
         assert self.listener is not None
         with contextlib.suppress(BlockingIOError):
             conn, _ = self.listener.accept()
             with conn:
-                conn.sendall(f"{os.environ[process.ENGINE_ID_ENV]} {self.token}\n".encode())
+                conn.sendall(self.reply_over_http(conn) if self.is_behind_gateway else self.line)
+
+    @property
+    def line(self) -> bytes:
+        return f"{os.environ[process.ENGINE_ID_ENV]} {self.token}\n".encode()
+
+    def reply_over_http(self, conn: socket.socket) -> bytes:
+        conn.settimeout(WAIT_S)
+        asked = b""
+        while not asked.endswith(b"\r\n\r\n"):
+            more = conn.recv(4096)
+            if not more:
+                return b""
+            asked += more
+        if not asked.startswith(f"POST {hop.CANARY_PATH} ".encode()):
+            return self.line
+        ok, detail = self.verdict()
+        body = json.dumps({"ok": ok, "detail": f"by http: {detail}"})
+        return f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
 def end_main_thread() -> None:
@@ -244,6 +283,7 @@ def main() -> None:
             epoch="e1",
             identity={},
             warnings=tuple(switches.warn),
+            continuation=switches.continuation,
         )
     )
     with contextlib.suppress(UnreachableError):

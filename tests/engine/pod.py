@@ -230,10 +230,12 @@ class LoopThread:
 
 
 @contextlib.contextmanager
-def stub_lock(directory: Path, auto: tuple[str, ...]) -> Iterator[tuple[StubLock, LoopThread]]:
+def stub_lock(
+    directory: Path, auto: tuple[str, ...], *, has_gateway: bool = False
+) -> Iterator[tuple[StubLock, LoopThread]]:
     """A stub lock server in `directory` that grants the locks in `auto` by itself."""
     thread = LoopThread()
-    stub = StubLock(str(directory / "lockserver.sock"), auto)
+    stub = StubLock(str(directory / "lockserver.sock"), auto, has_gateway=has_gateway)
     thread.run(stub.start())
     try:
         yield stub, thread

@@ -21,6 +21,7 @@ class StubLock:
     token: int = 0
     wants: list[WantMsg] = field(default_factory=list)
     handed_back: int = 0
+    has_gateway: bool = False
 
     def __post_init__(self) -> None:
         self.server = Server(self.path, CATALOGUE, self, service="stub")
@@ -55,12 +56,17 @@ class StubLock:
             conn.send(GrantedMsg(lock, engine, incarnation, token))
         return token
 
-    def tell_standby(self, is_ready: bool) -> None:
+    def lend(self) -> None:
+        """Tell every engine who accepts, without a descriptor."""
+        for conn in self.server.connections:
+            conn.send(ServiceMsg("active", "127.0.0.1:0", not self.has_gateway))
+
+    def tell_standby(self, is_ready: bool, continues: bool = False) -> None:
         """Tell the engine whether another one could be granted `active`."""
         assert self.want is not None
         assert self.want.incarnation is not None
         for conn in self.server.connections:
-            conn.send(StandbyMsg("active", self.want.incarnation, is_ready))
+            conn.send(StandbyMsg("active", self.want.incarnation, is_ready, continues))
 
     def opened(self, conn: Connection) -> None:
         conn.state = False
@@ -80,7 +86,7 @@ class StubLock:
         if not conn.state:
             conn.state = True
             copy = OwnedFd(self.listener.dup().detach())
-            conn.send(ServiceMsg("active", "127.0.0.1:0"), fds=[copy])
+            conn.send(ServiceMsg("active", "127.0.0.1:0", not self.has_gateway), fds=[copy])
         for lock in message.locks:
             if lock in self.auto and message.incarnation is not None:
                 self.grant(lock, message.engine, message.incarnation)

@@ -257,7 +257,30 @@ def test_hand_over_while_waking_begins_once_active():
     effects = engine.handle(ev.Serving())
     targets = [effect.target for effect in effects if isinstance(effect, ev.RecordTransition)]
     assert targets == [State.ACTIVE, State.DRAINING]
-    assert effects[-1] == ev.DrainBackend()
+    assert effects[-1] == ev.DrainBackend(resume=False)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("state", [State.ACTIVE, State.WAKING])
+def test_hand_over_says_whether_streams_are_left(state, resume):
+    """Goal: what the lock server decided arrives at the drain, and in its record. Method: asked
+    while active, and while waking, from where the drain begins later."""
+    engine = engine_in(state)
+    effects = engine.handle(ev.HandOver(INC, "other", resume))
+    for event in MAIN_LINE[STEPS_TO[state] :]:
+        effects = engine.handle(event)
+    assert effects[-1] == ev.DrainBackend(resume)
+    moved = effects[-2]
+    assert isinstance(moved, ev.RecordTransition)
+    assert ("streams continue" in moved.message) is resume
+
+
+def test_departure_says_whether_streams_are_left():
+    """Goal: as above, for SIGTERM; and a hand-over that comes later changes nothing."""
+    engine = engine_in(State.ACTIVE)
+    assert engine.handle(ev.Terminate(resume=True))[-1] == ev.DrainBackend(resume=True)
+    assert engine.handle(ev.HandOver(INC, "other")) == []
+    assert engine.now.resumes
 
 
 @pytest.mark.parametrize("state", list(State))

@@ -1,0 +1,253 @@
+"""An engine behind a gateway: its private socket, the canary through it, drains that leave streams
+to the next engine, and what cannot serve a gateway."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.backends.registry import objection_behind_gateway
+from engine.messages import LeaveMsg
+from lockserver.messages import HandOverMsg
+from plumbing.part.paths import engine_http_socket
+from tests.engine.pod import ROOT, Engine, LoopThread, Pod, stub_lock
+from tests.engine.stub_lock import StubLock
+from tests.helpers import until
+
+QUICK = ("--backoff-first-ms", "50", "--backoff-max-ms", "50", "--yield-ms", "50")
+CANARIES = ("--idle-canary-ms", "1")  # one at once after the other
+HASTY = (*CANARIES, "--hang-ms", "300", "--hang-alone-ms", "300")
+
+Lock = tuple[StubLock, LoopThread]
+
+
+@pytest.fixture
+def lock(directory: Path) -> Iterator[Lock]:
+    """A lock server that grants everything at once, and whose gateway accepts."""
+    with stub_lock(directory, auto=("loader", "active"), has_gateway=True) as found:
+        yield found
+
+
+@pytest.fixture
+def private(directory: Path) -> Path:
+    return Path(engine_http_socket(str(directory), "e-0"))
+
+
+def connect(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(20)
+    sock.connect(str(path))
+    return sock
+
+
+def ask(path: Path) -> str:
+    """What the backend answers the gateway."""
+    with connect(path) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        return sock.makefile().readline()
+
+
+def dies_unhealthy(engine: Engine, words: str) -> None:
+    """Wait for such a death, with `words` in its message."""
+
+    def died() -> bool:
+        deaths = (engine.status() or {}).get("deaths", [])
+        return any(each["cause"] == "unhealthy" and words in each["message"] for each in deaths)
+
+    until(died, f"a death because {words}")
+
+
+def test_engine_serves_on_its_private_socket(pod: Pod, lock: Lock, private: Path):
+    """Goal: behind a gateway an engine accepts there, and only there. Method: a stale file in its
+    place, then one request to it, and a connection to the service's address, which waits; the
+    process that serves dies, and its successor has a socket of its own."""
+    stub, _ = lock
+    private.write_text("stale")
+    engine = pod.engine("e-0", "--continuation", "weights-1", flags=QUICK)
+    document = engine.until("active")
+    assert ask(private) == "e-0 1\n"
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    assert document["backend"]["serves_on"] == str(private)
+    assert document["lock"]["is_behind_gateway"]
+    assert "understudy_engine_behind_gateway 1.0" in engine.get("/metrics")[1]
+    assert stub.want is not None
+    assert stub.want.continuation == "weights-1"
+    with socket.create_connection(stub.address) as client:
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        client.setblocking(False)
+        engine.kill("backend-http")
+        engine.until("active", number=2)
+        with pytest.raises(BlockingIOError):
+            client.recv(1)
+    assert ask(private) == "e-0 2\n"
+
+
+def test_connections_that_wait_break_with_the_incarnation(
+    pod: Pod, lock: Lock, private: Path, directory: Path
+):
+    """Goal: a gateway learns of a death at once. Method: a backend that does not accept, a
+    connection in its backlog, and SIGKILL; then the same with SIGKILL to the supervisor."""
+    stuck = directory / "stuck"
+    stuck.touch()
+    engine = pod.engine("e-0", "--accept-none-if", str(stuck), flags=QUICK)
+    for target in ("backend-http", "supervisor"):
+        engine.until("active")
+        with connect(private) as client:
+            engine.kill(target)
+            with pytest.raises(ConnectionResetError):
+                client.recv(1)
+        if target == "backend-http":
+            engine.until("active", number=2)
+
+
+def test_idle_canary_takes_the_way_of_requests(pod: Pod, lock: Lock, directory: Path):
+    """Goal: a verdict through the private socket ends an engine, and a passed one does not. Method:
+    a backend whose HTTP side says that it is its own; it passes, then fails."""
+    bad = directory / "bad"
+    engine = pod.engine("e-0", "--fail-canary-if", str(bad), flags=(*QUICK, *CANARIES))
+    engine.until("active")
+
+    def passed() -> float:
+        lines = engine.get("/metrics")[1].splitlines()
+        name = 'understudy_engine_canary_total{result="ok"} '
+        return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+    until(lambda: passed() >= 3, "canaries that pass")
+    bad.touch()
+    dies_unhealthy(engine, "by http: token 7 is 8")
+
+
+def test_backend_that_does_not_accept_is_found(pod: Pod, lock: Lock, directory: Path):
+    """Goal: inference that works is not enough. Method: the channel answers everything, the private
+    socket nothing."""
+    stuck = directory / "stuck"
+    engine = pod.engine("e-0", "--accept-none-if", str(stuck), flags=(*QUICK, *HASTY))
+    engine.until("active")
+    stuck.touch()
+    dies_unhealthy(engine, "the idle canary made no token")
+
+
+def test_socket_that_was_removed_is_found(pod: Pod, lock: Lock, private: Path):
+    """Goal: an engine that the gateway cannot reach is not healthy, and the reason is told. Method:
+    somebody removes the file of its socket."""
+    engine = pod.engine("e-0", flags=(*QUICK, *HASTY))
+    engine.until("active")
+    private.unlink()
+    dies_unhealthy(engine, f"cannot connect to {private}")
+    engine.until("active", number=2)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_hand_over_leaves_streams_as_it_is_told(pod: Pod, lock: Lock, private: Path, resume: bool):
+    """Goal: what the lock server decides reaches the backend, and nobody connects to a backend that
+    drains. Method: a hand-over of each kind to one that writes down what it was told."""
+    stub, loop = lock
+    note = private.with_name("note")
+    engine = pod.engine("e-0", "--note-drain", str(note), flags=QUICK)
+    engine.until("active")
+    assert stub.want is not None
+    hand_over = HandOverMsg("active", str(stub.want.incarnation), "e-1", resume)
+    for conn in stub.server.connections:
+        loop.call(conn.send, hand_over)
+    engine.until("active", number=2)
+    assert note.read_text() == ("resume" if resume else "finish")
+
+
+@pytest.mark.parametrize(
+    ("continues", "leave", "expected"),
+    [
+        (True, "sigterm", "resume"),
+        (True, "drain", "resume"),
+        (True, "drain --finish", "finish"),
+        (False, "sigterm", "finish"),
+    ],
+)
+def test_departure_leaves_streams_where_the_next_engine_continues(
+    pod: Pod, lock: Lock, private: Path, continues: bool, leave: str, expected: str
+):
+    """Goal: SIGTERM and `engine drain` are a pause where another engine can continue. Method: tell
+    the engine of a standby that can or cannot, then each way to leave."""
+    stub, loop = lock
+    note = private.with_name("note")
+    engine = pod.engine("e-0", "--note-drain", str(note), flags=QUICK)
+    engine.until("active")
+    loop.call(stub.tell_standby, True, continues)
+    until(lambda: engine.status()["health"]["has_standby"], "the news of the standby")
+    if leave == "sigterm":
+        engine.terminate()
+    else:
+        with engine.client() as client:
+            client.request(LeaveMsg(finish=leave.endswith("--finish")))
+    assert engine.wait() == 0
+    assert note.read_text() == expected
+    assert not private.exists()
+
+
+def test_drain_that_hangs_is_reached_by_nobody(pod: Pod, lock: Lock, private: Path):
+    """Goal: no new connection once an engine drains, whatever its backend does. Method: one that
+    hangs in the drain."""
+    engine = pod.engine("e-0", "--hang-at", "drain", flags=QUICK)
+    engine.until("active")
+    engine.terminate()
+    engine.until("draining")
+    assert not private.exists()
+    os.kill(engine.process.pid, signal.SIGTERM)
+    assert engine.wait() == 0
+
+
+@pytest.mark.parametrize("has_gateway", [True, False])
+def test_engine_follows_a_lock_server_that_changes_its_mode(
+    pod: Pod, directory: Path, has_gateway: bool
+):
+    """Goal: no engine serves where nobody looks for it. Method: an active engine is told that the
+    other side accepts from now on; it ends, and the next one serves there."""
+    with stub_lock(directory, ("loader", "active"), has_gateway=not has_gateway) as (stub, loop):
+        engine = pod.engine("e-0", flags=(*QUICK, "--deaths-max", "1"))
+        engine.until("active")
+        stub.has_gateway = has_gateway
+        loop.call(stub.lend)
+        document = engine.until("active", number=2)
+        assert document["deaths"][-1]["cause"] == "mode_changed"
+        assert document["lock"]["is_behind_gateway"] is has_gateway
+        private = engine_http_socket(str(directory), "e-0")
+        assert document["backend"]["serves_on"] == (private if has_gateway else "127.0.0.1:0")
+        assert os.path.exists(private) is has_gateway
+
+
+def test_backend_with_tls_is_refused_behind_a_gateway(pod: Pod, lock: Lock, directory: Path):
+    """Goal: a setting that cannot work ends the engine at once, with the way out. Method: vLLM's
+    flag, and a vLLM that has nothing in it, which would otherwise be launched again and again."""
+    (directory / "vllm").mkdir()
+    (directory / "vllm" / "__init__.py").touch()
+    engine = pod.engine(
+        "e-0",
+        flags=QUICK,
+        wrapper=("env", f"PYTHONPATH={ROOT}:{directory}"),
+        backend=("vllm", "model", "--ssl-keyfile=key.pem"),
+    )
+    assert engine.wait() == 2
+    said = engine.errors.read_text()
+    assert "engine.tls_behind_gateway" in said
+    assert "--ssl-keyfile: behind a gateway TLS ends there" in said
+    assert "--tls-cert and --tls-key to the gateway" in said
+
+
+@pytest.mark.parametrize(
+    ("backend", "argument", "is_refused"),
+    [
+        ("vllm", "--ssl-certfile=x", True),
+        ("vllm", "--ssl_ca_certs", True),
+        ("vllm", "--enable-ssl-refresh", True),
+        ("vllm", "--served-model-name=ssl", False),
+        ("command", "--ssl-certfile", False),
+    ],
+)
+def test_only_tls_of_vllm_is_refused(backend: str, argument: str, is_refused: bool):
+    """Goal: no other flag, and no user's own program, is refused."""
+    assert (objection_behind_gateway(backend, ["python", argument]) is not None) is is_refused

@@ -1,0 +1,160 @@
+"""The canary over HTTP: what counts as a verdict, what is asked again, and when another way must
+be taken."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from engine.supervisor.http_canary import ANSWER_BYTES_MAX, HttpCanary
+from tests.helpers import auntil, room_for
+
+OK = b'HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{"ok":true}'
+BAD = b'HTTP/1.1 503 Unwell\r\ncontent-length:30\r\n\r\n{"ok":false,"detail":"7 is 8"}'
+
+
+@contextlib.asynccontextmanager
+async def serving(path: Path, *answers: bytes) -> AsyncIterator[list[bytes]]:
+    """A server that gives each of `answers` to one connection, then the last one; an empty one
+    stands for silence until the end. What it was asked."""
+    asked: list[bytes] = []
+    left = list(answers)
+    done = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        reply = left.pop(0) if len(left) > 1 else left[0]
+        if not reply:
+            await done.wait()
+        writer.write(reply or OK)
+        writer.close()
+
+    server = await asyncio.start_unix_server(answer, path)
+    try:
+        yield asked
+    finally:
+        done.set()
+        server.close()
+        await server.wait_closed()
+
+
+class Asked:
+    """A canary, and what came of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.verdict: tuple[bool, str] | None = None
+        self.has_no_way = False
+        self.canary = HttpCanary(str(path), on_verdict=self._found, on_no_way=self._gave_up)
+
+    def _found(self, ok: bool, detail: str) -> None:
+        self.verdict = ok, detail
+
+    def _gave_up(self) -> None:
+        self.has_no_way = True
+
+
+@pytest.fixture
+def path(directory: Path) -> Path:
+    return directory / "s"
+
+
+@pytest.mark.parametrize(("answer", "verdict"), [(OK, (True, "")), (BAD, (False, "7 is 8"))])
+def test_a_verdict_is_in_the_body(path, answer, verdict):
+    """Goal: the backend decides, whatever status it gives. Method: one answer of each kind, to a
+    request that only the hop knows."""
+
+    async def scenario() -> None:
+        async with serving(path, answer) as asked:
+            found = Asked(path)
+            await auntil(lambda: found.verdict, "the verdict")
+            assert found.verdict == verdict
+            assert asked[0].startswith(b"POST /understudy/canary HTTP/1.1\r\n")
+            assert b"\r\nX-Understudy-Gateway: 1\r\n" in asked[0]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"engine-0 7\n", "without an answer"),
+        (b"engine-0 7\r\n\r\n", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{", "without an answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (ANSWER_BYTES_MAX + 1), "bytes"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * ANSWER_BYTES_MAX + b"\r\n\r\n", "not HTTP"),
+        (b"HTTP/1.1 500 Oops\r\nContent-Length: 0\r\n\r\n", "HTTP 500, no verdict"),
+        (b"HTTP/1.1 429 Busy\r\nContent-Length: 2\r\n\r\n{}", "HTTP 429, no verdict"),
+    ],
+)
+def test_anything_else_is_asked_again(path, answer, words):
+    """Goal: only a verdict is one; everything else has its reason and another attempt. Method: one
+    bad answer, then a good one."""
+
+    async def scenario() -> None:
+        async with serving(path, answer, OK) as asked:
+            found = Asked(path)
+            await auntil(lambda: found.canary.problem, "the problem")
+            assert words in found.canary.problem
+            assert found.verdict is None
+            await auntil(lambda: found.verdict, "the verdict")
+            assert len(asked) == 2
+
+    asyncio.run(scenario())
+
+
+def test_nobody_listens_then_somebody_does(path):
+    """Goal: a backend that cannot be reached yet is asked again. Method: listen later."""
+
+    async def scenario() -> None:
+        found = Asked(path)
+        await auntil(lambda: found.canary.problem, "the problem")
+        assert "cannot connect" in found.canary.problem
+        async with serving(path, OK):
+            await auntil(lambda: found.verdict, "the verdict")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("status", [b"404 Not Found", b"405 Not Allowed", b"501 Not Here"])
+def test_backend_without_the_path_is_asked_another_way(path, status):
+    """Goal: a foreign backend, whose HTTP side works, is not judged by a path that it lacks."""
+
+    async def scenario() -> None:
+        async with serving(path, b"HTTP/1.1 %b\r\nContent-Length: 0\r\n\r\n" % status):
+            found = Asked(path)
+            await auntil(lambda: found.has_no_way, "the other way")
+            assert found.verdict is None
+
+    asyncio.run(scenario())
+
+
+def test_our_own_shortage_blames_nobody(path):
+    """Goal: a supervisor without a descriptor does not count it against the backend."""
+
+    async def scenario() -> None:
+        async with serving(path, OK):
+            with room_for(0):
+                found = Asked(path)
+                await auntil(lambda: found.has_no_way, "the other way")
+            assert found.verdict is None
+
+    asyncio.run(scenario())
+
+
+def test_closed_canary_ends_silently(path):
+    """Goal: nobody is told once nobody asks. Method: a backend that is silent, then answers."""
+
+    async def scenario() -> None:
+        async with serving(path, b"") as asked:
+            found = Asked(path)
+            await auntil(lambda: asked, "the request")
+            found.canary.close()
+            found.canary.close()
+        assert (found.verdict, found.has_no_way) == (None, False)
+
+    asyncio.run(scenario())
