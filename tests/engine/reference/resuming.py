@@ -126,7 +126,7 @@ class Pod:
     def __init__(self, served: ServedModel, link: Link, client: TestClient[Any, Any]) -> None:
         self.served = served
         self.link = link
-        self._client = client
+        self.client = client
 
     async def ask(
         self, path: str, document: Any, journal: Sequence[int] | None = None
@@ -137,7 +137,7 @@ class Pod:
         if journal is not None:
             chunks = [len(journal)] if journal else []
             body, headers[hop.JOURNAL] = hop.with_journal(body, hop.Journal(journal, chunks))
-        async with self._client.post(path, data=body, headers=headers) as response:
+        async with self.client.post(path, data=body, headers=headers) as response:
             return response.status, response.headers, await response.read()
 
     async def stream(

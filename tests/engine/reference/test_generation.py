@@ -76,6 +76,34 @@ def test_step_logits_do_not_depend_on_the_batch(name: str):
     assert company.seen == alone.seen
 
 
+class Spy(Decoder):
+    """Keeps the logits of every step."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.__dict__ = dict(decoder.__dict__)
+        self.seen: list[bytes] = []
+
+    def forward(self, cache, slot, tokens, start):  # type: ignore[no-untyped-def] # as above
+        logits = super().forward(cache, slot, tokens, start)
+        self.seen.append(logits.tobytes())
+        return logits
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_step_logits_of_a_resumed_request_are_those_of_an_uninterrupted_one(name: str):
+    """Bit for bit, at every token: a journal is run as when it was made, not as a longer prompt."""
+    whole = Spy(decoder_of(golden(name)))
+    made = tokens_of(run(Generator(whole, cache_for(whole)), [Request(1, prompt(45), 12)])[1])
+    for count in range(1, len(made)):
+        resumed = Spy(whole)
+        resumed.seen = []
+        generator = Generator(resumed, cache_for(whole))
+        asked = Request(1, prompt(45), 12, made=tuple(made[:count]))
+        assert tokens_of(run(generator, [asked])[1]) == made[count:]
+        assert resumed.seen == whole.seen  # also those of the tokens that exist already
+        assert generator.progress == len(whole.seen)
+
+
 def test_forward_does_not_depend_on_where_the_weights_lie(decoder: Decoder):
     """Two processes map weights and KV at other addresses: shift them, compare bit for bit."""
     expected = decoder.forward(cache_for(decoder), 0, prompt(40), 0).tobytes()

@@ -1,0 +1,84 @@
+"""Requests whose next token, text or end depends on what came before, each in another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+TOKENS = 18
+GREEDY = {"prompt": "hello", "temperature": 0, "max_tokens": TOKENS}  # 1_}o1,:kBv1+J=12.*
+SEEDED = {**GREEDY, "temperature": 0.9, "top_p": 0.9, "seed": 7}
+TALK = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": TOKENS}
+USAGE = {"stream_options": {"include_usage": True}}
+CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "é"]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": (COMPLETIONS, GREEDY),
+    "greedy, usage": (COMPLETIONS, {**GREEDY, **USAGE}),
+    "greedy, continuous usage": (COMPLETIONS, {**GREEDY, **CONTINUOUS}),
+    "chat": (CHAT, TALK),
+    "chat, continuous usage": (CHAT, {**TALK, **CONTINUOUS}),
+    "prompt of three chunks": (COMPLETIONS, {**GREEDY, "prompt": "a longer prompt, " * 5}),
+    "to the end of the context": (COMPLETIONS, {"prompt": [65] * 140, "max_tokens": 20, "seed": 1}),
+    "one token": (COMPLETIONS, {**GREEDY, "max_tokens": 1}),
+    "seed": (COMPLETIONS, SEEDED),
+    "no seed": (CHAT, {**TALK, "temperature": 1.0}),
+    "stop string": (COMPLETIONS, {**GREEDY, "stop": ["=12."]}),
+    "stop string, held back": (COMPLETIONS, {**GREEDY, "stop": ["2.*!"], **USAGE}),
+    "stop string of two that overlap": (COMPLETIONS, {**GREEDY, "stop": ["1+J=2", "+J=1", "J="]}),
+    "stop string behind min_tokens": (
+        COMPLETIONS,
+        {**GREEDY, "stop": ["1"], "min_tokens": 6, **USAGE},
+    ),
+    "stop token": (COMPLETIONS, {**GREEDY, "stop_token_ids": [ord("J")], **USAGE}),
+    "stop token behind min_tokens": (
+        COMPLETIONS,
+        {**GREEDY, "stop_token_ids": [ord("1"), ord("o")], "min_tokens": 9},
+    ),
+    "end token": (COMPLETIONS, {**SEEDED, "logit_bias": {"257": 9, "261": 9}, "min_tokens": 5}),
+    "end token ignored": (COMPLETIONS, {**SEEDED, "logit_bias": {"257": 12}, "ignore_eos": True}),
+    "presence penalty": (COMPLETIONS, {**GREEDY, "presence_penalty": 2}),
+    "frequency penalty": (COMPLETIONS, {**GREEDY, "frequency_penalty": 2}),
+    "repetition penalty": (COMPLETIONS, {**GREEDY, "repetition_penalty": 1.8}),
+    "all penalties, seed": (
+        CHAT,
+        {
+            **TALK,
+            "temperature": 0.8,
+            "seed": 3,
+            "repetition_penalty": 1.3,
+            "presence_penalty": 1.5,
+            "frequency_penalty": -0.5,
+        },
+    ),
+    "logit bias": (COMPLETIONS, {**GREEDY, "logit_bias": {"49": -100, "88": 3.5}}),
+    "bad words": (COMPLETIONS, {**GREEDY, "bad_words": ["_}", "+J", "12.", ":kBv"]}),
+    "choice": (COMPLETIONS, {**GREEDY, "guided_choice": ["naïve ☕ café", "no"], **USAGE}),
+    "half characters": (
+        CHAT,
+        {**TALK, "max_tokens": 13, "structured_outputs": {"regex": "(é|☕|🙂){3}x*(ß|𝄞){3}"}},
+    ),
+    "regular expression": (COMPLETIONS, {**SEEDED, "guided_regex": "[a-z]{3,9}(é|ü)+[0-9]{2}"}),
+    "JSON schema": (
+        CHAT,
+        {
+            **TALK,
+            "max_tokens": 60,
+            "seed": 2,
+            "temperature": 0.7,
+            **USAGE,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+        },
+    ),
+    "grammar, min_tokens, penalties": (
+        COMPLETIONS,
+        {**GREEDY, "guided_regex": "[a-c]{2,30}", "min_tokens": 8, "frequency_penalty": 2},
+    ),
+}

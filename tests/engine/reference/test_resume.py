@@ -1,0 +1,186 @@
+"""A resumed request is the request: cut anywhere, joined, it equals the run that was never cut."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.backends.reference.random_model import write_random_model
+from plumbing import hop
+from tests.engine.reference.resume_cases import CASES, CHAT, COMPLETIONS, GREEDY, TALK
+from tests.engine.reference.resuming import Pod, Stream, pod, read_stream
+
+
+@pytest.fixture(scope="module", name="model")
+def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_random_model(str(directory))
+    return directory
+
+
+def with_pod(model: Path, test: Any) -> None:
+    async def main() -> None:
+        async with pod(model) as engine:
+            await test(engine)
+
+    asyncio.run(main())
+
+
+def check_joined(whole: Stream, made: int, resumed: Stream) -> None:
+    """What is replayed is what was delivered, in one group; behind it every event is the same."""
+    groups = resumed.groups
+    if made:
+        before = whole.groups[:made]
+        replayed, *groups = groups
+        assert replayed.tokens == tuple(whole.tokens[:made])
+        assert replayed.text == "".join(group.text for group in before)
+        if made == len(whole.groups):
+            assert replayed.events[-1] == before[-1].events[-1]  # the one with the finish reason
+    assert groups == whole.groups[made:]
+    assert resumed.rest == whole.rest
+    assert resumed.is_whole
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cut_behind_any_token_and_resumed_is_the_uninterrupted_answer(model: Path, name: str):
+    """Goal: class `exact`, every event, usage and finish too. Method: each kind of request, cut
+    behind each of its groups; the tokens so far are the journal. One that ends the answer is played
+    without the model. Cut anywhere else, the groups that came whole are the same."""
+    path, document = CASES[name]
+
+    async def test(engine: Pod) -> None:
+        whole, body = await engine.stream(path, document)
+        assert whole.is_whole
+        assert len(whole.groups) == len(whole.tokens)
+        for made in range(len(whole.tokens) + 1):
+            asked_before = engine.link.started
+            resumed, _ = await engine.stream(path, document, whole.tokens[:made])
+            check_joined(whole, made, resumed)
+            assert engine.link.started - asked_before == (made < len(whole.tokens))
+        for cut in range(0, len(body), 17):  # also inside an event, a comment, a character
+            groups = read_stream(body[:cut]).groups
+            assert groups == whole.groups[: len(groups)]
+
+    with_pod(model, test)
+
+
+def test_cases_do_what_their_names_say(model: Path):
+    """Goal: the cases are not all the same answer. Method: look at each one's text and end."""
+
+    async def test(engine: Pod) -> None:
+        texts, ends = {}, {}
+        for name, (path, document) in CASES.items():
+            stream, _ = await engine.stream(path, document)
+            texts[name] = "".join(group.text for group in stream.groups)
+            ends[name] = stream.groups[-1].events[-1]["choices"][0]["finish_reason"]
+        same = [name for name in texts if texts[name] == texts["greedy"] and name != "greedy"]
+        assert same == ["greedy, usage", "greedy, continuous usage", "stop string, held back"]
+        stops = {name for name, end in ends.items() if end == "stop"}
+        assert stops == {
+            *(name for name in CASES if name.startswith("stop s") and "held" not in name),
+            *("stop token", "stop token behind min_tokens", "end token"),
+            *("choice", "half characters", "regular expression", "JSON schema"),
+            "grammar, min_tokens, penalties",
+        }
+        assert texts["choice"] in ("naïve ☕ café", "no")
+        assert texts["JSON schema"].startswith("{")
+
+    with_pod(model, test)
+
+
+BAD: list[tuple[str, dict[str, Any], list[int]]] = [
+    ("longer than max_tokens", {"max_tokens": 2}, [65, 66, 67]),
+    ("beyond the vocabulary", {}, [65, 262]),
+    ("behind a stop token", {"stop_token_ids": [66]}, [65, 66, 67]),
+    ("behind an end token", {}, [65, 257, 67]),
+    ("behind a stop string", {"stop": "AB"}, [65, 66, 67]),
+    ("a stop token too early", {"stop_token_ids": [66], "min_tokens": 3}, [65, 66]),
+    ("not of the choice", {"guided_choice": ["ab", "cd"]}, [97, 100]),
+    ("behind the end of the grammar", {"guided_choice": ["ab"]}, [97, 98, 99]),
+]
+
+
+@pytest.mark.parametrize(("what", "more", "journal"), BAD, ids=[what for what, _, _ in BAD])
+def test_journal_that_the_request_cannot_have_made_is_refused(
+    model: Path, what: str, more: dict[str, Any], journal: list[int]
+):
+    """Goal: two requests are never glued together. Method: one impossible journal each, whose
+    beginning is possible."""
+
+    async def test(engine: Pod) -> None:
+        document = {**GREEDY, **more, "stream": True}
+        status, headers, body = await engine.ask(COMPLETIONS, document, journal)
+        assert (status, b"resume.bad_journal" in body) == (400, True), (what, body)
+        assert headers[hop.CONTINUATION] == "retry"
+        assert engine.link.started == 0
+        assert (await engine.ask(COMPLETIONS, document, journal[:1]))[0] == 200
+
+    with_pod(model, test)
+
+
+def test_journal_that_does_not_fit_its_header_is_refused(model: Path):
+    """Goal: lengths are checked before anything is parsed. Method: a header that is no journal's,
+    and one that promises more than came."""
+
+    async def test(engine: Pod) -> None:
+        for header in ("1", "1,2,x", "2,1,1", "2,0,1", "0,0,0"):
+            headers = {hop.GATEWAY: "1", hop.JOURNAL: header}
+            async with engine.client.post(COMPLETIONS, data=b"{}", headers=headers) as answer:
+                assert answer.status == 400
+                assert (await answer.json())["error"]["code"] == "resume.bad_journal"
+
+    with_pod(model, test)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_answer_without_a_stream_is_of_class_retry_and_says_the_same(model: Path, path: str):
+    """Goal: what was not delivered is asked for again. Method: the same request without a stream,
+    also with a journal."""
+    document = GREEDY if path == COMPLETIONS else TALK
+
+    async def test(engine: Pod) -> None:
+        whole, _ = await engine.stream(path, document)
+        status, headers, body = await engine.ask(path, document)
+        assert (status, headers[hop.CONTINUATION]) == (200, "retry")
+        assert (await engine.ask(path, document, whole.tokens[:5]))[2] == body
+
+    with_pod(model, test)
+
+
+def test_direct_engine_ignores_what_only_a_gateway_may_say(model: Path):
+    """Goal: a client cannot mark or resume anything itself. Method: the gateway's headers and paths
+    at an engine that is not behind one."""
+
+    async def test(engine: Pod) -> None:
+        engine.served.is_behind_gateway = False
+        status, headers, body = await engine.ask(COMPLETIONS, {**GREEDY, "stream": True})
+        assert status == 200
+        assert hop.CONTINUATION not in headers
+        assert hop.GROUP_MARK not in body
+        assert hop.END not in body
+        assert b"invalid_json" in (await engine.ask(COMPLETIONS, GREEDY, [65]))[2]
+        for path in (hop.HELLO_PATH, hop.CANARY_PATH):
+            status, _, _ = await engine.ask(path, {})
+            assert status in (404, 405)
+
+    with_pod(model, test)
+
+
+def test_seed_of_a_request_without_one_is_that_of_its_id(model: Path):
+    """Goal: the same tokens from every engine, also where the client gave no seed. Method: one
+    request under two ids, twice."""
+
+    async def test(engine: Pod) -> None:
+        texts: list[list[Any]] = []
+        for request_id in ("a", "b", "a", "b"):
+            headers = {hop.GATEWAY: "1", "X-Request-Id": request_id}
+            document = {**GREEDY, "temperature": 1.0}
+            async with engine.client.post(COMPLETIONS, json=document, headers=headers) as answer:
+                texts.append((await answer.json())["choices"])
+        assert texts[:2] == texts[2:]
+        assert texts[0] != texts[1]
+
+    with_pod(model, test)
