@@ -64,11 +64,11 @@ def silent_ms(sock: Any) -> float:
     counts from its handshake; one that is not TCP has always been silent."""
     try:
         unread = fcntl.ioctl(sock.fileno(), termios.FIONREAD, b"\0" * 4)
+        if struct.unpack("i", unread)[0]:
+            return 0.0
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
     except OSError:
         return float("inf")
-    if struct.unpack("i", unread)[0]:
-        return 0.0
     sent_ms, received_ms = (
         struct.unpack_from("I", info, offset)[0] for offset in (LAST_DATA_SENT, LAST_DATA_RECV)
     )

@@ -19,8 +19,10 @@ TOKENS = 10
 STOP = 9
 
 
-def request(number: int, prompt: int = 3, max_tokens: int = 4) -> Request:
-    return Request(number, (1,) * prompt, max_tokens, stop_token_ids=(STOP,))
+def request(number: int, prompt: int = 3, max_tokens: int = 4, made: int = 0) -> Request:
+    return Request(
+        number, (1,) * prompt, max_tokens + made, stop_token_ids=(STOP,), made=(2,) * made
+    )
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -41,12 +43,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             table.pop(number, None)
 
     @precondition(lambda self: len(self.unfinished) < 3 + 4)
-    @rule(prompt=st.integers(1, CONTEXT - 1), max_tokens=st.integers(1, 8))
-    def submit(self, prompt: int, max_tokens: int) -> None:
+    @rule(prompt=st.integers(1, CONTEXT - 1), max_tokens=st.integers(1, 8), made=st.integers(0, 3))
+    def submit(self, prompt: int, max_tokens: int, made: int) -> None:
         self.next_id += 1
-        wanted = request(self.next_id, prompt, max_tokens)
+        wanted = request(self.next_id, prompt, max_tokens, min(made, CONTEXT - 1 - prompt))
         self.scheduler.submit(wanted)
         self.unfinished[wanted.id] = wanted
+        self.made[wanted.id] = len(wanted.made)
 
     @precondition(lambda self: self.unfinished)
     @rule(choice=st.integers(0, 100))
@@ -69,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not work.samples:
             assert reason is None
             return
-        self.made[number] = self.made.get(number, 0) + 1
+        self.made[number] += 1
         full = len(wanted.prompt) + self.made[number] == CONTEXT
         expected = "length" if full or self.made[number] == wanted.max_tokens else None
         assert reason == ("stop" if token == STOP else expected)
@@ -85,8 +88,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert work.start == self.position.get(number, 0)
         self.position[number] = work.start + len(work.tokens)
         assert self.position[number] <= CONTEXT
-        assert work.index == self.made.get(number, 0)
-        assert work.samples == (self.position[number] >= len(wanted.prompt))
+        total = (*wanted.prompt, *wanted.made)
+        assert work.tokens == total[work.start : self.position[number]] or work.start >= len(total)
+        # A prompt goes in chunks; what was made goes one by one, as it was made.
+        assert self.position[number] <= len(wanted.prompt) or len(work.tokens) == 1
+        assert work.samples == (self.position[number] >= len(total))
+        assert work.index == self.made[number]
         # No starvation: every other running request had a turn since.
         self.turns_since[number] = 0
         for other in self.turns_since:
@@ -129,7 +136,11 @@ def test_cancel_running_request_gives_its_slot_to_the_first_waiting_one():
 
 
 @pytest.mark.parametrize(
-    "bad", [Request(1, (), 4), request(1, prompt=CONTEXT), request(1, max_tokens=0)]
+    "bad",
+    [
+        *(Request(1, (), 4), request(1, prompt=CONTEXT), request(1, max_tokens=0)),
+        *(request(1, max_tokens=0, made=4), request(1, prompt=CONTEXT - 4, made=4)),
+    ],
 )
 def test_submit_request_that_the_http_process_should_have_refused_is_our_own_fault(bad: Request):
     """Checks are the HTTP process's; what does not fit must still not reach the cache."""

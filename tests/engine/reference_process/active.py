@@ -36,10 +36,13 @@ GREEDY = {"prompt": "hello", "temperature": 0, "max_tokens": 12}
 LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
 
 
-async def activate(stub: Supervisor, sock: socket.socket, token: int) -> PreparedMsg:
+async def activate(
+    stub: Supervisor, sock: socket.socket, token: int, *, is_behind_gateway: bool = False
+) -> PreparedMsg:
     """From prepared to serving on `sock`, one step after the other."""
     prepared = await stub.prepared()
-    assert await stub.ask(WakeMsg(token, stub.engine), lend(sock)) == WokenMsg(prepared.kv_bytes)
+    wake = WakeMsg(token, stub.engine, is_behind_gateway=is_behind_gateway)
+    assert await stub.ask(wake, lend(sock)) == WokenMsg(prepared.kv_bytes)
     canary = await stub.ask(RunCanaryMsg())
     assert isinstance(canary, CanaryMsg)
     assert canary.ok, canary.detail

@@ -149,7 +149,9 @@ def _work(sequence: _Running) -> Work:
     if behind_prompt < 0:
         end = prefill_end(start, len(request.prompt))
         samples = end == len(request.prompt) and not request.made
-        return Work(request, sequence.slot, request.prompt[start:end], start, samples, 0)
+        return Work(
+            request, sequence.slot, request.prompt[start:end], start, samples, sequence.made
+        )
     is_replayed = behind_prompt < len(request.made)
     token = request.made[behind_prompt] if is_replayed else sequence.last
     samples = behind_prompt + 1 >= len(request.made)

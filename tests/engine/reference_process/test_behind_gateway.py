@@ -1,0 +1,175 @@
+"""Real engines behind a gateway, which is played by the test: private sockets, deaths, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine.messages import DrainedMsg, DrainMsg, PreparedMsg
+from plumbing import hop
+from tests.engine.reference.resuming import Stream, read_stream
+from tests.engine.reference_process.active import GREEDY, LONG, activate, health
+from tests.engine.reference_process.rig import Supervisor, memory_service, supervisor
+
+PATH = "http://engine/v1/completions"
+STATEFUL = {
+    "prompt": "hello",
+    "max_tokens": 200,
+    "temperature": 0.9,
+    "stream": True,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.5,
+    "bad_words": ["1", "+J"],
+    "guided_regex": "([ -~]{3}é)+",
+    "stream_options": {"include_usage": True},
+}
+
+
+def private_socket(directory: Path, engine: str) -> socket.socket:
+    """As a supervisor makes it."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.bind(str(directory / f"{engine}.http.sock"))
+    sock.listen(128)
+    return sock
+
+
+@asynccontextmanager
+async def behind_gateway(
+    directory: Path, stub: Supervisor, token: int
+) -> AsyncIterator[tuple[aiohttp.ClientSession, PreparedMsg]]:
+    """Activate an engine; a session of the gateway's with it, and what it was prepared with."""
+    with private_socket(directory, stub.engine) as sock:
+        prepared = await activate(stub, sock, token, is_behind_gateway=True)
+        async with aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(str(sock.getsockname()), limit=0),
+            headers={hop.GATEWAY: "1", "X-Request-Id": "the-request"},
+        ) as session:
+            yield session, prepared
+
+
+async def read_to_the_end(response: aiohttp.ClientResponse) -> bytes:
+    """Also of one that breaks off."""
+    body = b""
+    try:
+        async for part in response.content.iter_any():
+            body += part
+    except aiohttp.ClientPayloadError:
+        pass
+    return body
+
+
+def joined(before: Stream, resumed: Stream) -> list[Any]:
+    """The events that a client sees: those delivered, and those behind the replayed group."""
+    groups = [*before.groups, *resumed.groups[1 if before.tokens else 0 :]]
+    return [*(event for group in groups for event in group.events), *resumed.rest]
+
+
+@pytest.mark.slow
+def test_stream_goes_on_at_another_engine_as_if_nothing_had_happened(tmp_path: Path, model: Path):
+    """Goal: class `exact` between two processes, with everything that has a state. Method: read a
+    part of a stream, kill the engine, resume at the next one; and ask that one for all of it."""
+
+    async def main() -> None:
+        arguments = ("--model", str(model))
+        async with (
+            memory_service(tmp_path),
+            supervisor(tmp_path, *arguments) as first,
+            supervisor(tmp_path, *arguments, engine="engine-1") as second,
+        ):
+            async with (
+                behind_gateway(tmp_path, first, 1) as (gateway, was),
+                gateway.post(PATH, json=STATEFUL) as response,
+            ):
+                assert response.headers[hop.CONTINUATION] == "exact"
+                body = await response.content.readuntil(b": u=" + b"195|1\n\n")
+                os.kill(first.registered["model"], signal.SIGKILL)
+                before = read_stream(body + await read_to_the_end(response))
+            assert not before.is_whole
+            assert before.tokens[3] == 195  # the first half of a character was there
+            journal = hop.Journal(before.tokens, [len(before.tokens)])
+            async with behind_gateway(tmp_path, second, 2) as (gateway, now):
+                assert now.continuation == was.continuation
+                async with gateway.post(PATH, json=STATEFUL) as response:
+                    whole = read_stream(await response.read())
+                data, header = hop.with_journal(json.dumps(STATEFUL).encode(), journal)
+                more = {hop.JOURNAL: header}
+                async with gateway.post(PATH, data=data, headers=more) as response:
+                    resumed = read_stream(await response.read())
+            assert joined(before, resumed) == joined(Stream([], (), False), whole)
+            assert resumed.is_whole
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_drain_that_resumes_leaves_streams_and_answers_the_rest(tmp_path: Path, model: Path):
+    """Goal: a switchover need not wait for streams. Method: a stopped model holds up a stream and a
+    request without one; the stream's connection is closed behind a whole group, the other is
+    answered once the model runs again, and the drain ends after that."""
+
+    async def main() -> None:
+        async with (
+            memory_service(tmp_path),
+            supervisor(tmp_path, "--model", str(model)) as stub,
+            behind_gateway(tmp_path, stub, 1) as (gateway, _),
+            gateway.post(PATH, json={**LONG, "stream": True}) as response,
+        ):
+            await response.content.readuntil(b"\n\n: u=")
+            os.kill(stub.registered["model"], signal.SIGSTOP)
+            other = asyncio.ensure_future(gateway.post(PATH, json=GREEDY))
+            async with asyncio.timeout(60):
+                while (await health(stub)).in_flight < 2:
+                    pass
+            draining = asyncio.ensure_future(stub.ask(DrainMsg(60_000, resume=True)))
+            stream = read_stream(b": u=" + await read_to_the_end(response))
+            assert not stream.is_whole
+            assert not stream.rest
+            assert not draining.done()
+            os.kill(stub.registered["model"], signal.SIGCONT)
+            async with await other as answer:
+                assert (answer.status, answer.headers[hop.CONTINUATION]) == (200, "retry")
+                assert len((await answer.json())["choices"][0]["text"]) == 12
+            assert isinstance(await draining, DrainedMsg)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_engine_says_who_it_is_and_proves_that_it_works(tmp_path: Path, model: Path):
+    """Goal: the gateway's two questions. Method: hello and canary of one engine; the id of another
+    with a shorter context differs."""
+
+    async def main() -> None:
+        arguments = ("--model", str(model), "--served-model-name", "tiny")
+        async with (
+            memory_service(tmp_path),
+            supervisor(tmp_path, *arguments) as stub,
+            supervisor(tmp_path, *arguments, "--max-context", "64", engine="engine-1") as other,
+            behind_gateway(tmp_path, stub, 3) as (gateway, prepared),
+        ):
+            async with gateway.get(f"http://engine{hop.HELLO_PATH}") as response:
+                assert response.headers[hop.TOKEN] == "3"
+                assert await response.json() == {
+                    "engine": "engine-0",
+                    "token": 3,
+                    "continuation_id": prepared.continuation,
+                    "continuation": "exact",
+                    "body_bytes_max": 4 << 20,
+                    "models": ["tiny"],
+                    "problem": None,
+                }
+            async with gateway.post(f"http://engine{hop.CANARY_PATH}") as response:
+                assert (response.status, (await response.json())["ok"]) == (200, True)
+            assert (await other.prepared()).continuation != prepared.continuation
+
+    asyncio.run(main())
