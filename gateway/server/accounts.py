@@ -1,0 +1,186 @@
+"""What the doors have counted, and what is told of it: totals for beats, events, the access log.
+
+Owns no decision. Users' text never comes here. Pauses and resumes of many streams at once are one
+event a second, because a failover under a thousand streams is one thing that happened.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from urllib.parse import quote
+
+from gateway.core.events import (
+    ContinuationLost,
+    Ending,
+    GatewayRecord,
+    RequestEnded,
+    StreamPaused,
+    StreamResumed,
+    SuspectFound,
+)
+from gateway.messages import (
+    ADDED_BUCKETS_S,
+    PAUSE_BUCKETS_S,
+    GatewayEventMsg,
+    GatewayTotals,
+    RequestTotal,
+    Tally,
+)
+from gateway.server.open_request import OpenRequest
+from plumbing.hop import Continuation
+
+access_logger = logging.getLogger("gateway.access")
+
+PATH_CHARS_MAX = 256  # of a path in the access log
+
+
+class Accounts:
+    """`note` is told of every record of the core, `refused` of what never came there."""
+
+    def __init__(
+        self, happened: Callable[[GatewayEventMsg], None], *, has_access_log: bool
+    ) -> None:
+        self.added = Tally(ADDED_BUCKETS_S)
+        self.limits: Counter[str] = Counter()
+        self._happened = happened
+        self._has_access_log = has_access_log
+        self._pauses = Tally(PAUSE_BUCKETS_S)
+        self._requests: Counter[tuple[str, Continuation]] = Counter()
+        self._paused: list[StreamPaused] = []
+        self._resumed: list[StreamResumed] = []
+        self._broken: Counter[str] = Counter()
+        self._lost: Counter[str] = Counter()
+        self._tokens = self._replayed = self._all_paused = self._all_resumed = self._all_lost = 0
+
+    def note(self, record: GatewayRecord) -> None:
+        match record:
+            case StreamPaused():
+                self._all_paused += 1
+                self._paused.append(record)
+            case StreamResumed():
+                self._all_resumed += 1
+                self._replayed += record.tokens
+                self._pauses.observe(record.pause_ms / 1000)
+                self._resumed.append(record)
+            case ContinuationLost():
+                self._all_lost += 1
+                self._lost[record.reason] += 1
+            case SuspectFound():
+                self._tell(
+                    "gateway.suspect",
+                    f"a request was in {record.deaths} engines that died, without progress between;"
+                    " it is resumed last, and alone",
+                    "warning",
+                    request=record.request,
+                    deaths=record.deaths,
+                )
+            case RequestEnded():
+                self._tokens += record.tokens
+                if record.ending is Ending.BROKEN:
+                    self._broken[record.code] += 1
+
+    def ended(self, request: OpenRequest, record: RequestEnded, now_ms: float) -> None:
+        """`request` is over; the record was noted."""
+        self._requests[record.ending.value, request.continuation] += 1
+        if not self._has_access_log:
+            return
+        http = request.http
+        access_logger.info(
+            '%s "%s %s" %d %d bytes in %.1f ms, %s%s, id %s',
+            _peer(request),
+            http.method.decode(errors="replace"),
+            quote(http.path[:PATH_CHARS_MAX], safe="/:@"),
+            request.status,
+            request.sent_bytes,
+            now_ms - request.came_ms,
+            record.ending.value,
+            f", engine {request.engine}" if request.engine else "",
+            http.request_id.decode(errors="replace"),
+        )
+
+    def refused(self, code: str, status: int, request_id: bytes) -> None:
+        """A request was refused before it was read whole."""
+        self.limits[code] += 1
+        self._requests[Ending.REFUSED.value, Continuation.NONE] += 1
+        if self._has_access_log:
+            access_logger.info("refused with %d %s, id %s", status, code, request_id.decode())
+
+    def totals(self) -> GatewayTotals:
+        return GatewayTotals(
+            requests=tuple(
+                RequestTotal(ending, continuation, count)
+                for (ending, continuation), count in self._requests.items()
+            ),
+            tokens=self._tokens,
+            replayed_tokens=self._replayed,
+            pauses=self._all_paused,
+            resumes=self._all_resumed,
+            continuations_lost=self._all_lost,
+            pause_s=self._pauses.so_far(),
+            added_s=self.added.so_far(),
+            limits=dict(self.limits),
+        )
+
+    def tell(self) -> None:
+        """One event for all that happened since the last call."""
+        if self._paused:
+            first = self._paused[0]
+            causes = Counter(each.cause.value for each in self._paused)
+            self._tell(
+                "gateway.paused",
+                f"{_streams(len(self._paused))} of {first.engine} paused"
+                f" ({', '.join(sorted(causes))})",
+                streams=len(self._paused),
+                engine=first.engine,
+                token=first.token,
+                causes=dict(causes),
+            )
+        if self._resumed:
+            last, longest = self._resumed[-1], max(each.pause_ms for each in self._resumed)
+            self._tell(
+                "gateway.resumed",
+                f"{_streams(len(self._resumed))} resumed at {last.engine} after {longest:.0f} ms"
+                " at most",
+                streams=len(self._resumed),
+                engine=last.engine,
+                token=last.token,
+                pause_ms=round(longest, 1),
+                replayed_tokens=sum(each.tokens for each in self._resumed),
+            )
+        if self._broken:
+            count = sum(self._broken.values())
+            self._tell(
+                "gateway.broken",
+                f"{count} answer{'s' if count > 1 else ''} ended with an error inside"
+                f" ({', '.join(sorted(filter(None, self._broken)))})",
+                "error",
+                answers=count,
+                codes=dict(self._broken),
+            )
+        if self._lost:
+            count = sum(self._lost.values())
+            self._tell(
+                "gateway.continuation_lost",
+                f"{_streams(count)} would not survive a failover any more"
+                f" ({', '.join(sorted(self._lost))})",
+                "warning",
+                streams=count,
+                reasons=dict(self._lost),
+            )
+        self._paused, self._resumed = [], []
+        self._broken.clear()
+        self._lost.clear()
+
+    def _tell(self, kind: str, message: str, severity: str = "info", **data: object) -> None:
+        self._happened(GatewayEventMsg(kind, message, severity, data))
+
+
+def _streams(count: int) -> str:
+    return "1 stream" if count == 1 else f"{count} streams"
+
+
+def _peer(request: OpenRequest) -> str:
+    peer = request.client.peer
+    return str(peer[0]) if isinstance(peer, tuple) and peer else "-"

@@ -1,0 +1,263 @@
+"""One connection of a client: reads requests, one of them is served at a time, writes answers.
+
+While a request is served, what the client sends further is kept unread, up to a limit: reading on
+is how a client that is gone is noticed at once. Deadlines are looked at by `Doors.sweep`, since a
+timer for each connection would cost more than what it guards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, cast
+
+from gateway.server.refusals import Refused, error_response
+from gateway.server.requests import Headers, HttpRequest, RequestReader
+
+IDLE_S = 75.0  # between two requests, as nginx
+HEAD_S = 10.0  # from a connection or the first byte of a request to the end of its head
+# A body may take this long and a second more for each KiB: as slow as a bad modem.
+BODY_GRACE_S = 30.0
+BODY_BYTES_PER_S = 1024
+STALLED_S = 300.0  # an answer waits so long for a client that takes nothing: the engine waits, too
+LINGER_S = 2.0  # to read what a refused client still sends, else a reset would destroy the answer
+AHEAD_BYTES_MAX = 64 * 1024  # sent while another request is served
+WRITE_BUFFER_BYTES = 64 * 1024  # then the engine's connection is not read on
+NEVER = float("inf")
+
+
+class Clients(Protocol):
+    """Who accepts connections and serves their requests."""
+
+    def opened(self, client: ClientConnection) -> None: ...
+    def closed(self, client: ClientConnection) -> None: ...
+    def became_idle(self, client: ClientConnection) -> None: ...
+    def came(self, client: ClientConnection, request: HttpRequest) -> None: ...
+    def refused(self, refused: Refused, request_id: bytes) -> None: ...
+    def left(self, client: ClientConnection) -> None: ...
+    def tunnelled(self, client: ClientConnection, data: bytes) -> None: ...
+    def throttled(self, client: ClientConnection) -> None: ...
+    def body_bytes_max(self) -> int: ...
+    def check(self, headers: Headers) -> Refused | None: ...
+    def now_s(self) -> float: ...
+    @property
+    def is_stopping(self) -> bool: ...
+
+
+class ClientConnection(asyncio.Protocol):
+    """`request` is the one that is served now."""
+
+    def __init__(self, owner: Clients) -> None:
+        self.request: HttpRequest | None = None
+        self.deadline_s = NEVER
+        self.peer: object = None
+        self.sent_bytes = 0  # of the present answer's body
+        self._owner = owner
+        self._reader = RequestReader(owner.body_bytes_max, owner.check)
+        self._transport: asyncio.Transport | None = None
+        self._ahead = bytearray()
+        self._is_chunked = False
+        self._has_body = True
+        self._is_advancing = False
+        self._is_lingering = False
+        self._is_tunnel_open = False
+        self.is_full = False  # the client takes its answer slower than the engine makes it
+        self._body_since_s = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may be closed for another one: no request is read or served."""
+        return self.request is None and self._reader.is_idle and not self._is_lingering
+
+    # ------------------------------------------------------------------ answers
+
+    def answer(self, response: bytes) -> None:
+        """A whole response; the request is over."""
+        self._write(response)
+        self.finish()
+
+    def begin(self, head: bytes, *, is_chunked: bool, has_body: bool = True) -> None:
+        """The head of an answer whose body follows by `send_body`."""
+        self._is_chunked, self._has_body = is_chunked, has_body
+        self._write(head)
+
+    def send_body(self, data: bytes) -> None:
+        """A part of the body, at once; the hot path."""
+        if self._transport is None or not data or not self._has_body:
+            return
+        self.sent_bytes += len(data)
+        if self._is_chunked:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self._transport.write(data)
+
+    def end_body(self) -> None:
+        if self._is_chunked and self._has_body:
+            self._write(b"0\r\n\r\n")
+        self.finish()
+
+    def cut(self, last: bytes) -> None:
+        """Send this part of the body and close without its end, which the client must notice."""
+        self.send_body(last)
+        self.request = None
+        self._close()
+
+    def open_tunnel(self, head: bytes) -> bytes:
+        """From now on bytes go through in both ways; returns those that have come already."""
+        self.begin(head, is_chunked=False)
+        self._is_tunnel_open = True
+        self.resume_reading()
+        return bytes(self._ahead)
+
+    def finish(self) -> None:
+        """The answer is out: close, or serve the next request."""
+        request, self.request = self.request, None
+        self._is_chunked, self._has_body, self.sent_bytes = False, True, 0
+        if self._transport is None:
+            return
+        if request is not None and not request.keeps_alive:
+            self._linger()
+        else:
+            self._advance()
+
+    # ------------------------------------------------------------------ for the owner
+
+    def close_idle(self) -> None:
+        if self.is_idle and self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause_reading(self) -> None:
+        """A tunnel's engine does not take what the client sends."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        if self.request is not None or self._is_lingering or self._reader.is_idle:
+            self.abort()
+            return
+        late = Refused(408, "request_timeout", "The request did not arrive in time.")
+        self._refuse(late)
+
+    # ------------------------------------------------------------------ asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self.peer = transport.get_extra_info("peername")
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._owner.opened(self)
+        self.deadline_s = self._owner.now_s() + HEAD_S
+        self._owner.became_idle(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_lingering:
+            return
+        if self.request is None:
+            self._reader.feed(data)
+            self._advance()
+        elif self._is_tunnel_open:
+            self._owner.tunnelled(self, data)
+        else:
+            self._ahead += data
+            if len(self._ahead) > AHEAD_BYTES_MAX:
+                self.pause_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._reader.close()
+        if self.request is not None:
+            self._owner.left(self)
+            self.request = None
+        self._owner.closed(self)
+
+    def pause_writing(self) -> None:
+        self.is_full, self.deadline_s = True, self._owner.now_s() + STALLED_S
+        self._owner.throttled(self)
+
+    def resume_writing(self) -> None:
+        self.is_full, self.deadline_s = False, NEVER
+        self._owner.throttled(self)
+
+    # ------------------------------------------------------------------ inside
+
+    def _advance(self) -> None:
+        """Serve what has been read, in turn, until one has to be waited for."""
+        if self._is_advancing:
+            return
+        self._is_advancing = True
+        while self.request is None and self._transport is not None and not self._is_lingering:
+            if self._reader.ready:
+                self._serve(self._reader.ready.popleft())
+            elif self._reader.refused is not None:
+                self._refuse(self._reader.refused)
+            elif self._ahead:
+                data = bytes(self._ahead)
+                self._ahead.clear()
+                self.resume_reading()
+                self._reader.feed(data)
+            else:
+                self._await_more()
+                break
+        self._is_advancing = False
+
+    def _serve(self, request: HttpRequest) -> None:
+        if self._owner.is_stopping:
+            request.keeps_alive = False
+        self.request, self.deadline_s = request, NEVER
+        self._body_since_s = 0.0
+        if request.is_tunnel and self._reader.rest:
+            self._ahead += self._reader.rest
+        self._owner.came(self, request)
+
+    def _await_more(self) -> None:
+        reader, now_s = self._reader, self._owner.now_s()
+        if reader.expects_continue:
+            reader.expects_continue = False
+            self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if reader.is_idle:
+            if self._owner.is_stopping:
+                self._close()
+                return
+            self.deadline_s = now_s + (IDLE_S if reader.count else HEAD_S)
+            self._owner.became_idle(self)
+        elif not reader.has_head:
+            self.deadline_s = min(self.deadline_s, now_s + HEAD_S)
+        else:
+            self._body_since_s = self._body_since_s or now_s
+            received_s = reader.body_bytes / BODY_BYTES_PER_S
+            self.deadline_s = self._body_since_s + BODY_GRACE_S + received_s
+
+    def _refuse(self, refused: Refused) -> None:
+        self._owner.refused(refused, self._reader.refused_id)
+        self._write(
+            error_response(
+                refused.status, refused.body(), self._reader.refused_id, keeps_alive=False
+            )
+        )
+        self._linger()
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def _linger(self) -> None:
+        """Everything is answered: say so, and read on for a moment."""
+        if self._transport is None:
+            return
+        self._is_lingering = True
+        self.deadline_s = self._owner.now_s() + LINGER_S
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
+
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()

@@ -1,0 +1,254 @@
+"""The serving child's doors: from the service socket to the engine's, around the core.
+
+Owns the clients' connections and the time at which things are looked at once a second. What happens
+to a request is decided in `gateway.core` and performed by `HttpExchange`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from gateway.core.events import EngineGranted, GatewayRules, NobodyGranted
+from gateway.core.machine import Gateway
+from gateway.messages import (
+    ConfigureGatewayMsg,
+    GatewayBeatMsg,
+    GatewayEventMsg,
+    GatewayLoad,
+    UpstreamState,
+)
+from gateway.server.accounts import Accounts
+from gateway.server.client import ClientConnection
+from gateway.server.exchange import HttpExchange
+from gateway.server.files import ApiKeys, Certificate
+from gateway.server.listener import ServiceListener
+from gateway.server.refusals import Refused
+from gateway.server.requests import BODY_BYTES_MAX, Headers, HttpRequest
+from plumbing.errors import UsageError
+from plumbing.wire.fds import OwnedFd
+
+SWEEP_S = 1.0  # a deadline is noticed this much late at most
+# States of the core in which a request waits for an engine, with nothing sent and with something.
+WAITING = "waiting"
+PARKED = ("parked", "resuming")
+
+
+class DoorsParent(Protocol):
+    """Whom the doors tell what has happened."""
+
+    def happened(self, event: GatewayEventMsg) -> None: ...
+    def beat_now(self) -> None: ...
+
+
+class HttpDoors:
+    """What `gateway.server.main` asks of doors; also the owner of all clients' connections."""
+
+    def __init__(self, settings: ConfigureGatewayMsg, parent: DoorsParent) -> None:
+        """Raises:
+        UsageError: `gateway.bad_tls` or `gateway.bad_api_keys`, files that cannot be used.
+        """
+        self.is_stopping = False
+        self._settings = settings
+        self._parent = parent
+        self._loop = asyncio.get_running_loop()
+        self._keys = _api_keys(settings.api_keys)
+        self._certificate = _certificate(settings.tls_cert, settings.tls_key)
+        self._accounts = Accounts(parent.happened, has_access_log=settings.access_log)
+        self._core = Gateway(
+            GatewayRules(
+                hold_ms=settings.hold_ms,
+                park_timeout_ms=settings.park_timeout_ms,
+                resumes_max=settings.resumes_max,
+                memory_bytes_max=settings.memory_bytes,
+            )
+        )
+        self._idle = asyncio.Event()
+        self._exchange = HttpExchange(
+            self._core, settings.directory, self._accounts, self._idle.set
+        )
+        self._listener: ServiceListener | None = None
+        self._clients: set[ClientConnection] = set()
+        self._idle_clients: dict[ClientConnection, None] = {}  # longest idle first
+        self._granted = ("", 0)
+        self._last_problem: str | None = None
+        self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
+
+    # ------------------------------------------------------------------ for the parent
+
+    def accept(self, listening: OwnedFd, address: str) -> None:
+        """Take this socket and accept from now on, in place of an earlier one."""
+        if self._listener is not None:
+            self._listener.stop()
+        tls = self._certificate.context if self._certificate is not None else None
+        self._listener = ServiceListener(listening, lambda: ClientConnection(self), self, tls)
+
+    def granted(self, engine: str, token: int, era: str) -> None:
+        self._granted = (engine, token)
+        self._exchange.handle(EngineGranted(engine, token, era))
+
+    def nobody(self, reason: str) -> None:
+        self._granted = ("", 0)
+        self._exchange.handle(NobodyGranted(reason))
+
+    async def stop(self, budget_ms: float) -> None:
+        """Accept no more, close idle connections, and return once every request has ended; after
+        `budget_ms` those that are left are cut. Called again, the shorter budget counts."""
+        self.is_stopping = True
+        if self._listener is not None:
+            self._listener.stop()
+        for client in tuple(self._idle_clients):
+            client.close_idle()
+        try:
+            async with asyncio.timeout(budget_ms / 1000):
+                while self._is_busy:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            pass
+        for client in tuple(self._clients):
+            client.abort()
+        self._accounts.tell()
+        self._sweeping.cancel()
+
+    def beat(self, progress: int) -> GatewayBeatMsg:
+        return GatewayBeatMsg(
+            progress,
+            is_accepting=self._listener is not None and self._listener.is_accepting,
+            load=self._load(),
+            totals=self._accounts.totals(),
+            upstream=self._upstream(),
+            problem=self.problem,
+        )
+
+    @property
+    def problem(self) -> str | None:
+        """What cannot be done now."""
+        files = [each.file for each in (self._keys, self._certificate) if each is not None]
+        found = [file.problem for file in files]
+        if self._listener is not None:
+            found.insert(0, self._listener.problem)
+        return "; ".join(each for each in found if each) or None
+
+    # ------------------------------------------------------------------ for clients' connections
+
+    def opened(self, client: ClientConnection) -> None:
+        self._clients.add(client)
+
+    def closed(self, client: ClientConnection) -> None:
+        self._clients.discard(client)
+        self._idle_clients.pop(client, None)
+        self._idle.set()
+
+    def became_idle(self, client: ClientConnection) -> None:
+        self._idle_clients.pop(client, None)
+        self._idle_clients[client] = None
+
+    def came(self, client: ClientConnection, request: HttpRequest) -> None:
+        self._idle_clients.pop(client, None)
+        self._exchange.came(client, request)
+
+    def refused(self, refused: Refused, request_id: bytes) -> None:
+        self._accounts.refused(refused.code, refused.status, request_id)
+
+    def left(self, client: ClientConnection) -> None:
+        self._exchange.left(client)
+
+    def tunnelled(self, client: ClientConnection, data: bytes) -> None:
+        self._exchange.tunnelled(client, data)
+
+    def throttled(self, client: ClientConnection) -> None:
+        self._exchange.throttled(client)
+
+    def body_bytes_max(self) -> int:
+        hello = self._core.hello
+        return BODY_BYTES_MAX if hello is None else hello.body_bytes_max
+
+    def check(self, headers: Headers) -> Refused | None:
+        return None if self._keys is None else self._keys.check(headers)
+
+    def now_s(self) -> float:
+        return self._loop.time()
+
+    # ------------------------------------------------------------------ for the listener
+
+    def count(self) -> int:
+        return len(self._clients)
+
+    def close_an_idle_one(self) -> bool:
+        """Close the connection that has been idle longest, for a new one; False: none is idle."""
+        for client in tuple(self._idle_clients):
+            del self._idle_clients[client]
+            if client.is_idle:
+                self._clients.discard(client)
+                client.abort()
+                return True
+        return False
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _is_busy(self) -> bool:
+        is_arriving = self._listener is not None and self._listener.is_arriving
+        return bool(self._exchange.requests or self._clients or is_arriving)
+
+    def _sweep(self) -> None:
+        self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
+        now_s = self.now_s()
+        for client in [each for each in self._clients if each.deadline_s <= now_s]:
+            client.expire()
+        self._exchange.sweep(self._settings.keepalive_comments_ms)
+        self._accounts.tell()
+        for watched in (self._keys, self._certificate):
+            if watched is not None:
+                watched.file.look()
+        if self.problem != self._last_problem:
+            self._last_problem = self.problem
+            self._parent.beat_now()
+
+    def _load(self) -> GatewayLoad:
+        census = self._core.census(self._exchange.now_ms())
+        by_state = census.by_state
+        return GatewayLoad(
+            connections=len(self._clients),
+            in_flight=len(self._exchange.requests),
+            waiting=by_state.get(WAITING, 0),
+            parked=sum(by_state.get(state, 0) for state in PARKED),
+            parked_oldest_ms=census.oldest_paused_ms,
+            replaying=by_state.get("replaying", 0),
+            suspects=census.suspects,
+            memory_bytes=census.memory_bytes,
+        )
+
+    def _upstream(self) -> UpstreamState | None:
+        engine, token = self._granted
+        if not engine:
+            return None
+        hello, census = self._core.hello, self._core.census(self._exchange.now_ms())
+        if hello is None:
+            return UpstreamState(engine, token, False, problem=census.waits_for or None)
+        return UpstreamState(
+            engine, token, True, hello.continuation_id, hello.continuation, hello.problem
+        )
+
+
+def _api_keys(path: str) -> ApiKeys | None:
+    try:
+        return ApiKeys(path) if path else None
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            "gateway.bad_api_keys", f"cannot use {path} (--api-keys): {_why(error)}"
+        ) from error
+
+
+def _certificate(cert: str, key: str) -> Certificate | None:
+    try:
+        return Certificate(cert, key) if cert else None
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise UsageError(
+            "gateway.bad_tls", f"cannot use {cert} and {key} (--tls-cert, --tls-key): {_why(error)}"
+        ) from error
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,283 @@
+"""Performs what the core decides: asks engines, sends clients what they get.
+
+Owns the open requests and the upstream connections. Decides nothing about them.
+
+The surprising thing: performing an effect may bring the next event at once (an answer is out, so
+the client's next request is served), and the journal in an effect holds until the next event. So
+events wait in `_inbox` while effects are performed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from gateway.core import events as ev
+from gateway.core.machine import TICK_MS, Gateway
+from gateway.server.accounts import Accounts
+from gateway.server.client import ClientConnection
+from gateway.server.greeting import greet
+from gateway.server.open_request import OpenRequest
+from gateway.server.refusals import error_response
+from gateway.server.requests import HttpRequest
+from gateway.server.upstream import Upstream
+from plumbing.hop import Hello
+from plumbing.part.paths import engine_http_socket
+
+HEAD_MS = 10_000.0  # from the first byte of a response's head to its end
+KEEPALIVE_COMMENT = b": keepalive\n\n"
+
+
+class HttpExchange:
+    """All requests of one child. `idle` is called when the last one has ended."""
+
+    def __init__(
+        self, core: Gateway, directory: str, accounts: Accounts, idle: Callable[[], None]
+    ) -> None:
+        self.core = core
+        self.requests: dict[int, OpenRequest] = {}  # by the core's number
+        self._directory = directory
+        self._accounts = accounts
+        self._idle = idle
+        self._upstreams: dict[int, Upstream] = {}  # by the number of their attempt
+        self._by_client: dict[ClientConnection, OpenRequest] = {}
+        self._paused: dict[int, float] = {}  # request → when it was sent something last, in ms
+        self._inbox: deque[ev.GatewayEvent] = deque()
+        self._is_performing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._tick: asyncio.TimerHandle | None = None
+        self._last_number = 0
+
+    # ------------------------------------------------------------------ for clients' connections
+
+    def came(self, client: ClientConnection, http: HttpRequest) -> None:
+        self._last_number += 1
+        request = OpenRequest(self._last_number, client, http, self.now_ms())
+        self.requests[request.number] = self._by_client[client] = request
+        self.handle(
+            ev.RequestCame(
+                request.number,
+                http.path,
+                len(http.body),
+                request.may_be_asked_twice,
+                bool(http.body) and http.asks_for_stream,
+            )
+        )
+        request.is_fresh = request.upstream is not None  # an engine was free to take it
+
+    def left(self, client: ClientConnection) -> None:
+        request = self._by_client.pop(client, None)
+        if request is not None:
+            request.sent_bytes = client.sent_bytes
+            self.handle(ev.ClientLeft(request.number))
+
+    def throttled(self, client: ClientConnection) -> None:
+        """The client takes its answer slower than it comes, or no longer so."""
+        request = self._by_client.get(client)
+        if request is not None and request.upstream is not None:
+            if client.is_full:
+                request.upstream.pause()
+            else:
+                request.upstream.resume()
+
+    def tunnelled(self, client: ClientConnection, data: bytes) -> None:
+        request = self._by_client.get(client)
+        if request is not None and request.upstream is not None:
+            request.upstream.send(data)
+
+    # ------------------------------------------------------------------ for connections to engines
+
+    def connected(self, upstream: Upstream) -> None:
+        request = self.requests.get(upstream.attempt.request)
+        if request is not None and request.is_fresh:
+            request.is_fresh = False
+            self._accounts.added.observe((self.now_ms() - request.came_ms) / 1000)
+
+    def now_ms(self) -> float:
+        return self._loop.time() * 1000
+
+    @property
+    def outbox(self) -> Sequence[ev.GatewayEffect]:
+        return self.core.outbox
+
+    def handle(self, event: ev.GatewayEvent) -> None:
+        self._inbox.append(event)
+        if self._is_performing:
+            return
+        self._is_performing = True
+        while self._inbox:
+            for effect in self.core.handle(self._inbox.popleft(), self.now_ms()):
+                self._perform(effect)
+        self._is_performing = False
+        if self.core.outbox:
+            self.perform_outbox()
+        if self._tick is None and self.core.needs_ticks:
+            self._tick = self._loop.call_later(TICK_MS / 1000, self._ticked)
+
+    def perform_outbox(self) -> None:
+        """Perform what the core has decided while it saw bytes."""
+        self._is_performing = True
+        for effect in self.core.take():
+            self._perform(effect)
+        self._is_performing = False
+        if self._inbox or self.core.needs_ticks:
+            self.handle(self._inbox.popleft() if self._inbox else ev.Tick())
+
+    def _ticked(self) -> None:
+        self._tick = None
+        self.handle(ev.Tick())
+
+    # ------------------------------------------------------------------ effects
+
+    def _perform(self, effect: ev.GatewayEffect) -> None:
+        match effect:
+            case ev.AskEngine():
+                self._ask(effect)
+            case ev.DropAttempt():
+                self._drop(effect.attempt)
+            case ev.SendHead():
+                self._send_head(effect)
+            case ev.SendAnswer():
+                self._send_answer(effect)
+            case ev.EndAnswer() | ev.AbortAnswer() | ev.AnswerError():
+                self._finish(effect)
+            case ev.GreetEngine():
+                self._start(self._greet(effect))
+            case ev.GatewayRecord():
+                self._note(effect)
+            case _:
+                raise NotImplementedError(type(effect).__name__)
+
+    def _ask(self, effect: ev.AskEngine) -> None:
+        request = self.requests[effect.request]
+        upstream = Upstream(
+            self,
+            self.core.attempts[effect.attempt],
+            request.client,
+            request.for_engine(effect.journal),
+            is_to_head=request.http.is_to_head,
+        )
+        request.upstream = self._upstreams[effect.attempt] = upstream
+        request.engine = effect.engine
+        if request.client.is_full:
+            upstream.pause()
+        self._start(self._connect(upstream, effect.engine))
+
+    async def _connect(self, upstream: Upstream, engine: str) -> None:
+        path = engine_http_socket(self._directory, engine)
+        try:
+            await self._loop.create_unix_connection(lambda: upstream, path)
+        except OSError:  # no socket, nobody listens, or descriptors have run out
+            self.handle(ev.ConnectFailed(upstream.attempt.number))
+
+    async def _greet(self, effect: ev.GreetEngine) -> None:
+        try:
+            hello = await greet(engine_http_socket(self._directory, effect.engine))
+        except (OSError, ValueError) as error:
+            why = str(error) or type(error).__name__
+            self.handle(ev.HelloFailed(effect.greeting, f"{effect.engine} gave no hello: {why}"))
+        else:
+            self.handle(ev.HelloCame(effect.greeting, hello))
+
+    def _drop(self, attempt: int) -> None:
+        upstream = self._upstreams.pop(attempt, None)
+        if upstream is not None:
+            upstream.drop()
+
+    def _send_head(self, effect: ev.SendHead) -> None:
+        request, upstream = self.requests[effect.request], self._upstreams[effect.attempt]
+        client, response = request.client, upstream.response
+        request.continuation = effect.continuation
+        if response.status == 101:
+            upstream.send(client.open_tunnel(request.head_for_client(upstream, b"")))
+        else:
+            is_chunked = not request.http.is_http_1_0
+            if not is_chunked:
+                request.http.keeps_alive = False  # only the end of the connection ends the body
+            framing = b"transfer-encoding: chunked" if is_chunked else b""
+            client.begin(
+                request.head_for_client(upstream, framing),
+                is_chunked=is_chunked,
+                has_body=response.has_body,
+            )
+        upstream.pass_on()
+
+    def _send_answer(self, effect: ev.SendAnswer) -> None:
+        request, upstream = self.requests[effect.request], self._upstreams[effect.attempt]
+        response, body = upstream.response, b"".join(upstream.held)
+        request.continuation = response.continuation
+        length = b"%d" % len(body) if response.has_body else response.declared_length
+        framing = b"" if length is None else b"content-length: " + length
+        head = request.head_for_client(upstream, framing)
+        self._forget(request, len(body))
+        self._drop(effect.attempt)
+        request.client.answer(head + body if response.has_body else head)
+
+    def _finish(self, effect: ev.EndAnswer | ev.AbortAnswer | ev.AnswerError) -> None:
+        request = self.requests[effect.request]
+        client = request.client
+        self._forget(request, client.sent_bytes)
+        match effect:
+            case ev.EndAnswer():
+                client.end_body()
+            case ev.AbortAnswer():
+                client.cut(b"" if request.http.is_tunnel else effect.event)
+            case ev.AnswerError():
+                request.status = effect.status
+                client.answer(
+                    error_response(
+                        effect.status,
+                        effect.body,
+                        request.http.request_id,
+                        keeps_alive=request.http.keeps_alive,
+                        retry_after_s=effect.retry_after_s,
+                        is_to_head=request.http.is_to_head,
+                    )
+                )
+
+    def _forget(self, request: OpenRequest, sent_bytes: int) -> None:
+        """Its client is free for the next one; the core's last record of it is still to come."""
+        request.sent_bytes = sent_bytes
+        self._by_client.pop(request.client, None)
+        self._paused.pop(request.number, None)
+
+    def _note(self, record: ev.GatewayRecord) -> None:
+        self._accounts.note(record)
+        match record:
+            case ev.StreamPaused():
+                self._paused[record.request] = self.now_ms()
+            case ev.StreamResumed():
+                self._paused.pop(record.request, None)
+            case ev.RequestEnded():
+                self._paused.pop(record.request, None)
+                self._accounts.ended(self.requests.pop(record.request), record, self.now_ms())
+                if not self.requests:
+                    self._idle()
+
+    # ------------------------------------------------------------------ time
+
+    def sweep(self, keepalive_ms: float) -> None:
+        """Once a second: comments into paused streams, and heads that do not end."""
+        now_ms = self.now_ms()
+        if keepalive_ms:
+            for number, sent_ms in self._paused.items():
+                if now_ms - sent_ms >= keepalive_ms:
+                    self._paused[number] = now_ms
+                    self.requests[number].client.send_body(KEEPALIVE_COMMENT)
+        for upstream in tuple(self._upstreams.values()):
+            since_ms = upstream.head_since_ms
+            if since_ms is not None and now_ms - since_ms > HEAD_MS:
+                upstream.drop()
+                self.handle(ev.AnswerBroke(upstream.attempt.number, ev.BreakCause.GARBAGE))
+
+    @property
+    def hello(self) -> Hello | None:
+        return self.core.hello
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,113 @@
+"""Files that users renew while the gateway runs: API keys, the certificate and its key.
+
+They are looked at once a second. A file that cannot be read, or is bad, leaves what was read before
+in force and is a problem that status shows. No message quotes a file: keys are secrets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import ssl
+from collections.abc import Callable
+
+from gateway.server.refusals import UNAUTHORIZED, Refused
+from gateway.server.requests import Headers
+
+logger = logging.getLogger(__name__)
+
+KEYS_BYTES_MAX = 1 << 20  # some ten thousand keys
+
+
+class WatchedFiles:
+    """Calls `load` when any of `paths` has changed. OSError and ValueError of it are a problem."""
+
+    def __init__(self, paths: tuple[str, ...], load: Callable[[], None]) -> None:
+        """Raises: what `load` raises."""
+        self.problem: str | None = None
+        self._paths = paths
+        self._load = load
+        self._seen = self._state()
+        load()
+
+    def look(self) -> None:
+        state = self._state()
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            self._load()
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            self.problem = f"cannot use {' and '.join(self._paths)}, kept what was read: {why}"
+            logger.warning("%s", self.problem)
+        else:
+            self.problem = None
+            logger.info("read %s again", " and ".join(self._paths))
+
+    def _state(self) -> tuple[tuple[int, int, int], ...]:
+        return tuple(_stamp(path) for path in self._paths)
+
+
+class ApiKeys:
+    """Who may ask: one key per line. Only digests are kept, compared in constant time."""
+
+    def __init__(self, path: str) -> None:
+        """Raises:
+        OSError, ValueError: the file cannot be read, or has no key.
+        """
+        self._path = path
+        self._digests: frozenset[bytes] = frozenset()
+        self.file = WatchedFiles((path,), self._load)
+
+    def check(self, headers: Headers) -> Refused | None:
+        for name, value in headers:
+            if name == b"authorization" and value[:7].lower() == b"bearer ":
+                if self._is_known(value[7:].strip()):
+                    return None
+                return Refused(401, UNAUTHORIZED, "The API key is not known here.")
+        return Refused(401, UNAUTHORIZED, "An API key is required: Authorization: Bearer KEY.")
+
+    def _is_known(self, key: bytes) -> bool:
+        digest = _digest(key)
+        # Every key is compared, so the time says nothing about which one was close.
+        return sum(hmac.compare_digest(digest, each) for each in self._digests) > 0
+
+    def _load(self) -> None:
+        with open(self._path, "rb") as stream:
+            text = stream.read(KEYS_BYTES_MAX + 1)
+        if len(text) > KEYS_BYTES_MAX:
+            raise ValueError(f"it exceeds the limit of {KEYS_BYTES_MAX} bytes")
+        keys = {line.strip() for line in text.splitlines()} - {b""}
+        if not keys:
+            raise ValueError("it has no key")
+        self._digests = frozenset(_digest(key) for key in keys)
+
+
+class Certificate:
+    """A TLS context whose certificate follows its files; handshakes that follow use the new one."""
+
+    def __init__(self, cert: str, key: str) -> None:
+        """Raises:
+        OSError: one of them cannot be read, or they do not belong together.
+        """
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.set_alpn_protocols(["http/1.1"])
+        self.file = WatchedFiles(
+            (cert, key), lambda: self.context.load_cert_chain(cert, key, password="")
+        )
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _stamp(path: str) -> tuple[int, int, int]:
+    """What changes with a file; also behind the symbolic links of a Kubernetes volume."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_mtime_ns, found.st_ino, found.st_size)

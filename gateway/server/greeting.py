@@ -1,0 +1,57 @@
+"""Asks an engine what it is: one GET of the hop, on a connection of its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from gateway.server.responses import ResponseReader
+from plumbing import hop
+from plumbing.hop import Hello
+
+REQUEST = (
+    f"GET {hop.HELLO_PATH} HTTP/1.1\r\nhost: gateway\r\n{hop.GATEWAY}: 1\r\n"
+    "connection: close\r\n\r\n"
+).encode()
+ANSWER_BYTES_MAX = 1 << 20
+# An engine says hello before it serves. One that does not is asked again: the core says when.
+DEADLINE_S = 2.0
+
+
+async def greet(path: str) -> Hello:
+    """What the engine that listens at `path` says of itself.
+
+    Raises:
+        OSError: it cannot be reached, or was silent for `DEADLINE_S` (TimeoutError).
+        ValueError: it said something else.
+    """
+    async with asyncio.timeout(DEADLINE_S):
+        reader, writer = await asyncio.open_unix_connection(path)
+        try:
+            writer.write(REQUEST)
+            return await _read(reader)
+        finally:
+            writer.transport.abort()
+
+
+async def _read(reader: asyncio.StreamReader) -> Hello:
+    response = ResponseReader(is_to_head=False)
+    size_bytes = 0
+    try:
+        while not response.is_whole:
+            data = await reader.read(65536)
+            if not data:
+                raise ConnectionResetError("it closed the connection")
+            response.feed(data)
+            size_bytes += len(data)
+            if size_bytes > ANSWER_BYTES_MAX:
+                raise ValueError(f"its hello exceeds {ANSWER_BYTES_MAX} bytes")
+    finally:
+        response.close()
+    if response.status != 200:
+        raise ValueError(f"it answered with {response.status}")
+    try:
+        return msgspec.json.decode(b"".join(response.pieces), type=Hello)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"its hello is not valid: {error}") from error

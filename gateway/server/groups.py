@@ -1,0 +1,112 @@
+"""Cuts a marked stream behind the hop's comments. What is in the events is not its business.
+
+The surprising thing: a dying engine may write an error event that no comment follows, and keep its
+connection. Such an event is a group of its own here: the core knows what it means.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gateway.core.events import BreakCause
+from plumbing.hop import END, GROUP_MARK, HANDED_OVER, read_group_end
+
+# The events of one output of an engine, at most: those of a long prompt's logprobs are some MiB.
+GROUP_BYTES_MAX = 16 << 20
+
+_MARK_IN_LINE = b"\n" + GROUP_MARK
+# How engines report their own end within a stream: OpenAI's form and Anthropic's.
+_ERRORS = (b'data: {"error"', b"event: error")
+_NEWLINE = ord("\n")
+
+
+class MarkedGroup(NamedTuple):
+    """Whole events, and the tokens that they were made of."""
+
+    events: bytes
+    tokens: list[int]
+    chunks: list[int]
+
+
+class GroupCutter:
+    """One stream. A group that is not whole waits in `_rest`, and is lost when the stream breaks.
+
+    `last`: the events in front of `END`, once that has come. `broken`: why nothing more can follow;
+    the groups before that are good.
+    """
+
+    __slots__ = ("_rest", "_seen", "broken", "last")
+
+    def __init__(self) -> None:
+        self.last: bytes | None = None
+        self.broken: BreakCause | None = None
+        self._rest = bytearray()
+        self._seen = 0  # bytes of `_rest` in which no comment begins
+
+    def feed(self, data: bytes) -> list[MarkedGroup]:
+        """The groups that are whole now."""
+        if self.broken is not None or self.last is not None:
+            return []
+        if self._rest:
+            self._rest += data
+            has_mark = self._rest.find(_MARK_IN_LINE, self._seen) >= 0
+            if not (has_mark or self._rest.startswith(b":") or self._rest.endswith(b"\n\n")):
+                self._look_at_rest()
+                return []
+            data = bytes(self._rest)
+        return self._cut(data)
+
+    def _cut(self, data: bytes) -> list[MarkedGroup]:
+        groups: list[MarkedGroup] = []
+        start = 0
+        while True:
+            mark = start
+            if not data.startswith(GROUP_MARK, start):
+                mark = data.find(_MARK_IN_LINE, max(start, self._seen)) + 1
+                if mark == 0:
+                    break
+            stop = data.find(b"\n\n", mark)
+            if stop < 0:
+                break
+            events = data[start:mark]
+            try:
+                tokens, chunks = read_group_end(data[mark : stop + 2])
+            except ValueError:
+                self.broken = BreakCause.GARBAGE
+                return groups
+            groups.append(MarkedGroup(events, tokens, chunks))
+            start = stop + 2
+            self._seen = 0
+        self._keep(data, start)
+        if self._rest.startswith(_ERRORS) and b"\n\n" in self._rest:
+            groups.append(MarkedGroup(bytes(self._rest), [], []))
+            self._rest.clear()
+            self._seen = 0
+        return groups
+
+    def _keep(self, data: bytes, start: int) -> None:
+        """What follows the last group: nothing, the beginning of another one, or the end."""
+        if start == len(data):
+            self._rest.clear()
+            self._seen = 0
+        elif _is_last_line(END, data, start):
+            self.last = data[start : -len(END)]
+        elif _is_last_line(HANDED_OVER, data, start):
+            self.broken = BreakCause.HANDED_OVER
+        else:
+            self._rest = bytearray(data[start:])
+            self._look_at_rest()
+
+    def _look_at_rest(self) -> None:
+        rest = self._rest
+        if len(rest) > GROUP_BYTES_MAX:
+            self.broken = BreakCause.GARBAGE
+        # A comment that has begun keeps its place until its end has come.
+        begun = rest.find(_MARK_IN_LINE, self._seen)
+        self._seen = begun if begun >= 0 else max(0, len(rest) - len(_MARK_IN_LINE))
+
+
+def _is_last_line(comment: bytes, data: bytes, start: int) -> bool:
+    begin = len(data) - len(comment)
+    is_line = begin == start or (begin > start and data[begin - 1] == _NEWLINE)
+    return is_line and data.endswith(comment)

@@ -1,0 +1,151 @@
+"""Accepts clients from the service socket, of which other processes hold copies too.
+
+Does not use `create_server`, which calls `listen` again and accepts a whole backlog before anything
+else runs. At the limit of connections the one that has been idle longest makes room for a new one;
+where none is idle, and when descriptors run out, new ones wait in the backlog.
+
+The surprising thing: `shutdown` would end listening for every copy; `close` ends only ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Protocol
+
+from plumbing.shortage import explain, is_shortage
+from plumbing.wire.fds import OwnedFd
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 16_384  # 40 KiB each are 640 MiB; beyond that there should be several pods
+RESERVED_FDS = 64  # for everything that is neither a client nor an engine's connection
+FDS_PER_CLIENT = 2  # a connection to the engine for each
+ACCEPTS_PER_TURN = 32  # then the requests in flight get the loop
+RETRY_S = 0.1  # at a limit, until connections close
+HANDSHAKE_S = 10.0  # of TLS
+PROBLEM_S = 10.0  # how long a problem is shown after it was last met
+# A client that is gone without a word is noticed after two minutes, also while nothing is sent.
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+
+
+class Places(Protocol):
+    """Who counts the connections that are open."""
+
+    def count(self) -> int: ...
+    def close_an_idle_one(self) -> bool: ...
+
+
+def connections_max() -> int:
+    """How many clients may be connected, by this process's limit of open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return CONNECTIONS_MAX
+    return max(2, min(CONNECTIONS_MAX, (soft - RESERVED_FDS) // FDS_PER_CLIENT))
+
+
+class ServiceListener:
+    """Accepts from its making until `stop`."""
+
+    def __init__(
+        self,
+        fd: OwnedFd,
+        factory: Callable[[], asyncio.Protocol],
+        places: Places,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        """Take `fd`, a bound and listening stream socket."""
+        self._sock = socket.socket(fileno=fd.detach())
+        self._sock.setblocking(False)  # a flag of the open file, the same for all its holders
+        self._is_tcp = self._sock.family in (socket.AF_INET, socket.AF_INET6)
+        self._factory = factory
+        self._places = places
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._arrivals: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._problem: tuple[float, str] | None = None  # when it was last met
+        self.limits_hit = 0
+        self.is_accepting = True
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether a connection has been accepted and not yet reached its protocol."""
+        return bool(self._arrivals)
+
+    @property
+    def problem(self) -> str | None:
+        if self._problem is None or self._loop.time() - self._problem[0] > PROBLEM_S:
+            return None
+        return self._problem[1]
+
+    def stop(self) -> None:
+        """Accept no more and close our copy; repeated calls do nothing."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if self.is_accepting:
+            self._loop.remove_reader(self._sock.fileno())
+        self.is_accepting = False
+        self._sock.close()
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            most = connections_max()
+            is_full = self._places.count() + len(self._arrivals) >= most
+            if is_full and not self._places.close_an_idle_one():
+                self._pause(
+                    f"{most} clients are connected, the limit; raise the limit of open files"
+                    " (ulimit -n), or restrict who can reach this port"
+                )
+                return
+            try:
+                connection, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if is_shortage(error):
+                    self._places.close_an_idle_one()
+                    self._pause(f"cannot accept clients: {explain(error.errno)}")
+                    return
+                continue  # the client left while it waited (man 2 accept)
+            arrival = self._loop.create_task(self._adopt(connection))
+            self._arrivals.add(arrival)
+            arrival.add_done_callback(self._arrivals.discard)
+
+    async def _adopt(self, connection: socket.socket) -> None:
+        try:
+            connection.setblocking(False)
+            if self._is_tcp:
+                for level, option, value in KEEPALIVE:
+                    connection.setsockopt(level, option, value)
+            await self._loop.connect_accepted_socket(
+                self._factory,
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=HANDSHAKE_S if self._tls else None,
+            )
+        except OSError:  # the client is gone, or did not speak TLS
+            connection.close()
+
+    def _pause(self, why: str) -> None:
+        """New connections wait in the backlog meanwhile."""
+        if self.problem is None:
+            logger.warning("%s", why)
+        self._problem = (self._loop.time(), why)
+        self.limits_hit += 1
+        self._loop.remove_reader(self._sock.fileno())
+        self._retry = self._loop.call_later(RETRY_S, self._resume)
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._sock.fileno(), self._accept)

@@ -1,0 +1,161 @@
+"""Reads one response of an engine out of the bytes of its connection. Waits for nothing."""
+
+from __future__ import annotations
+
+import httptools
+
+from gateway.server.refusals import status_line
+from gateway.server.requests import Headers
+from plumbing import hop
+from plumbing.hop import Continuation
+
+HEAD_BYTES_MAX = 256 * 1024  # engines send less than one KiB
+
+# RFC 9110 §7.6.1, the framing, which is ours, and what is written anew for the client.
+NOT_PASSED_ON = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade"),
+        *(b"transfer-encoding", b"content-length", b"x-request-id"),
+        hop.CONTINUATION.lower().encode(),
+    }
+)
+PRIVATE = hop.HEADER_PREFIX.encode()
+ENGINE, TOKEN, CONTINUATION = (
+    name.lower().encode() for name in (hop.ENGINE, hop.TOKEN, hop.CONTINUATION)
+)
+WITHOUT_BODY = (204, 304)
+
+
+class ResponseReader:
+    """The response to one request. `pieces` of its body wait to be taken."""
+
+    __slots__ = (
+        *("_head_bytes", "_is_interim", "_is_to_head", "_named", "_parser", "has_head"),
+        *("headers", "is_switched", "is_whole", "on_body", "pieces", "status"),
+    )
+
+    def __init__(self, *, is_to_head: bool) -> None:
+        """`is_to_head`: the request was a HEAD, so there is no body whatever the headers say."""
+        self.status = 0
+        self.headers: Headers = []
+        self.has_head = False
+        self.is_whole = False
+        self.is_switched = False  # to another protocol, whose bytes are `pieces` then
+        self.pieces: list[bytes] = []
+        self.on_body = self.pieces.append  # called by llhttp without any code of ours between
+        self._named: dict[bytes, bytes] = {}
+        self._is_to_head = is_to_head
+        self._is_interim = False
+        self._head_bytes = 0
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+
+    def close(self) -> None:
+        """Nothing more is read. The parser and this object would keep each other alive."""
+        self._parser = None
+
+    def feed(self, data: bytes) -> None:
+        """Raises:
+        ValueError: this is not a response.
+        """
+        if self.is_whole or self._parser is None:
+            return
+        if self.is_switched:
+            self.pieces.append(data)
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self.is_switched = True
+            self.pieces.append(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            if not self.is_whole:
+                raise ValueError(f"not an HTTP response: {error}") from error
+        if not self.has_head:
+            self._head_bytes += len(data)
+        if self._head_bytes > HEAD_BYTES_MAX:
+            raise ValueError(f"the head of a response exceeds {HEAD_BYTES_MAX} bytes")
+
+    @property
+    def engine(self) -> str:
+        return self._named.get(ENGINE, b"").decode(errors="replace")
+
+    @property
+    def token(self) -> int:
+        found = self._named.get(TOKEN, b"")
+        return int(found) if found.isdigit() and len(found) <= 19 else 0
+
+    @property
+    def continuation(self) -> Continuation:
+        """What the engine says becomes of this answer; NONE if it says nothing known."""
+        try:
+            return Continuation(self._named.get(CONTINUATION, b"").decode(errors="replace"))
+        except ValueError:
+            return Continuation.NONE
+
+    @property
+    def is_event_stream(self) -> bool:
+        return self._named.get(b"content-type", b"").startswith(b"text/event-stream")
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether nothing but the end of the connection ends the body."""
+        return not {b"content-length", b"transfer-encoding"} & self._named.keys()
+
+    def head_for_client(
+        self,
+        request_id: bytes,
+        *,
+        framing: bytes,
+        keeps_alive: bool,
+        continuation: Continuation | None = None,
+    ) -> bytes:
+        """The head of the answer, with `framing`: its header of length, if any."""
+        if continuation is None:
+            continuation = self.continuation
+        lines = [status_line(self.status)]
+        lines += [
+            b"%b: %b" % (name, value)
+            for name, value in self.headers
+            if name not in NOT_PASSED_ON
+            and (not name.startswith(PRIVATE) or name in (ENGINE, TOKEN))
+        ]
+        lines.append(b"%b: %b" % (CONTINUATION, continuation.value.encode()))
+        lines.append(b"x-request-id: " + request_id)
+        if framing:
+            lines.append(framing)
+        if self.is_switched:
+            lines.append(b"connection: upgrade\r\nupgrade: websocket")
+        elif not keeps_alive:
+            lines.append(b"connection: close")
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    @property
+    def has_body(self) -> bool:
+        return not self._is_to_head and self.status not in WITHOUT_BODY
+
+    @property
+    def declared_length(self) -> bytes | None:
+        """For an answer without a body: what its head says, which RFC 9110 §8.6 allows."""
+        return self._named.get(b"content-length")
+
+    # ------------------------------------------------------------------ llhttp's callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.has_head:  # else a trailer
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None  # it is calling
+        self.status = self._parser.get_status_code()
+        self._is_interim = 100 <= self.status < 200 and self.status != 101
+        if self._is_interim:
+            self.headers.clear()
+            return
+        self._named = dict(self.headers)
+        self.has_head = True
+        self._head_bytes = sum(len(name) + len(value) for name, value in self.headers)
+        self.is_whole = not self.has_body
+
+    def on_message_complete(self) -> None:
+        if not self._is_interim and self.status != 101:
+            self.is_whole = True

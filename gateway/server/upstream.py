@@ -1,0 +1,232 @@
+"""One connection to an engine: one request, one response, then it is closed.
+
+The hot path of a stream is `data_received`: cut the groups, hand each to the core's attempt, and
+write to the client what that returns, in one write. Everything cold goes through `Upstreams`.
+
+The surprising thing: llhttp calls back from within C, where an exception of ours would look like a
+bad response. So the reader only collects, and everything happens after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from gateway.core.attempt import Attempt
+from gateway.core.events import (
+    AnswerBroke,
+    AnswerCame,
+    BreakCause,
+    GatewayEffect,
+    GatewayEvent,
+    HeadCame,
+)
+from gateway.server.groups import GroupCutter
+from gateway.server.responses import ResponseReader
+from plumbing.hop import Continuation
+
+
+class BodySink(Protocol):
+    """The client that an answer is for."""
+
+    def send_body(self, data: bytes) -> None: ...
+
+
+class Upstreams(Protocol):
+    """Who opens these connections: the shell around the core."""
+
+    def connected(self, upstream: Upstream) -> None: ...
+    def handle(self, event: GatewayEvent) -> None: ...
+    def perform_outbox(self) -> None: ...
+    @property
+    def outbox(self) -> Sequence[GatewayEffect]: ...
+    def now_ms(self) -> float: ...
+
+
+class Upstream(asyncio.Protocol):
+    """One attempt's connection. After `drop` nothing of it reaches anybody."""
+
+    def __init__(
+        self,
+        owner: Upstreams,
+        attempt: Attempt,
+        sink: BodySink,
+        request: Sequence[bytes],
+        *,
+        is_to_head: bool,
+    ) -> None:
+        """`request` is sent once the connection is made."""
+        self.attempt = attempt
+        self.response: ResponseReader = ResponseReader(is_to_head=is_to_head)
+        self.held: list[bytes] = []
+        self.head_since_ms: float | None = None  # a head has begun then, and is not whole
+        self._owner = owner
+        self._sink = sink
+        self._request = request
+        self._transport: asyncio.Transport | None = None
+        self._cutter: GroupCutter | None = None
+        self._is_head_told = False
+        self._is_passed_on = False
+        self._is_dropped = False
+        self._is_paused = False
+
+    # ------------------------------------------------------------------ for the owner
+
+    def drop(self) -> None:
+        """Close; also before it is connected."""
+        self._is_dropped = True
+        self.held = []
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pass_on(self) -> None:
+        """The head was sent to the client: what is held follows, and from now on all at once."""
+        held, self.held = self.held, []
+        self._is_passed_on = True
+        if self._cutter is None and held:
+            self._sink.send_body(self.attempt.raw(b"".join(held)))
+
+    def send(self, data: bytes) -> None:
+        """Bytes of a tunnel."""
+        if self._transport is not None and not self._is_dropped:
+            self._transport.write(data)
+
+    def pause(self) -> None:
+        """The client does not take its bytes as fast as they come."""
+        self._is_paused = True
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        self._is_paused = False
+        if self._transport is not None and not self._is_dropped:
+            self._transport.resume_reading()
+
+    # ------------------------------------------------------------------ asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        if self._is_dropped:
+            self._transport.abort()
+            return
+        self._owner.connected(self)
+        self._transport.writelines(self._request)
+        self._request = ()
+        if self._is_paused:
+            self._transport.pause_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_dropped:
+            return
+        response = self.response
+        try:
+            response.feed(data)
+        except ValueError:
+            self._break(BreakCause.GARBAGE)
+            return
+        if not self._is_head_told:
+            self._tell_head()
+            if not self._is_head_told or self._is_dropped:
+                return
+        data = b""
+        if response.pieces:
+            data = response.pieces[0] if len(response.pieces) == 1 else b"".join(response.pieces)
+            response.pieces.clear()
+        if self._cutter is not None:
+            self._cut(self._cutter, data)
+        elif data:
+            self._receive_unmarked(data)
+        if response.is_whole and not self._is_dropped:
+            self._end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.response.close()
+        if self._is_dropped:
+            return
+        response = self.response
+        is_complete = response.is_switched or (
+            response.has_head
+            and response.ends_with_connection
+            and error is None
+            and response.continuation is Continuation.NONE
+        )
+        if is_complete:
+            self._end()
+        else:
+            self._break(BreakCause.CLOSED)
+
+    # ------------------------------------------------------------------ inside
+
+    def _tell_head(self) -> None:
+        response = self.response
+        if not response.has_head:
+            if self.head_since_ms is None:
+                self.head_since_ms = self._owner.now_ms()
+            return
+        self._is_head_told, self.head_since_ms = True, None
+        head = HeadCame(
+            self.attempt.number,
+            response.status,
+            response.engine,
+            response.token,
+            response.continuation,
+            response.is_event_stream,
+        )
+        if head.is_marked:
+            self._cutter = GroupCutter()
+        self._owner.handle(head)
+
+    def _receive_unmarked(self, data: bytes) -> None:
+        if self._is_passed_on:
+            self._sink.send_body(self.attempt.raw(data))
+            return
+        self.held.append(data)
+        self.attempt.hold(len(data))
+        if self._owner.outbox:
+            self._owner.perform_outbox()
+
+    def _end(self) -> None:
+        """The response is over, as HTTP sees it."""
+        if self._cutter is not None:
+            self._break(BreakCause.CLOSED)  # without `END`
+            return
+        self._is_dropped = True  # but its answer is kept
+        self._owner.handle(AnswerCame(self.attempt.number))
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _cut(self, cutter: GroupCutter, data: bytes) -> None:
+        owner, attempt = self._owner, self.attempt
+        groups = cutter.feed(data)
+        now_ms = owner.now_ms()
+        out: list[bytes] = []
+        for group in groups:
+            found = attempt.group(group.events, group.tokens, group.chunks, now_ms)
+            if found:
+                out.append(found)
+            if owner.outbox:
+                self._flush(out)
+                owner.perform_outbox()
+                if self._is_dropped:
+                    return
+        if cutter.last is not None:
+            found = attempt.end(cutter.last, now_ms)
+            if found:
+                out.append(found)
+            self._flush(out)
+            self.drop()
+            owner.perform_outbox()
+            return
+        self._flush(out)
+        if cutter.broken is not None:
+            self._break(cutter.broken)
+
+    def _flush(self, out: list[bytes]) -> None:
+        if out:
+            self._sink.send_body(out[0] if len(out) == 1 else b"".join(out))
+            out.clear()
+
+    def _break(self, cause: BreakCause) -> None:
+        self.drop()
+        self._owner.handle(AnswerBroke(self.attempt.number, cause))
