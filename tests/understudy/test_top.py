@@ -126,6 +126,26 @@ def test_page_of_the_pod_has_what_people_look_for():
     assert lines[-1] == KEYS
 
 
+def test_page_of_the_pod_shows_requests_behind_a_gateway():
+    """Goal: a failover as clients live it. Method: a gateway's document; one that is silent."""
+    load = {"connections": 9, "in_flight": 4, "parked": 2, "memory_bytes": 3 << 20}
+    ended = [("whole", "exact", 5), ("whole", "state", 2), ("broken", "none", 1)]
+    found = [{"ending": e, "continuation": c, "count": count} for e, c, count in ended]
+    totals = {"requests": found, "pauses": 4, "pause_ms": 100.0, "replayed_tokens": 70}
+    gateway = {"accepting": True, "memory_bytes_max": 1 << 30, "load": load, "totals": totals}
+    view = pod_view("/d", {**LOCK, "mode": "gateway"}, [DEVICE], ENGINES, gateway)
+    lines = texts(TopPage.POD, shown(view=view))
+    at = lines.index("requests") + 1
+    assert lines[at].startswith("9 connections   4 in flight   0 waiting for an engine   2 parked")
+    assert lines[at].endswith("holds 3.0 MiB of 1.0 GiB")
+    assert lines[at + 1].startswith("4 pauses of 25 ms on average   0 resumed   70 tokens replayed")
+    assert lines[at + 2] == "ended: 7 whole, 1 broken"
+    silent = {"name": "gateway", "error": "gone"}
+    view = pod_view("/d", {**LOCK, "mode": "gateway"}, [DEVICE], ENGINES, silent)
+    assert "requests" not in texts(TopPage.POD, shown(view=view))
+    assert "requests" not in texts(TopPage.POD, shown())
+
+
 def test_pages_of_events_and_logs_end_with_the_newest_in_any_height():
     """Goal: what happened last is always on the screen. Method: more than fits."""
     many = [{**EVENTS[-1], "message": f"message {number}"} for number in range(100)]

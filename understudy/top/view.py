@@ -16,19 +16,29 @@ from typing import Any
 
 from plumbing.part.format import since, size, table
 from understudy.status import view as pod
+from understudy.status.gateway_view import load_of
 from understudy.status.memory_view import Document, devices
 
 Line = tuple[str, str]
 
 FAILOVERS_SHOWN = 5
 BAR_CELLS = 30
+GAP = "   "
+LOAD = {
+    "connections": "connections",
+    "in_flight": "in flight",
+    "waiting": "waiting for an engine",
+    "parked": "parked",
+    "replaying": "replaying",
+    "suspects": "suspects",
+}
 STATES = ("init", "standby", "waking", "active", "draining", "dead")
 STYLES = {"healthy": "bold green", "degraded": "bold yellow", "down": "bold red"}
 KEYS = "q quit   e events   l logs   p pod   ? help"
 
 HELP = (
     "q       quit",
-    "p       the pod: engines, lock, memory, failovers (the first page)",
+    "p       the pod: engines, lock, requests, memory, failovers (the first page)",
     "e       the latest events, live",
     "l       the last lines of each part's log, as kept by `understudy up`",
     "?       this help",
@@ -86,6 +96,7 @@ def _pod(shown: Shown) -> list[Line]:
     below_title = pod.lines(view, now)[1:]
     out: list[Line] = [(line, "red" if line.startswith("! ") else "") for line in below_title]
     out += _section("time in states", times_in_states(view["engines"], shown.events, now))
+    out += _section("requests", requests(view.get("gateway")))
     out += _section("memory", memory_bars(view["gms"]))
     return out + _section("failovers", failovers(view, now))
 
@@ -146,6 +157,30 @@ def _age_ms(began: str | None, now: datetime) -> float:
         return max(0.0, (now - datetime.fromisoformat(str(began))).total_seconds() * 1000)
     except (ValueError, TypeError):
         return 0.0
+
+
+def requests(gateway: Document | None) -> list[str]:
+    """What the gateway has in hand, and what failovers have cost so far; none in direct mode."""
+    if gateway is None or "error" in gateway:
+        return []
+    load, totals = load_of(gateway), gateway.get("totals") or {}
+    now = [f"{load.get(name, 0)} {word}" for name, word in LOAD.items()]
+    held, limit = (
+        size(each) for each in (load.get("memory_bytes"), gateway.get("memory_bytes_max"))
+    )
+    ended: dict[str, int] = {}
+    for each in totals.get("requests") or ():
+        ended[each["ending"]] = ended.get(each["ending"], 0) + each["count"]
+    ends = [f"{count} {name}" for name, count in ended.items() if count]
+    pauses = totals.get("pauses", 0)
+    mean = f" of {totals['pause_ms'] / pauses:.0f} ms on average" if pauses else ""
+    return [
+        f"{GAP.join(now)}{GAP}holds {held} of {limit}",
+        f"{pauses} pauses{mean}{GAP}{totals.get('resumes', 0)} resumed{GAP}"
+        f"{totals.get('replayed_tokens', 0)} tokens replayed{GAP}"
+        f"{totals.get('lost_requests', 0)} lost with a process of the gateway",
+        f"ended: {', '.join(ends) or 'none'}",
+    ]
 
 
 def memory_bars(gms: Sequence[Document]) -> list[str]:
