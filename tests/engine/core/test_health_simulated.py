@@ -206,6 +206,7 @@ class Simulation:
             "idle_canary_ms": IDLE_CANARY_MS,
         }
         self._timer = 0
+        self.canaries = SimpleNamespace(check=self._run_canary, stop=lambda: None, problem=None)
         HealthWatch(
             SimpleNamespace(config=config),
             self,
@@ -248,7 +249,7 @@ class Simulation:
 
         self.world.at(self.world.now + self.rng.uniform(0, self._way_ms), look)
 
-    def run_canary(self, done: Callable[[bool, str], None], *, is_idle: bool) -> None:
+    def _run_canary(self, done: Callable[[bool, str], None]) -> None:
         self.clients.before_canary()
         canary = Work(1, lambda: done(True, ""), is_canary=True)
         self.world.at(self.world.now + 1, lambda: self.engine.submit(canary))
