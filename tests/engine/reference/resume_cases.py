@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GREEDY, "stop_token_ids": [ord("1"), ord("o")], "min_tokens": 9},
     ),
     "end token": (COMPLETIONS, {**SEEDED, "logit_bias": {"257": 9, "261": 9}, "min_tokens": 5}),
-    "end token ignored": (COMPLETIONS, {**SEEDED, "logit_bias": {"257": 12}, "ignore_eos": True}),
+    "end token ignored": (COMPLETIONS, {**SEEDED, "logit_bias": {"257": 8}, "ignore_eos": True}),
     "presence penalty": (COMPLETIONS, {**GREEDY, "presence_penalty": 2}),
     "frequency penalty": (COMPLETIONS, {**GREEDY, "frequency_penalty": 2}),
     "repetition penalty": (COMPLETIONS, {**GREEDY, "repetition_penalty": 1.8}),
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "logit bias": (COMPLETIONS, {**GREEDY, "logit_bias": {"49": -100, "88": 3.5}}),
     "bad words": (COMPLETIONS, {**GREEDY, "bad_words": ["_}", "+J", "12.", ":kBv"]}),
-    "choice": (COMPLETIONS, {**GREEDY, "guided_choice": ["naïve ☕ café", "no"], **USAGE}),
+    "choice": (COMPLETIONS, {**GREEDY, "guided_choice": ["naïve ☕ café", "☕☕", "né"], **USAGE}),
     "half characters": (
         CHAT,
         {**TALK, "max_tokens": 13, "structured_outputs": {"regex": "(é|☕|🙂){3}x*(ß|𝄞){3}"}},
