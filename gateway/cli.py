@@ -8,7 +8,8 @@ import sys
 import click
 
 from gateway.messages import CONTROL, ChildRestartedMsg, RestartChildMsg
-from gateway.supervisor.settings import DIR, OPTIONS, settle
+from gateway.supervisor.settings import DIR, OPTIONS, GatewaySettings, settle
+from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.part.cli import (
     Look,
     ask_status,
@@ -41,12 +42,16 @@ def serve(config: Resolved) -> None:
     SIGTERM accepts no more and ends when all streams have, or after --drain-timeout; a second one
     ends at once. SIGHUP: as `gateway restart-child`.
     """
-    from gateway.supervisor.supervisor import GatewaySupervisor  # heavy, and only needed here
-
     arm_from_environment()
     log.configure("gateway")
     settings = settle(config)
-    sys.exit(run_async(lambda: GatewaySupervisor(settings).run()))
+    sys.exit(run_async(lambda: _supervise(settings)))
+
+
+async def _supervise(settings: GatewaySettings) -> int:
+    from gateway.supervisor.supervisor import GatewaySupervisor  # heavy, and only needed here
+
+    return await GatewaySupervisor(settings).run()
 
 
 @main.command()
@@ -63,10 +68,22 @@ def status(config: Resolved, as_json: bool, watch: bool) -> None:
 
 
 def _look(directory: str) -> Look:
-    from gateway.supervisor import text
+    """The gateway's own status, or what is known without it.
 
-    document = ask_status(gateway_socket(directory), CONTROL)
-    return Look(document, text.render(document))
+    Raises:
+        UnreachableError: no gateway was ever there.
+    """
+    from gateway.supervisor import offline, text
+
+    away: UnderstudyError | None = None
+    try:
+        document = ask_status(gateway_socket(directory), CONTROL)
+    except (UnreachableError, WaitTimeoutError) as error:
+        found = offline.look(directory, error)
+        if found is None:
+            raise
+        document, away = found.document, found.error
+    return Look(document, text.render(document), away)
 
 
 @main.command()

@@ -21,6 +21,8 @@ from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
 from plumbing.part.observe import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message
 
+CHANNEL_ENV = "UNDERSTUDY_CHANNEL"  # the number of the child's end of the channel
+
 INT64_MAX = 2**63 - 1
 BEAT_MS = 500  # a child beats at least this often; six of them fit into the 3 s of silence allowed
 

@@ -61,6 +61,7 @@ PURE = (
     *CORES,
     *("lockserver.messages", "gms.messages", "gms.manifest", "gms.names", "engine.messages"),
     *("plumbing.errors", "plumbing.hop", "plumbing.part.format"),
+    *("plumbing.part.restarts", "plumbing.part.silence"),
     *("plumbing.wire.messages", "plumbing.wire.limits"),
 )
 NOT_IN_A_CORE = (

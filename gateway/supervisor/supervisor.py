@@ -1,13 +1,153 @@
-"""`gateway serve`: the parent, which holds the socket and keeps a child that serves and a spare."""
+"""`gateway serve`: the parent of the processes that serve.
+
+Small, and never busy with requests: it borrows the service socket and passes it on, relays grants,
+keeps one child that serves and a spare, and answers probes. It decides nothing about children
+(`gateway.core.children`) or requests. Its children die with it (PDEATHSIG); connections then wait
+in the backlog of the socket, which the lock server holds, and so do supervisors of engines.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import signal
+from collections.abc import Sequence
+
+from gateway.core.child_events import StopAsked
+from gateway.supervisor import report
+from gateway.supervisor.child import COMMAND
+from gateway.supervisor.control import Control
+from gateway.supervisor.lock_side import LockSide
+from gateway.supervisor.metrics import GatewayMetrics
+from gateway.supervisor.nursery import Nursery
+from gateway.supervisor.parts import GatewayParts
 from gateway.supervisor.settings import GatewaySettings
+from plumbing.part.paths import gateway_socket, lockserver_socket
+from plumbing.service.clock import Clock, SystemClock
+from plumbing.service.events import EventLog
+from plumbing.service.http import HttpServer
+from plumbing.service.signals import SignalInbox
+
+TICK_S = 0.1  # silence is measured in seconds
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class GatewaySupervisor:
-    def __init__(self, settings: GatewaySettings) -> None:
-        self.settings = settings
+    """One gateway; see the head of this file."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        *,
+        clock: Clock | None = None,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        """`command`: how a child is started."""
+        self.clock = clock or SystemClock()
+        self.log = EventLog("gateway", self.clock)
+        self.nursery = Nursery(
+            settings.child,
+            self.clock,
+            self.log,
+            on_change=self._changed,
+            on_end=self._end,
+            command=command,
+        )
+        lock_path = lockserver_socket(settings.directory)
+        self.lock = LockSide(lock_path, settings.lock, self.nursery, self.clock, self.log)
+        self.parts = parts = GatewayParts(
+            settings, self.clock, self.log, self.nursery, self.lock, self.clock.now_ms()
+        )
+        self.http = HttpServer(
+            settings.http_host,
+            settings.http_port,
+            probes=report.probes(parts),
+            status=lambda: report.document(parts),
+            metrics=GatewayMetrics(parts).metrics,
+            events=self.log,
+            allowed_hosts=settings.allowed_hosts,
+        )
+        self.control = Control(gateway_socket(settings.directory), parts)
+        parts.troubles = [lambda: self.http.problem, lambda: self.control.server.problem]
+        self._was_accepting = False
+        self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
-        raise NotImplementedError
+        """Serve until SIGTERM or SIGINT (0), or until no child can be kept (its exit code).
+
+        Raises:
+            UnderstudyError: another gateway has the directory; the port is in use.
+        """
+        inbox = SignalInbox(SIGNALS)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await self.control.server.start()  # first: it guards the directory
+            await self.http.start()
+            where = f"probes on {self.http.host}:{self.http.port}"
+            data = {"http_port": self.http.port}
+            self.log.record(
+                "gateway.started", f"started in {self.parts.settings.directory}, {where}", data=data
+            )
+            loop = asyncio.get_running_loop()
+            coroutines = (self.lock.run(), self._tick(), self._obey(inbox))
+            tasks = [loop.create_task(each) for each in coroutines]
+            for task in tasks:
+                task.add_done_callback(self._failed)
+            return await self._exit_code
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.nursery.close()
+            await self.http.stop()
+            await self.control.server.close()
+            inbox.close()
+
+    def stop(self) -> None:
+        """Accept no more, end when all streams have; again: end at once."""
+        self.parts.is_stopping = True
+        self.nursery.feed(StopAsked(self.parts.settings.drain_ms))
+
+    async def _tick(self) -> None:
+        while True:
+            self.nursery.look()
+            self.control.server.reserve.refill()
+            await asyncio.sleep(TICK_S)
+
+    async def _obey(self, inbox: SignalInbox) -> None:
+        while True:
+            signum = signal.Signals(await inbox.get())
+            if signum is signal.SIGHUP:
+                self.nursery.restart(_ignore)  # the log tells what came of it
+                continue
+            then = "ending at once" if self.parts.is_stopping else "finishing what is in flight"
+            self.log.record("gateway.stopping", f"{signum.name}: {then}")
+            self.stop()
+
+    def _changed(self) -> None:
+        """Who accepts may have changed."""
+        is_accepting = self.nursery.is_accepting
+        if is_accepting == self._was_accepting:
+            return
+        self._was_accepting = is_accepting
+        self.lock.set_accepting(is_accepting)
+        serving = self.nursery.serving
+        if is_accepting and serving is not None:
+            message = f"pid {serving.pid} accepts connections on {self.nursery.address}"
+            self.log.record("gateway.accepting", message, data={"child_pid": serving.pid})
+        else:
+            severity = "info" if self.parts.is_stopping else "warning"
+            self.log.record("gateway.not_accepting", "no process accepts connections", severity)
+
+    def _end(self, exit_code: int) -> None:
+        if not self._exit_code.done():
+            self._exit_code.set_result(exit_code)
+
+    def _failed(self, task: asyncio.Task[None]) -> None:
+        """A task that ends by itself is a bug, and ends the gateway."""
+        if not task.cancelled() and not self._exit_code.done():
+            error = task.exception() or RuntimeError("a task of the gateway has ended")
+            self._exit_code.set_exception(error)
+
+
+def _ignore(answer: object) -> None:
+    assert answer is not None

@@ -2,8 +2,115 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
+from plumbing.part.format import duration, since, size
 
-def render(document: dict[str, Any]) -> str:
-    raise NotImplementedError
+Document = dict[str, Any]
+PROBLEMS_MAX = 5  # of fifteen lines
+
+
+def render(document: Document) -> str:
+    return "\n".join(f"{label:<9}{text}" for label, text in _lines(document))
+
+
+def _lines(document: Document) -> Iterator[tuple[str, str]]:
+    if not document["online"]:
+        yield "gateway", f"offline view  {document['dir']}"
+        yield from _problems(document)
+        return
+    now = datetime.now(UTC)
+    yield "gateway", f"pid {document['pid']}  since {document['since']}  {document['dir']}"
+    yield "service", _service(document, now)
+    yield "child", _children(document)
+    for child in document["retiring"]:
+        age = duration(child["for_ms"])
+        yield "", f"pid {child['pid']} finishes {child['in_flight']} requests, started {age} ago"
+    yield "engine", _engine(document)
+    yield "requests", _load(document["load"])
+    held = size(document["load"]["memory_bytes"])
+    yield "memory", f"{held} of {size(document['memory_bytes_max'])} for journals, bodies, answers"
+    yield "totals", _totals(document)
+    yield "lock", _lock(document, now)
+    yield from _problems(document)
+
+
+def _service(document: Document, now: datetime) -> str:
+    address = document["service"]["address"]
+    if document["accepting"]:
+        tls = " (TLS)" if document["service"]["tls"] else ""
+        return f"accepts on {address}{tls} for {since(document['accepting_since'], now)}"
+    if document["stopping"]:
+        return f"stopping: does not accept on {address}"
+    return f"does not accept on {address}" if address else "no socket yet"
+
+
+def _children(document: Document) -> str:
+    serving, spare, starting = document["child"], document["spare"], document["starting"]
+    text = "none serves" if serving is None else f"pid {serving['pid']} serves"
+    if spare is not None:
+        text += f"; pid {spare['pid']} is ready to take over"
+    elif starting:
+        text += f"; pid {starting[0]['pid']} is starting"
+    elif not document["stopping"]:
+        text += "; no spare"
+    restarts = document["restarts_total"]
+    return f"{text}; {restarts} restarts" if restarts else text
+
+
+def _engine(document: Document) -> str:
+    found, grant, idle = document["upstream"], document["grant"], document["idle"]
+    if idle is not None:
+        return f"none for {duration(idle['for_ms'])}: {idle['reason']}"
+    if grant is None:
+        return "none was granted the lock yet"
+    text = f"{grant['engine']}  token {grant['token']}  for {duration(grant['for_ms'])}"
+    if found is None:
+        return text
+    if found["continuation"]:
+        text += f"  streams: {found['continuation']}"
+    if found["continuation_id"]:
+        text += f"  continuation id {found['continuation_id'][:16]}"
+    return f"{text}  ({found['problem']})" if found["problem"] else text
+
+
+def _load(load: Document) -> str:
+    oldest = f" (oldest {duration(load['parked_oldest_ms'])})" if load["parked"] else ""
+    text = (
+        f"{load['in_flight']} in flight, {load['waiting']} waiting for an engine,"
+        f" {load['parked']} parked{oldest}, {load['replaying']} replaying"
+    )
+    return f"{text}, {load['suspects']} suspects" if load["suspects"] else text
+
+
+def _totals(document: Document) -> str:
+    totals = document["totals"]
+    endings: dict[str, int] = {}
+    for each in totals["requests"]:
+        endings[each["ending"]] = endings.get(each["ending"], 0) + each["count"]
+    parts = [f"{count} {ending.replace('_', ' ')}" for ending, count in endings.items()]
+    parts += [
+        f"{totals['pauses']} pauses",
+        f"{totals['resumes']} resumed",
+        f"{totals['replayed_tokens']} tokens replayed",
+    ]
+    if totals["lost_requests"]:
+        parts.append(f"{totals['lost_requests']} lost with a child")
+    return ", ".join(parts)
+
+
+def _lock(document: Document, now: datetime) -> str:
+    server = document["lock_server"]
+    if server["connected"]:
+        return f"server connected for {since(server['since'], now)}"
+    return f"server not connected for {since(server['since'], now)}; a takeover waits for it"
+
+
+def _problems(document: Document) -> Iterator[tuple[str, str]]:
+    problems = document["problems"]
+    for problem in problems[:PROBLEMS_MAX]:
+        yield "problem", problem
+    if len(problems) > PROBLEMS_MAX:
+        yield "problem", f"and {len(problems) - PROBLEMS_MAX} more"

@@ -1,0 +1,184 @@
+"""What every child of a gateway does: `python -m gateway.server`, started by `gateway serve`.
+
+Owns the channel to the parent: what the parent says reaches the doors (`Doors`), and what they say
+of themselves goes back, as beats. It decides nothing about requests. It dies with its parent, and
+exits when the channel ends.
+
+The surprising thing: everything is imported and configured before the first beat, since that beat
+says "I could accept now"; a spare then waits, for weeks if need be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+from gateway import messages as msg
+from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.service import log
+from plumbing.service.cli import run_async
+from plumbing.service.process import arm_from_environment
+from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Message
+from plumbing.wire.unix_connection import UnixConnection
+
+ORPHANED = 1  # the exit code when the parent is gone
+
+logger = logging.getLogger(__name__)
+
+
+class Doors(Protocol):
+    """What serves clients. All methods are called on the loop, and none may block."""
+
+    def accept(self, listening: OwnedFd, address: str) -> None:
+        """Take this socket and accept from now on, in place of an earlier one. It is shared with
+        other processes: close it, never `shutdown()` it."""
+
+    def granted(self, engine: str, token: int, era: str) -> None:
+        """`engine` holds the lock. The same grant may come again."""
+
+    def nobody(self, reason: str) -> None:
+        """Nobody holds the lock."""
+
+    async def stop(self, budget_ms: float) -> None:
+        """Accept no more, close idle connections, and return once every request has ended; after
+        `budget_ms` those that are left are cut. Called again, the shorter budget counts."""
+
+    def beat(self, progress: int) -> msg.GatewayBeatMsg:
+        """What is true of them now, and what they have counted."""
+
+
+class Parent(Protocol):
+    """What doors may tell their parent."""
+
+    def happened(self, event: msg.GatewayEventMsg) -> None:
+        """For the event log: rare things."""
+
+    def beat_now(self) -> None:
+        """Beat soon, since `is_accepting` or `problem` has changed."""
+
+
+MakeDoors = Callable[[msg.ConfigureGatewayMsg, Parent], Doors]
+
+
+class ParentLink(Handler):
+    """The channel: the first message configures, and every other one goes to the doors."""
+
+    def __init__(self, make_doors: MakeDoors) -> None:
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.closed_event = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._make_doors = make_doors
+        self._doors: Doors | None = None
+        self._conn: Connection | None = None
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._progress = 0
+        self._is_beat_due = False
+
+    # ------------------------------------------------------------------ as the doors' parent
+
+    def happened(self, event: msg.GatewayEventMsg) -> None:
+        if self._conn is not None:
+            self._conn.send(event)
+
+    def beat_now(self) -> None:
+        if not self._is_beat_due:
+            self._is_beat_due = True
+            self._loop.call_soon(self._beat)
+
+    # ------------------------------------------------------------------ as the wire's handler
+
+    def opened(self, conn: Connection) -> None:
+        self._conn = conn
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        if isinstance(message, msg.ConfigureGatewayMsg):
+            self._configure(message)
+            return
+        doors = self._doors
+        if doors is None:
+            close_all(fds)
+            raise ProtocolError("gateway.not_configured", f"{message.TYPE} came before configure")
+        match message:
+            case msg.AcceptMsg():
+                doors.accept(fds[0], message.address)
+                self.beat_now()
+            case msg.GrantMsg():
+                doors.granted(message.engine, message.token, message.era)
+            case msg.NobodyMsg():
+                doors.nobody(message.reason)
+            case msg.StopMsg():
+                stopping = self._loop.create_task(self._stop(doors, message.budget_ms))
+                self._stopping.add(stopping)
+                self.beat_now()
+            case _:
+                raise ProtocolError("gateway.not_for_a_child", f"a child accepts no {message.TYPE}")
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        """Nobody could stop this process now, and its successor may accept already."""
+        self._conn = None
+        self.closed_event.set()
+        if not self.ended.done():
+            logger.error("lost the gateway's parent process (%s); this one exits", reason)
+            self.ended.set_result(ORPHANED)
+
+    # ------------------------------------------------------------------ inside
+
+    def _configure(self, settings: msg.ConfigureGatewayMsg) -> None:
+        try:
+            self._doors = self._make_doors(settings, self)
+        except UnderstudyError as error:
+            assert self._conn is not None
+            self._conn.fault(error)
+            self.ended.set_result(error.exit_code)
+            return
+        gc.collect()
+        gc.freeze()  # what is imported stays: no later collection scans it while streams wait
+        self._beat_regularly()
+
+    def _beat_regularly(self) -> None:
+        self._beat()
+        self._loop.call_later(msg.BEAT_MS / 1000, self._beat_regularly)
+
+    def _beat(self) -> None:
+        self._is_beat_due = False
+        if self._conn is not None and self._doors is not None:
+            self._progress += 1
+            self._conn.send(self._doors.beat(self._progress))
+
+    async def _stop(self, doors: Doors, budget_ms: float) -> None:
+        await doors.stop(budget_ms)
+        self._beat()  # the last word: what was counted
+        if self._conn is not None:
+            self._conn.close_soon("this child has finished")
+        if not self.ended.done():
+            self.ended.set_result(0)
+
+
+async def serve(make_doors: MakeDoors) -> int:
+    """Be a child until told to stop; the exit code."""
+    sock = socket.socket(fileno=int(os.environ.pop(msg.CHANNEL_ENV)))
+    os.set_inheritable(sock.fileno(), False)
+    link = ParentLink(make_doors)
+    conn = UnixConnection(sock, msg.CHANNEL, link)
+    try:
+        return await link.ended
+    finally:
+        conn.close_soon("this child exits")
+        await link.closed_event.wait()  # its last words are sent, or late
+
+
+def run(make_doors: MakeDoors) -> None:
+    """The whole life of a child process."""
+    arm_from_environment()
+    log.configure("gateway")
+    sys.exit(run_async(lambda: serve(make_doors)))

@@ -1,0 +1,111 @@
+"""What the lock server says to a gateway, and what is known while it says nothing.
+
+It may be away for as long as it likes: the children go on with the engine that was granted last,
+and the socket stays here. Only a takeover waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.supervisor.nursery import Nursery
+from lockserver.client import Borrower, BorrowerCallbacks
+from plumbing.errors import UnderstudyError
+from plumbing.service.clock import Clock
+from plumbing.service.events import EventLog
+from plumbing.wire.fds import OwnedFd
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The newest one that was heard of."""
+
+    engine: str
+    token: int
+    era: str
+    since_ms: float
+
+
+class LockSide:
+    """One gateway's connection to the lock server."""
+
+    def __init__(self, path: str, lock: str, nursery: Nursery, clock: Clock, log: EventLog) -> None:
+        self.lock = lock
+        self.grant: Grant | None = None
+        self.idle: str | None = None  # why no engine is known to serve, if so
+        self.changed_ms = clock.now_ms()  # connected, or lost
+        self.idle_ms = clock.now_ms()  # since when it is idle, if it is
+        self._nursery, self._clock, self._log = nursery, clock, log
+        self.is_served = False  # connected, and not refused
+        self.refusal: str | None = None
+        self._borrower = Borrower(
+            path,
+            BorrowerCallbacks(
+                on_service=self._lent,
+                on_granted=self._granted,
+                on_idle=self._is_idle,
+                on_lost=self._lost,
+                on_refused=self._refused,
+            ),
+            lock=lock,
+        )
+
+    @property
+    def problem(self) -> str | None:
+        """Why the lock server is of no use now."""
+        if self.refusal is not None:
+            return f"the lock server refuses this gateway: {self.refusal}"
+        if self.is_served:
+            return self._borrower.problem
+        return f"no lock server: {self._borrower.problem or 'not connected yet'}"
+
+    def set_accepting(self, is_accepting: bool) -> None:
+        self._borrower.set_accepting(is_accepting)
+
+    async def run(self) -> None:
+        await self._borrower.run()
+
+    def _lent(self, fd: OwnedFd, address: str) -> None:
+        self._heard()
+        message = f"the lock server has lent {address}"
+        self._log.record("gateway.socket_lent", message, data={"lock": self.lock})
+        self._nursery.lent(fd, address)
+
+    def _granted(self, engine: str, token: int, era: str) -> None:
+        self._heard()
+        is_new = self.grant is None or (self.grant.token, self.grant.era) != (token, era)
+        if is_new:
+            self.grant = Grant(engine, token, era, self._clock.now_ms())
+            data = {"engine_id": engine, "token": token}
+            message = f"requests go to {engine}, token {token}"
+            self._log.record("gateway.engine", message, data=data)
+        self.idle = None
+        self._nursery.granted(engine, token, era)
+
+    def _is_idle(self, reason: str) -> None:
+        self._heard()
+        if self.idle is None:
+            self.idle_ms = self._clock.now_ms()
+            message = f"no engine is known to serve: {reason}"
+            self._log.record("gateway.no_engine", message, "warning")
+        self.idle = reason
+        self._nursery.nobody(reason)
+
+    def _heard(self) -> None:
+        """The server takes this gateway: a connection alone may be refused, and again and again."""
+        if not self.is_served:
+            self.is_served, self.refusal = True, None
+            self.changed_ms = self._clock.now_ms()
+            self._log.record("gateway.lock_server", "connected to the lock server")
+
+    def _lost(self, reason: str) -> None:
+        if self.is_served:
+            self.is_served, self.changed_ms = False, self._clock.now_ms()
+            message = f"lost the lock server ({reason}); requests go on, a takeover waits for it"
+            self._log.record("gateway.lock_server_lost", message, "warning")
+
+    def _refused(self, error: UnderstudyError) -> None:
+        if self.refusal != error.message:  # it is repeated at every attempt
+            self.refusal = error.message
+            message = f"the lock server refuses this gateway: {error.message}"
+            self._log.record("gateway.refused", message, "error", {"error_code": error.code})

@@ -1,0 +1,230 @@
+"""The children of a gateway: carries out what `gateway.core.children` decides, and feeds it.
+
+Owns the listening socket's copy, the processes and their channels, and what a child that starts has
+to be told: the socket is not among it before it is that child's turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gateway import messages as msg
+from gateway.core import child_events as ev
+from gateway.core.children import Children, Place
+from gateway.supervisor.child import COMMAND, ChildLink
+from gateway.supervisor.totals import add
+from plumbing.errors import UnderstudyError
+from plumbing.service import procfs
+from plumbing.service.clock import Clock
+from plumbing.service.events import EventLog
+from plumbing.shortage import explain, is_shortage
+from plumbing.wire.fds import OwnedFd
+
+Restarted = Callable[[msg.ChildRestartedMsg | UnderstudyError], None]
+
+
+class Nursery:
+    """All children; `on_change` is called when who accepts may have changed."""
+
+    def __init__(
+        self,
+        settings: msg.ConfigureGatewayMsg,
+        clock: Clock,
+        log: EventLog,
+        *,
+        on_change: Callable[[], None],
+        on_end: Callable[[int], None],
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self.core = Children()
+        self.links: dict[int, ChildLink] = {}  # those that live
+        self.totals = msg.GatewayTotals()  # of those that do not
+        self.lost_requests = 0  # in flight in children that died
+        self.has_started = False  # one child was ready
+        self.service: OwnedFd | None = None
+        self.address = ""
+        self.socket_problem: str | None = None
+        self._settings, self._clock, self._log = settings, clock, log
+        self._on_change, self._on_end = on_change, on_end
+        self._command = command
+        self._dying: set[ChildLink] = set()  # reaped, with words that are not read yet
+        self._grant: msg.GrantMsg | None = None
+        self._nobody: msg.NobodyMsg | None = None
+        self._owed: int | None = None  # the child that was not sent the socket for lack of one
+        self._asked: list[Restarted] = []
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def serving(self) -> ChildLink | None:
+        """The child that was told to accept."""
+        process = self.core.serving
+        return None if process is None else self.links[process.id]
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether anybody does: at a restart two of them may, for a moment."""
+        beats = (link.beat for link in self.links.values())
+        return any(beat.is_accepting for beat in beats if beat is not None)
+
+    def at(self, place: Place) -> list[ChildLink]:
+        return [self.links[each.id] for each in self.core.at(place)]
+
+    def counted(self) -> msg.GatewayTotals:
+        """What all children so far have counted."""
+        beats = (link.beat for link in [*self.links.values(), *self._dying])
+        return add([self.totals, *(beat.totals for beat in beats if beat is not None)])
+
+    # ------------------------------------------------------------------ what happens outside
+
+    def feed(self, event: ev.ParentEvent) -> None:
+        """Tell the core, and do what it says."""
+        for effect in self.core.handle(event, self._clock.now_ms()):
+            self._perform(effect)
+        self._on_change()
+
+    def lent(self, fd: OwnedFd, address: str) -> None:
+        """Take the listening socket, in place of an earlier one."""
+        if self.service is not None:
+            self.service.close()
+        self.service, self.address = fd, address
+        self.feed(ev.SocketLent())
+
+    def granted(self, engine: str, token: int, era: str) -> None:
+        self._grant, self._nobody = msg.GrantMsg(engine, token, era), None
+        self._tell_all(self._grant)
+
+    def nobody(self, reason: str) -> None:
+        self._nobody = msg.NobodyMsg(reason)
+        self._tell_all(self._nobody)
+
+    def restart(self, on_done: Restarted) -> None:
+        """Replace the child that serves by a fresh one."""
+        self._asked.append(on_done)
+        self.feed(ev.RestartAsked())
+
+    def look(self) -> None:
+        """Call this every 100 ms or so."""
+        for link in list(self.links.values()):
+            silent_ms = link.silent_ms()
+            if silent_ms > msg.BEAT_MS:
+                why = procfs.halted(link.pid) or ""
+                self.feed(ev.ChildSilent(link.number, silent_ms, why))
+        if self._owed is not None:
+            self._lend(self._owed)
+        self.feed(ev.TimePassed())
+
+    def close(self) -> None:
+        """End all that is left, without waiting."""
+        for link in self.links.values():
+            link.kill()
+        if self.service is not None:
+            self.service.close()
+            self.service = None
+
+    # ------------------------------------------------------------------ what the core wants
+
+    def _perform(self, effect: ev.ParentEffect) -> None:
+        match effect:
+            case ev.StartChild():
+                self._start(effect.child)
+            case ev.LetAccept():
+                self._lend(effect.child)
+            case ev.LetFinish():
+                self._send(effect.child, msg.StopMsg(round(effect.budget_ms)))
+            case ev.KillChild():
+                if effect.child in self.links:
+                    self.links[effect.child].kill()
+            case ev.RestartDone():
+                self._restarted(effect)
+            case ev.RestartRefused():
+                self._answer(UnderstudyError(effect.code, effect.reason))
+                self._log.record("gateway.restart_refused", effect.reason, "warning")
+            case ev.EndGateway():
+                self._on_end(effect.exit_code)
+            case ev.Told():
+                self._log.record(effect.kind, effect.message, effect.severity, effect.data)
+
+    def _start(self, number: int) -> None:
+        link = ChildLink(number, self, self._clock)
+        try:
+            link.start(self._command, self._settings)
+        except OSError as error:
+            self.feed(ev.CannotStart(number, error.errno, explain(error.errno)))
+            return
+        self.links[number] = link
+        for message in (self._grant, self._nobody):
+            if message is not None:
+                link.send(message)
+        self.feed(ev.ChildStarted(number, link.pid))
+
+    def _lend(self, number: int) -> None:
+        """Send the socket to a child, now or as soon as there is a descriptor for its copy."""
+        if self.service is None or number not in self.links:
+            self._owed = None
+            return
+        try:
+            copy = self.service.duplicate()
+        except OSError as error:
+            if not is_shortage(error):
+                raise
+            self._owed = number
+            why = f"the socket cannot be passed to pid {self.links[number].pid}"
+            self.socket_problem = f"{why}: {explain(error.errno)}"
+            return
+        self._owed, self.socket_problem = None, None
+        self.links[number].send(msg.AcceptMsg(self.address), [copy])
+
+    def _restarted(self, done: ev.RestartDone) -> None:
+        old = None if done.old is None else self.links.get(done.old)
+        new = self.links[done.new]
+        in_flight = old.beat.load.in_flight if old is not None and old.beat is not None else 0
+        old_pid = 0 if old is None else old.pid
+        finishing = f"; pid {old_pid} finishes {in_flight} requests" if old else ""
+        data = {"child_pid": new.pid, "old_pid": old_pid or None, "in_flight": in_flight}
+        self._log.record("gateway.restarted", f"pid {new.pid} takes over{finishing}", data=data)
+        self._answer(msg.ChildRestartedMsg(old_pid, new.pid, in_flight))
+
+    def _answer(self, answer: msg.ChildRestartedMsg | UnderstudyError) -> None:
+        asked, self._asked = self._asked, []
+        for each in asked:
+            each(answer)
+
+    def _send(self, number: int, message: msg.StopMsg) -> None:
+        if number in self.links:
+            self.links[number].send(message)
+
+    def _tell_all(self, message: msg.GrantMsg | msg.NobodyMsg) -> None:
+        for link in self.links.values():
+            link.send(message)
+
+    # ------------------------------------------------------------------ as its children's owner
+
+    def beaten(self, link: ChildLink) -> None:
+        if link.number in self.links:
+            if self.core.all[link.number].place is Place.STARTING:
+                self.has_started = True
+                self.feed(ev.ChildReady(link.number))
+            self._on_change()
+
+    def happened(self, link: ChildLink, event: msg.GatewayEventMsg) -> None:
+        data = {"child_pid": link.pid, **event.data}
+        self._log.record(event.kind, event.message, event.severity, data)
+
+    def ended(self, link: ChildLink) -> None:
+        assert link.process is not None
+        returncode = link.process.returncode
+        assert returncode is not None
+        said = link.said
+        if link.beat is not None and returncode != 0:
+            lost = link.beat.load.in_flight
+            self.lost_requests += lost
+            said = f"{lost} requests in flight are lost" if lost else said
+        del self.links[link.number]
+        self._dying.add(link)
+        self.feed(ev.ChildEnded(link.number, returncode, said))
+
+    def read_out(self, link: ChildLink) -> None:
+        self._dying.discard(link)
+        if link.beat is not None:
+            self.totals = add([self.totals, link.beat.totals])

@@ -1,0 +1,26 @@
+"""What a gateway's parent consists of, for those that look at all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gateway.supervisor.lock_side import LockSide
+from gateway.supervisor.nursery import Nursery
+from gateway.supervisor.settings import GatewaySettings
+from plumbing.service.clock import Clock
+from plumbing.service.events import EventLog
+
+
+@dataclass
+class GatewayParts:
+    """`troubles`: what the servers of the parent itself cannot do now."""
+
+    settings: GatewaySettings
+    clock: Clock
+    log: EventLog
+    nursery: Nursery
+    lock: LockSide
+    started_ms: float
+    is_stopping: bool = False
+    troubles: list[Callable[[], str | None]] = field(default_factory=list)

@@ -1,0 +1,191 @@
+"""What a gateway says of itself: the status document, probes, gauges. Reads, never changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from gateway.core.children import Place
+from gateway.messages import GatewayLoad
+from gateway.supervisor.child import ChildLink
+from gateway.supervisor.parts import GatewayParts
+from plumbing.part.format import duration
+from plumbing.service.clock import rfc3339
+from plumbing.service.http import Probe
+
+SCHEMA = 1
+OLDEST = "parked_oldest_ms"  # of the load: no sum, but a maximum
+
+
+def document(gateway: GatewayParts) -> dict[str, Any]:
+    """The status document, the same for the CLI, `/status` and observers."""
+    nursery, lock = gateway.nursery, gateway.lock
+    serving = nursery.serving
+    beat = serving.beat if serving is not None else None
+    accepting_ms = serving.accepting_since_ms if serving is not None else None
+    return {
+        "schema": SCHEMA,
+        "online": True,
+        **gateway.log.newest(),
+        "pid": os.getpid(),
+        "dir": gateway.settings.directory,
+        **_moment(gateway, gateway.started_ms),
+        "stopping": gateway.is_stopping,
+        "accepting": nursery.is_accepting,
+        "accepting_since": None if accepting_ms is None else _time(gateway, accepting_ms),
+        "service": {
+            "lock": lock.lock,
+            "address": nursery.address or None,
+            "tls": bool(gateway.settings.child.tls_cert),
+        },
+        "child": None if serving is None else _child(gateway, serving),
+        "spare": next((_child(gateway, each) for each in nursery.at(Place.SPARE)), None),
+        "starting": [_child(gateway, each) for each in nursery.at(Place.STARTING)],
+        "retiring": [_child(gateway, each) for each in nursery.at(Place.RETIRING)],
+        "restarts_total": nursery.core.restarts.deaths_total,
+        "upstream": None if beat is None else msgspec.to_builtins(beat.upstream),
+        "lock_server": {
+            "connected": lock.is_served,
+            "since": _time(gateway, lock.changed_ms),
+            "problem": lock.problem,
+        },
+        "grant": _grant(gateway),
+        "idle": None
+        if lock.idle is None
+        else {"reason": lock.idle, **_moment(gateway, lock.idle_ms)},
+        "load": msgspec.to_builtins(load(gateway)),
+        "memory_bytes_max": gateway.settings.child.memory_bytes,
+        "totals": _totals(gateway),
+        "problems": problems(gateway),
+    }
+
+
+def problems(gateway: GatewayParts) -> list[str]:
+    """What does not work now, as sentences."""
+    nursery, lock = gateway.nursery, gateway.lock
+    serving = nursery.serving
+    found = [nursery.socket_problem, nursery.core.problem]
+    if lock.problem is not None:
+        meanwhile = "requests go on, a takeover waits for it" if lock.grant else "nothing is served"
+        found.append(f"{lock.problem}; {meanwhile}")
+    elif nursery.service is None:
+        found.append("the lock server has lent no socket yet; see `lockserver status`")
+    if serving is not None and serving.beat is not None:
+        found.append(serving.beat.problem)
+    found += [look() for look in gateway.troubles]
+    return [each for each in found if each]
+
+
+def load(gateway: GatewayParts) -> GatewayLoad:
+    """What all children have in hand."""
+    links = gateway.nursery.links.values()
+    loads = [link.beat.load for link in links if link.beat is not None]
+    sums = {
+        name: sum(getattr(each, name) for each in loads)
+        for name in GatewayLoad.__struct_fields__
+        if name != OLDEST
+    }
+    return GatewayLoad(
+        **sums, parked_oldest_ms=max((each.parked_oldest_ms for each in loads), default=0.0)
+    )
+
+
+def gauges(gateway: GatewayParts) -> dict[str, float]:
+    """By the names of `metrics.GAUGES`."""
+    found = load(gateway)
+    return {
+        "in_flight_requests": found.in_flight,
+        "waiting_requests": found.waiting,
+        "parked_requests": found.parked,
+        "parked_oldest_seconds": found.parked_oldest_ms / 1000,
+        "replaying_requests": found.replaying,
+        "suspect_requests": found.suspects,
+        "connections": found.connections,
+        "held_bytes": found.memory_bytes,
+        "held_bytes_max": gateway.settings.child.memory_bytes,
+        "accepting": gateway.nursery.is_accepting,
+        "ready": ready(gateway).ok,
+        "spare_ready": gateway.nursery.core.spare is not None,
+        "lock_server_connected": gateway.lock.is_served,
+    }
+
+
+# -------------------------------------------------------------------------------------- probes
+
+
+def probes(gateway: GatewayParts) -> Mapping[str, Callable[[], Probe]]:
+    return {
+        "live": lambda: Probe(True, "running"),
+        "startup": lambda: startup(gateway),
+        "ready": lambda: ready(gateway),
+    }
+
+
+def startup(gateway: GatewayParts) -> Probe:
+    """A process could accept. Engines start after this one, so none is asked for."""
+    if gateway.nursery.has_started:
+        return Probe(True, "started")
+    return Probe(False, "starting", {"problems": problems(gateway)})
+
+
+def ready(gateway: GatewayParts) -> Probe:
+    """It accepts, and a request would be answered: an engine serves, or one soon will."""
+    lock = gateway.lock
+    if gateway.is_stopping:
+        return Probe(False, "stopping")
+    if not gateway.nursery.is_accepting:
+        return Probe(False, "not_accepting", {"problems": problems(gateway)})
+    if lock.grant is None:
+        return Probe(False, "no_engine", {"why": lock.idle or "no engine was active yet"})
+    details = {"engine": lock.grant.engine, "token": lock.grant.token}
+    if lock.idle is None:
+        return Probe(True, "engine_active", details)
+    idle_ms = gateway.clock.now_ms() - lock.idle_ms
+    if idle_ms < gateway.settings.child.hold_ms:
+        return Probe(True, "takeover", {"why": lock.idle})
+    return Probe(False, "no_engine", {"why": lock.idle, "for": duration(idle_ms)})
+
+
+# -------------------------------------------------------------------------------------- parts
+
+
+def _grant(gateway: GatewayParts) -> dict[str, Any] | None:
+    grant = gateway.lock.grant
+    if grant is None:
+        return None
+    since = _moment(gateway, grant.since_ms)
+    return {"engine": grant.engine, "token": grant.token, "era": grant.era, **since}
+
+
+def _child(gateway: GatewayParts, link: ChildLink) -> dict[str, Any]:
+    found = link.beat.load if link.beat is not None else GatewayLoad()
+    return {"pid": link.pid, **_moment(gateway, link.started_ms), "in_flight": found.in_flight}
+
+
+def _totals(gateway: GatewayParts) -> dict[str, Any]:
+    totals = gateway.nursery.counted()
+    return {
+        "requests": [msgspec.to_builtins(each) for each in totals.requests],
+        "tokens": totals.tokens,
+        "replayed_tokens": totals.replayed_tokens,
+        "pauses": totals.pauses,
+        "pause_ms": round(totals.pause_s.sum_s * 1000, 1),
+        "resumes": totals.resumes,
+        "continuations_lost": totals.continuations_lost,
+        "lost_requests": gateway.nursery.lost_requests,
+        "limits": dict(totals.limits),
+    }
+
+
+def _moment(gateway: GatewayParts, at_ms: float) -> dict[str, Any]:
+    for_ms = max(0.0, gateway.clock.now_ms() - at_ms)
+    return {"since": _time(gateway, at_ms), "for_ms": round(for_ms)}
+
+
+def _time(gateway: GatewayParts, at_ms: float) -> str:
+    ago = timedelta(milliseconds=gateway.clock.now_ms() - at_ms)
+    return rfc3339(gateway.clock.wall() - ago)
