@@ -25,6 +25,7 @@ from plumbing.service.procfs import descendants
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.part_killer import hold
 from understudy.drill.records import STOP, SUPERVISOR, EngineKill, asked_of_engine
+from understudy.status.gateway_view import is_open
 from understudy.status.gather import gather
 from understudy.status.view import PARKED
 
@@ -38,12 +39,15 @@ clock = SystemClock()
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A pod with redundancy: the active engine, its token and address, and the standbys."""
+    """A pod with redundancy: the active engine, its token and address, and the standbys.
+
+    `is_direct`: engines answer clients themselves, without a gateway."""
 
     engine: str
     token: int
     service: str
     standbys: tuple[str, ...]
+    is_direct: bool = True
 
 
 async def wait_whole(
@@ -51,7 +55,8 @@ async def wait_whole(
     say: Callable[[str], None] = lambda line: None,
     deadline_s: float = WHOLE_DEADLINE_S,
 ) -> Whole:
-    """Poll until one engine is active and a standby is queued; `say` reports what is missing.
+    """Poll until one engine is active, a standby is queued and requests can come in; `say` reports
+    what is missing.
 
     Raises:
         WaitTimeoutError: `drill.not_whole`, with what is missing.
@@ -68,9 +73,12 @@ async def wait_whole(
             if (engine.get("engine") or {}).get("state") == PARKED
         ]
         ready = tuple(name for name in parked if name in queued)
-        if view["active"] is not None and view["failover_ready"] and ready:
+        gateway = view["gateway"]
+        is_serving = view["active"] is not None and is_open(gateway)
+        if is_serving and view["failover_ready"] and ready:
             service = (view["lockserver"].get("service") or {}).get("active") or {}
-            return Whole(view["active"], view["token"], str(service.get("address")), ready)
+            address = str(service.get("address"))
+            return Whole(view["active"], view["token"], address, ready, gateway is None)
         if clock.now_ms() > end_ms:
             said = (
                 "; ".join(view["problems"])

@@ -233,6 +233,8 @@ class Records(Struct):
     the death of a part; `deaths`: of engines, rehearsed or not. `memory` is set once a memory
     server was killed, `upgrade` in an upgrade.
     `targets`: those of every engine of this pod, which are counted even if none was killed.
+    `is_direct`: engines answered the clients themselves. Behind a gateway, a token says where an
+    answer began, and text that follows it may be of any newer engine.
     """
 
     exchanges: list[Exchange] = []
@@ -250,3 +252,4 @@ class Records(Struct):
     burn: BurnUse | None = None
     lasted_s: float = 0.0
     targets: Sequence[str] = TARGETS
+    is_direct: bool = True

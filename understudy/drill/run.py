@@ -111,6 +111,7 @@ class Drill:
         backend = (await status_of(engines[whole.engine])).get("backend") or {}
         self.backend = backend.get("name")
         self.records.targets = base_targets(self.backend)
+        self.records.is_direct = whole.is_direct
         processes = targets_of(self.backend, backend.get("pids") or ())
         self._targets = self._targets or (*processes, *self._plan.also)
         host, _, port = whole.service.rpartition(":")

@@ -1,9 +1,9 @@
 """The verdict of a drill: records in, report out. Pure; nothing here measures or waits.
 
 A stream that was cut is lost; if its text before the cut is not a prefix of the expected answer, it
-is wrong. Text of an older grant that arrives after text of a newer one means that two engines
-served. A drill that measured nothing must not look like one that found nothing: whatever could not
-be checked is a problem, and a drill with problems has failed.
+is wrong. In direct mode, text of an older grant that arrives after text of a newer one means that
+two engines served. A drill that measured nothing must not look like one that found nothing:
+whatever could not be checked is a problem, and a drill with problems has failed.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def judge(records: Records, kills_wanted: int) -> DrillReport:
         killed=_killed(records),
         refused=counts[Outcome.REFUSED],
         wrong_tokens=counts[Outcome.WRONG],
-        double_active=len(records.overlaps) + len(served_out_of_order(records.exchanges)),
+        double_active=len(records.overlaps)
+        + (len(served_out_of_order(records.exchanges)) if records.is_direct else 0),
         false_deaths=len(false_deaths(records)),
         lasted_s=round(records.lasted_s, 3),
         lost_in_flight=counts[Outcome.LOST],
@@ -163,8 +164,10 @@ def pause_of(upgrade: Upgrade | None, exchanges: Sequence[Exchange]) -> float | 
         return None
     last_ms = [e.last_token_ms for e in exchanges if e.token == upgrade.old_token]
     first_ms = [e.first_token_ms for e in exchanges if e.token == upgrade.new_token]
-    before, after = [ms for ms in last_ms if ms], [ms for ms in first_ms if ms]
-    return round(min(after) - max(before), 3) if before and after else None
+    after = min((ms for ms in first_ms if ms), default=math.inf)
+    # Behind a gateway, answers that began under the old grant go on under the new one.
+    before = max((ms for ms in last_ms if ms and ms < after), default=-math.inf)
+    return round(after - before, 3) if math.isfinite(after - before) else None
 
 
 def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:

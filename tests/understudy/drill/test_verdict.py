@@ -24,6 +24,7 @@ from understudy.drill.verdict import (
     classify,
     first_answer,
     judge,
+    pause_of,
     phases_of,
     served_out_of_order,
     spread,
@@ -127,6 +128,19 @@ def test_text_of_an_older_grant_after_a_newer_one_is_two_active():
     assert served_out_of_order([replace(old, last_turn=21), new]) == [replace(old, last_turn=21)]
     later = served(3, sent=5, first=15)
     assert served_out_of_order([old, new, later]) == [new, old]
+
+
+def test_answers_that_go_on_behind_a_gateway_are_not_two_active():
+    """Goal: a token says where an answer began, and no more. Method: an answer of the old grant
+    that goes on after the first one of the new grant, in both modes; the pause between them."""
+    before, resumed = served(1, sent=0, first=5, last=8), served(1, sent=0, first=10, last=40)
+    exchanges = [before, resumed, served(2, sent=5, first=20, last=30)]
+    for is_direct, count in ((True, 1), (False, 0)):
+        records = Records(exchanges=exchanges, expected=EXPECTED, is_direct=is_direct)
+        assert judge(records, 0).double_active == count
+    upgrade = Upgrade("A=1", old_token=1, new_token=2)
+    assert pause_of(upgrade, exchanges) == 12
+    assert pause_of(upgrade, exchanges[:2]) is None
 
 
 def test_spread_is_by_nearest_rank():
